@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names, dims and dtypes of every graph, declared once.
+
+ONNX inputs and outputs, engine bindings and server configurations derive from these objects and are
+asserted against them; no tensor name is written anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Dim = str | int
+Role = Literal["target", "draft"]
+
+TOKENS = "tokens"  # [batch, nodes] int64: token of each node, node 0 is the root
+LENGTHS = "lengths"  # [batch] int64: cache entries in use before this step
+TREE_MASK = "tree_mask"  # [batch, nodes, nodes] bool: row i is true at i and at its ancestors
+SCORED_NODES = "scored_nodes"  # [batch, scored] int64: the nodes whose logits are wanted
+PARENTS = "parents"  # [batch, nodes] int64: parent of each node, -1 at the root and at padding
+DRAFT_PROBS = "draft_probs"  # [batch, scored, draft_vocab] float32; draft_vocab 1 = deterministic drafts
+UNIFORMS = "uniforms"  # [batch, scored, 2] float32 in [0, 1): accept this node, draw at this node
+TEMPERATURE = "temperature"  # [batch] float32, 0 = greedy
+TOP_K = "top_k"  # [batch] int64, 0 = off
+TOP_P = "top_p"  # [batch] float32, 1 = off
+PATH = "path"  # [batch, scored] int64: accepted nodes from the root on, -1 behind the end
+NUM_ACCEPTED = "num_accepted"  # [batch] int64: accepted draft tokens, root not counted
+NEXT_TOKEN = "next_token"  # [batch] int64: recovered or bonus token
+LOGITS = "logits"  # [batch, scored, vocab] float32
+HIDDEN = "hidden"  # [batch, nodes, hidden] float32: what the LM head reads
+SAMPLED_TOKEN = "sampled_token"  # [batch] int64: the draft's own next token
+CONFIDENCE = "confidence"  # [batch] float32: the draft's probability of it at temperature 1
+SAMPLED_PROBS = "sampled_probs"  # [batch, vocab] float32: the warped law it was drawn from
+
+
+def hidden_name(layer: int) -> str:
+    """Name of the residual stream behind decoder layer `layer` (0-based)."""
+    return f"{HIDDEN}.{layer}"
+
+
+def cache_names(layer: int) -> tuple[str, str]:
+    """Names of the K and V cache inputs of a layer."""
+    return f"k_cache.{layer}", f"v_cache.{layer}"
+
+
+def updated_cache_name(cache: str) -> str:
+    """Name of the output that carries the updated `cache`; at run time it aliases its input."""
+    return f"{cache}.updated"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One graph input or output.
+
+    Args:
+        name: tensor name in the graph.
+        dims: a str is a dynamic dim by name, an int is static.
+        dtype: numpy name: float32, int64, bool, ...
+    """
+
+    name: str
+    dims: tuple[Dim, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """The sizes of a decoder that graphs, caches and predictions need."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    num_params: int = 0
+
+    @property
+    def cache_row_bytes(self) -> int:
+        """Bytes of K and V, all layers, of one token of one slot in float32."""
+        return 2 * 4 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """A graph's inputs and outputs in order. Cache inputs come last among the inputs, their updates last among the outputs."""
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    caches: tuple[str, ...] = ()
+
+    def input(self, name: str) -> TensorSpec:
+        """The input of that name; KeyError when there is none."""
+        return {t.name: t for t in self.inputs}[name]
+
+    def output(self, name: str) -> TensorSpec:
+        """The output of that name; KeyError when there is none."""
+        return {t.name: t for t in self.outputs}[name]
+
+    def json_from_spec(self) -> dict[str, Any]:
+        """A JSON-ready dict; `spec_from_json` reads it back."""
+        return asdict(self)
+
+
+def spec_from_json(data: Mapping[str, Any]) -> GraphSpec:
+    """Inverse of `GraphSpec.json_from_spec`."""
+
+    def tensors(rows: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(r["name"], tuple(r["dims"]), r["dtype"]) for r in rows)
+
+    return GraphSpec(data["name"], tensors(data["inputs"]), tensors(data["outputs"]), tuple(data["caches"]))
+
+
+def _caches(dims: ModelDims) -> tuple[TensorSpec, ...]:
+    shape: tuple[Dim, ...] = ("batch", dims.num_kv_heads, "max_seq", dims.head_dim)
+    return tuple(TensorSpec(n, shape, "float32") for i in range(dims.num_layers) for n in cache_names(i))
+
+
+def decoder_spec(
+    name: str, dims: ModelDims, *, hidden: bool = False, hidden_layers: tuple[int, ...] = (), logits: bool = True
+) -> GraphSpec:
+    """The spec of a decoder as the frontend exports it: tokens in, logits, hidden states and caches out."""
+    caches = _caches(dims)
+    inputs = (
+        TensorSpec(TOKENS, ("batch", "nodes"), "int64"),
+        TensorSpec(LENGTHS, ("batch",), "int64"),
+        TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
+        TensorSpec(SCORED_NODES, ("batch", "scored"), "int64"),
+        *caches,
+    )
+    wanted = [TensorSpec(LOGITS, ("batch", "scored", dims.vocab_size), "float32")] if logits else []
+    names = [HIDDEN] * hidden + [hidden_name(i) for i in hidden_layers]
+    wanted += [TensorSpec(n, ("batch", "nodes", dims.hidden_size), "float32") for n in names]
+    outputs = (*wanted, *(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches))
+    return GraphSpec(name, inputs, outputs, tuple(c.name for c in caches))
+
+
+def _with_tail(spec: GraphSpec, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], keep_logits: bool) -> GraphSpec:
+    num = len(spec.caches)
+    plain = tuple(t for t in spec.outputs[: len(spec.outputs) - num] if keep_logits or t.name != LOGITS)
+    return GraphSpec(
+        spec.name,
+        (*spec.inputs[: len(spec.inputs) - num], *inputs, *spec.inputs[len(spec.inputs) - num :]),
+        (*outputs, *plain, *spec.outputs[len(spec.outputs) - num :]),
+        spec.caches,
+    )
+
+
+_WARP = (
+    TensorSpec(TEMPERATURE, ("batch",), "float32"),
+    TensorSpec(TOP_K, ("batch",), "int64"),
+    TensorSpec(TOP_P, ("batch",), "float32"),
+)
+
+
+def verified_spec(spec: GraphSpec, keep_logits: bool = False) -> GraphSpec:
+    """`spec` with a SpecVerify tail: verdicts out; logits stay inside unless kept."""
+    inputs = (
+        TensorSpec(PARENTS, ("batch", "nodes"), "int64"),
+        TensorSpec(DRAFT_PROBS, ("batch", "scored", "draft_vocab"), "float32"),
+        TensorSpec(UNIFORMS, ("batch", "scored", 2), "float32"),
+        *_WARP,
+    )
+    outputs = (
+        TensorSpec(PATH, ("batch", "scored"), "int64"),
+        TensorSpec(NUM_ACCEPTED, ("batch",), "int64"),
+        TensorSpec(NEXT_TOKEN, ("batch",), "int64"),
+    )
+    return _with_tail(spec, inputs, outputs, keep_logits)
+
+
+def sampled_spec(spec: GraphSpec) -> GraphSpec:
+    """`spec` with a SampleToken tail (scored is 1): the draft's next token, its confidence and its law.
+
+    `draft_vocab` of the law is 1 (a dummy) when every slot is greedy.
+    """
+    inputs = (TensorSpec(UNIFORMS, ("batch",), "float32"), *_WARP)
+    outputs = (
+        TensorSpec(SAMPLED_TOKEN, ("batch",), "int64"),
+        TensorSpec(CONFIDENCE, ("batch",), "float32"),
+        TensorSpec(SAMPLED_PROBS, ("batch", "draft_vocab"), "float32"),
+    )
+    return _with_tail(spec, inputs, outputs, keep_logits=False)
+
+
+def rollback_spec(dims: ModelDims) -> GraphSpec:
+    """The spec of the cache compaction graph: keep the rows of `path`, every layer, in place."""
+    caches = _caches(dims)
+    inputs = (TensorSpec(LENGTHS, ("batch",), "int64"), TensorSpec(PATH, ("batch", "scored"), "int64"), *caches)
+    outputs = tuple(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches)
+    return GraphSpec("rollback", inputs, outputs, tuple(c.name for c in caches))
