@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a pass, and the runner of a table of passes.
+
+A property is a sentence about a graph that can be checked. A pass names the properties it requires and
+those it ensures; the runner checks both, so a table in the wrong order fails at its first wrong entry.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from speccompile.errors import PassError
+
+
+@dataclass(frozen=True)
+class Property:
+    """A checkable sentence about a graph.
+
+    Args:
+        name: what the sentence says, e.g. "rms_norm_fused".
+        find_fault: returns None where it holds, otherwise what contradicts it.
+    """
+
+    name: str
+    find_fault: Callable[[ir.Model], str | None]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A named rewrite.
+
+    Args:
+        name: unique in its table.
+        rewrite: changes the model in place and returns how many places it changed.
+        requires: must hold before.
+        ensures: must hold after.
+    """
+
+    name: str
+    rewrite: Callable[[ir.Model], int]
+    requires: tuple[Property, ...] = ()
+    ensures: tuple[Property, ...] = ()
+
+    def run(self, model: ir.Model) -> int:
+        """Check, rewrite, check.
+
+        Raises:
+            PassError: a required or an ensured property does not hold.
+        """
+        self._check(model, self.requires, "before", "put the pass that ensures it earlier into the table")
+        count = self.rewrite(model)
+        self._check(model, self.ensures, "after", "this is a fault of the pass: report it with the model's config")
+        return count
+
+    def _check(self, model: ir.Model, properties: Sequence[Property], when: str, todo: str) -> None:
+        for prop in properties:
+            fault = prop.find_fault(model)
+            if fault is not None:
+                raise PassError(f"pass {self.name}", f"{when} it ran: {fault}", prop.name, todo)
+
+
+@dataclass(frozen=True)
+class PassTrace:
+    """What a pass did: rewrites, node counts, milliseconds."""
+
+    name: str
+    num_rewrites: int
+    num_nodes_before: int
+    num_nodes_after: int
+    time_ms: float
+
+    def json_from_trace(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        return asdict(self)
+
+
+def count_nodes(model: ir.Model) -> int:
+    """Nodes of the main graph, subgraphs included."""
+    return sum(1 for _ in model.graph.all_nodes())
+
+
+def histogram_from_model(model: ir.Model) -> dict[str, int]:
+    """Number of nodes by operator, `domain::Op` outside the standard domain, most frequent first."""
+    counts: dict[str, int] = {}
+    for node in model.graph.all_nodes():
+        name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+        counts[name] = counts.get(name, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def run_pipeline(
+    model: ir.Model, table: Sequence[Pass], progress: Callable[[str], None] | None = None
+) -> list[PassTrace]:
+    """Run the passes of `table` in order, in place.
+
+    Raises:
+        PassError: see `Pass.run`.
+    """
+    traces = []
+    for entry in table:
+        if progress is not None:
+            progress(entry.name)
+        before, start = count_nodes(model), time.perf_counter()
+        num_rewrites = entry.run(model)
+        elapsed_ms = (time.perf_counter() - start) * 1e3
+        traces.append(PassTrace(entry.name, num_rewrites, before, count_nodes(model), elapsed_ms))
+    return traces
