@@ -1,0 +1,55 @@
+# Every target sets up first: `make demo` and `make test` work on a fresh clone.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.set-up
+BUNDLE ?= bundles/pycode
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format golden bench docs clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## Create .venv with speccompile in it (again only when pyproject.toml changed)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "speccompile needs Python 3.11 or newer; $(PYTHON) is older. Try: make setup PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[build,ort,dev]'
+	@touch $@
+
+demo: setup  ## Build recipes/pycode.yaml, generate live, compare plain with speculative decoding
+	$(BIN)/python examples/demo.py
+
+test: setup  ## Run all tests (one file: make test ARGS=tests/core)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup  ## ruff, mypy, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## Let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+golden: setup  ## Write the golden files anew; a refactor leaves `git diff` empty
+	UPDATE_GOLDEN=1 $(BIN)/python -m pytest --quiet tests/golden
+
+bench: $(BUNDLE)/manifest.json  ## Plain, speculative and transformers, interleaved, on examples/prompts.jsonl
+	$(BIN)/speccompile bench $(BUNDLE) --prompts examples/prompts.jsonl $(ARGS)
+
+bundles/%/manifest.json: recipes/%.yaml | setup
+	$(BIN)/speccompile build $< -o $(@D)
+
+docs: setup  ## Render docs/ to site/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+clean:  ## Remove what the other targets made, the venv excepted
+	rm -rf bundles build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find speccompile tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
