@@ -92,6 +92,7 @@ class GraphSpec:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     caches: tuple[str, ...] = ()
+    vocab_size: int = 0
 
     def input(self, name: str) -> TensorSpec:
         """The input of that name; KeyError when there is none."""
@@ -112,7 +113,7 @@ def spec_from_json(data: Mapping[str, Any]) -> GraphSpec:
     def tensors(rows: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
         return tuple(TensorSpec(r["name"], tuple(r["dims"]), r["dtype"]) for r in rows)
 
-    return GraphSpec(data["name"], tensors(data["inputs"]), tensors(data["outputs"]), tuple(data["caches"]))
+    return GraphSpec(data["name"], tensors(data["inputs"]), tensors(data["outputs"]), tuple(data["caches"]), data["vocab_size"])
 
 
 def _caches(dims: ModelDims) -> tuple[TensorSpec, ...]:
@@ -136,7 +137,7 @@ def decoder_spec(
     names = [HIDDEN] * hidden + [hidden_name(i) for i in hidden_layers]
     wanted += [TensorSpec(n, ("batch", "nodes", dims.hidden_size), "float32") for n in names]
     outputs = (*wanted, *(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches))
-    return GraphSpec(name, inputs, outputs, tuple(c.name for c in caches))
+    return GraphSpec(name, inputs, outputs, tuple(c.name for c in caches), dims.vocab_size)
 
 
 def _with_tail(spec: GraphSpec, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], keep_logits: bool) -> GraphSpec:
@@ -147,6 +148,7 @@ def _with_tail(spec: GraphSpec, inputs: tuple[TensorSpec, ...], outputs: tuple[T
         (*spec.inputs[: len(spec.inputs) - num], *inputs, *spec.inputs[len(spec.inputs) - num :]),
         (*outputs, *plain, *spec.outputs[len(spec.outputs) - num :]),
         spec.caches,
+        spec.vocab_size,
     )
 
 

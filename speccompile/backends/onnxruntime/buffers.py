@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cache memory of an engine: one flat buffer a cache, lent out as [slots, kv_heads, rows, head_dim] views.
+
+ONNX Runtime's Attention computes over every row of the view it is given, so the view grows with the context in
+use (`bucket_rows`) instead of having `max_seq` rows from the start. Growing re-strides the rows in use; it happens
+once a bucket, never once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def bucket_rows(rows: int, max_rows: int) -> int:
+    """Rows of the view that holds `rows`: steps of 128, from 1024 on of an eighth of the next power of two."""
+    step = 128 if rows <= 1024 else max(128, 1 << (rows - 1).bit_length() - 3)
+    return min(-(-rows // step) * step, max_rows)
+
+
+class CacheBuffers:
+    """The caches of one engine in host memory.
+
+    Args:
+        names: cache inputs in order.
+        kv_heads, head_dim: dims of each cache.
+        max_slots, max_rows: capacity; memory is committed by the system when rows are first written.
+    """
+
+    def __init__(self, names: Sequence[str], kv_heads: int, head_dim: int, max_slots: int, max_rows: int) -> None:
+        self.names, self.kv_heads, self.head_dim = tuple(names), kv_heads, head_dim
+        self.max_slots, self.max_rows = max_slots, max_rows
+        self.rows = min(bucket_rows(1, max_rows), max_rows)
+        size = max_slots * kv_heads * max_rows * head_dim
+        self._flat = [np.zeros(size, np.float32) for _ in names]
+        self.addresses = [flat.ctypes.data for flat in self._flat]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes from one slot to the next in the present view."""
+        return 4 * self.kv_heads * self.rows * self.head_dim
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reserved, all caches together."""
+        return sum(flat.nbytes for flat in self._flat)
+
+    def _view(self, flat: np.ndarray, rows: int) -> np.ndarray:
+        size = self.max_slots * self.kv_heads * rows * self.head_dim
+        return flat[:size].reshape(self.max_slots, self.kv_heads, rows, self.head_dim)
+
+    def view(self, index: int) -> np.ndarray:
+        """Cache `index` as [max_slots, kv_heads, rows, head_dim] float32; shares memory."""
+        return self._view(self._flat[index], self.rows)
+
+    def grow(self, rows: int) -> bool:
+        """Make the view hold at least `rows`; returns whether it changed."""
+        if rows <= self.rows:
+            return False
+        new_rows = bucket_rows(rows, self.max_rows)
+        for flat in self._flat:
+            old = self._view(flat, self.rows).copy()
+            new = self._view(flat, new_rows)
+            # Rows behind the old ones hold other rows' leftovers: finite numbers, masked like any unused row.
+            new[:, :, : self.rows] = old
+        self.rows = new_rows
+        return True
+
+    def shrink(self, rows: int) -> bool:
+        """Drop to the smallest view that holds `rows`; keeps the first `rows` rows of every slot."""
+        new_rows = bucket_rows(max(rows, 1), self.max_rows)
+        if new_rows >= self.rows:
+            return False
+        for flat in self._flat:
+            kept = self._view(flat, self.rows)[:, :, :new_rows].copy()
+            self._view(flat, new_rows)[:] = kept
+        self.rows = new_rows
+        return True
+
+    def move_slot(self, source: int, dest: int) -> None:
+        """Copy the rows of slot `source` over those of slot `dest`."""
+        for flat in self._flat:
+            view = self._view(flat, self.rows)
+            view[dest] = view[source]

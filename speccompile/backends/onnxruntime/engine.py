@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An ONNX Runtime session with caches in place and inputs bound once.
+
+Every combination of shapes has a binding of its own: input arrays that ONNX Runtime reads where they lie, output
+arrays it writes to, and each cache bound to one address as input and as output. A step copies a few integers and
+calls `run_with_iobinding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from speccompile.backends.onnxruntime.buffers import CacheBuffers, bucket_rows
+from speccompile.core import specs
+from speccompile.core.specs import GraphSpec, TensorSpec, updated_cache_name
+from speccompile.errors import BundleError, RuntimeFault
+
+MAX_BINDINGS = 512  # shapes seen come from few node counts, batches and buckets; a leak would show here
+
+
+def _neutral(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """The value of an input that the caller leaves out: a chain, every node scored, deterministic and greedy."""
+    if name == specs.TREE_MASK:
+        return np.ascontiguousarray(np.broadcast_to(np.tril(np.ones(shape[1:], bool)), shape))
+    if name == specs.PARENTS:
+        return np.ascontiguousarray(np.broadcast_to(np.arange(-1, shape[1] - 1), shape))
+    if name == specs.SCORED_NODES:
+        return np.ascontiguousarray(np.broadcast_to(np.arange(shape[1]), shape))
+    if name == specs.TOP_P:
+        return np.ones(shape, dtype)
+    return np.zeros(shape, dtype)
+
+
+class _Binding:
+    """Inputs and outputs of one combination of shapes."""
+
+    def __init__(self, engine: OrtEngine, sizes: dict[str, int], first_slot: int) -> None:
+        self.io = engine.session.io_binding()
+        self.arrays: dict[str, np.ndarray] = {}
+        self.neutral: dict[str, np.ndarray] = {}
+        self.changed: set[str] = set()
+        self.outputs: dict[str, np.ndarray] = {}
+        for spec in engine.plain_inputs:
+            shape = _shape(spec, sizes)
+            self.neutral[spec.name] = _neutral(spec.name, shape, spec.dtype)
+            self.arrays[spec.name] = array = self.neutral[spec.name].copy()
+            self.io.bind_input(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
+        for spec in engine.plain_outputs:
+            shape = _shape(spec, sizes)
+            self.outputs[spec.name] = array = np.zeros(shape, spec.dtype)
+            self.io.bind_output(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
+        caches = engine.caches
+        shape = (sizes["batch"], caches.kv_heads, caches.rows, caches.head_dim)
+        for name, address in zip(caches.names, caches.addresses, strict=True):
+            start = address + first_slot * caches.slot_bytes
+            self.io.bind_input(name, "cpu", 0, np.float32, shape, start)
+            self.io.bind_output(updated_cache_name(name), "cpu", 0, np.float32, shape, start)
+
+    def fill(self, feeds: Mapping[str, np.ndarray]) -> None:
+        """Copy `feeds` in; inputs that an earlier step set and this one leaves out become neutral again."""
+        if self.changed:
+            for name in self.changed.difference(feeds):
+                self.arrays[name][...] = self.neutral[name]
+            self.changed.clear()
+        for name, value in feeds.items():
+            self.arrays[name][...] = value
+            if name != specs.TOKENS and name != specs.LENGTHS:
+                self.changed.add(name)
+
+
+def _shape(spec: TensorSpec, sizes: dict[str, int]) -> tuple[int, ...]:
+    return tuple(sizes[d] if isinstance(d, str) else d for d in spec.dims)
+
+
+class OrtEngine:
+    """See `speccompile.core.protocols.Engine`.
+
+    Args:
+        session: a session of the lowered graph.
+        spec: its inputs and outputs.
+        max_slots, max_rows: capacity of the caches.
+        rollback: session of the rollback graph of the same model, for trees.
+    """
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        spec: GraphSpec,
+        max_slots: int,
+        max_rows: int,
+        rollback: ort.InferenceSession | None = None,
+    ) -> None:
+        self.session, self.spec, self.rollback = session, spec, rollback
+        self.max_slots, self.max_rows = max_slots, max_rows
+        num = len(spec.caches)
+        self.plain_inputs = spec.inputs[: len(spec.inputs) - num]
+        self.plain_outputs = spec.outputs[: len(spec.outputs) - num]
+        _, kv_heads, _, head_dim = spec.input(spec.caches[0]).dims
+        assert isinstance(kv_heads, int) and isinstance(head_dim, int)
+        self.caches = CacheBuffers(spec.caches, kv_heads, head_dim, max_slots, max_rows)
+        self._bindings: dict[tuple[int, ...], _Binding] = {}
+        self._takes_probs = any(t.name == specs.DRAFT_PROBS for t in self.plain_inputs)
+        self._is_sampler = any(t.name == specs.SAMPLED_PROBS for t in self.plain_outputs)
+
+    def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
+        """See `speccompile.core.protocols.Engine.run`."""
+        batch, nodes = feeds[specs.TOKENS].shape
+        rows = int(feeds[specs.LENGTHS].max()) + nodes
+        if rows > self.caches.rows:
+            self._grow(rows)
+        if first_slot + batch > self.max_slots:
+            raise RuntimeFault(
+                f"engine {self.spec.name}",
+                f"slots {first_slot} to {first_slot + batch - 1}",
+                f"slots below {self.max_slots}",
+                "Build with a larger engine.max_batch_size.",
+            )
+        scored = feeds[specs.SCORED_NODES].shape[1] if specs.SCORED_NODES in feeds else (1 if self._is_sampler else nodes)
+        draft_vocab = self._draft_vocab(feeds)
+        key = (batch, nodes, scored, draft_vocab, first_slot)
+        binding = self._bindings.get(key)
+        if binding is None:
+            binding = self._bind(key)
+        binding.fill(feeds)
+        self.session.run_with_iobinding(binding.io)
+        return binding.outputs
+
+    def _draft_vocab(self, feeds: Mapping[str, np.ndarray]) -> int:
+        if self._takes_probs:
+            return feeds[specs.DRAFT_PROBS].shape[2] if specs.DRAFT_PROBS in feeds else 1
+        if self._is_sampler and specs.TEMPERATURE in feeds and feeds[specs.TEMPERATURE].any():
+            return self.spec.vocab_size
+        return 1
+
+    def _bind(self, key: tuple[int, ...]) -> _Binding:
+        if len(self._bindings) >= MAX_BINDINGS:
+            self._bindings.clear()
+        batch, nodes, scored, draft_vocab, first_slot = key
+        sizes = {"batch": batch, "nodes": nodes, "scored": scored, "draft_vocab": draft_vocab}
+        binding = _Binding(self, sizes, first_slot)
+        self._bindings[key] = binding
+        return binding
+
+    def _grow(self, rows: int) -> None:
+        if rows > self.max_rows:
+            raise RuntimeFault(
+                f"engine {self.spec.name}",
+                f"{rows} cache rows",
+                f"at most {self.max_rows}",
+                "Shorten the prompt or max_new_tokens, or build with a larger engine.max_seq_len.",
+            )
+        self.caches.grow(rows)
+        self._bindings.clear()
+
+    def reset(self, rows: int = 1) -> None:
+        """Shrink the view to what `rows` rows need. Called when no slot is in use."""
+        if self.caches.shrink(rows):
+            self._bindings.clear()
+
+    def move_slot(self, source: int, dest: int) -> None:
+        """See `speccompile.core.protocols.Engine.move_slot`."""
+        if source != dest:
+            self.caches.move_slot(source, dest)
+
+    def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
+        """See `speccompile.core.protocols.Engine.compact`."""
+        if self.rollback is None:
+            raise RuntimeFault(
+                f"engine {self.spec.name}",
+                "a tree to roll back",
+                "a rollback graph in the bundle",
+                "Build the bundle again; this one was made for chains.",
+            )
+        io = self.rollback.io_binding()
+        caches = self.caches
+        shape = (len(lengths), caches.kv_heads, caches.rows, caches.head_dim)
+        feeds = {specs.LENGTHS: lengths, specs.PATH: path}
+        arrays = {name: np.ascontiguousarray(value, np.int64) for name, value in feeds.items()}
+        for name, array in arrays.items():
+            io.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
+        for name, address in zip(caches.names, caches.addresses, strict=True):
+            io.bind_input(name, "cpu", 0, np.float32, shape, address)
+            io.bind_output(updated_cache_name(name), "cpu", 0, np.float32, shape, address)
+        self.rollback.run_with_iobinding(io)
+
+
+def session_options(settings: Mapping[str, Any]) -> ort.SessionOptions:
+    """Session options from a tuning record: `threads`, `spinning`, `log_severity`."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = int(settings.get("threads", 1))
+    options.inter_op_num_threads = 1
+    options.log_severity_level = int(settings.get("log_severity", 3))
+    options.add_session_config_entry("session.set_denormal_as_zero", "1")
+    spinning = settings.get("spinning", "stop")
+    # Two sessions that spin against each other were seen 2.6 times slower: a session stops spinning when its run ends.
+    if spinning == "stop":
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+    elif spinning == "off":
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
+
+
+def open_session(path: Path, settings: Mapping[str, Any], device: str = "cpu") -> ort.InferenceSession:
+    """Open a lowered graph.
+
+    Raises:
+        BundleError: ONNX Runtime cannot load it, or the device's provider is not there.
+    """
+    wanted = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}[device]
+    try:
+        session = ort.InferenceSession(str(path), session_options(settings), providers=wanted)
+    except (RuntimeError, ValueError) as fault:
+        raise BundleError(str(path), str(fault), "a graph that ONNX Runtime loads", "Build the bundle again.") from fault
+    if session.get_providers()[0] != wanted[0]:  # ONNX Runtime falls back to the CPU in silence
+        raise BundleError(
+            str(path),
+            f"providers {session.get_providers()}",
+            wanted[0],
+            "Install onnxruntime-gpu and the CUDA libraries it names, or set engine.device: cpu.",
+        )
+    return session
+
+
+def load_engine(
+    path: Path,
+    spec: GraphSpec,
+    *,
+    max_slots: int,
+    max_rows: int,
+    settings: Mapping[str, Any],
+    rollback: Path | None = None,
+    device: str = "cpu",
+) -> OrtEngine:
+    """Open a graph and allocate its caches.
+
+    Raises:
+        BundleError: the graph cannot be opened, or its inputs and outputs are not those of `spec`.
+    """
+    session = open_session(path, settings, device)
+    _check_io(path, spec, session)
+    compactor = open_session(rollback, {**settings, "threads": 1}, device) if rollback is not None else None
+    return OrtEngine(session, spec, max_slots, max_rows, compactor)
+
+
+def _check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None:
+    got = [t.name for t in (*session.get_inputs(), *session.get_outputs())]
+    wanted = [t.name for t in (*spec.inputs, *spec.outputs)]
+    if got != wanted:
+        differing = sorted(set(got) ^ set(wanted)) or got
+        raise BundleError(str(path), f"tensors {differing}", "those of the manifest", "Build the bundle again.")
+
+
+__all__ = ["OrtEngine", "bucket_rows", "load_engine", "open_session", "session_options"]

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put verification behind a target and token sampling behind a draft, so that logits stay in the engine."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from speccompile.core import specs
+from speccompile.passes.base import Pass
+from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
+
+
+def _output(model: ir.Model, name: str) -> ir.Value:
+    return {v.name: v for v in model.graph.outputs}[name]
+
+
+def _set_io(model: ir.Model, spec: specs.GraphSpec, made: dict[str, ir.Value]) -> None:
+    """Order inputs and outputs as `spec` has them; `made` holds the tail's new outputs."""
+    held = {v.name: v for v in model.graph.inputs}
+    model.graph.inputs[:] = [held[t.name] for t in spec.inputs]
+    old = {v.name: v for v in model.graph.outputs}
+    for tensor in spec.outputs:
+        if tensor.name in made:
+            value = made[tensor.name]
+            value.name, value.shape = tensor.name, ir.Shape(list(tensor.dims))
+            value.type = ir.TensorType(ir.DataType.INT64 if tensor.dtype == "int64" else ir.DataType.FLOAT)
+            old[tensor.name] = value
+    model.graph.outputs[:] = [old[t.name] for t in spec.outputs]
+    model.graph.name = spec.name
+
+
+def _add_inputs(model: ir.Model, spec: specs.GraphSpec) -> dict[str, ir.Value]:
+    held = {v.name: v for v in model.graph.inputs if v.name is not None}
+    return held | {t.name: add_input(model, t.name, t.dims, t.dtype) for t in spec.inputs if t.name not in held}
+
+
+def attach_verify(model: ir.Model, spec: specs.GraphSpec) -> int:
+    """Add SpecVerify; `spec` is the `verified_spec` that the graph has afterwards."""
+    values = _add_inputs(model, spec)
+    edit = Editor(model)
+    model.opset_imports[OPS_DOMAIN] = 1
+    nodes = values[specs.SCORED_NODES]
+    # Prefill scores one node of many, so verification sees the scored nodes alone.
+    tokens = edit.op("GatherElements", values[specs.TOKENS], nodes, axis=1)
+    parents = edit.op("GatherElements", values[specs.PARENTS], nodes, axis=1)
+    rest = [values[n] for n in (specs.DRAFT_PROBS, specs.UNIFORMS, specs.TEMPERATURE, specs.TOP_K, specs.TOP_P)]
+    logits = _output(model, specs.LOGITS)
+    outputs = edit.op("SpecVerify", logits, tokens, parents, *rest, domain=OPS_DOMAIN, num_outputs=3)
+    _set_io(model, spec, dict(zip((specs.PATH, specs.NUM_ACCEPTED, specs.NEXT_TOKEN), outputs, strict=True)))
+    return 1
+
+
+def attach_sampler(model: ir.Model, spec: specs.GraphSpec) -> int:
+    """Add SampleToken; `spec` is the `sampled_spec` that the graph has afterwards."""
+    values = _add_inputs(model, spec)
+    edit = Editor(model)
+    model.opset_imports[OPS_DOMAIN] = 1
+    rest = [values[n] for n in (specs.UNIFORMS, specs.TEMPERATURE, specs.TOP_K, specs.TOP_P)]
+    logits = _output(model, specs.LOGITS)
+    outputs = edit.op("SampleToken", logits, *rest, domain=OPS_DOMAIN, num_outputs=3)
+    _set_io(model, spec, dict(zip((specs.SAMPLED_TOKEN, specs.CONFIDENCE, specs.SAMPLED_PROBS), outputs, strict=True)))
+    return 1
+
+
+def attach_tail(spec: specs.GraphSpec) -> Pass:
+    """The pass that gives a decoder the tail which `spec` declares."""
+    sampled = any(t.name == specs.SAMPLED_TOKEN for t in spec.outputs)
+    attach = attach_sampler if sampled else attach_verify
+    return Pass("attach_sampler" if sampled else "attach_verify", lambda model: attach(model, spec))

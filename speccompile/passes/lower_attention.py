@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CachedAttention -> TensorScatter in place + folded Attention(24), for ONNX Runtime.
+
+The query heads of one group are folded into the rows ([batch, kv_heads, group * nodes, head_dim]), so each K
+and V row is read once per kv head. The additive mask is made once per distinct window and shared by all layers:
+a boolean mask would be converted in every layer, and `nonpad_kv_seqlen` makes the kernel no shorter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from speccompile.core.specs import LENGTHS, TREE_MASK
+from speccompile.passes.base import Pass, Property
+from speccompile.passes.edit import OPS_DOMAIN, Editor, input_of, nodes_of, replace
+
+HIDDEN_SCORE = np.float32(-3e38)  # added to a score: finite, so that softmax of a row never sees inf - inf
+
+
+def _find_neutral(model: ir.Model) -> str | None:
+    nodes = nodes_of(model, "CachedAttention", OPS_DOMAIN)
+    return None if not nodes else f"{len(nodes)} CachedAttention nodes are left"
+
+
+ATTENTION_LOWERED = Property("attention_lowered", _find_neutral)
+
+
+class _Mask:
+    """The additive masks of one graph: [batch, 1, group * nodes, max_seq] by window."""
+
+    def __init__(self, model: ir.Model, anchor: ir.Node, cache: ir.Value) -> None:
+        self.edit = edit = Editor(model, anchor)
+        self.tree = input_of(model, TREE_MASK)
+        self.zero = edit.const(np.float32(0), "mask.visible")
+        self.hidden = edit.const(HIDDEN_SCORE, "mask.hidden")
+        self.lengths = input_of(model, LENGTHS)
+        num_rows = edit.op("Squeeze", edit.op("Shape", cache, start=2, end=3))
+        self.rows = edit.op("Range", edit.ints(0), num_rows, edit.ints(1))
+        self.length_column = edit.op("Unsqueeze", self.lengths, edit.ints([1, 2]))
+        self.is_past = edit.op("Less", self.rows, self.length_column)  # [batch, 1, max_seq]
+        self.shape = edit.op(
+            "Concat", edit.op("Shape", self.tree, start=0, end=2), edit.op("Shape", cache, start=2, end=3), axis=0
+        )
+        self.made: dict[tuple[int, int], ir.Value] = {}
+        self._depth: ir.Value | None = None
+
+    @property
+    def depth(self) -> ir.Value:
+        """[batch, nodes, 1] int64: ancestors of each node."""
+        if self._depth is None:
+            ones = self.edit.op("Cast", self.tree, to=ir.DataType.INT64)
+            count = self.edit.op("ReduceSum", ones, self.edit.ints([2]), keepdims=1)
+            self._depth = self.edit.op("Sub", count, self.edit.ints(1))
+        return self._depth
+
+    def get(self, window: int, group: int) -> ir.Value:
+        """The mask for one sliding window (0 = none) and one number of query heads per kv head."""
+        key = (window, group)
+        if key not in self.made:
+            edit, past, tree = self.edit, self.is_past, self.tree
+            if window:
+                position = edit.op("Add", self.depth, self.length_column)
+                oldest = edit.op("Sub", position, edit.ints(window))
+                past = edit.op("And", past, edit.op("Greater", self.rows, oldest))
+                gap = edit.op("Sub", self.depth, edit.op("Transpose", self.depth, perm=[0, 2, 1]))
+                tree = edit.op("And", tree, edit.op("Less", gap, edit.ints(window)))
+            past = edit.op("Expand", edit.op("Where", past, self.zero, self.hidden), self.shape)
+            fresh = edit.op("Where", tree, self.zero, self.hidden)
+            mask = edit.op("TensorScatter", past, fresh, self.lengths, axis=2, mode="linear")
+            folded = mask if group == 1 else edit.op("Concat", *[mask] * group, axis=1)
+            self.made[key] = edit.op("Unsqueeze", folded, edit.ints([1]))
+        return self.made[key]
+
+
+def lower_attention(model: ir.Model) -> int:
+    """Lower every CachedAttention; returns their number."""
+    nodes = nodes_of(model, "CachedAttention", OPS_DOMAIN)
+    if not nodes:
+        return 0
+    masks = _Mask(model, nodes[0], _cache_of(nodes[0]))
+    for node in nodes:
+        query, key, value, k_cache, v_cache, lengths, _ = node.inputs
+        edit = Editor(model, node)
+        kv_heads, heads = _static_dim(k_cache, 1), _static_dim(query, 1)
+        k_all = edit.op("TensorScatter", k_cache, key, lengths, axis=2, mode="linear")
+        v_all = edit.op("TensorScatter", v_cache, value, lengths, axis=2, mode="linear")
+        folded = query if heads == kv_heads else edit.op("Reshape", query, edit.ints([0, kv_heads, -1, _static_dim(k_cache, 3)]))
+        window = node.attributes["window"].as_int() if "window" in node.attributes else 0
+        softcap = node.attributes["softcap"].as_float() if "softcap" in node.attributes else 0.0
+        mask = masks.get(window, heads // kv_heads)
+        out = edit.op("Attention", folded, k_all, v_all, mask, scale=node.attributes["scale"].as_float(), softcap=softcap)
+        if heads != kv_heads:
+            out = edit.op("Reshape", out, edit.ints([0, heads, -1, _static_dim(k_cache, 3)]))
+        replace(node, edit.op("Transpose", out, perm=[0, 2, 1, 3]), k_all, v_all)
+    return len(nodes)
+
+
+def _cache_of(node: ir.Node) -> ir.Value:
+    cache = node.inputs[3]
+    assert cache is not None
+    return cache
+
+
+def _static_dim(value: ir.Value | None, axis: int) -> int:
+    assert value is not None and value.shape is not None, f"{value} has no shape"
+    dim = value.shape[axis]
+    assert isinstance(dim, int), f"{value}: dim {axis} is not static"
+    return dim
+
+
+LOWER_ATTENTION = Pass("lower_attention", lower_attention, ensures=(ATTENTION_LOWERED,))
