@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The acceptance rule: which drafts of a scored tree are kept, and which token follows.
+
+One rule serves greedy and sampled decoding, chains and trees. The emitted tokens follow the target's law:
+Leviathan et al. 2023 (chains) and Chen et al. 2024, "Sequoia" (siblings drawn without replacement).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from speccompile.core.sampling import draw
+from speccompile.core.tree import Floats, Ints, TokenTree
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What acceptance decided.
+
+    Args:
+        path: [batch, nodes] int64, accepted nodes from the root (node 0) on, -1 behind the end.
+        num_accepted: [batch] int64, accepted draft tokens; the root is not counted.
+        next_token: [batch] int64, recovered token after a refusal, bonus token after a whole path.
+    """
+
+    path: Ints
+    num_accepted: Ints
+    next_token: Ints
+
+    def nodes_kept(self, slot: int) -> list[int]:
+        """Nodes of the path of a slot, root included."""
+        return [int(n) for n in self.path[slot, : int(self.num_accepted[slot]) + 1]]
+
+
+def residual(target_probs: Floats, draft_probs: Floats) -> Floats:
+    """normalise(max(target - draft, 0)), the law after a refusal; the target's own law when nothing is left.
+
+    Args:
+        target_probs: [vocab] float32.
+        draft_probs: [vocab] float32.
+    """
+    left = np.maximum(target_probs - draft_probs, np.float32(0))
+    mass = left.sum(dtype=np.float64)
+    return (left / mass).astype(np.float32) if mass > 0 else target_probs
+
+
+def accept_slot(
+    tokens: Ints, parents: Ints, target_probs: Floats, uniforms: Floats, draft_probs: Floats | None
+) -> tuple[list[int], int]:
+    """Walk one tree from its root.
+
+    Args:
+        tokens: [nodes] int64.
+        parents: [nodes] int64.
+        target_probs: [nodes, vocab] float32, warped.
+        uniforms: [nodes, 2] float32 in [0, 1): accept draw of the node, draw made at the node.
+        draft_probs: [nodes, vocab] float32, the law each node was drawn from; None or [nodes, 1] when the
+            drafts are deterministic. Then the token is drawn first and the child that has it is kept, so the
+            text does not depend on the drafts.
+
+    Returns:
+        The path and the next token.
+    """
+    is_deterministic = draft_probs is None or draft_probs.shape[-1] == 1
+    path, law = [0], target_probs[0]
+    drawn = int(draw(law, uniforms[0, 1]))
+    for node in range(1, len(tokens)):  # children stand behind parents, so one pass is a walk
+        if parents[node] != path[-1]:
+            continue
+        token = int(tokens[node])
+        if draft_probs is None or is_deterministic:
+            is_kept = token == drawn
+        else:
+            is_kept = bool(uniforms[node, 0] * draft_probs[node, token] < law[token])
+            law = target_probs[node] if is_kept else residual(law, draft_probs[node])
+        if is_kept:
+            path.append(node)
+            drawn = int(draw(target_probs[node], uniforms[node, 1]))
+    if is_deterministic:
+        return path, drawn
+    return path, int(draw(law, uniforms[path[-1], 1]))
+
+
+def accept(tree: TokenTree, target_probs: Floats, uniforms: Floats, draft_probs: Floats | None = None) -> Verdict:
+    """Decide a batch of scored trees.
+
+    Args:
+        tree: the drafts.
+        target_probs: [batch, nodes, vocab] float32, the warped law behind each node (`sampling.warp`).
+        uniforms: [batch, nodes, 2] float32 (`sampling.tree_uniforms`).
+        draft_probs: [batch, nodes, vocab] float32; None takes those of the tree.
+    """
+    laws = tree.draft_probs if draft_probs is None else draft_probs
+    path = np.full(tree.tokens.shape, -1, dtype=np.int64)
+    num_accepted, next_token = np.zeros(tree.batch, dtype=np.int64), np.zeros(tree.batch, dtype=np.int64)
+    for slot in range(tree.batch):
+        law = None if laws is None else laws[slot]
+        kept, follows = accept_slot(tree.tokens[slot], tree.parents[slot], target_probs[slot], uniforms[slot], law)
+        path[slot, : len(kept)], num_accepted[slot], next_token[slot] = kept, len(kept) - 1, follows
+    return Verdict(path, num_accepted, next_token)

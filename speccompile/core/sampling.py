@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits to laws, and from laws to tokens: warping, counter-based uniforms, inverse-CDF draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.errors import RuntimeFault
+
+Words = NDArray[np.uint64]
+
+ACCEPT_LANE = 0  # accept draw of a first child; later siblings use SIBLING_LANE + rank
+TARGET_LANE = 1  # recovered, bonus or plain draw from the target's law
+DRAFT_LANE = 2  # the draft's own draw
+SIBLING_LANE = 16
+
+# Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
+_KEY_STEPS = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
+_NUM_ROUNDS = 10
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What one request asks of decoding.
+
+    Args:
+        max_new_tokens: upper bound of tokens to emit.
+        temperature: 0 = greedy.
+        top_k: keep the k most probable tokens; 0 = off.
+        top_p: keep the smallest set of tokens with this mass; 1 = off.
+        seed: 0 to 2**64 - 1. The same seed gives the same text in any batch composition.
+        stop: end the text before the first of these strings.
+        stop_token_ids: end at these tokens, besides the model's own.
+        ignore_eos: do not end at the model's own end-of-sequence tokens.
+
+    Raises:
+        RuntimeFault: a value is out of range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks: tuple[tuple[str, bool, object, str], ...] = (
+            ("max_new_tokens", self.max_new_tokens >= 1, self.max_new_tokens, "at least 1"),
+            ("temperature", 0.0 <= self.temperature < float("inf"), self.temperature, "0 (greedy) or above"),
+            ("top_k", self.top_k >= 0, self.top_k, "0 (off) or above"),
+            ("top_p", 0.0 < self.top_p <= 1.0, self.top_p, "above 0, at most 1 (off)"),
+            ("seed", 0 <= self.seed < 2**64, self.seed, "0 to 2**64 - 1"),
+            ("stop", all(self.stop) and not isinstance(self.stop, str), self.stop, "a tuple of non-empty strings"),
+        )
+        for name, is_right, got, expected in checks:
+            if not is_right:
+                raise RuntimeFault(f"SamplingParams.{name}", repr(got), expected, "Correct the request.")
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when no random number is needed."""
+        return self.temperature == 0.0
+
+
+def warp_inputs(params: Sequence[SamplingParams]) -> tuple[Floats, Ints, Floats]:
+    """(temperature [batch] float32, top_k [batch] int64, top_p [batch] float32) of a batch of requests."""
+    return (
+        np.array([p.temperature for p in params], dtype=np.float32),
+        np.array([p.top_k for p in params], dtype=np.int64),
+        np.array([p.top_p for p in params], dtype=np.float32),
+    )
+
+
+def warp(logits: Floats, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayLike) -> Floats:
+    """The law that tokens are drawn from: temperature, then top-k, then top-p, as transformers orders them.
+
+    Args:
+        logits: [batch, ..., vocab] float32.
+        temperature: [batch]; 0 gives a one-hot row at the first maximum, whatever top_k and top_p are.
+        top_k: [batch] int64, 0 = off. Ties with the k-th logit are all kept.
+        top_p: [batch], 1 = off. Keeps the shortest run of tokens, by falling probability and rising index,
+            whose mass reaches top_p; at least one.
+
+    Returns:
+        [batch, ..., vocab] float32, each row sums to 1.
+    """
+    column = (-1,) + (1,) * (logits.ndim - 1)
+    heat = np.asarray(temperature, dtype=np.float32).reshape(column)
+    keep_num = np.asarray(top_k, dtype=np.int64).reshape(column)
+    mass = np.asarray(top_p, dtype=np.float32).reshape(column)
+    vocab = logits.shape[-1]
+    # Scaled in float32, so that a tie made by rounding is a tie for every backend.
+    scaled = (logits / np.where(heat > 0, heat, np.float32(1))).astype(np.float64)
+    if np.any(keep_num > 0):
+        falling = -np.sort(-scaled, axis=-1)
+        last = np.broadcast_to(np.clip(keep_num, 1, vocab) - 1, (*scaled.shape[:-1], 1))
+        scaled = np.where((keep_num > 0) & (scaled < np.take_along_axis(falling, last, axis=-1)), -np.inf, scaled)
+    probs = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
+    probs /= probs.sum(axis=-1, keepdims=True)
+    if np.any(mass < 1):
+        order = np.argsort(-probs, axis=-1, kind="stable")
+        falling = np.take_along_axis(probs, order, axis=-1)
+        before = np.cumsum(falling, axis=-1) - falling
+        falling = np.where((mass < 1) & (before >= mass), 0.0, falling)
+        np.put_along_axis(probs, order, falling, axis=-1)
+        probs /= probs.sum(axis=-1, keepdims=True)
+    one_hot = np.arange(vocab) == logits.argmax(axis=-1)[..., None]
+    warped: Floats = np.where(heat > 0, probs, one_hot).astype(np.float32)
+    return warped
+
+
+def draw(probs: Floats, uniforms: ArrayLike) -> Ints:
+    """Inverse-CDF draws: the first index whose cumulative mass exceeds uniform * total mass.
+
+    Args:
+        probs: [..., vocab] float32, need not be normalised, but no row may be all zero.
+        uniforms: [...] in [0, 1).
+
+    Returns:
+        [...] int64.
+    """
+    mass = np.cumsum(probs, axis=-1, dtype=np.float64)
+    bound = np.asarray(uniforms, dtype=np.float64)[..., None] * mass[..., -1:]
+    drawn: Ints = (mass <= bound).sum(axis=-1, dtype=np.int64)
+    return drawn
+
+
+def philox(counters: Words, keys: Words) -> Words:
+    """Philox4x32-10 blocks.
+
+    Args:
+        counters: [4, ...] uint64, each word below 2**32.
+        keys: [2, ...] uint64, each word below 2**32, same trailing dims.
+
+    Returns:
+        [4, ...] uint64, each word below 2**32.
+    """
+    column = (2,) + (1,) * (counters.ndim - 1)
+    multipliers, steps = _MULTIPLIERS.reshape(column), _KEY_STEPS.reshape(column)
+    even, odd = counters[0::2], counters[1::2]
+    for _ in range(_NUM_ROUNDS):
+        product = even * multipliers
+        even, odd = (product >> _HALF)[::-1] ^ odd ^ keys, (product & _LOW)[::-1]
+        keys = (keys + steps) & _LOW
+    return np.stack((even[0], odd[0], even[1], odd[1]))
+
+
+def uniforms(seeds: ArrayLike, positions: ArrayLike, lane: ArrayLike) -> Floats:
+    """Uniform draws that depend on seed, position and lane alone.
+
+    Args:
+        seeds: [batch] uint64.
+        positions: [batch, nodes] int64, index in the sequence (prompt included) of the token the draw decides.
+        lane: what the draw is for, below 2**32; broadcasts against positions.
+
+    Returns:
+        [batch, nodes] float32, multiples of 2**-24 in [0, 1).
+    """
+    places = np.asarray(positions, dtype=np.int64).astype(np.uint64)
+    seed = np.asarray(seeds, dtype=np.uint64)[:, None]
+    counters = np.zeros((4, *places.shape), dtype=np.uint64)
+    counters[0], counters[1], counters[2] = places & _LOW, places >> _HALF, np.asarray(lane, dtype=np.uint64)
+    keys = np.stack((np.broadcast_to(seed & _LOW, places.shape), np.broadcast_to(seed >> _HALF, places.shape)))
+    word = philox(counters, keys)[0]
+    drawn: Floats = (word >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)
+    return drawn
+
+
+def tree_uniforms(seeds: ArrayLike, root_positions: ArrayLike, tree: TokenTree) -> Floats:
+    """The draws that acceptance reads for a tree.
+
+    Nodes of one depth share the draw made at them: at most one of them is on the path.
+
+    Args:
+        seeds: [batch] uint64.
+        root_positions: [batch] int64, index in the sequence of the root token.
+        tree: the tree to be scored.
+
+    Returns:
+        [batch, nodes, 2] float32: accept draw of the node, draw made at the node.
+    """
+    depths, ranks = tree.depths(), tree.sibling_ranks()
+    places = np.asarray(root_positions, dtype=np.int64)[:, None] + depths
+    accept_lanes = np.where(ranks > 0, SIBLING_LANE + ranks, ACCEPT_LANE)
+    lanes = np.concatenate((accept_lanes, np.full_like(ranks, TARGET_LANE)), axis=1)
+    drawn = uniforms(seeds, np.concatenate((places, places + 1), axis=1), lanes)
+    return np.ascontiguousarray(drawn.reshape(tree.batch, 2, tree.nodes).swapaxes(1, 2))

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TokenTree: the tokens that one target forward scores, for a batch of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.errors import RuntimeFault
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+
+@lru_cache(maxsize=128)
+def chain_parents(batch: int, nodes: int) -> Ints:
+    """Parents of full chains, [batch, nodes] int64: -1, 0, 1, ... Shared and read-only."""
+    parents = np.ascontiguousarray(np.broadcast_to(np.arange(-1, nodes - 1, dtype=np.int64), (batch, nodes)))
+    parents.flags.writeable = False
+    return parents
+
+
+@lru_cache(maxsize=32)
+def chain_mask(batch: int, nodes: int) -> Bools:
+    """Tree mask of chains, [batch, nodes, nodes] bool, lower triangular. Shared and read-only."""
+    mask = np.ascontiguousarray(np.broadcast_to(np.tri(nodes, dtype=np.bool_), (batch, nodes, nodes)))
+    mask.flags.writeable = False
+    return mask
+
+
+@lru_cache(maxsize=128)
+def _full(batch: int, nodes: int) -> Ints:
+    num_nodes = np.full(batch, nodes, dtype=np.int64)
+    num_nodes.flags.writeable = False
+    return num_nodes
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """A ragged batch of token trees. Node 0 is the root; children stand behind their parents.
+
+    Siblings are ordered by index: acceptance tries them in that order. Use `chain` or `tree` to make one.
+
+    Args:
+        tokens: [batch, nodes] int64; what stands at padding does not matter.
+        parents: [batch, nodes] int64; -1 at the root and at padding.
+        num_nodes: [batch] int64, at least 1; nodes from there on are padding.
+        draft_probs: [batch, nodes, vocab] float32, row c is the law that node c was drawn from (row 0 is not
+            read); None when the drafts are deterministic.
+        is_chain: every node's parent is its predecessor, so `parents` (when nothing is padded) and `mask()`
+            have their neutral values and need not be fed to an engine.
+    """
+
+    tokens: Ints
+    parents: Ints
+    num_nodes: Ints
+    draft_probs: Floats | None = None
+    is_chain: bool = False
+
+    @classmethod
+    def chain(cls, tokens: Ints, num_nodes: Ints | None = None, draft_probs: Floats | None = None) -> TokenTree:
+        """Chains of the tokens [batch, nodes]; `num_nodes` [batch] says where each ends (None: all are full).
+
+        Costs a few microseconds: parents and masks of full chains are made once per shape. Nothing is checked.
+        """
+        batch, nodes = tokens.shape
+        parents = chain_parents(batch, nodes)
+        if num_nodes is None:
+            return cls(tokens, parents, _full(batch, nodes), draft_probs, True)
+        if int(num_nodes.min()) < nodes:
+            parents = np.where(np.arange(nodes) < num_nodes[:, None], parents, -1)
+        return cls(tokens, parents, num_nodes, draft_probs, True)
+
+    @classmethod
+    def roots(cls, tokens: Ints) -> TokenTree:
+        """The tree without drafts of each slot; tokens: [batch] int64. This is plain decoding."""
+        return cls.chain(tokens[:, None])
+
+    @classmethod
+    def tree(
+        cls,
+        tokens: Ints | Sequence[Sequence[int]],
+        parents: Ints | Sequence[Sequence[int]],
+        num_nodes: Ints | None = None,
+        draft_probs: Floats | None = None,
+    ) -> TokenTree:
+        """A checked tree of any form.
+
+        Args:
+            tokens: [batch, nodes] int64.
+            parents: [batch, nodes] int64.
+            num_nodes: [batch] int64; None: up to the last node that has a parent.
+            draft_probs: see the class.
+
+        Raises:
+            RuntimeFault: the arrays are not a tree (see `validate`).
+        """
+        tokens, parents = np.asarray(tokens, dtype=np.int64), np.asarray(parents, dtype=np.int64)
+        if num_nodes is None:
+            linked = parents >= 0
+            num_nodes = (linked * np.arange(parents.shape[-1])).max(axis=-1) + 1
+        made = cls(tokens, parents, np.asarray(num_nodes, dtype=np.int64), draft_probs)
+        made.validate()
+        return made
+
+    @property
+    def batch(self) -> int:
+        """Number of slots."""
+        return int(self.tokens.shape[0])
+
+    @property
+    def nodes(self) -> int:
+        """Nodes per slot, padding counted."""
+        return int(self.tokens.shape[1])
+
+    @property
+    def num_draft_tokens(self) -> Ints:
+        """[batch] int64: nodes that are neither root nor padding."""
+        return self.num_nodes - 1
+
+    def mask(self) -> Bools:
+        """[batch, nodes, nodes] bool: row i is true at i and at its ancestors.
+
+        A padding node sees itself (and, in a chain, what stands before it), so no row is empty.
+        """
+        if self.is_chain:
+            return chain_mask(self.batch, self.nodes)
+        slots = np.arange(self.batch)
+        mask = np.broadcast_to(np.eye(self.nodes, dtype=np.bool_), (self.batch, self.nodes, self.nodes)).copy()
+        for node in range(1, self.nodes):
+            parent = self.parents[:, node]
+            mask[:, node] |= mask[slots, parent] & (parent >= 0)[:, None]
+        return mask
+
+    def depths(self) -> Ints:
+        """[batch, nodes] int64: distance to the root; at padding it means nothing."""
+        depths = np.zeros(self.tokens.shape, dtype=np.int64)
+        if self.is_chain:
+            depths[:] = np.arange(self.nodes)
+            return depths
+        slots = np.arange(self.batch)
+        for node in range(1, self.nodes):
+            parent = self.parents[:, node]
+            depths[:, node] = (depths[slots, parent] + 1) * (parent >= 0)
+        return depths
+
+    def sibling_ranks(self) -> Ints:
+        """[batch, nodes] int64: how many siblings stand before each node."""
+        if self.is_chain:
+            return np.zeros(self.tokens.shape, dtype=np.int64)
+        same = (self.parents[:, :, None] == self.parents[:, None, :]) & (self.parents >= 0)[:, :, None]
+        earlier: Ints = np.tril(same, -1).sum(axis=-1, dtype=np.int64)
+        return earlier
+
+    def children(self, slot: int, node: int) -> list[int]:
+        """Children of a node in the order in which acceptance tries them."""
+        return [int(c) for c in np.flatnonzero(self.parents[slot] == node) if c > 0]
+
+    def tokens_on(self, slot: int, path: Sequence[int] | Ints) -> list[int]:
+        """Tokens of the nodes of a path; stops at the first -1."""
+        tokens: list[int] = []
+        for node in path:
+            if node < 0:
+                break
+            tokens.append(int(self.tokens[slot, node]))
+        return tokens
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Check the invariants of the class.
+
+        Args:
+            vocab_size: when given, tokens must be below it.
+
+        Raises:
+            RuntimeFault: a shape, a dtype, a parent or a token is wrong; says which one.
+        """
+        _check_shapes(self)
+        index = np.arange(self.nodes)
+        used = index < self.num_nodes[:, None]
+        low, high = np.where(used & (index > 0), 0, -1), np.where(used, index - 1, -1)
+        _check_range("parents", self.parents, low, high, "A parent precedes its children; root and padding have -1.")
+        if vocab_size is not None:
+            top = np.where(used, vocab_size - 1, np.iinfo(np.int64).max)
+            low = np.where(used, 0, np.iinfo(np.int64).min)
+            _check_range("tokens", self.tokens, low, top, "Draft and target must share one vocabulary.")
+
+
+def _check_shapes(tree: TokenTree) -> None:
+    batch, nodes = tree.tokens.shape if tree.tokens.ndim == 2 else (0, 0)
+    wanted: list[tuple[str, NDArray[Any] | None, tuple[int, ...], str]] = [
+        ("tokens", tree.tokens, (max(batch, 1), max(nodes, 1)), "int64"),
+        ("parents", tree.parents, (batch, nodes), "int64"),
+        ("num_nodes", tree.num_nodes, (batch,), "int64"),
+    ]
+    for name, array, shape, dtype in wanted:
+        if array is not None and (array.shape != shape or array.dtype != dtype):
+            raise RuntimeFault(
+                f"TokenTree.{name}", f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}", "Fix the proposer."
+            )
+    probs = tree.draft_probs
+    if probs is not None and (probs.ndim != 3 or probs.shape[:2] != (batch, nodes) or probs.dtype != np.float32):
+        raise RuntimeFault(
+            "TokenTree.draft_probs",
+            f"{probs.dtype}{list(probs.shape)}",
+            f"float32[{batch}, {nodes}, vocab]",
+            "Give one law per node, or None for deterministic drafts.",
+        )
+    if tree.num_nodes.min() < 1 or tree.num_nodes.max() > nodes:
+        raise RuntimeFault("TokenTree.num_nodes", f"{tree.num_nodes.tolist()}", f"1 to {nodes}", "Fix the proposer.")
+
+
+def _check_range(name: str, array: Ints, low: Ints, high: Ints, todo: str) -> None:
+    wrong = np.argwhere((array < low) | (array > high))
+    if len(wrong):
+        slot, node = (int(i) for i in wrong[0])
+        raise RuntimeFault(
+            f"TokenTree.{name}[{slot}, {node}]",
+            str(int(array[slot, node])),
+            f"{int(low[slot, node])} to {int(high[slot, node])}",
+            todo,
+        )
