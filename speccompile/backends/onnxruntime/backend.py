@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ONNX Runtime backend: compile, tune, load."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from speccompile.backends.onnxruntime.engine import OrtEngine
+
+GRAPH_FILE = "graph.onnx"
+
+
+class OnnxRuntimeBackend:
+    """Neutral graphs in, ONNX Runtime engines out."""
+
+    name = "onnxruntime"
+    devices = ("cpu", "cuda")
+
+    def compile(
+        self,
+        model: ir.Model,
+        spec: GraphSpec,
+        dest: Path,
+        *,
+        quantization: str = "none",
+        form: str | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> dict[str, Any]:
+        """Lower `model` and write `dest/graph.onnx` with its external data.
+
+        Where a quantisation has several kernel forms and none is named, each is lowered and measured, and the
+        fastest is kept.
+
+        Args:
+            model: neutral graph from the frontend; left unchanged.
+            spec: inputs and outputs that the lowered graph shall have.
+            dest: folder to write to; made when missing.
+            quantization: none, int8 or int4.
+            form: a kernel form, see `speccompile.passes.pipelines.ORT_QUANTIZATION`.
+            progress: called with the name of each pass.
+
+        Returns:
+            {"form", "forms_measured": {form: step_ms}, "passes": [...], "op_histogram": {"before", "after"}}.
+
+        Raises:
+            PassError, BuildError, RecipeError.
+        """
+        from speccompile.backends.onnxruntime.tune import measure_graph
+        from speccompile.passes.pipelines import ORT_QUANTIZATION
+
+        forms = [form] if form else list(ORT_QUANTIZATION.get(quantization, {quantization: ()}))
+        dest.mkdir(parents=True, exist_ok=True)
+        reports, measured = {}, {}
+        for name in forms:
+            folder = dest if len(forms) == 1 else dest / name
+            reports[name] = _lower_and_save(model, spec, folder, quantization, name, progress)
+            if len(forms) > 1:
+                if progress is not None:
+                    progress(f"measure {name}")
+                measured[name] = measure_graph(folder / GRAPH_FILE, spec)["step_ms"]
+        best = min(measured, key=lambda n: measured[n]["1"] * measured[n]["4"]) if measured else forms[0]
+        if measured:
+            for file in (dest / best).iterdir():
+                file.rename(dest / file.name)
+            for name in forms:
+                shutil.rmtree(dest / name)
+        return {"form": best, "forms_measured": measured, **reports[best]}
+
+    def compile_rollback(self, dims: ModelDims, dest: Path) -> GraphSpec:
+        """Write the cache compaction graph of a model to `dest/graph.onnx`; returns its spec."""
+        from speccompile.ops import attach_functions
+        from speccompile.passes.rollback import build_rollback
+        from speccompile.passes.save import save_model
+
+        spec = rollback_spec(dims)
+        model = build_rollback(spec)
+        attach_functions(model)
+        save_model(model, dest / GRAPH_FILE)
+        return spec
+
+    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None) -> dict[str, Any]:
+        """Measure thread counts and step costs of a lowered graph: see `measure_graph`."""
+        from speccompile.backends.onnxruntime.tune import measure_graph
+
+        return measure_graph(path, spec, threads)
+
+    def load(
+        self,
+        path: Path,
+        spec: GraphSpec,
+        *,
+        max_slots: int,
+        max_rows: int,
+        tuning: Mapping[str, Any],
+        rollback: Path | None = None,
+        device: str = "cpu",
+    ) -> OrtEngine:
+        """Open an engine: see `speccompile.backends.onnxruntime.engine.load_engine`."""
+        from speccompile.backends.onnxruntime.engine import load_engine
+
+        return load_engine(
+            path, spec, max_slots=max_slots, max_rows=max_rows, settings=tuning, rollback=rollback, device=device
+        )
+
+
+def _lower_and_save(
+    model: ir.Model,
+    spec: GraphSpec,
+    dest: Path,
+    quantization: str,
+    form: str,
+    progress: Callable[[str], None] | None,
+) -> dict[str, Any]:
+    from speccompile.ops import attach_functions
+    from speccompile.passes.base import histogram_from_model, run_pipeline
+    from speccompile.passes.pipelines import onnxruntime_table
+    from speccompile.passes.save import save_model
+
+    work = model.clone()
+    before = histogram_from_model(work)
+    traces = run_pipeline(work, onnxruntime_table(spec, quantization, form), progress)
+    after = histogram_from_model(work)
+    attach_functions(work)
+    save_model(work, dest / GRAPH_FILE)
+    passes = [trace.json_from_trace() for trace in traces]
+    return {"passes": passes, "op_histogram": {"before": before, "after": after}}

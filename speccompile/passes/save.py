@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a graph with its weights beside it, one tensor at a time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import onnx_ir as ir
+
+from speccompile.errors import BuildError
+
+INLINE_BYTES = 1024  # smaller tensors stay in the graph file, where a shape inference can read them
+
+
+def save_model(model: ir.Model, path: Path) -> list[Path]:
+    """Save to `path` and `path`.data (external data), both flushed to the disk.
+
+    Args:
+        model: weights may be lazy; each is materialised only while it is written.
+        path: the .onnx file; its folder is made when missing.
+
+    Returns:
+        The files written.
+
+    Raises:
+        BuildError: the disk is full or not writable.
+    """
+    data = path.with_name(path.name + ".data")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ir.save(model, path, external_data=data.name, size_threshold_bytes=INLINE_BYTES, max_in_flight_bytes=1 << 28)
+        files = [f for f in (path, data) if f.exists()]
+        for file in files:
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+    except OSError as fault:
+        raise BuildError(
+            str(path), fault.strerror or str(fault), "room and permission to write", "Free space or choose another folder."
+        ) from fault
+    return files
