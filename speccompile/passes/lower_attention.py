@@ -85,11 +85,17 @@ def lower_attention(model: ir.Model) -> int:
         kv_heads, heads = _static_dim(k_cache, 1), _static_dim(query, 1)
         k_all = edit.op("TensorScatter", k_cache, key, lengths, axis=2, mode="linear")
         v_all = edit.op("TensorScatter", v_cache, value, lengths, axis=2, mode="linear")
-        folded = query if heads == kv_heads else edit.op("Reshape", query, edit.ints([0, kv_heads, -1, _static_dim(k_cache, 3)]))
+        folded = (
+            query
+            if heads == kv_heads
+            else edit.op("Reshape", query, edit.ints([0, kv_heads, -1, _static_dim(k_cache, 3)]))
+        )
         window = node.attributes["window"].as_int() if "window" in node.attributes else 0
         softcap = node.attributes["softcap"].as_float() if "softcap" in node.attributes else 0.0
         mask = masks.get(window, heads // kv_heads)
-        out = edit.op("Attention", folded, k_all, v_all, mask, scale=node.attributes["scale"].as_float(), softcap=softcap)
+        out = edit.op(
+            "Attention", folded, k_all, v_all, mask, scale=node.attributes["scale"].as_float(), softcap=softcap
+        )
         if heads != kv_heads:
             out = edit.op("Reshape", out, edit.ints([0, heads, -1, _static_dim(k_cache, 3)]))
         replace(node, edit.op("Transpose", out, perm=[0, 2, 1, 3]), k_all, v_all)

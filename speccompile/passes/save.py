@@ -36,6 +36,9 @@ def save_model(model: ir.Model, path: Path) -> list[Path]:
                 os.fsync(handle.fileno())
     except OSError as fault:
         raise BuildError(
-            str(path), fault.strerror or str(fault), "room and permission to write", "Free space or choose another folder."
+            str(path),
+            fault.strerror or str(fault),
+            "room and permission to write",
+            "Free space or choose another folder.",
         ) from fault
     return files

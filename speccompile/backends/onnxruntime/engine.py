@@ -17,23 +17,11 @@ import onnxruntime as ort
 
 from speccompile.backends.onnxruntime.buffers import CacheBuffers, bucket_rows
 from speccompile.core import specs
-from speccompile.core.specs import GraphSpec, TensorSpec, updated_cache_name
+from speccompile.core.neutral import neutral_value, shape_from_dims, sizes_from_feeds
+from speccompile.core.specs import GraphSpec, updated_cache_name
 from speccompile.errors import BundleError, RuntimeFault
 
 MAX_BINDINGS = 512  # shapes seen come from few node counts, batches and buckets; a leak would show here
-
-
-def _neutral(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """The value of an input that the caller leaves out: a chain, every node scored, deterministic and greedy."""
-    if name == specs.TREE_MASK:
-        return np.ascontiguousarray(np.broadcast_to(np.tril(np.ones(shape[1:], bool)), shape))
-    if name == specs.PARENTS:
-        return np.ascontiguousarray(np.broadcast_to(np.arange(-1, shape[1] - 1), shape))
-    if name == specs.SCORED_NODES:
-        return np.ascontiguousarray(np.broadcast_to(np.arange(shape[1]), shape))
-    if name == specs.TOP_P:
-        return np.ones(shape, dtype)
-    return np.zeros(shape, dtype)
 
 
 class _Binding:
@@ -46,12 +34,12 @@ class _Binding:
         self.changed: set[str] = set()
         self.outputs: dict[str, np.ndarray] = {}
         for spec in engine.plain_inputs:
-            shape = _shape(spec, sizes)
-            self.neutral[spec.name] = _neutral(spec.name, shape, spec.dtype)
+            shape = shape_from_dims(spec, sizes)
+            self.neutral[spec.name] = neutral_value(spec.name, shape, spec.dtype)
             self.arrays[spec.name] = array = self.neutral[spec.name].copy()
             self.io.bind_input(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
         for spec in engine.plain_outputs:
-            shape = _shape(spec, sizes)
+            shape = shape_from_dims(spec, sizes)
             self.outputs[spec.name] = array = np.zeros(shape, spec.dtype)
             self.io.bind_output(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
         caches = engine.caches
@@ -71,10 +59,6 @@ class _Binding:
             self.arrays[name][...] = value
             if name != specs.TOKENS and name != specs.LENGTHS:
                 self.changed.add(name)
-
-
-def _shape(spec: TensorSpec, sizes: dict[str, int]) -> tuple[int, ...]:
-    return tuple(sizes[d] if isinstance(d, str) else d for d in spec.dims)
 
 
 class OrtEngine:
@@ -104,8 +88,6 @@ class OrtEngine:
         assert isinstance(kv_heads, int) and isinstance(head_dim, int)
         self.caches = CacheBuffers(spec.caches, kv_heads, head_dim, max_slots, max_rows)
         self._bindings: dict[tuple[int, ...], _Binding] = {}
-        self._takes_probs = any(t.name == specs.DRAFT_PROBS for t in self.plain_inputs)
-        self._is_sampler = any(t.name == specs.SAMPLED_PROBS for t in self.plain_outputs)
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
@@ -120,31 +102,16 @@ class OrtEngine:
                 f"slots below {self.max_slots}",
                 "Build with a larger engine.max_batch_size.",
             )
-        scored = feeds[specs.SCORED_NODES].shape[1] if specs.SCORED_NODES in feeds else (1 if self._is_sampler else nodes)
-        draft_vocab = self._draft_vocab(feeds)
-        key = (batch, nodes, scored, draft_vocab, first_slot)
+        sizes = sizes_from_feeds(self.spec, feeds)
+        key = (*sizes.values(), first_slot)
         binding = self._bindings.get(key)
         if binding is None:
-            binding = self._bind(key)
+            if len(self._bindings) >= MAX_BINDINGS:
+                self._bindings.clear()
+            binding = self._bindings[key] = _Binding(self, sizes, first_slot)
         binding.fill(feeds)
         self.session.run_with_iobinding(binding.io)
         return binding.outputs
-
-    def _draft_vocab(self, feeds: Mapping[str, np.ndarray]) -> int:
-        if self._takes_probs:
-            return feeds[specs.DRAFT_PROBS].shape[2] if specs.DRAFT_PROBS in feeds else 1
-        if self._is_sampler and specs.TEMPERATURE in feeds and feeds[specs.TEMPERATURE].any():
-            return self.spec.vocab_size
-        return 1
-
-    def _bind(self, key: tuple[int, ...]) -> _Binding:
-        if len(self._bindings) >= MAX_BINDINGS:
-            self._bindings.clear()
-        batch, nodes, scored, draft_vocab, first_slot = key
-        sizes = {"batch": batch, "nodes": nodes, "scored": scored, "draft_vocab": draft_vocab}
-        binding = _Binding(self, sizes, first_slot)
-        self._bindings[key] = binding
-        return binding
 
     def _grow(self, rows: int) -> None:
         if rows > self.max_rows:
@@ -215,7 +182,9 @@ def open_session(path: Path, settings: Mapping[str, Any], device: str = "cpu") -
     try:
         session = ort.InferenceSession(str(path), session_options(settings), providers=wanted)
     except (RuntimeError, ValueError) as fault:
-        raise BundleError(str(path), str(fault), "a graph that ONNX Runtime loads", "Build the bundle again.") from fault
+        raise BundleError(
+            str(path), str(fault), "a graph that ONNX Runtime loads", "Build the bundle again."
+        ) from fault
     if session.get_providers()[0] != wanted[0]:  # ONNX Runtime falls back to the CPU in silence
         raise BundleError(
             str(path),

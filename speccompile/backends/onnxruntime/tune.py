@@ -35,7 +35,9 @@ def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-        vector = sorted(set(fields.get("flags", "").split()) & {"amx_int8", "avx512_vnni", "avx_vnni", "avx512f", "avx2"})
+        vector = sorted(
+            set(fields.get("flags", "").split()) & {"amx_int8", "avx512_vnni", "avx_vnni", "avx512f", "avx2"}
+        )
         return f"{fields.get('model name', platform.machine())} x{os.cpu_count()} {'+'.join(vector)}".strip()
     except OSError:
         return f"{platform.processor() or platform.machine()} x{os.cpu_count()}"

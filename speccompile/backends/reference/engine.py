@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle engine: the ONNX reference evaluator, with the numpy twins for our own ops. Slow on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from onnx.reference import ReferenceEvaluator
+
+from speccompile.core import specs
+from speccompile.core.neutral import neutral_value, shape_from_dims, sizes_from_feeds
+from speccompile.core.specs import GraphSpec
+from speccompile.errors import RuntimeFault
+from speccompile.ops import reference_ops
+from speccompile.ops.kv_rollback import roll_back
+
+
+class ReferenceEngine:
+    """See `speccompile.core.protocols.Engine`.
+
+    Args:
+        path: a neutral graph with its tail attached.
+        spec: its inputs and outputs.
+        max_slots, max_rows: capacity of the caches.
+    """
+
+    def __init__(self, path: Path, spec: GraphSpec, max_slots: int, max_rows: int) -> None:
+        self.spec, self.max_slots, self.max_rows = spec, max_slots, max_rows
+        self.evaluator = ReferenceEvaluator(str(path), new_ops=reference_ops())
+        num = len(spec.caches)
+        self.plain_inputs = spec.inputs[: len(spec.inputs) - num]
+        self.plain_outputs = [t.name for t in spec.outputs[: len(spec.outputs) - num]]
+        sizes = {"batch": max_slots, "max_seq": max_rows}
+        self.caches = {n: np.zeros(shape_from_dims(spec.input(n), sizes), np.float32) for n in spec.caches}
+
+    def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
+        """See `speccompile.core.protocols.Engine.run`."""
+        sizes = sizes_from_feeds(self.spec, feeds)
+        rows, slots = int(feeds[specs.LENGTHS].max()) + sizes["nodes"], first_slot + sizes["batch"]
+        if rows > self.max_rows or slots > self.max_slots:
+            raise RuntimeFault(
+                f"engine {self.spec.name}",
+                f"{rows} cache rows in {slots} slots",
+                f"at most {self.max_rows} rows in {self.max_slots} slots",
+                "Shorten the request, or build with larger engine.max_seq_len or engine.max_batch_size.",
+            )
+        given = {
+            t.name: np.asarray(feeds[t.name], t.dtype)
+            if t.name in feeds
+            else neutral_value(t.name, shape_from_dims(t, sizes), t.dtype)
+            for t in self.plain_inputs
+        }
+        views = {n: c[first_slot:slots] for n, c in self.caches.items()}
+        names = [*self.plain_outputs, *(specs.updated_cache_name(n) for n in self.caches)]
+        results = dict(zip(names, self.evaluator.run(names, {**given, **views}), strict=True))
+        for name, view in views.items():
+            view[...] = results[specs.updated_cache_name(name)]
+        return {n: results[n] for n in self.plain_outputs}
+
+    def reset(self, rows: int = 1) -> None:
+        """Nothing to shrink."""
+
+    def move_slot(self, source: int, dest: int) -> None:
+        """See `speccompile.core.protocols.Engine.move_slot`."""
+        for cache in self.caches.values():
+            cache[dest] = cache[source]
+
+    def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
+        """See `speccompile.core.protocols.Engine.compact`."""
+        for cache in self.caches.values():
+            cache[: len(lengths)] = roll_back(cache[: len(lengths)], lengths, path)

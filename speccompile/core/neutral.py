@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Neutral values of graph inputs, and shapes from dims by name: what every engine needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from speccompile.core import specs
+from speccompile.core.specs import GraphSpec, TensorSpec
+
+
+def shape_from_dims(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a tensor whose dynamic dims have `sizes`."""
+    return tuple(sizes[d] if isinstance(d, str) else d for d in spec.dims)
+
+
+def neutral_value(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """The value of an input that is left out: a chain, every node scored, deterministic drafts, greedy."""
+    if name == specs.TREE_MASK:
+        return np.ascontiguousarray(np.broadcast_to(np.tril(np.ones(shape[1:], bool)), shape))
+    if name == specs.PARENTS:
+        return np.ascontiguousarray(np.broadcast_to(np.arange(-1, shape[1] - 1), shape))
+    if name == specs.SCORED_NODES:
+        return np.ascontiguousarray(np.broadcast_to(np.arange(shape[1]), shape))
+    if name == specs.TOP_P:
+        return np.ones(shape, dtype)
+    return np.zeros(shape, dtype)
+
+
+def sizes_from_feeds(spec: GraphSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """batch, nodes, scored and draft_vocab of a step, read off its feeds (see `Engine.run`)."""
+    batch, nodes = feeds[specs.TOKENS].shape
+    is_sampler = any(t.name == specs.SAMPLED_TOKEN for t in spec.outputs)
+    scored = feeds[specs.SCORED_NODES].shape[1] if specs.SCORED_NODES in feeds else (1 if is_sampler else nodes)
+    draft_vocab = 1
+    if specs.DRAFT_PROBS in feeds:
+        draft_vocab = feeds[specs.DRAFT_PROBS].shape[2]
+    elif is_sampler and specs.TEMPERATURE in feeds and feeds[specs.TEMPERATURE].any():
+        draft_vocab = spec.vocab_size
+    return {"batch": batch, "nodes": nodes, "scored": scored, "draft_vocab": draft_vocab}
