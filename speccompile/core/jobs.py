@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a method asks the build for, and what it is given at load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GraphJob:
+    """One more graph that a method needs beside the target.
+
+    Args:
+        name: the graph's name in the bundle; `make_proposer` finds its engine under it.
+        model: checkpoint folder or hub id.
+        quantization: `none`, `int8` or `int4`.
+    """
+
+    name: str
+    model: str
+    quantization: str = "none"
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """How long a step of one slot takes, as measured at build or first load.
+
+    Args:
+        ms_by_nodes: (nodes, milliseconds) in rising order of nodes; empty when nothing was measured.
+    """
+
+    ms_by_nodes: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> StepCosts:
+        """From a tuning record's `step_ms`, {"nodes": milliseconds}; anything else gives no costs."""
+        steps = record.get("step_ms")
+        rows = steps.items() if isinstance(steps, Mapping) else ()
+        return cls(tuple(sorted((int(nodes), float(ms)) for nodes, ms in rows)))
+
+    def ms(self, nodes: int) -> float:
+        """Milliseconds of a step of `nodes` nodes, piecewise linear; beyond the last point its slope goes on."""
+        points = self.ms_by_nodes
+        if not points:
+            return 0.0
+        if len(points) == 1 or nodes <= points[0][0]:
+            return points[0][1]
+        right = next((i for i, (n, _) in enumerate(points) if n >= nodes), len(points) - 1)
+        (n0, ms0), (n1, ms1) = points[right - 1], points[right]
+        return ms0 + (ms1 - ms0) * (nodes - n0) / (n1 - n0)
+
+
+@dataclass(frozen=True)
+class MethodContext:
+    """The surroundings of a proposer.
+
+    Args:
+        max_slots: sequences decoded at once, at most.
+        max_seq_len: cache rows a sequence of the target may use.
+        max_draft_nodes: draft tokens one step may score at most, per slot.
+        costs: by graph name (`target`, and those of the method's jobs).
+        seq_lens: cache rows a sequence may use, by graph name; a graph left out has `max_seq_len`.
+    """
+
+    max_slots: int
+    max_seq_len: int
+    max_draft_nodes: int
+    costs: Mapping[str, StepCosts] = field(default_factory=dict)
+    seq_lens: Mapping[str, int] = field(default_factory=dict)

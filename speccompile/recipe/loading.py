@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a YAML file and `--set` overrides to a validated recipe. Every fault names its line and key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from speccompile.core import registry
+from speccompile.errors import RecipeError
+from speccompile.recipe.models import Recipe, recipe_model
+
+KeyPath = tuple[str, ...]
+MODEL_KEY = "model"  # in every section, a key of this name is a folder or a hub id
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-3 as a string; here it is the number that JSON and Python see."""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+@dataclass
+class RawRecipe:
+    """Parsed but not validated: the values, and where each key came from.
+
+    Args:
+        source: name of the file, for messages.
+        folder: relative paths are tried here.
+        values: nested dict as written.
+        origins: "file:line" or "--set ..." by key path.
+    """
+
+    source: str
+    folder: Path
+    values: dict[str, Any]
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+
+    def where(self, path: KeyPath) -> str:
+        """Location of a key, or of its nearest existing parent, and its dotted name."""
+        dotted = ".".join(path)
+        for length in range(len(path), 0, -1):
+            if (origin := self.origins.get(path[:length])) is not None:
+                return f"{origin} ({dotted})"
+        return f"{self.source} ({dotted})" if dotted else self.source
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override, validate, and resolve relative paths.
+
+    A relative `model` folder is looked for beside the recipe file first, then in the working directory; one
+    given by an override in the opposite order. What is neither must look like a hub id.
+
+    Args:
+        path: a YAML file.
+        overrides: "a.b=c", c is read as YAML.
+
+    Raises:
+        RecipeError: unreadable file, unknown key (the nearest known one is named), wrong type or value.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(str(path), str(error), "a readable YAML file", "Check the path.") from error
+    raw = parse_recipe(text, str(path), path.resolve().parent)
+    for override in overrides:
+        apply_override(raw, override)
+    return validate_recipe(raw)
+
+
+def parse_recipe(text: str, source: str, folder: Path) -> RawRecipe:
+    """Parse YAML into values with their lines.
+
+    Raises:
+        RecipeError: not YAML, not a mapping, or a key written twice.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        values = loader.construct_document(node) if node is not None else {}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise RecipeError(f"{source}{line}", problem, "valid YAML", "Correct the line.") from error
+    finally:
+        loader.dispose()
+    if not isinstance(values, dict):
+        raise RecipeError(source, f"a {type(values).__name__}", "a mapping with the key target", "See docs/recipe.md.")
+    origins: dict[KeyPath, str] = {}
+    for keys, line in _key_lines(node, ()):
+        if keys in origins:
+            raise RecipeError(f"{source}:{line} ({'.'.join(keys)})", "a key written twice", "one value", "Keep one.")
+        origins[keys] = f"{source}:{line}"
+    return RawRecipe(source, folder, values, origins)
+
+
+def _key_lines(node: yaml.Node | None, prefix: KeyPath) -> Iterator[tuple[KeyPath, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            path = (*prefix, str(key.value))
+            yield path, key.start_mark.line + 1
+            yield from _key_lines(value, path)
+
+
+def apply_override(raw: RawRecipe, override: str) -> None:
+    """Set one key of `raw`, in place, from "a.b=c".
+
+    Raises:
+        RecipeError: no "=", an empty key, c is not YAML, or a parent of the key is not a section.
+    """
+    where = f"--set {override}"
+    dotted, equals, text = override.partition("=")
+    path = tuple(dotted.strip().split("."))
+    if not equals or not all(path):
+        raise RecipeError(where, repr(override), "section.key=value", "For example --set engine.threads=2.")
+    try:
+        value = yaml.load(text, _Loader)  # noqa: S506 - _Loader is a SafeLoader
+    except yaml.YAMLError as error:
+        raise RecipeError(where, repr(text), "a YAML value", "Quote it for the shell and for YAML.") from error
+    section = raw.values
+    for key in path[:-1]:
+        # Copied, so that a YAML alias shared by two sections changes in one only.
+        child = section.get(key)
+        section[key] = {} if child is None else dict(child) if isinstance(child, dict) else child
+        if not isinstance(section[key], dict):
+            raise RecipeError(where, f"{key}={child!r} in {raw.source}", "a section", "Name a key inside a section.")
+        section = section[key]
+    section[path[-1]] = value
+    raw.origins = {k: v for k, v in raw.origins.items() if k[: len(path)] != path} | {path: where}
+
+
+def validate_recipe(raw: RawRecipe) -> Recipe:
+    """Check every key, type and value; turn relative model folders into absolute ones.
+
+    Raises:
+        RecipeError: the first fault in the order of the file; the others are counted.
+    """
+    values = {k: ({} if v is None else v) for k, v in raw.values.items()}
+    section = values.get("speculator", {})
+    method = section.get("method", "none") if isinstance(section, dict) else "none"
+    model = recipe_model(_known_method(raw, method))
+    if isinstance(section, dict):
+        values["speculator"] = {**section, "method": method}
+    try:
+        # Through JSON: strict types, yet a YAML list is a tuple.
+        recipe = model.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise _recipe_error(raw, model, error) from error
+    _check_backend(raw, recipe.engine.backend)
+    return _with_folders(raw, recipe)
+
+
+def _known_method(raw: RawRecipe, method: object) -> str:
+    where = raw.where(("speculator", "method"))
+    if not isinstance(method, str):
+        raise RecipeError(where, repr(method), f"one of {', '.join(sorted(registry.METHODS))}", "Write a method's name.")
+    _check_name(where, method, registry.METHODS)
+    return method
+
+
+def _check_backend(raw: RawRecipe, backend: str) -> None:
+    _check_name(raw.where(("engine", "backend")), backend, registry.BACKENDS)
+
+
+def _check_name(where: str, name: str, table: Mapping[str, str]) -> None:
+    if name not in table:
+        raise RecipeError(where, repr(name), f"one of {', '.join(sorted(table))}", _hint(name, sorted(table)))
+
+
+def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError) -> RecipeError:
+    faults = error.errors(include_url=False)
+    # A key that may have two types (an int or "auto") gives two faults with the same head: one is reported.
+    known = set(_known_keys(model))
+    by_key: dict[KeyPath, list[Any]] = {}
+    for fault in faults:
+        path = tuple(str(part) for part in fault["loc"])
+        key = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in known), path)
+        by_key.setdefault(path if fault["type"] == "extra_forbidden" else key, []).append(fault)
+    path, group = next(iter(by_key.items()))
+    others = [".".join(p) for p in by_key if p != path]
+    suffix = f" Also wrong: {', '.join(others)}." if others else ""
+    fault = group[0]
+    if fault["type"] == "extra_forbidden":
+        siblings = sorted(k[-1] for k in known if k[:-1] == path[:-1])
+        todo = _hint_for_key(path, known, siblings)
+        section = ".".join(path[:-1]) or "a recipe"
+        return RecipeError(raw.where(path), f"unknown key {path[-1]!r}", f"the keys of {section}", todo + suffix)
+    if fault["type"] == "missing":
+        return RecipeError(raw.where(path), "no value", f"the key {'.'.join(path)}", "Add it to the recipe." + suffix)
+    expected = " or ".join(dict.fromkeys(_expectation(f) for f in group))
+    return RecipeError(raw.where(path), repr(fault["input"]), expected, "Correct the value." + suffix)
+
+
+def _expectation(fault: Mapping[str, Any]) -> str:
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    return message.removeprefix("Input should be ").removeprefix("a valid ")
+
+
+def _known_keys(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    for name, info in model.model_fields.items():
+        yield (*prefix, name)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from _known_keys(info.annotation, (*prefix, name))
+
+
+def _hint_for_key(path: KeyPath, known: set[KeyPath], siblings: Sequence[str]) -> str:
+    near = difflib.get_close_matches(path[-1], siblings, n=1)
+    elsewhere = sorted(".".join(k) for k in known if k[-1] == path[-1])
+    if near:
+        return f"Did you mean {'.'.join((*path[:-1], near[0]))!r}?"
+    if elsewhere:
+        return f"Did you mean {elsewhere[0]!r}?"
+    far = difflib.get_close_matches(path[-1], sorted(k[-1] for k in known), n=1)
+    if far:
+        dotted = next(".".join(k) for k in sorted(known) if k[-1] == far[0])
+        return f"Did you mean {dotted!r}?"
+    return f"Known keys: {', '.join(siblings)}."
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]!r}?" if near else "Choose one of these."
+
+
+def _with_folders(raw: RawRecipe, recipe: Recipe) -> Recipe:
+    changed = {}
+    for name in ("target", "speculator"):
+        section = getattr(recipe, name)
+        model = getattr(section, MODEL_KEY, None)
+        if isinstance(model, str):
+            changed[name] = section.model_copy(update={MODEL_KEY: _find_model(raw, (name, MODEL_KEY), model)})
+    return recipe.model_copy(update=changed)
+
+
+def _find_model(raw: RawRecipe, path: KeyPath, model: str) -> str:
+    folders = [raw.folder, Path.cwd()]
+    if raw.origins.get(path, "").startswith("--set"):
+        folders.reverse()
+    given = Path(model).expanduser()
+    for candidate in [given] if given.is_absolute() else [folder / given for folder in folders]:
+        if candidate.exists():
+            return str(candidate.resolve())
+    if _HUB_ID.fullmatch(model) is None:
+        tried = "" if given.is_absolute() else f" in {' or '.join(str(f) for f in dict.fromkeys(folders))}"
+        raise RecipeError(raw.where(path), f"{model!r}, which does not exist{tried}", "a checkpoint folder or a hub id", "Correct the path.")
+    return model

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frozen plan of a build, and how a recipe and a device make one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from speccompile.core import registry
+from speccompile.core.jobs import GraphJob, Quantization
+from speccompile.errors import RecipeError
+from speccompile.recipe.models import Recipe
+
+Weights = Literal["checkpoint", "random"]
+TARGET = "target"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a build may use.
+
+    Args:
+        name: "cpu" or "cuda".
+        num_cores: cores this process may run on.
+    """
+
+    name: str
+    num_cores: int
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Backend and sizes; see the recipe's engine section."""
+
+    backend: str
+    device: str
+    max_batch_size: int
+    max_seq_len: int
+    max_draft_nodes: int
+    threads: int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class DecodingPlan:
+    """Defaults of a request; see the recipe's decoding section."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """Everything a build needs to know, decided.
+
+    Args:
+        target: the target as a graph job; its name is "target".
+        weights: where the target's weights come from; with "random" a draft's are random too.
+        dtype: numpy name of activations and caches.
+        method: name of the speculation method.
+        speculator: the method's `Config`.
+        drafts: what the method wants compiled beside the target.
+        target_outputs: `hidden` and `hidden_layers` the method reads from the target.
+        engine: backend and sizes.
+        decoding: defaults of a request.
+    """
+
+    target: GraphJob
+    weights: Weights
+    dtype: str
+    method: str
+    speculator: Any
+    drafts: tuple[GraphJob, ...]
+    target_outputs: tuple[tuple[str, Any], ...]
+    engine: EnginePlan
+    decoding: DecodingPlan
+
+    @property
+    def jobs(self) -> tuple[GraphJob, ...]:
+        """All decoders of the bundle, the target first."""
+        return (self.target, *self.drafts)
+
+    def recipe_from_plan(self) -> dict[str, Any]:
+        """The plan as a recipe with nothing left to default, JSON-ready."""
+        return {
+            "target": {
+                "model": self.target.model,
+                "dtype": self.dtype,
+                "quantization": self.target.quantization,
+                "weights": self.weights,
+            },
+            "speculator": {"method": self.method, **asdict(self.speculator)},
+            "engine": asdict(self.engine),
+            "decoding": {**asdict(self.decoding), "stop": list(self.decoding.stop)},
+        }
+
+
+def find_device(name: str) -> Device:
+    """The device of that name on this machine."""
+    return Device(name, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def resolve(recipe: Recipe, device: Device) -> BuildPlan:
+    """Decide everything. Pure: reads no file and measures nothing.
+
+    Raises:
+        RecipeError: keys that are right each for itself contradict each other, the method or the device.
+    """
+    engine = recipe.engine
+    if engine.threads != "auto" and engine.threads > device.num_cores:
+        got = f"{engine.threads} threads"
+        raise RecipeError("engine.threads", got, f"at most {device.num_cores} on this machine", "Lower it or write auto.")
+    if engine.max_draft_nodes + 1 >= engine.max_seq_len:
+        got = f"{engine.max_draft_nodes} with max_seq_len {engine.max_seq_len}"
+        raise RecipeError("engine.max_draft_nodes", got, "room for a prompt beside one tree", "Raise engine.max_seq_len.")
+    method = registry.method(recipe.speculator.method)
+    names = [f.name for f in fields(method.Config)]
+    try:
+        config = method.Config(**{name: getattr(recipe.speculator, name) for name in names})
+    except ValueError as error:
+        raise RecipeError("speculator", str(error), f"a valid {method.name} section", "Correct the value.") from error
+    num_draft_tokens = getattr(config, "num_draft_tokens", None)
+    if isinstance(num_draft_tokens, int) and num_draft_tokens > engine.max_draft_nodes:
+        got = f"{num_draft_tokens}"
+        expected = f"at most engine.max_draft_nodes = {engine.max_draft_nodes}"
+        raise RecipeError("speculator.num_draft_tokens", got, expected, "Lower it, or raise engine.max_draft_nodes.")
+    quantization: Quantization = recipe.target.quantization
+    return BuildPlan(
+        target=GraphJob(TARGET, recipe.target.model, quantization),
+        weights=recipe.target.weights,
+        dtype=recipe.target.dtype,
+        method=method.name,
+        speculator=config,
+        drafts=tuple(method.graph_jobs(config)),
+        target_outputs=tuple(sorted(method.target_outputs(config).items())),
+        engine=EnginePlan(**engine.model_dump()),
+        decoding=DecodingPlan(**recipe.decoding.model_dump()),
+    )
