@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Widen a Llama checkpoint's MLPs with neurons that compute nothing.
+
+The added gate, up and down weights are zero, so every added neuron contributes silu(0) * 0 * 0 = 0: the
+padded model is the same function at the cost of a larger one. A trained pair keeps its real acceptance
+while its target costs what a target of that many parameters costs. A figure taken so is called "padded"
+wherever it is shown.
+
+    python bench/pad_checkpoint.py SOURCE DEST --params 110e6
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+INNER_MULTIPLE = 64  # a width that every kernel's block size divides
+
+
+def read_tensors(source: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the safetensors files in `source`."""
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise SystemExit(f"{source}: holds no *.safetensors file; give the folder of a Llama checkpoint")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def num_extra_neurons(config: Mapping[str, Any], num_params: int, wanted: float) -> int:
+    """Neurons to add to every layer's MLP to come near `wanted` parameters from below.
+
+    Raises:
+        SystemExit: the model is not smaller than `wanted` by one multiple of neurons a layer.
+    """
+    params_per_neuron = 3 * config["hidden_size"] * config["num_hidden_layers"]
+    extra = int((wanted - num_params) / params_per_neuron) // INNER_MULTIPLE * INNER_MULTIPLE
+    if extra <= 0:
+        least = num_params + INNER_MULTIPLE * params_per_neuron
+        raise SystemExit(f"--params {wanted:.0f}: the model has {num_params} already; ask for {least} or more")
+    return extra
+
+
+def pad_tensors(tensors: Mapping[str, torch.Tensor], extra: int) -> dict[str, torch.Tensor]:
+    """`tensors` with `extra` zero neurons in every MLP.
+
+    gate_proj and up_proj [inner, hidden] grow by rows, down_proj [hidden, inner] by columns; dtypes are kept.
+    """
+    padded = dict(tensors)
+    for name, weight in tensors.items():
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            padded[name] = torch.cat([weight, weight.new_zeros(extra, weight.shape[1])])
+        elif name.endswith("down_proj.weight"):
+            padded[name] = torch.cat([weight, weight.new_zeros(weight.shape[0], extra)], dim=1)
+    return padded
+
+
+def pad_checkpoint(source: Path, dest: Path, wanted: float) -> tuple[int, int]:
+    """Write the padded copy of `source` to `dest`, a folder that must not exist.
+
+    Returns:
+        Numbers of parameters before and after.
+    """
+    config = json.loads((source / "config.json").read_text())
+    tensors = read_tensors(source)
+    num_before = sum(tensor.numel() for tensor in tensors.values())
+    extra = num_extra_neurons(config, num_before, wanted)
+    padded = pad_tensors(tensors, extra)
+    config["intermediate_size"] += extra
+
+    dest.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".safetensors.index.json"):
+            shutil.copy(file, dest)
+    (dest / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(padded, dest / "model.safetensors", metadata={"format": "pt"})
+    return num_before, sum(tensor.numel() for tensor in padded.values())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="folder of a Llama checkpoint in safetensors")
+    parser.add_argument("dest", type=Path, help="folder to write; must not exist")
+    parser.add_argument("--params", type=float, required=True, help="number of parameters to reach")
+    args = parser.parse_args(argv)
+    before, after = pad_checkpoint(args.source, args.dest, args.params)
+    print(f"{args.dest}: {before} -> {after} parameters (padded)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Padding changes the cost of a checkpoint and nothing else."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "examples/models/pycode-16m-draft"
+
+
+@pytest.fixture(scope="module")
+def pad():
+    spec = importlib.util.spec_from_file_location("pad_checkpoint", ROOT / "bench/pad_checkpoint.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def padded(pad, tmp_path_factory):
+    dest = tmp_path_factory.mktemp("padded") / "model"
+    pad.main([str(SOURCE), str(dest), "--params", "4e6"])
+    return dest
+
+
+def test_logits_are_unchanged(padded):
+    tokens = torch.randint(3, 8192, (2, 17), generator=torch.Generator().manual_seed(0))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)(tokens).logits for path in (SOURCE, padded)
+    )
+    # Sums of the same terms and zeros in another blocking: float64 leaves rounding only.
+    assert (before - after).abs().max().item() < 1e-10
+    assert before.abs().max().item() > 1.0
+
+
+def test_the_size_is_what_was_asked_and_what_the_config_says(padded):
+    config = json.loads((padded / "config.json").read_text())
+    source = json.loads((SOURCE / "config.json").read_text())
+    neuron = 3 * source["hidden_size"] * source["num_hidden_layers"]
+    num_params = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(padded).parameters())
+    assert 4e6 - 64 * neuron < num_params <= 4e6
+    assert config["intermediate_size"] % 64 == 0
+    assert {key for key in config if config[key] != source.get(key)} == {"intermediate_size"}
+    assert (padded / "tokenizer.json").read_bytes() == (SOURCE / "tokenizer.json").read_bytes()
+
+
+def test_padding_down_is_refused_before_anything_is_written(pad, tmp_path):
+    with pytest.raises(SystemExit, match=r"--params 1000: the model has .* already; ask for .* or more"):
+        pad.main([str(SOURCE), str(tmp_path / "dest"), "--params", "1000"])
+    assert not (tmp_path / "dest").exists()
+
+
+def test_a_folder_without_weights_is_refused(pad, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"holds no \*.safetensors file"):
+        pad.main([str(tmp_path), str(tmp_path / "dest"), "--params", "1e6"])
