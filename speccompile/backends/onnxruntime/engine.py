@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from speccompile.backends.onnxruntime.buffers import CacheBuffers, bucket_rows
+from speccompile.backends.onnxruntime.buffers import CacheBuffers, DeviceBuffers
 from speccompile.core import specs
 from speccompile.core.neutral import neutral_value, shape_from_dims, sizes_from_feeds
 from speccompile.core.specs import GraphSpec, updated_cache_name
@@ -46,8 +46,8 @@ class _Binding:
         shape = (sizes["batch"], caches.kv_heads, caches.rows, caches.head_dim)
         for name, address in zip(caches.names, caches.addresses, strict=True):
             start = address + first_slot * caches.slot_bytes
-            self.io.bind_input(name, "cpu", 0, np.float32, shape, start)
-            self.io.bind_output(updated_cache_name(name), "cpu", 0, np.float32, shape, start)
+            self.io.bind_input(name, engine.device, 0, np.float32, shape, start)
+            self.io.bind_output(updated_cache_name(name), engine.device, 0, np.float32, shape, start)
 
     def fill(self, feeds: Mapping[str, np.ndarray]) -> None:
         """Copy `feeds` in; inputs that an earlier step set and this one leaves out become neutral again."""
@@ -69,6 +69,7 @@ class OrtEngine:
         spec: its inputs and outputs.
         max_slots, max_rows: capacity of the caches.
         rollback: session of the rollback graph of the same model, for trees.
+        device: cpu or cuda, where the caches lie.
     """
 
     def __init__(
@@ -78,15 +79,17 @@ class OrtEngine:
         max_slots: int,
         max_rows: int,
         rollback: ort.InferenceSession | None = None,
+        device: str = "cpu",
     ) -> None:
-        self.session, self.spec, self.rollback = session, spec, rollback
+        self.session, self.spec, self.rollback, self.device = session, spec, rollback, device
         self.max_slots, self.max_rows = max_slots, max_rows
         num = len(spec.caches)
         self.plain_inputs = spec.inputs[: len(spec.inputs) - num]
         self.plain_outputs = spec.outputs[: len(spec.outputs) - num]
         _, kv_heads, _, head_dim = spec.input(spec.caches[0]).dims
         assert isinstance(kv_heads, int) and isinstance(head_dim, int)
-        self.caches = CacheBuffers(spec.caches, kv_heads, head_dim, max_slots, max_rows)
+        buffers = CacheBuffers if device == "cpu" else DeviceBuffers
+        self.caches = buffers(spec.caches, kv_heads, head_dim, max_slots, max_rows)
         self._bindings: dict[tuple[int, ...], _Binding] = {}
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
@@ -151,8 +154,8 @@ class OrtEngine:
         for name, array in arrays.items():
             io.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
         for name, address in zip(caches.names, caches.addresses, strict=True):
-            io.bind_input(name, "cpu", 0, np.float32, shape, address)
-            io.bind_output(updated_cache_name(name), "cpu", 0, np.float32, shape, address)
+            io.bind_input(name, self.device, 0, np.float32, shape, address)
+            io.bind_output(updated_cache_name(name), self.device, 0, np.float32, shape, address)
         self.rollback.run_with_iobinding(io)
 
 
@@ -213,7 +216,7 @@ def load_engine(
     session = open_session(path, settings, device)
     _check_io(path, spec, session)
     compactor = open_session(rollback, {**settings, "threads": 1}, device) if rollback is not None else None
-    return OrtEngine(session, spec, max_slots, max_rows, compactor)
+    return OrtEngine(session, spec, max_slots, max_rows, compactor, device)
 
 
 def _check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None:
@@ -224,4 +227,4 @@ def _check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> Non
         raise BundleError(str(path), f"tensors {differing}", "those of the manifest", "Build the bundle again.")
 
 
-__all__ = ["OrtEngine", "bucket_rows", "load_engine", "open_session", "session_options"]
+__all__ = ["OrtEngine", "load_engine", "open_session", "session_options"]

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cache views grow, shrink and move without losing a row."""
+
+import numpy as np
+import pytest
+
+from speccompile.backends.onnxruntime.buffers import CacheBuffers, bucket_rows
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000, 1024, 1025, 5000, 32768])
+def test_buckets_hold_their_rows_without_great_waste(rows: int) -> None:
+    bucket = bucket_rows(rows, 1 << 20)
+    assert rows <= bucket <= max(rows + 128, rows * 1.25)
+    assert bucket_rows(bucket, 1 << 20) == bucket
+    assert bucket_rows(rows, rows) == rows
+
+
+def filled(rows: int) -> CacheBuffers:
+    buffers = CacheBuffers(["k", "v"], 2, 3, max_slots=3, max_rows=700)
+    buffers.grow(rows)
+    for index in range(2):
+        view = buffers.view(index)
+        view[...] = np.random.default_rng(index).standard_normal(view.shape)
+    return buffers
+
+
+def test_growing_keeps_every_row_of_every_slot_and_the_addresses() -> None:
+    buffers = filled(100)
+    before, addresses = [buffers.view(i).copy() for i in range(2)], list(buffers.addresses)
+    assert not buffers.grow(128)
+    assert buffers.grow(300) and buffers.rows == 384
+    for index in range(2):
+        np.testing.assert_array_equal(buffers.view(index)[:, :, :128], before[index])
+        assert buffers.view(index).ctypes.data == addresses[index]
+    assert buffers.grow(700) and buffers.rows == 700
+
+
+def test_shrinking_keeps_the_first_rows() -> None:
+    buffers = filled(650)
+    before = buffers.view(1).copy()
+    assert buffers.shrink(130) and buffers.rows == 256
+    np.testing.assert_array_equal(buffers.view(1), before[:, :, :256])
+    assert not buffers.shrink(200)
+
+
+def test_moving_a_slot_copies_all_its_rows_and_no_other() -> None:
+    buffers = filled(128)
+    before = buffers.view(0).copy()
+    buffers.move_slot(2, 0)
+    np.testing.assert_array_equal(buffers.view(0), before[[2, 1, 2]])

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a pass is checked before and after it runs."""
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from speccompile.errors import PassError, RecipeError
+from speccompile.passes.base import Pass, Property, count_nodes, histogram_from_model, run_pipeline
+from speccompile.passes.edit import Editor
+from speccompile.passes.pipelines import onnxruntime_table
+
+
+def make_model() -> ir.Model:
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 24}, name="small")
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2]))
+    graph.inputs.append(x)
+    model = ir.Model(graph, ir_version=11)
+    edit = Editor(model)
+    y = edit.op("Neg", edit.op("Neg", x))
+    graph.outputs.append(y)
+    return model
+
+
+HAS_NO_NEG = Property("no_neg", lambda m: "a Neg is left" if any(n.op_type == "Neg" for n in m.graph) else None)
+
+
+def test_required_property_is_checked_before_the_rewrite() -> None:
+    ran: list[int] = []
+    entry = Pass("late", lambda m: ran.append(1) or 1, requires=(HAS_NO_NEG,))
+    with pytest.raises(PassError, match=r"pass late: got before it ran: a Neg is left; expected no_neg"):
+        entry.run(make_model())
+    assert not ran
+
+
+def test_ensured_property_is_checked_after_the_rewrite() -> None:
+    with pytest.raises(PassError, match=r"pass lazy: got after it ran: a Neg is left; expected no_neg"):
+        Pass("lazy", lambda m: 0, ensures=(HAS_NO_NEG,)).run(make_model())
+
+
+def test_trace_counts_rewrites_and_nodes() -> None:
+    def drop(model: ir.Model) -> int:
+        nodes = list(model.graph)
+        model.graph.outputs[0] = model.graph.inputs[0]
+        for node in reversed(nodes):
+            model.graph.remove(node)
+        return len(nodes)
+
+    model = make_model()
+    assert histogram_from_model(model) == {"Neg": 2}
+    (trace,) = run_pipeline(model, [Pass("drop", drop, ensures=(HAS_NO_NEG,))])
+    assert (trace.num_rewrites, trace.num_nodes_before, trace.num_nodes_after) == (2, 2, 0)
+    assert count_nodes(model) == 0
+
+
+def test_small_constants_are_shared_and_names_stay_unique() -> None:
+    model = make_model()
+    edit = Editor(model)
+    assert edit.ints([1, 2]) is edit.ints([1, 2])
+    assert edit.ints([1, 2]) is not edit.ints([2, 1])
+    first, second = edit.const(np.zeros(3, np.float32), "w"), edit.const(np.ones(3, np.float32), "w")
+    assert first is not second and first.name != second.name
+
+
+def test_unknown_quantisation_is_refused_by_name() -> None:
+    from speccompile.core.specs import ModelDims, decoder_spec
+
+    spec = decoder_spec("target", ModelDims("llama", 97, 8, 1, 2, 1, 4, 64))
+    with pytest.raises(RecipeError, match="int3/fp32"):
+        onnxruntime_table(spec, "int3", "fp32")
