@@ -101,10 +101,10 @@ def parse_recipe(text: str, source: str, folder: Path) -> RawRecipe:
     if not isinstance(values, dict):
         raise RecipeError(source, f"a {type(values).__name__}", "a mapping with the key target", "See docs/recipe.md.")
     origins: dict[KeyPath, str] = {}
-    for keys, line in _key_lines(node, ()):
+    for keys, number in _key_lines(node, ()):
         if keys in origins:
-            raise RecipeError(f"{source}:{line} ({'.'.join(keys)})", "a key written twice", "one value", "Keep one.")
-        origins[keys] = f"{source}:{line}"
+            raise RecipeError(f"{source}:{number} ({'.'.join(keys)})", "a key written twice", "one value", "Keep one.")
+        origins[keys] = f"{source}:{number}"
     return RawRecipe(source, folder, values, origins)
 
 
@@ -128,7 +128,7 @@ def apply_override(raw: RawRecipe, override: str) -> None:
     if not equals or not all(path):
         raise RecipeError(where, repr(override), "section.key=value", "For example --set engine.threads=2.")
     try:
-        value = yaml.load(text, _Loader)  # noqa: S506 - _Loader is a SafeLoader
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise RecipeError(where, repr(text), "a YAML value", "Quote it for the shell and for YAML.") from error
     section = raw.values
@@ -167,7 +167,8 @@ def validate_recipe(raw: RawRecipe) -> Recipe:
 def _known_method(raw: RawRecipe, method: object) -> str:
     where = raw.where(("speculator", "method"))
     if not isinstance(method, str):
-        raise RecipeError(where, repr(method), f"one of {', '.join(sorted(registry.METHODS))}", "Write a method's name.")
+        expected = f"one of {', '.join(sorted(registry.METHODS))}"
+        raise RecipeError(where, repr(method), expected, "Write a method's name.")
     _check_name(where, method, registry.METHODS)
     return method
 
@@ -256,5 +257,6 @@ def _find_model(raw: RawRecipe, path: KeyPath, model: str) -> str:
             return str(candidate.resolve())
     if _HUB_ID.fullmatch(model) is None:
         tried = "" if given.is_absolute() else f" in {' or '.join(str(f) for f in dict.fromkeys(folders))}"
-        raise RecipeError(raw.where(path), f"{model!r}, which does not exist{tried}", "a checkpoint folder or a hub id", "Correct the path.")
+        got = f"{model!r}, which does not exist{tried}"
+        raise RecipeError(raw.where(path), got, "a checkpoint folder or a hub id", "Correct the path.")
     return model

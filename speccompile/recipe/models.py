@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from speccompile.core import registry
-from speccompile.core.jobs import Quantization
+
+Quantization = Literal["none", "int8", "int4"]
 
 
 class Section(BaseModel):
@@ -25,7 +26,9 @@ class Section(BaseModel):
 class TargetSection(Section):
     """The model whose output law is preserved."""
 
-    model: str = Field(min_length=1, description="Checkpoint folder (beside the recipe, or in the working directory) or hub id.")
+    model: str = Field(
+        min_length=1, description="Checkpoint folder (beside the recipe, or in the working directory) or hub id."
+    )
     dtype: Literal["float32"] = Field("float32", description="Type of activations and caches.")
     quantization: Quantization = Field("none", description="Form of the weights of linear layers.")
     weights: Literal["checkpoint", "random"] = Field(

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from speccompile.core import registry
-from speccompile.core.jobs import GraphJob, Quantization
+from speccompile.core.jobs import GraphJob
 from speccompile.errors import RecipeError
-from speccompile.recipe.models import Recipe
+from speccompile.recipe.models import Quantization, Recipe
 
 Weights = Literal["checkpoint", "random"]
 TARGET = "target"
@@ -112,11 +112,12 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
     """
     engine = recipe.engine
     if engine.threads != "auto" and engine.threads > device.num_cores:
-        got = f"{engine.threads} threads"
-        raise RecipeError("engine.threads", got, f"at most {device.num_cores} on this machine", "Lower it or write auto.")
+        expected = f"at most {device.num_cores} on this machine"
+        raise RecipeError("engine.threads", f"{engine.threads} threads", expected, "Lower it, or write auto.")
     if engine.max_draft_nodes + 1 >= engine.max_seq_len:
         got = f"{engine.max_draft_nodes} with max_seq_len {engine.max_seq_len}"
-        raise RecipeError("engine.max_draft_nodes", got, "room for a prompt beside one tree", "Raise engine.max_seq_len.")
+        expected = "room for a prompt beside one tree"
+        raise RecipeError("engine.max_draft_nodes", got, expected, "Raise engine.max_seq_len.")
     method = registry.method(recipe.speculator.method)
     names = [f.name for f in fields(method.Config)]
     try:
@@ -128,14 +129,18 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         got = f"{num_draft_tokens}"
         expected = f"at most engine.max_draft_nodes = {engine.max_draft_nodes}"
         raise RecipeError("speculator.num_draft_tokens", got, expected, "Lower it, or raise engine.max_draft_nodes.")
-    quantization: Quantization = recipe.target.quantization
+    drafts = tuple(method.graph_jobs(config))
+    for job in drafts:
+        if job.quantization not in get_args(Quantization):
+            expected = f"one of {', '.join(get_args(Quantization))}"
+            raise RecipeError("speculator.quantization", repr(job.quantization), expected, "Choose one of these.")
     return BuildPlan(
-        target=GraphJob(TARGET, recipe.target.model, quantization),
+        target=GraphJob(TARGET, recipe.target.model, recipe.target.quantization),
         weights=recipe.target.weights,
         dtype=recipe.target.dtype,
         method=method.name,
         speculator=config,
-        drafts=tuple(method.graph_jobs(config)),
+        drafts=drafts,
         target_outputs=tuple(sorted(method.target_outputs(config).items())),
         engine=EnginePlan(**engine.model_dump()),
         decoding=DecodingPlan(**recipe.decoding.model_dump()),

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A method of the tests' own, so that recipes are tested without any real one."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from speccompile.core import registry
+from speccompile.core.jobs import GraphJob
+from speccompile.recipe.models import Quantization
+
+
+@dataclass(frozen=True)
+class PlainConfig:
+    """No keys."""
+
+
+@dataclass(frozen=True)
+class GuessConfig:
+    """Keys of every shape a method may have."""
+
+    model: str
+    quantization: Quantization = "none"
+    num_draft_tokens: int | Literal["auto"] = "auto"
+    widths: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_draft_tokens, int) and self.num_draft_tokens < 1:
+            raise ValueError(f"num_draft_tokens is {self.num_draft_tokens}, at least 1 is needed")
+
+
+class PlainMethod:
+    name = "none"
+    Config = PlainConfig
+
+    def graph_jobs(self, config: PlainConfig) -> tuple[GraphJob, ...]:
+        return ()
+
+    def target_outputs(self, config: PlainConfig) -> dict[str, Any]:
+        return {"hidden": False, "hidden_layers": ()}
+
+
+class GuessMethod:
+    name = "guess"
+    Config = GuessConfig
+
+    def graph_jobs(self, config: GuessConfig) -> tuple[GraphJob, ...]:
+        return (GraphJob("draft", config.model, config.quantization),)
+
+    def target_outputs(self, config: GuessConfig) -> dict[str, Any]:
+        return {"hidden": True, "hidden_layers": (1,)}
+
+
+@pytest.fixture(autouse=True)
+def methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("methods_of_the_recipe_tests")
+    module.PlainMethod, module.GuessMethod = PlainMethod, GuessMethod  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    table = {"none": f"{module.__name__}:PlainMethod", "guess": f"{module.__name__}:GuessMethod"}
+    monkeypatch.setattr(registry, "METHODS", table)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading recipes: defaults, overrides, folders, and the message of every kind of fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from speccompile.errors import RecipeError
+from speccompile.recipe import Recipe, load_recipe
+
+GOOD = """\
+target:
+  model: models/big
+  quantization: int8
+
+speculator:
+  method: guess
+  model: models/small
+  num_draft_tokens: 4
+
+engine:
+  max_seq_len: 512
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("big", "small"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    return tmp_path
+
+
+def load(folder: Path, text: str, *overrides: str) -> Recipe:
+    path = folder / "r.yaml"
+    path.write_text(text)
+    return load_recipe(path, overrides)
+
+
+def fault(folder: Path, text: str, *overrides: str) -> RecipeError:
+    with pytest.raises(RecipeError) as caught:
+        load(folder, text, *overrides)
+    return caught.value
+
+
+def test_good_recipe_has_values_and_defaults(folder: Path) -> None:
+    recipe = load(folder, GOOD)
+    assert recipe.target.quantization == "int8"
+    assert recipe.target.weights == "checkpoint"
+    assert recipe.engine.max_seq_len == 512
+    assert recipe.engine.threads == "auto"
+    assert recipe.decoding.temperature == 0.0
+    assert recipe.speculator.num_draft_tokens == 4  # type: ignore[attr-defined]
+    assert recipe.speculator.widths == (1,)  # type: ignore[attr-defined]
+
+
+def test_only_the_target_is_needed(folder: Path) -> None:
+    assert load(folder, "target: {model: models/big}").speculator.method == "none"
+    assert load(folder, "target: {model: models/big}\nspeculator:\nengine:\n").engine.backend == "onnxruntime"
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("engine.threads=2", lambda r: r.engine.threads == 2),
+        ("engine.threads=auto", lambda r: r.engine.threads == "auto"),
+        ("decoding.temperature=1e-1", lambda r: r.decoding.temperature == 0.1),
+        ("decoding.temperature=1", lambda r: r.decoding.temperature == 1.0),
+        ("decoding.stop=['\\n\\n', end]", lambda r: r.decoding.stop == ("\\n\\n", "end")),
+        ("speculator.widths=[3, 2]", lambda r: r.speculator.widths == (3, 2)),
+        ("target.quantization=none", lambda r: r.target.quantization == "none"),
+    ],
+)
+def test_overrides_have_yaml_types(folder: Path, override: str, read: object) -> None:
+    assert callable(read) and read(load(folder, GOOD, override))
+
+
+def test_the_last_override_wins_over_the_file(folder: Path) -> None:
+    recipe = load(folder, GOOD, "engine.max_seq_len=1024", "engine.max_seq_len=600")
+    assert recipe.engine.max_seq_len == 600
+
+
+def test_an_override_of_an_aliased_section_leaves_the_other_alone(folder: Path) -> None:
+    text = "target: {model: models/big}\nengine: &e {max_seq_len: 64}\nx: *e\n"
+    assert "unknown key 'x'" in fault(folder, text, "engine.max_seq_len=65").got
+
+
+def test_folders_are_looked_for_beside_the_recipe_then_in_the_working_directory(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path_factory.mktemp("cwd")
+    (here / "models" / "big").mkdir(parents=True)
+    (here / "only-here").mkdir()
+    monkeypatch.chdir(here)
+    assert load(folder, GOOD).target.model == str(folder / "models" / "big")
+    assert load(folder, GOOD, "target.model=models/big").target.model == str(here / "models" / "big")
+    assert load(folder, GOOD, "target.model=models/small").target.model == str(folder / "models" / "small")
+    assert load(folder, "target: {model: only-here}").target.model == str(here / "only-here")
+
+
+def test_what_is_no_folder_may_be_a_hub_id(folder: Path) -> None:
+    assert load(folder, "target: {model: Qwen/Qwen3-0.6B}").target.model == "Qwen/Qwen3-0.6B"
+    assert load(folder, "target: {model: gpt2}").target.model == "gpt2"
+
+
+@pytest.mark.parametrize("model", ["./models/none", "/nowhere/at/all", "../x", "a/b/c"])
+def test_a_missing_folder_is_refused(folder: Path, model: str) -> None:
+    error = fault(folder, f"target:\n  model: {model}\n")
+    assert error.where == f"{folder / 'r.yaml'}:2 (target.model)"
+    assert model in error.got and "does not exist" in error.got
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key", "hint"),
+    [
+        (GOOD + "  max_seqlen: 3\n", 12, "engine.max_seqlen", "Did you mean 'engine.max_seq_len'?"),
+        (GOOD.replace("quantization", "quantisation"), 3, "target.quantisation", "'target.quantization'"),
+        (GOOD + "enginee: {}\n", 12, "enginee", "Did you mean 'engine'?"),
+        (GOOD.replace("  quantization: int8", "  threads: 2"), 3, "target.threads", "Did you mean 'engine.threads'?"),
+        (GOOD.replace("num_draft_t", "draft_t"), 8, "speculator.draft_tokens", "'speculator.num_draft_tokens'"),
+        (GOOD + "  zzz: 1\n", 12, "engine.zzz", "Known keys: backend, device,"),
+    ],
+)
+def test_an_unknown_key_names_its_line_and_the_nearest_known_one(
+    folder: Path, text: str, line: int, key: str, hint: str
+) -> None:
+    error = fault(folder, text)
+    assert error.where == f"{folder / 'r.yaml'}:{line} ({key})"
+    assert error.got == f"unknown key {key.split('.')[-1]!r}"
+    assert hint in error.todo
+    assert error.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "got", "expected"),
+    [
+        ("max_seq_len: 512", "max_seq_len: '512'", 11, "'512'", "integer"),
+        ("max_seq_len: 512", "max_seq_len: 5.5", 11, "5.5", "integer"),
+        ("max_seq_len: 512", "max_seq_len: 1", 11, "1", "greater than or equal to 2"),
+        ("max_seq_len: 512", "max_seq_len: yes", 11, "True", "integer"),
+        ("max_seq_len: 512", "threads: many", 11, "'many'", "integer or 'auto'"),
+        ("max_seq_len: 512", "threads: 0", 11, "0", "greater than or equal to 1 or 'auto'"),
+        ("quantization: int8", "quantization: int7", 3, "'int7'", "'none', 'int8' or 'int4'"),
+        ("model: models/big", "model: 3", 2, "3", "string"),
+        ("num_draft_tokens: 4", "num_draft_tokens: 4.5", 8, "4.5", "integer or 'auto'"),
+        ("num_draft_tokens: 4", "widths: [1, two]", 8, "'two'", "integer"),
+    ],
+)
+def test_a_wrong_value_names_its_line_and_what_is_right(
+    folder: Path, old: str, new: str, line: int, got: str, expected: str
+) -> None:
+    error = fault(folder, GOOD.replace(old, new))
+    assert error.where.startswith(f"{folder / 'r.yaml'}:{line} (")
+    assert (error.got, error.expected) == (got, expected)
+
+
+def test_all_faults_are_listed_behind_the_first(folder: Path) -> None:
+    error = fault(folder, GOOD.replace("int8", "int9") + "  foo: 1\n")
+    assert "target.quantization" in error.where
+    assert "Also wrong: engine.foo." in error.todo
+
+
+@pytest.mark.parametrize("section", ["target", "speculator", "engine"])
+def test_a_section_must_be_a_mapping(folder: Path, section: str) -> None:
+    text = "target: {model: gpt2}\n" if section != "target" else ""
+    assert section in fault(folder, f"{text}{section}: 3\n").where
+
+
+def test_missing_keys_are_named(folder: Path) -> None:
+    assert "target" in fault(folder, "engine: {}\n").expected
+    error = fault(folder, "target: {model: gpt2}\nspeculator:\n  method: guess\n")
+    assert error.where == f"{folder / 'r.yaml'}:2 (speculator.model)"
+
+
+def test_unknown_method_and_backend_name_the_nearest(folder: Path) -> None:
+    error = fault(folder, GOOD.replace("method: guess", "method: gues"))
+    assert error.where.endswith(":6 (speculator.method)") and "'guess'" in error.todo
+    error = fault(folder, GOOD + "  backend: onnxruntim\n")
+    assert error.where.endswith(":12 (engine.backend)") and "'onnxruntime'" in error.todo
+    assert "speculator.method" in fault(folder, "target: {model: gpt2}\nspeculator: {method: 3}\n").where
+
+
+@pytest.mark.parametrize("override", ["engine.threads", "=3", "engine..x=3", "engine.threads=[1", "target.model.x=3"])
+def test_a_malformed_override_is_refused(folder: Path, override: str) -> None:
+    assert fault(folder, GOOD, override).where == f"--set {override}"
+
+
+def test_a_wrong_override_is_named_as_the_place(folder: Path) -> None:
+    assert fault(folder, GOOD, "engine.thread=2").where == "--set engine.thread=2 (engine.thread)"
+    assert "'engine.threads'" in fault(folder, GOOD, "engine.thread=2").todo
+    assert fault(folder, GOOD, "engine.threads=x").where == "--set engine.threads=x (engine.threads)"
+
+
+def test_broken_yaml_and_doubled_keys_have_a_line(folder: Path) -> None:
+    assert fault(folder, "target:\n  model: [1\nengine: 2\n").where.startswith(f"{folder / 'r.yaml'}:")
+    assert fault(folder, "target: {model: gpt2}\ntarget: {model: gpt2}\n").where.endswith(":2 (target)")
+    assert "a list" in fault(folder, "- 1\n").got
+    assert fault(folder, "a: 1\n---\nb: 2\n").where == f"{folder / 'r.yaml'}:2"
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="No such file"):
+        load_recipe(tmp_path / "absent.yaml")
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="codec"):
+        load_recipe(tmp_path / "b.yaml")

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resolving a recipe: a frozen plan, contradictions refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from speccompile.core.jobs import GraphJob
+from speccompile.errors import RecipeError
+from speccompile.recipe import BuildPlan, Device, find_device, load_recipe, resolve
+
+CPU = Device("cpu", 4)
+
+
+def plan(folder: Path, *overrides: str) -> BuildPlan:
+    path = folder / "r.yaml"
+    path.write_text("target: {model: gpt2}\nspeculator: {method: guess, model: org/small}\n")
+    return resolve(load_recipe(path, overrides), CPU)
+
+
+def test_the_plan_holds_every_decision(tmp_path: Path) -> None:
+    made = plan(tmp_path, "target.quantization=int8", "decoding.stop=[a]")
+    assert made.target == GraphJob("target", "gpt2", "int8")
+    assert made.drafts == (GraphJob("draft", "org/small", "none"),)
+    assert dict(made.target_outputs) == {"hidden": True, "hidden_layers": (1,)}
+    assert made.decoding.stop == ("a",)
+    assert made == plan(tmp_path, "target.quantization=int8", "decoding.stop=[a]")
+
+
+def test_the_plan_is_frozen(tmp_path: Path) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan(tmp_path).method = "none"  # type: ignore[misc]
+
+
+def test_the_plan_as_a_recipe_gives_the_same_plan(tmp_path: Path) -> None:
+    made = plan(tmp_path, "engine.threads=2", "speculator.widths=[2, 2]", "decoding.top_p=0.5")
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(_lists(made.recipe_from_plan())))
+    assert resolve(load_recipe(again), CPU) == made
+
+
+def _lists(value: object) -> object:
+    if isinstance(value, dict):
+        return {k: _lists(v) for k, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        ("engine.threads=5", "engine.threads"),
+        ("engine.max_seq_len=17", "engine.max_draft_nodes"),
+        ("speculator.num_draft_tokens=17", "speculator.num_draft_tokens"),
+        ("speculator.num_draft_tokens=0", "speculator"),
+    ],
+)
+def test_contradictions_are_refused(tmp_path: Path, override: str, where: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan(tmp_path, override)
+    assert caught.value.where == where
+    assert caught.value.todo
+
+
+def test_this_machine_has_a_core() -> None:
+    assert find_device("cpu").num_cores >= 1
