@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transformers causal language model -> the neutral graph of `decoder_spec`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnx import defs
+from onnxscript import values
+
+from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec
+from speccompile.errors import ExportError
+from speccompile.frontend import attention
+from speccompile.frontend.checkpoint import read_dims
+from speccompile.frontend.weights import Weights, load_model
+from speccompile.frontend.wrapper import DecoderGraph
+from speccompile.passes.base import Pass, run_pipeline
+from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
+from speccompile.passes.edit import OPS_DOMAIN
+from speccompile.passes.fold_weights import FOLD_WEIGHTS
+from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM
+from speccompile.passes.fuse_rope import FUSE_ROPE
+from speccompile.passes.simplify_reshapes import SIMPLIFY_RESHAPES
+from speccompile.passes.tabulate_rope import tabulate_rope_pass
+
+OPSET = 24
+
+
+def cleanup_table(max_seq_len: int) -> tuple[Pass, ...]:
+    """The passes from torch's trace to the neutral graph, where norms and rotary embeddings are single nodes."""
+    return (
+        REMOVE_DEAD,
+        SHARE_COMMON,
+        FUSE_RMS_NORM,
+        FUSE_ROPE,
+        tabulate_rope_pass(max_seq_len),
+        SIMPLIFY_RESHAPES,
+        FOLD_WEIGHTS,
+        SHARE_COMMON,
+        REMOVE_DEAD,
+    )
+
+
+def export_decoder(
+    source: Path,
+    *,
+    weights: Weights = "checkpoint",
+    max_seq_len: int,
+    hidden: bool = False,
+    hidden_layers: tuple[int, ...] = (),
+    progress: Callable[[str], None] | None = None,
+) -> tuple[ir.Model, ModelDims]:
+    """Trace the model in `source` and clean the trace.
+
+    Args:
+        source: a checkpoint folder; with random weights its config.json is enough.
+        weights: "checkpoint" or "random".
+        max_seq_len: rows of the cache; no position reaches beyond.
+        hidden: whether `hidden` (what the LM head reads) is an output.
+        hidden_layers: layers whose residual stream behind them is an output.
+        progress: called with the name of each stage as it begins.
+
+    Returns:
+        The model (opset 24 and the domain speccompile; its inputs and outputs are those of `decoder_spec`;
+        weights refer to torch's memory) and the decoder's sizes.
+
+    Raises:
+        CheckpointError: the folder is incomplete or damaged.
+        ExportError: the architecture cannot be expressed.
+    """
+    say = progress or (lambda stage: None)
+    dims = read_dims(source)
+    say("load weights")
+    attention.register()
+    model = load_model(source, weights)
+    dims = replace(dims, num_params=sum(p.numel() for p in model.parameters()))
+    spec = decoder_spec("decoder", dims, hidden=hidden, hidden_layers=hidden_layers)
+    say("trace")
+    graph = _trace(DecoderGraph(model, dims.num_layers, hidden, hidden_layers), dims)
+    _declare_io(graph, spec)
+    run_pipeline(graph, cleanup_table(max_seq_len), say)
+    _check_attention(graph, dims)
+    return graph, dims
+
+
+def _trace(module: DecoderGraph, dims: ModelDims) -> ir.Model:
+    batch, nodes, scored, max_seq = (torch.export.Dim(n, min=1) for n in ("batch", "nodes", "scored", "max_seq"))
+    num_caches = 2 * dims.num_layers
+    # Sizes of the example: none is 0 or 1, which torch would take for constants.
+    caches = [torch.zeros(2, dims.num_kv_heads, 16, dims.head_dim) for _ in range(num_caches)]
+    example = (
+        torch.zeros(2, 3, dtype=torch.int64),
+        torch.zeros(2, dtype=torch.int64),
+        torch.ones(2, 3, 3, dtype=torch.bool),
+        torch.zeros(2, 2, dtype=torch.int64),
+        caches,
+    )
+    shapes = (
+        {0: batch, 1: nodes},
+        {0: batch},
+        {0: batch, 1: nodes, 2: nodes},
+        {0: batch, 1: scored},
+        [{0: batch, 2: max_seq}] * num_caches,
+    )
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch warns of its own internals
+        program = torch.onnx.export(
+            module,
+            example,
+            dynamo=True,
+            opset_version=OPSET,
+            dynamic_shapes=shapes,
+            custom_translation_table=_translations(),
+            verbose=False,
+        )
+    assert program is not None
+    return program.model
+
+
+def _translations() -> dict[Any, Callable[..., Any]]:
+    _declare_schema()
+    ours, standard = values.Opset(OPS_DOMAIN, 1), values.Opset("", OPSET)
+
+    def cached_attention(q, k, v, k_cache, v_cache, lengths, tree_mask, scale, softcap, window):  # type: ignore[no-untyped-def]
+        inputs = (q, k, v, k_cache, v_cache, lengths, tree_mask)
+        return ours.CachedAttention(*inputs, scale=scale, softcap=softcap, window=window)
+
+    def gather_nodes(x, nodes):  # type: ignore[no-untyped-def]
+        indices = standard.Unsqueeze(nodes, standard.Constant(value_ints=[2]))
+        return standard.GatherND(x, indices, batch_dims=1)
+
+    ops = torch.ops.speccompile
+    return {ops.cached_attention.default: cached_attention, ops.gather_nodes.default: gather_nodes}
+
+
+def _declare_schema() -> None:
+    """Tell onnx of CachedAttention, which torch's exporter insists on; once a process."""
+    if defs.has("CachedAttention", 1, OPS_DOMAIN):
+        return
+    parameter, attribute = defs.OpSchema.FormalParameter, defs.OpSchema.Attribute
+    inputs = [parameter(n, "T") for n in ("q", "k", "v", "k_cache", "v_cache")]
+    inputs += [parameter("lengths", "tensor(int64)"), parameter("tree_mask", "tensor(bool)")]
+    kinds = {"scale": defs.OpSchema.AttrType.FLOAT, "softcap": defs.OpSchema.AttrType.FLOAT}
+    kinds["window"] = defs.OpSchema.AttrType.INT
+    defs.register_schema(
+        defs.OpSchema(
+            "CachedAttention",
+            OPS_DOMAIN,
+            1,
+            inputs=inputs,
+            outputs=[parameter(n, "T") for n in ("out", "k_cache_updated", "v_cache_updated")],
+            type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
+            attributes=[attribute(n, kind) for n, kind in kinds.items()],
+        )
+    )
+
+
+def _declare_io(model: ir.Model, spec: GraphSpec) -> None:
+    """Give inputs and outputs the names and dims of `spec`."""
+    model.graph.name = spec.name
+    for held, wanted, kind in (
+        (model.graph.inputs, spec.inputs, "inputs"),
+        (model.graph.outputs, spec.outputs, "outputs"),
+    ):
+        if len(held) != len(wanted):
+            raise ExportError(
+                spec.name,
+                f"{len(held)} {kind}",
+                f"{len(wanted)} {kind}",
+                "This is a fault of the exporter: report it with the model's config.",
+            )
+        for value, tensor in zip(held, wanted, strict=True):
+            value.name, value.shape = tensor.name, ir.Shape(list(tensor.dims))
+
+
+def _check_attention(model: ir.Model, dims: ModelDims) -> None:
+    count = sum(n.op_type == "CachedAttention" for n in model.graph)
+    if count != dims.num_layers:
+        raise ExportError(
+            dims.model_type,
+            f"{count} CachedAttention nodes",
+            f"one for each of {dims.num_layers} layers",
+            "Its attention cannot be replaced; this architecture cannot be exported.",
+        )

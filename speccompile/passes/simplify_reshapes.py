@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reshapes with computed shapes become reshapes with constant ones: 0 copies a dim, one -1 is inferred."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from speccompile.passes.base import Pass
+from speccompile.passes.edit import Editor, replace
+from speccompile.passes.match import int_attribute, ints, static_dim
+
+
+def _constant_shape(node: ir.Node) -> list[int] | None:
+    """The constant shape of a Reshape, or None where it needs more than one inferred dim."""
+    source, result = node.inputs[0], node.outputs[0]
+    if source is None or source.shape is None or result.shape is None:
+        return None
+    wanted: list[int] = []
+    for axis, dim in enumerate(result.shape):
+        same = axis < len(source.shape) and dim == source.shape[axis]
+        if isinstance(dim, int):
+            wanted.append(dim)
+        elif same and str(dim) != "None":
+            wanted.append(0)
+        else:
+            wanted.append(-1)
+    return wanted if wanted.count(-1) <= 1 else None
+
+
+def simplify_reshapes(model: ir.Model) -> int:
+    """Make shapes constant where the values' dims tell them; returns how many nodes changed.
+
+    Reshapes from and to the same shape, and Expands that change nothing, go.
+    """
+    count = 0
+    for node in [n for n in model.graph if n.op_type == "Reshape" and n.domain == ""]:
+        wanted, held = _constant_shape(node), ints(node.inputs[1])
+        if wanted is None or (held == wanted and int_attribute(node, "allowzero", 0) == 0):
+            continue
+        if any(d == 0 and static_dim(node.outputs[0], i) == 0 for i, d in enumerate(wanted)):
+            continue  # a dim of size zero cannot be told from "copy"
+        edit = Editor(model, node)
+        old = node.outputs[0]
+        new = edit.op("Reshape", node.inputs[0], edit.ints(wanted))
+        new.type, new.shape = old.type, old.shape
+        replace(node, new)
+        count += 1
+    return count
+
+
+SIMPLIFY_RESHAPES = Pass("simplify_reshapes", simplify_reshapes)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a neutral decoder graph under the reference evaluator, and transformers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from speccompile.core import specs
+
+
+class CachedAttention(OpRun):
+    """The operator in its plainest form: one query row at a time, over the keys it may see."""
+
+    op_domain = "speccompile"
+
+    def _run(self, q, k, v, k_cache, v_cache, lengths, tree_mask, scale=1.0, softcap=0.0, window=0):  # type: ignore[no-untyped-def]
+        k_all, v_all = k_cache.copy(), v_cache.copy()
+        batch, heads, nodes, _ = q.shape
+        group = heads // k.shape[1]
+        out = np.zeros((batch, nodes, heads, v.shape[3]), np.float32)
+        depth = tree_mask.sum(-1) - 1
+        for b in range(batch):
+            start = int(lengths[b])
+            k_all[b, :, start : start + nodes], v_all[b, :, start : start + nodes] = k[b], v[b]
+            for n in range(nodes):
+                position = start + depth[b, n]
+                seen = [r for r in range(start) if not window or position - r < window]
+                ancestors = [j for j in range(nodes) if tree_mask[b, n, j]]
+                seen += [start + j for j in ancestors if not window or depth[b, n] - depth[b, j] < window]
+                for h in range(heads):
+                    scores = (k_all[b, h // group, seen].astype(np.float64) @ q[b, h, n]) * scale
+                    if softcap:
+                        scores = softcap * np.tanh(scores / softcap)
+                    weights = np.exp(scores - scores.max())
+                    out[b, n, h] = (weights / weights.sum()) @ v_all[b, h // group, seen]
+        return out, k_all, v_all
+
+
+def chain_parents(count: int, padded: int) -> list[int]:
+    """Parents of a chain of `count` nodes, padded."""
+    return [i - 1 if i < count else -1 for i in range(padded)]
+
+
+def mask_from_parents(parents: np.ndarray) -> np.ndarray:
+    """[batch, nodes] -> [batch, nodes, nodes] bool: each node and its ancestors."""
+    batch, nodes = parents.shape
+    mask = np.zeros((batch, nodes, nodes), bool)
+    for b in range(batch):
+        for n in range(nodes):
+            node = n
+            while node >= 0:
+                mask[b, n, node], node = True, int(parents[b, node])
+    return mask
+
+
+@dataclass
+class Decoder:
+    """A neutral graph with its caches, and the tokens that each cache row stands for."""
+
+    model: ir.Model
+    dims: specs.ModelDims
+    batch: int
+    max_seq: int = 24
+    history: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.session = ReferenceEvaluator(ir.to_proto(self.model), new_ops=[CachedAttention])
+        shape = (self.batch, self.dims.num_kv_heads, self.max_seq, self.dims.head_dim)
+        names = [n for i in range(self.dims.num_layers) for n in specs.cache_names(i)]
+        # Stale rows must never matter, so they are not zero.
+        noise = np.random.default_rng(7)
+        self.caches = {n: noise.standard_normal(shape, np.float32) * 5 for n in names}
+        self.history = [[] for _ in range(self.batch)]
+
+    def step(self, tokens: np.ndarray, parents: np.ndarray, scored: np.ndarray) -> dict[str, np.ndarray]:
+        """One forward pass; the caches hold all nodes behind `history` afterwards."""
+        feeds = {
+            specs.TOKENS: tokens,
+            specs.LENGTHS: np.array([len(h) for h in self.history], np.int64),
+            specs.TREE_MASK: mask_from_parents(parents),
+            specs.SCORED_NODES: scored,
+            **self.caches,
+        }
+        names = [v.name for v in self.model.graph.outputs]
+        outputs = dict(zip(names, self.session.run(None, feeds), strict=True))
+        self.caches = {n: outputs[specs.updated_cache_name(n)] for n in self.caches}
+        return outputs
+
+
+def paths_of(history: Sequence[int], tokens: np.ndarray, parents: np.ndarray) -> list[list[int]]:
+    """For each node of one slot: the whole sequence from the first token to that node."""
+    paths = []
+    for n in range(len(tokens)):
+        path, node = [], n
+        while node >= 0:
+            path.append(int(tokens[node]))
+            node = int(parents[node])
+        paths.append([*history, *reversed(path)])
+    return paths
+
+
+@pytest.fixture(scope="session")
+def torch_reference() -> Any:
+    """logits(model, sequence) -> [vocab] float32 of transformers' plain forward at the last position."""
+    import torch
+
+    def logits(model: Any, sequence: Sequence[int]) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.tensor([list(sequence)]), use_cache=False).logits[0, -1].numpy()
+
+    return logits
