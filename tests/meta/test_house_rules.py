@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the house that a script can check: licence lines, sizes, where a method may be named, layers."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from speccompile.core.registry import BACKENDS, METHODS
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = sorted((ROOT / "speccompile").rglob("*.py"))
+ALL = sorted([*PACKAGE, *(p for top in ("tests", "bench", "examples") for p in (ROOT / top).rglob("*.py"))])
+# "none" is also a quantisation and an absent value, so it cannot be told apart by its name.
+NAMED_METHODS = sorted(set(METHODS) - {"none"})
+
+
+def short(paths):
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def test_every_module_begins_with_its_licence():
+    lines = {path: path.read_text().splitlines()[:2] for path in ALL}
+    assert short(path for path, head in lines.items() if "# SPDX-License-Identifier: Apache-2.0" not in head) == []
+
+
+def test_every_module_of_the_package_says_what_it_is_for():
+    assert short(path for path in PACKAGE if not ast.get_docstring(ast.parse(path.read_text()))) == []
+
+
+def test_no_module_is_longer_than_400_lines():
+    sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in ALL}
+    assert {name: size for name, size in sizes.items() if size > 400} == {}
+
+
+def test_there_is_no_relative_import_and_no_blanket_except():
+    found = []
+    for path in PACKAGE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            relative = isinstance(node, ast.ImportFrom) and node.level > 0
+            blanket = isinstance(node, ast.ExceptHandler) and (
+                node.type is None
+                or (isinstance(node.type, ast.Name) and node.type.id in {"Exception", "BaseException"})
+            )
+            if relative or blanket:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == []
+
+
+@pytest.mark.parametrize("method", NAMED_METHODS)
+def test_a_method_is_named_only_in_its_folder_and_in_the_registry(method):
+    home = ROOT / "speccompile/speculators" / method
+    others = [path for path in PACKAGE if home not in path.parents]
+    named = {str(p.relative_to(ROOT)): len(re.findall(rf"\b{method}\b", p.read_text())) for p in others}
+    # The registry line has the name as its key and in its module path.
+    assert {name: count for name, count in named.items() if count} == {"speccompile/core/registry.py": 2}
+
+
+@pytest.mark.parametrize("name", sorted([*METHODS, *BACKENDS]))
+def test_a_registered_name_has_its_folder(name):
+    folder = "speculators" if name in METHODS else "backends"
+    assert (ROOT / "speccompile" / folder / name / "__init__.py").is_file()
+
+
+def test_import_contracts_are_kept():
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 kept, 0 broken" in done.stdout
+
+
+def test_nothing_of_a_machine_is_written_into_the_project():
+    files = [p for p in ROOT.rglob("*.md") if ".venv" not in p.parts] + [p for p in ALL if p != Path(__file__)]
+    pattern = re.compile(r"(?<![\w.])/(work|root|home)/\w")
+    assert short(path for path in files if pattern.search(path.read_text())) == []

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package and every `--help` come up without the export stack and without an engine."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "safetensors")
+COMMANDS = ("build", "generate", "bench", "inspect")
+SCRIPT = """
+import json, sys
+{statement}
+print("loaded " + json.dumps(sorted({{name.partition(".")[0] for name in sys.modules}})))
+"""
+HELP = """
+from speccompile.cli.main import main
+sys.argv = {argv!r}
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+"""
+
+
+def loaded_by(statement):
+    """Names of the top-level modules that a fresh interpreter holds after `statement`, and what it printed."""
+    command = [sys.executable, "-c", SCRIPT.format(statement=statement)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text, _, names = done.stdout.rpartition("loaded ")
+    return set(json.loads(names)), text
+
+
+def test_the_measure_sees_a_heavy_import():
+    assert "onnx" in loaded_by("import onnx")[0]
+
+
+@pytest.mark.parametrize("module", ["speccompile", "speccompile.recipe", "speccompile.runtime.engine"])
+def test_importing_is_light(module):
+    assert loaded_by(f"import {module}")[0] & set(HEAVY) == set()
+
+
+@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)], ids=lambda a: " ".join(a) or "top")
+def test_help_is_light_and_helps(arguments):
+    loaded, text = loaded_by(HELP.format(argv=["speccompile", *arguments, "--help"]))
+    assert loaded & set(HEAVY) == set()
+    assert "Usage: speccompile" in text
+    for name in [] if arguments else COMMANDS:
+        assert name in text

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What README and docs tell people to type exists."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def commands(program):
+    """(page, arguments) of every call of `program` in a shell block, continuation lines joined."""
+    found = []
+    for page in PAGES:
+        for block in BLOCK.findall(page.read_text()):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+                    words.pop(0)
+                if words and words[0].rpartition("/")[2] == program:
+                    found.append((str(page.relative_to(ROOT)), words[1:]))
+    return found
+
+
+def test_every_make_target_exists():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    asked = {(page, w) for page, words in commands("make") for w in words if re.fullmatch(r"[a-z]+", w)}
+    assert {"setup", "demo", "test", "lint", "golden", "bench", "clean"} <= targets
+    assert {w for _, w in asked} >= {"demo", "test"}
+    assert {(page, w) for page, w in asked if w not in targets} == set()
+
+
+def test_every_make_target_that_needs_the_venv_sets_up_first():
+    rules = dict(re.findall(r"^([a-z]+):(.*?)(?:##.*)?$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for name in ("demo", "test", "lint", "golden"):
+        assert "setup" in rules[name].split(), name
+
+
+@pytest.mark.parametrize("subcommand", ["build", "generate", "bench", "inspect"])
+def test_every_option_shown_is_an_option(subcommand):
+    shown = [(page, words) for page, words in commands("speccompile") if words[0] == subcommand]
+    assert shown, f"no page shows speccompile {subcommand}"
+    program = str(Path(sys.executable).with_name("speccompile"))
+    text = subprocess.run(
+        [program, subcommand, "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"COLUMNS": "200", "TERM": "dumb"},
+    ).stdout
+    for page, words in shown:
+        for option in (word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)):
+            assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), f"{page}: {subcommand} has no {option}"
+
+
+def test_every_recipe_shown_exists():
+    recipes = {word for _, words in commands("speccompile") for word in words if word.startswith("recipes/")}
+    assert recipes
+    assert {name for name in recipes if not (ROOT / name).is_file()} == set()
+
+
+def test_every_extra_is_in_the_readme_table():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = set(re.findall(r"^\| `\[([a-z-]+)\]`", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert table == set(extras)
+
+
+def test_every_relative_link_leads_somewhere():
+    broken = []
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            if not re.match(r"[a-z]+:", link) and not (page.parent / link).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+def test_the_navigation_names_every_page():
+    text = (ROOT / "mkdocs.yml").read_text()
+    nav = yaml.safe_load(text)["nav"]
+    listed = {path for entry in nav for path in paths_in(entry)}
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+
+
+def paths_in(entry):
+    for value in entry.values() if isinstance(entry, dict) else [entry]:
+        if isinstance(value, list):
+            for child in value:
+                yield from paths_in(child)
+        else:
+            yield value
