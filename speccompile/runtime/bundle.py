@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a bundle: nothing in it is used before its manifest and the digests of its files hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speccompile.core.specs import GraphSpec, spec_from_json
+from speccompile.errors import BundleError
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+UNLISTED = frozenset({MANIFEST, "report.html"})  # the manifest cannot list itself; the report is for people alone
+_REBUILD = "Build the bundle again, or copy it again from where it was built."
+_KEYS = {
+    "schema_version": int,
+    "recipe": dict,
+    "versions": dict,
+    "graphs": dict,
+    "files": dict,
+    "eos_token_ids": list,
+    "stages": list,
+}
+_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle whose manifest has been read.
+
+    Args:
+        path: its folder.
+        manifest: the parsed manifest.json; see docs/bundle.md for its keys.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def graphs(self) -> dict[str, Any]:
+        """The graphs' records by name."""
+        graphs: dict[str, Any] = self.manifest["graphs"]
+        return graphs
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe."""
+        recipe: dict[str, Any] = self.manifest["recipe"]
+        return recipe
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """tokenizer.json, or None where the bundle was built from a config alone."""
+        name = self.manifest.get("tokenizer")
+        return None if name is None else self.path / name
+
+    def graph_path(self, name: str) -> Path:
+        """The .onnx file (or plan) of a graph."""
+        return self.path / str(self.graphs[name]["file"])
+
+    def graph_spec(self, name: str) -> GraphSpec:
+        """The inputs and outputs of a graph."""
+        return spec_from_json(self.graphs[name]["spec"])
+
+
+def read_bundle(path: Path | str, verify: bool = True) -> Bundle:
+    """Read and check a bundle.
+
+    Args:
+        path: the bundle's folder.
+        verify: compare every file with its digest; without it, only presence and sizes are checked.
+
+    Raises:
+        BundleError: no bundle, another schema version, or a file that is missing, truncated, changed or unlisted.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        got = "a file" if path.exists() else "no such folder"
+        raise BundleError(str(path), got, "the folder of a bundle", "Build it first: speccompile build RECIPE -o DIR.")
+    manifest = read_json(path / MANIFEST)
+    _check_manifest(path / MANIFEST, manifest)
+    check_files(path, manifest["files"], verify)
+    return Bundle(path, manifest)
+
+
+def _check_manifest(where: Path, manifest: Mapping[str, Any]) -> None:
+    version = manifest.get("schema_version")
+    if version != SCHEMA_VERSION:
+        todo = "Build the bundle again with this version of speccompile."
+        raise BundleError(str(where), f"schema version {version!r}", f"schema version {SCHEMA_VERSION}", todo)
+    for key, kind in _KEYS.items():
+        if not isinstance(manifest.get(key), kind):
+            raise BundleError(f"{where} ({key})", repr(manifest.get(key)), f"a {kind.__name__}", _REBUILD)
+    for name, graph in manifest["graphs"].items():
+        if not isinstance(graph, dict) or graph.get("file") not in manifest["files"]:
+            raise BundleError(f"{where} (graphs.{name})", "a graph whose file is not listed", "one of files", _REBUILD)
+    tokenizer = manifest.get("tokenizer")
+    if tokenizer is not None and tokenizer not in manifest["files"]:
+        raise BundleError(f"{where} (tokenizer)", repr(tokenizer), "one of files", _REBUILD)
+
+
+def check_files(folder: Path, files: Mapping[str, Any], verify: bool = True) -> None:
+    """Compare a folder with the record `digests_from_folder` made of it.
+
+    Raises:
+        BundleError: a file is missing, has another size or digest, is not listed, or its path leaves the folder.
+    """
+    for name, record in files.items():
+        file = folder / name
+        if not isinstance(record, dict) or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise BundleError(str(file), "a bad record in the list of files", "a relative path with a digest", _REBUILD)
+        if not file.is_file():
+            raise BundleError(str(file), "no such file", f"{record.get('size_bytes')} bytes", _REBUILD)
+        size = file.stat().st_size
+        if size != record.get("size_bytes"):
+            raise BundleError(str(file), f"{size} bytes", f"{record.get('size_bytes')} bytes", _REBUILD)
+    for name in sorted(names_in_folder(folder) - set(files)):
+        raise BundleError(str(folder / name), "a file the manifest does not list", "only listed files", _REBUILD)
+    for name, record in files.items() if verify else ():
+        digest = digest_from_file(folder / name)
+        if digest != record.get("sha256"):
+            got, expected = f"sha256 {digest[:16]}...", f"{str(record.get('sha256'))[:16]}..."
+            raise BundleError(str(folder / name), got, expected, f"The file was changed. {_REBUILD}")
+
+
+def names_in_folder(folder: Path) -> set[str]:
+    """Relative posix paths of all files below `folder`, the unlisted ones left out."""
+    found = set()
+    for root, _, names in os.walk(folder):
+        found.update((Path(root) / n).relative_to(folder).as_posix() for n in names)
+    return found - UNLISTED
+
+
+def digests_from_folder(folder: Path) -> dict[str, dict[str, Any]]:
+    """{relative path: {"sha256", "size_bytes"}} of all files below `folder`, manifest and report left out."""
+    return {
+        name: {"sha256": digest_from_file(folder / name), "size_bytes": (folder / name).stat().st_size}
+        for name in sorted(names_in_folder(folder))
+    }
+
+
+def digest_from_file(path: Path) -> str:
+    """SHA-256 of a file's contents, hexadecimal."""
+    total = hashlib.sha256()
+    with path.open("rb") as handle:
+        while chunk := handle.read(_CHUNK_BYTES):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        BundleError: missing, truncated, or not an object.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as fault:
+        raise BundleError(str(path), "no such file", "a JSON object", _REBUILD) from fault
+    except (OSError, ValueError) as fault:
+        raise BundleError(str(path), str(fault), "a JSON object", _REBUILD) from fault
+    if not isinstance(data, dict):
+        raise BundleError(str(path), f"a {type(data).__name__}", "a JSON object", _REBUILD)
+    return data
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented."""
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
