@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from speccompile.core.acceptance import Verdict
+from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import GraphSpec
+from speccompile.core.tree import Floats, Ints, TokenTree
+
+Outputs = Mapping[str, NDArray[Any]]
 
 
 class Engine(Protocol):
@@ -50,4 +57,89 @@ class Engine(Protocol):
             lengths: [batch] int64, cache entries before the step that wrote the tree.
             path: [batch, depth] int64, nodes to keep in order; -1 ends a path.
         """
+        ...
+
+
+class Slot(Protocol):
+    """What a proposer may read of a sequence that is being decoded."""
+
+    tokens: list[int]  # prompt and emitted tokens; the last one is the root, not yet in the target's cache
+    sampling: SamplingParams
+    max_drafts: int  # draft tokens on one path that this step may use: limits and room in the cache
+
+
+class Batch(Protocol):
+    """The active slots: slot i of every engine belongs to `slots[i]`."""
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The sequences in the order of their places."""
+        ...
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when every slot has temperature 0."""
+        ...
+
+    def warp_feeds(self) -> dict[str, NDArray[Any]]:
+        """`temperature`, `top_k`, `top_p` [batch]; those that are neutral in every slot are left out."""
+        ...
+
+    def draft_uniforms(self, depth: int) -> Floats:
+        """[batch] float32: the draws that decide draft tokens at `depth` (1 = child of the root)."""
+        ...
+
+
+class Proposer(Protocol):
+    """Drafts tokens. Knows nothing of the target but its tokens, verdicts and, if asked for, hidden states.
+
+    The order of calls for a slot is start, prefill (once per chunk of all prompt tokens but the last), then
+    propose and commit in turn. Slots of a batch may start, end and move between two steps. Any call may be
+    the last one: a run that is abandoned is followed by `start`.
+    """
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """A new sequence takes the place `slot`; what the place held before is void."""
+        ...
+
+    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """The target has read `tokens` [1, nodes], which stand at `start` in the sequence, with these outputs."""
+        ...
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Drafts for every slot; node 0 is the root, and no path is deeper than the slot's `max_drafts`."""
+        ...
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """What became of the drafts. `batch` still holds the tokens that `tree` was made from.
+
+        Args:
+            batch: as given to `propose`.
+            tree: what the target scored.
+            verdict: what it decided.
+            outputs: the target's outputs of that step, valid during the call.
+        """
+        ...
+
+    def move(self, source: int, dest: int) -> None:
+        """The sequence at place `source` goes on at place `dest`."""
+        ...
+
+
+class Method(Protocol):
+    """A speculation method: what it needs from the build, and its proposer."""
+
+    name: str
+    Config: type[Any]  # frozen dataclass, the recipe's `speculator:` fields besides `method`
+
+    def target_outputs(self, config: Any) -> dict[str, Any]:
+        """Keywords of `decoder_spec` for the target: `hidden`, `hidden_layers`."""
+        ...
+
+    def graph_jobs(self, config: Any) -> tuple[GraphJob, ...]:
+        """The graphs it needs beside the target."""
+        ...
+
+    def make_proposer(self, config: Any, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
+        """A proposer over loaded engines (by the names of `graph_jobs`)."""
         ...

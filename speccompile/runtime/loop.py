@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoding loop: propose, verify, commit, emit, for a ragged batch; and its single-sequence oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+
+import numpy as np
+
+from speccompile.core.acceptance import Verdict, accept
+from speccompile.core.protocols import Proposer
+from speccompile.core.sampling import tree_uniforms, warp
+from speccompile.core.specs import LENGTHS, LOGITS, TOKENS, TREE_MASK
+from speccompile.core.tree import TokenTree
+from speccompile.runtime.slots import Slot, Slots, Step
+from speccompile.runtime.stats import TimedEngine
+from speccompile.runtime.verifier import Verifier
+
+
+def decode(
+    verifier: Verifier, proposer: Proposer, slots: Slots, engines: tuple[TimedEngine, ...] = ()
+) -> Iterator[list[Step]]:
+    """Decode every sequence of `slots` to its end.
+
+    Between two yields the caches are whole; whoever stops iterating leaves nothing to clean up, as the next
+    run starts with empty lengths.
+
+    Args:
+        verifier: the target.
+        proposer: the drafts.
+        slots: sequences that wait for a place.
+        engines: whose time is told apart from the loop's own.
+
+    Yields:
+        One step for each active sequence, in the order of their places.
+    """
+    admit(verifier, proposer, slots)
+    while slots.slots:
+        start_s, engine_s = perf_counter(), sum(engine.seconds for engine in engines)
+        for slot in slots.slots:
+            slot.plan(verifier.max_seq_len)
+        tree = proposer.propose(slots)
+        verdict = verifier.score(tree, slots)
+        verifier.commit(tree, verdict)
+        proposer.commit(slots, tree, verdict, verifier.outputs)
+        steps = emit(tree, verdict, slots)
+        engine_s = sum(engine.seconds for engine in engines) - engine_s
+        step_s = perf_counter() - start_s
+        for slot in slots.slots:
+            slot.stats.add_times(step_s, engine_s)
+        yield steps
+        if any(step.finish_reason for step in steps):
+            retire(verifier, proposer, slots, steps)
+            admit(verifier, proposer, slots)
+
+
+def emit(tree: TokenTree, verdict: Verdict, slots: Slots) -> list[Step]:
+    """Give each sequence the tokens of its path and the next token."""
+    accepted, following, drafts = verdict.num_accepted.tolist(), verdict.next_token.tolist(), tree.num_nodes.tolist()
+    steps = []
+    for place, slot in enumerate(slots.slots):
+        num, num_drafts = accepted[place], drafts[place] - 1
+        if tree.is_chain:
+            new, depth = tree.tokens[place, 1 : num + 1].tolist() if num else [], num_drafts
+            is_bonus = 0 < num == num_drafts
+        else:
+            path = verdict.path[place, : num + 1]
+            new, depth = tree.tokens[place, path[1:]].tolist(), int(tree.depths()[place, : num_drafts + 1].max())
+            is_bonus = num > 0 and not tree.children(place, int(path[-1]))
+        new.append(following[place])
+        steps.append(slot.emit(new, num_drafts, depth, is_bonus))
+    return steps
+
+
+def admit(verifier: Verifier, proposer: Proposer, slots: Slots) -> None:
+    """Give free places to waiting sequences and read their prompts."""
+    if not slots.waiting or len(slots.slots) == slots.max_slots:
+        return
+    while slots.waiting and len(slots.slots) < slots.max_slots:
+        _seat(verifier, proposer, slots, len(slots.slots))
+    slots.changed()
+
+
+def retire(verifier: Verifier, proposer: Proposer, slots: Slots, steps: list[Step]) -> None:
+    """Free the places of finished sequences: the next waiting one takes over, or the last active one moves in."""
+    now = perf_counter()
+    for place in reversed(range(len(steps))):
+        if steps[place].finish_reason is None:
+            continue
+        slots.slots[place].stats.end_s = now
+        if slots.waiting:
+            _seat(verifier, proposer, slots, place)
+            continue
+        last = len(slots.slots) - 1
+        if place < last:
+            verifier.move(last, place)
+            proposer.move(last, place)
+            slots.slots[place] = slots.slots[last]
+        slots.slots.pop()
+    slots.changed()
+
+
+def _seat(verifier: Verifier, proposer: Proposer, slots: Slots, place: int) -> None:
+    slot = slots.waiting.popleft()
+    slot.stats.start_s = perf_counter()
+    proposer.start(place, slot)
+    for tokens, start, outputs in verifier.prefill(place, slot.tokens):
+        proposer.prefill(place, tokens, start, outputs)
+    slot.stats.prefill_s = perf_counter() - slot.stats.start_s
+    slots.slots[place : place + 1] = [slot]
+
+
+def decode_one(verifier: Verifier, proposer: Proposer, slot: Slot) -> Iterator[list[int]]:
+    """The loop for one sequence, with acceptance in numpy on the target's logits: the oracle of `decode`.
+
+    Args:
+        verifier: a target whose graph gives logits.
+        proposer: the drafts.
+        slot: the sequence.
+
+    Yields:
+        The new tokens of each step.
+    """
+    slots, engine, params = Slots([slot], 1), verifier.engine, slot.sampling
+    admit(verifier, proposer, slots)
+    reason = None
+    while reason is None:
+        slot.plan(verifier.max_seq_len)
+        tree = proposer.propose(slots)  # node 0 is the root
+        lengths = verifier.lengths[:1]
+        logits = engine.run({TOKENS: tree.tokens, LENGTHS: lengths, TREE_MASK: tree.mask()})[LOGITS]
+        probs = warp(logits, [params.temperature], [params.top_k], [params.top_p])
+        seeds = np.array([params.seed], dtype=np.uint64)
+        verdict = accept(tree, probs, tree_uniforms(seeds, slots.root_positions(), tree))
+        verifier.commit(tree, verdict)
+        proposer.commit(slots, tree, verdict, {})
+        [step] = emit(tree, verdict, slots)
+        reason = step.finish_reason
+        yield step.tokens

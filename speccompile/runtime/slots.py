@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sequences being decoded, their places, and what each step may use."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core import sampling as laws
+from speccompile.core.sampling import SamplingParams, tree_uniforms, uniforms, warp_inputs
+from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P
+from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.runtime.stats import SlotStats
+from speccompile.runtime.text import TextSink
+
+BLOCK = 256  # positions whose uniforms are made at once: a Philox call costs 100 us however few it makes
+LANES = (laws.ACCEPT_LANE, laws.TARGET_LANE, laws.DRAFT_LANE)
+
+
+class Step(NamedTuple):
+    """What one step gave one sequence.
+
+    Args:
+        prompt_index: which prompt.
+        tokens: the new tokens; the first `num_accepted` of them were drafts (fewer where the end cut them off).
+        num_draft_tokens: draft tokens scored.
+        num_accepted: draft tokens kept; the last of `tokens` is recovered when it is less than the deepest
+            draft, a bonus when a whole path was kept.
+        is_bonus: a whole path of at least one draft was kept.
+        text: text to show, when the sequence has a text sink.
+        finish_reason: `stop`, `length`, `cache_full`, or None while the sequence goes on.
+    """
+
+    prompt_index: int
+    tokens: list[int]
+    num_draft_tokens: int
+    num_accepted: int
+    is_bonus: bool
+    text: str
+    finish_reason: str | None
+
+
+class UniformTable:
+    """Draws of one seed for all positions from `start` on, made in blocks.
+
+    Args:
+        seed: of the request.
+        start: first position needed.
+    """
+
+    __slots__ = ("_start", "_table", "seed")
+
+    def __init__(self, seed: int, start: int) -> None:
+        self.seed, self._start = np.array([seed], dtype=np.uint64), start
+        self._table = np.empty((3, 0), dtype=np.float32)
+
+    def rows(self, start: int, end: int) -> Floats:
+        """[3, end - start] float32: accept, target and draft draws of positions start .. end - 1."""
+        while self._start + self._table.shape[1] < end:
+            first = self._start + self._table.shape[1]
+            places = np.arange(first, first + BLOCK, dtype=np.int64)[None]
+            block = [uniforms(self.seed, places, lane)[0] for lane in LANES]
+            self._table = np.concatenate((self._table, np.stack(block)), axis=1)
+        rows: Floats = self._table[:, start - self._start : end - self._start]
+        return rows
+
+
+class Slot:
+    """One sequence. See `speccompile.core.protocols.Slot`.
+
+    Args:
+        index: which prompt it is.
+        prompt: at least one token.
+        sampling: what was asked for.
+        stop_ids: tokens that end it.
+        sink: makes text; None where nobody needs text before the end.
+    """
+
+    __slots__ = (
+        "index",
+        "max_drafts",
+        "num_prompt",
+        "room",
+        "sampling",
+        "sink",
+        "stats",
+        "stop_ids",
+        "table",
+        "tokens",
+    )
+
+    def __init__(
+        self, index: int, prompt: list[int], sampling: SamplingParams, stop_ids: frozenset[int], sink: TextSink | None
+    ) -> None:
+        self.index, self.sampling, self.stop_ids, self.sink = index, sampling, stop_ids, sink
+        self.tokens = list(prompt)
+        self.num_prompt = len(prompt)
+        self.room = 0
+        self.max_drafts = 0
+        self.stats = SlotStats(0.0)
+        self.table = None if sampling.is_greedy else UniformTable(sampling.seed, len(prompt) - 1)
+
+    def plan(self, max_seq_len: int) -> None:
+        """Set what the next step may use; a step needs the root's row and one row a draft."""
+        self.room = max_seq_len - len(self.tokens)  # rows left once the root has its own
+        num_left = self.num_prompt + self.sampling.max_new_tokens - len(self.tokens)
+        self.max_drafts = min(num_left - 1, self.room)
+
+    def emit(self, new: list[int], num_drafts: int, depth: int, is_bonus: bool) -> Step:
+        """Append the tokens of a step, as far as the limits let them.
+
+        Args:
+            new: accepted draft tokens and the next token.
+            num_drafts: draft tokens scored.
+            depth: of the deepest of them.
+            is_bonus: a whole path was kept.
+        """
+        num_accepted = len(new) - 1
+        reason, text = None, ""
+        num_left = self.num_prompt + self.sampling.max_new_tokens - len(self.tokens)
+        if len(new) >= num_left:
+            new, reason = new[:num_left], "length"
+        elif len(new) > self.room:
+            reason = "cache_full"
+        if self.stop_ids:
+            for at, token in enumerate(new):
+                if token in self.stop_ids:
+                    new, reason = new[: at + 1], "stop"
+                    break
+        if self.sink is not None:
+            text, used, is_stopped = self.sink.push(new)
+            if is_stopped:
+                new, reason = new[:used], "stop"
+            elif reason:
+                text += self.sink.finish()
+        self.tokens += new
+        stats = self.stats
+        stats.num_tokens += len(new)
+        stats.num_draft_tokens += num_drafts
+        stats.outcomes[depth, num_accepted] += 1
+        return Step(self.index, new, num_drafts, num_accepted, is_bonus, text, reason)
+
+
+class Slots:
+    """The active sequences at places 0 .. batch - 1, and those that wait. See `speccompile.core.protocols.Batch`.
+
+    Args:
+        waiting: sequences in the order in which they get places.
+        max_slots: places.
+    """
+
+    def __init__(self, waiting: Iterable[Slot], max_slots: int) -> None:
+        self.slots: list[Slot] = []
+        self.waiting = deque(waiting)
+        self.max_slots = max_slots
+        self.is_greedy = True
+        self._warp: dict[str, NDArray[Any]] = {}
+        self._seeds = np.zeros(0, dtype=np.uint64)
+
+    def changed(self) -> None:
+        """Recompute what depends on who sits where."""
+        params = [slot.sampling for slot in self.slots]
+        self.is_greedy = all(p.is_greedy for p in params)
+        self._seeds = np.array([p.seed for p in params], dtype=np.uint64)
+        self._warp = {}
+        if not self.is_greedy:
+            temperature, top_k, top_p = warp_inputs(params)
+            self._warp = {TEMPERATURE: temperature}
+            if top_k.any():
+                self._warp[TOP_K] = top_k
+            if (top_p < 1).any():
+                self._warp[TOP_P] = top_p
+
+    def warp_feeds(self) -> dict[str, NDArray[Any]]:
+        """See `Batch.warp_feeds`."""
+        return self._warp
+
+    def draft_uniforms(self, depth: int) -> Floats:
+        """See `Batch.draft_uniforms`. The child of the root stands at index len(tokens)."""
+        draws = np.zeros(len(self.slots), dtype=np.float32)
+        for place, slot in enumerate(self.slots):
+            if slot.table is not None:
+                at = len(slot.tokens) + depth - 1
+                draws[place] = slot.table.rows(at, at + 1)[2, 0]
+        return draws
+
+    def tree_uniforms(self, tree: TokenTree) -> Floats:
+        """[batch, nodes, 2] float32: the draws that acceptance reads (`sampling.tree_uniforms`)."""
+        if not tree.is_chain:
+            return tree_uniforms(self._seeds, self.root_positions(), tree)
+        nodes = tree.nodes
+        draws = np.zeros((tree.batch, nodes, 2), dtype=np.float32)
+        for place, slot in enumerate(self.slots):
+            if slot.table is not None:
+                root = len(slot.tokens) - 1
+                rows = slot.table.rows(root, root + nodes + 1)
+                draws[place, :, 0] = rows[0, :-1]
+                draws[place, :, 1] = rows[1, 1:]
+        return draws
+
+    def root_positions(self) -> Ints:
+        """[batch] int64: index of each root in its sequence."""
+        return np.array([len(slot.tokens) - 1 for slot in self.slots], dtype=np.int64)

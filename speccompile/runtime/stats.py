@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decoding a sequence took: counts, acceptance, times."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Any
+
+from numpy.typing import NDArray
+
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import GraphSpec
+
+
+class TimedEngine:
+    """An engine that adds up the time spent in it. See `speccompile.core.protocols.Engine`.
+
+    Args:
+        engine: the engine to be timed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.spec: GraphSpec = engine.spec
+        self.max_slots, self.max_rows = engine.max_slots, engine.max_rows
+        self.seconds = 0.0
+        self.num_runs = 0
+
+    def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
+        """One step, timed."""
+        start = perf_counter()
+        outputs = self.engine.run(feeds, first_slot)
+        self.seconds += perf_counter() - start
+        self.num_runs += 1
+        return outputs
+
+    def move_slot(self, source: int, dest: int) -> None:
+        """Copy a slot, timed."""
+        start = perf_counter()
+        self.engine.move_slot(source, dest)
+        self.seconds += perf_counter() - start
+
+    def compact(self, lengths: NDArray[Any], path: NDArray[Any]) -> None:
+        """Compact trees, timed."""
+        start = perf_counter()
+        self.engine.compact(lengths, path)
+        self.seconds += perf_counter() - start
+
+
+class SlotStats:
+    """Counts and times of one sequence.
+
+    Times are wall clock; in a batch they contain the neighbours' work.
+
+    Args:
+        now_s: `perf_counter()` at the start of its prefill.
+    """
+
+    __slots__ = ("end_s", "engine_s", "num_draft_tokens", "num_tokens", "outcomes", "prefill_s", "start_s", "step_s")
+
+    def __init__(self, now_s: float) -> None:
+        self.start_s = self.end_s = now_s
+        self.prefill_s = 0.0
+        self.step_s = 0.0  # in decoding steps, prefill not counted
+        self.engine_s = 0.0  # the part of it that engines took
+        self.num_tokens = 0
+        self.num_draft_tokens = 0
+        self.outcomes: Counter[tuple[int, int]] = Counter()  # (draft depth, accepted) -> steps
+
+    def add_times(self, step_s: float, engine_s: float) -> None:
+        """Add one decoding step."""
+        self.step_s += step_s
+        self.engine_s += engine_s
+
+    def json_from_stats(self) -> dict[str, Any]:
+        """A JSON-ready dict.
+
+        `acceptance_by_position` is accepted / tried at each depth, where a depth is tried when its parent was
+        accepted. `mean_acceptance_length` is 1 + accepted / steps.
+        """
+        steps = sum(self.outcomes.values())
+        accepted = sum(num * count for (_, num), count in self.outcomes.items())
+        depth = max((drafts for drafts, _ in self.outcomes), default=0)
+        tried = [sum(c for (d, a), c in self.outcomes.items() if d > i and a >= i) for i in range(depth)]
+        kept = [sum(c for (_, a), c in self.outcomes.items() if a > i) for i in range(depth)]
+        total_s = self.end_s - self.start_s
+        decode_s = total_s - self.prefill_s
+        return {
+            "num_steps": steps,
+            "num_tokens": self.num_tokens,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted": accepted,
+            "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+            "acceptance_by_position": [k / t for k, t in zip(kept, tried, strict=True) if t],
+            "time_ms": total_s * 1e3,
+            "prefill_ms": self.prefill_s * 1e3,
+            "decode_ms": decode_s * 1e3,
+            "step_ms": self.step_s * 1e3,
+            "engine_ms": self.engine_s * 1e3,
+            "outside_engine_ms": (self.step_s - self.engine_s) * 1e3,
+            "tokens_per_s": self.num_tokens / decode_s if decode_s > 0 else 0.0,
+        }

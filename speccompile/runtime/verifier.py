@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One target forward over a batch of trees; owner of the lengths of the target's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.protocols import Engine, Outputs
+from speccompile.core.specs import (
+    DRAFT_PROBS,
+    LENGTHS,
+    NEXT_TOKEN,
+    NUM_ACCEPTED,
+    PARENTS,
+    PATH,
+    SCORED_NODES,
+    TOKENS,
+    TREE_MASK,
+    UNIFORMS,
+)
+from speccompile.core.tree import Ints, TokenTree, chain_parents
+from speccompile.runtime.slots import Slots
+
+
+class Verifier:
+    """Scores trees, keeps paths.
+
+    Args:
+        engine: the target (`verified_spec`).
+        max_seq_len: cache rows a sequence may use; the engine has more, so that padded nodes always fit.
+        chunk: prompt tokens read at once.
+    """
+
+    def __init__(self, engine: Engine, max_seq_len: int, chunk: int = 128) -> None:
+        self.engine, self.max_seq_len, self.chunk = engine, max_seq_len, chunk
+        self.lengths = np.zeros(engine.max_slots, dtype=np.int64)
+        self.outputs: Outputs = {}
+
+    def prefill(self, slot: int, tokens: Sequence[int]) -> Iterator[tuple[Ints, int, Outputs]]:
+        """Read all prompt tokens but the last, chunk by chunk.
+
+        Yields:
+            The tokens of the chunk [1, nodes], where they start, and the target's outputs.
+        """
+        row = self.lengths[slot : slot + 1]
+        row[0] = 0
+        for start in range(0, len(tokens) - 1, self.chunk):
+            nodes = np.array([tokens[start : min(start + self.chunk, len(tokens) - 1)]], dtype=np.int64)
+            # One scored node: the LM head is computed for one row, not for the whole chunk.
+            feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.zeros((1, 1), dtype=np.int64)}
+            outputs = self.engine.run(feeds, first_slot=slot)
+            row += nodes.shape[1]
+            yield nodes, start, outputs
+
+    def score(self, tree: TokenTree, slots: Slots) -> Verdict:
+        """One forward; the verdict's arrays are valid until the next one."""
+        batch, nodes = tree.tokens.shape
+        feeds: dict[str, NDArray[Any]] = {TOKENS: tree.tokens, LENGTHS: self.lengths[:batch]}
+        if not tree.is_chain:
+            feeds[TREE_MASK], feeds[PARENTS] = tree.mask(), tree.parents
+        elif tree.parents is not chain_parents(batch, nodes):
+            feeds[PARENTS] = tree.parents
+        if not slots.is_greedy:
+            feeds.update(slots.warp_feeds())
+            feeds[UNIFORMS] = slots.tree_uniforms(tree)
+            if tree.draft_probs is not None:
+                feeds[DRAFT_PROBS] = tree.draft_probs
+        self.outputs = outputs = self.engine.run(feeds)
+        return Verdict(outputs[PATH], outputs[NUM_ACCEPTED], outputs[NEXT_TOKEN])
+
+    def commit(self, tree: TokenTree, verdict: Verdict) -> None:
+        """Keep the rows of the accepted paths. A chain needs no copy: the length alone rolls it back."""
+        lengths = self.lengths[: tree.batch]
+        if not tree.is_chain and (verdict.path > np.arange(tree.nodes)).any():
+            self.engine.compact(lengths, verdict.path)
+        lengths += verdict.num_accepted
+        lengths += 1
+
+    def move(self, source: int, dest: int) -> None:
+        """The sequence at place `source` goes on at place `dest`."""
+        self.engine.move_slot(source, dest)
+        self.lengths[dest] = self.lengths[source]

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipe fields of drafting by a small model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from speccompile.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Config:
+    """A draft model.
+
+    Args:
+        model: checkpoint folder or hub id of the draft.
+        quantization: `none`, `int8` or `int4`.
+        num_draft_tokens: a fixed draft length, or `auto`: as long as a further token is worth its time.
+        max_draft_tokens: upper bound of `auto`.
+        drafts: `greedy` (deterministic), `sampled` (from the draft's own law at the request's temperature), or
+            `auto`: sampled where the request samples.
+        min_confidence: draft no further behind a path that the draft itself believes in less than this;
+            `auto`: 0 with a fixed draft length, and the measured costs decide otherwise.
+        confidence_power: acceptance is taken to be confidence ** power; above 1 for an over-confident draft.
+        allow_tokenizer_mismatch: build although draft and target have different tokenizers.
+
+    Raises:
+        RecipeError: a value is out of range.
+    """
+
+    model: str
+    quantization: str = "none"
+    num_draft_tokens: int | Literal["auto"] = "auto"
+    max_draft_tokens: int = 8
+    drafts: Literal["auto", "greedy", "sampled"] = "auto"
+    min_confidence: float | Literal["auto"] = "auto"
+    confidence_power: float = 1.0
+    allow_tokenizer_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        length, floor = self.num_draft_tokens, self.min_confidence
+        checks = (
+            ("num_draft_tokens", length == "auto" or 1 <= int(length) <= 64, length, "auto, or 1 to 64"),
+            ("max_draft_tokens", 1 <= self.max_draft_tokens <= 64, self.max_draft_tokens, "1 to 64"),
+            ("drafts", self.drafts in ("auto", "greedy", "sampled"), self.drafts, "auto, greedy or sampled"),
+            ("min_confidence", floor == "auto" or 0 <= float(floor) < 1, floor, "auto, or 0 to below 1"),
+            ("confidence_power", self.confidence_power > 0, self.confidence_power, "above 0"),
+        )
+        for name, is_right, got, expected in checks:
+            if not is_right:
+                raise RecipeError(f"speculator.{name}", repr(got), expected, "Correct the recipe.")
+
+    @property
+    def max_length(self) -> int:
+        """Longest draft that this configuration can make."""
+        return self.max_draft_tokens if self.num_draft_tokens == "auto" else self.num_draft_tokens

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts one token after the other with a small model that keeps a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.specs import (
+    CONFIDENCE,
+    LENGTHS,
+    SAMPLED_PROBS,
+    SAMPLED_TOKEN,
+    SCORED_NODES,
+    TOKENS,
+    UNIFORMS,
+)
+from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.speculators.draft_model.policy import LengthPolicy, Plan
+
+CHUNK = 128  # most tokens read at once when the draft is far behind
+CATCH_UP = 4  # a draft at most this far behind catches up in its first draft step
+
+
+class DraftModelProposer:
+    """See `speccompile.core.protocols.Proposer`.
+
+    Args:
+        engine: the draft (`sampled_spec`).
+        policy: how far to draft.
+        max_seq_len: cache rows a sequence may use; a slot that is out of rows is decoded plainly.
+        may_sample: draw drafts from the draft's law in slots that sample; otherwise drafts are greedy.
+    """
+
+    def __init__(self, engine: Engine, policy: LengthPolicy, max_seq_len: int, may_sample: bool) -> None:
+        self.engine, self.policy, self.max_seq_len, self.may_sample = engine, policy, max_seq_len, may_sample
+        self.lengths = np.zeros(engine.max_slots, dtype=np.int64)  # rows that hold the slot's own tokens
+        self.plans = [Plan(policy) for _ in range(engine.max_slots)]
+        self._laws: dict[int, Floats] = {}  # by batch: [batch, 1 + max_drafts, vocab]
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """An empty cache."""
+        self.lengths[slot] = 0
+        self.plans[slot] = Plan(self.policy)
+
+    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Read the chunk as well, while there is room."""
+        if start == self.lengths[slot]:
+            self._read(slot, tokens[0, : self.max_seq_len - start])
+
+    def _read(self, slot: int, tokens: Ints) -> None:
+        if len(tokens) > 0:
+            start = self.lengths[slot : slot + 1]
+            self.engine.run({TOKENS: tokens[None], LENGTHS: start}, first_slot=slot)
+            start += len(tokens)
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Chains, as far as the policy goes in each slot; a slot that has stopped is padded."""
+        slots = batch.slots
+        rows = [[slot.tokens[-1]] for slot in slots]
+        drafting = [place for place, slot in enumerate(slots) if self._begin(place, slot)]
+        if not drafting:
+            return TokenTree.chain(np.array(rows, dtype=np.int64))
+        is_sampled = self.may_sample and not batch.is_greedy
+        warp = batch.warp_feeds() if is_sampled else {}
+        laws = self._law_buffer(len(slots)) if is_sampled else None
+        feeds = self._first_feeds(slots, drafting)
+        depth = 1
+        while True:
+            if is_sampled:
+                feeds = {**feeds, **warp, UNIFORMS: batch.draft_uniforms(depth)}
+            outputs = self.engine.run(feeds)
+            if laws is not None:
+                laws[:, depth] = outputs[SAMPLED_PROBS]
+            drafting = self._extend(rows, slots, drafting, outputs, is_sampled)
+            if not drafting:
+                return _chains(rows, laws)
+            feeds = self._next_feeds(rows, drafting)
+            depth += 1
+
+    def _begin(self, place: int, slot: Slot) -> bool:
+        """True when the slot drafts at all; then its cache is at most `CATCH_UP` tokens behind."""
+        plan, num = self.plans[place], len(slot.tokens)
+        plan.begin()
+        if slot.max_drafts < 1 or num > self.max_seq_len or not plan.wants(0):
+            return False
+        while num - (start := int(self.lengths[place])) > CATCH_UP:
+            end = min(start + CHUNK, num - 1)
+            self._read(place, np.array(slot.tokens[start:end], dtype=np.int64))
+        return True
+
+    def _first_feeds(self, slots: Sequence[Slot], drafting: list[int]) -> dict[str, NDArray[Any]]:
+        """The tokens each drafting slot has not read yet, the root last; others are padding all through."""
+        lengths = self.lengths[: len(slots)]
+        missing = [0] * len(slots)
+        for place in drafting:
+            missing[place] = len(slots[place].tokens) - int(lengths[place])
+        width = max(missing)
+        tokens = np.zeros((len(slots), width), dtype=np.int64)
+        for place in drafting:
+            tokens[place, : missing[place]] = slots[place].tokens[-missing[place] :]
+        feeds: dict[str, NDArray[Any]] = {TOKENS: tokens, LENGTHS: lengths.copy()}
+        if width > 1:
+            feeds[SCORED_NODES] = np.array([[max(num - 1, 0)] for num in missing], dtype=np.int64)
+        for place in drafting:
+            lengths[place] += missing[place]
+        return feeds
+
+    def _next_feeds(self, rows: list[list[int]], drafting: list[int]) -> dict[str, NDArray[Any]]:
+        lengths = self.lengths[: len(rows)]
+        feeds = {TOKENS: np.array([row[-1:] for row in rows], dtype=np.int64), LENGTHS: lengths.copy()}
+        for place in drafting:
+            lengths[place] += 1
+        return feeds
+
+    def _extend(
+        self, rows: list[list[int]], slots: Sequence[Slot], drafting: list[int], outputs: Outputs, is_sampled: bool
+    ) -> list[int]:
+        """Append the sampled tokens; returns the slots that go on."""
+        tokens, confidences = outputs[SAMPLED_TOKEN].tolist(), outputs[CONFIDENCE].tolist()
+        going = []
+        for place in drafting:
+            row, plan = rows[place], self.plans[place]
+            num = len(row) - 1
+            if not plan.add(confidences[place], num, may_drop=not is_sampled or slots[place].sampling.is_greedy):
+                continue
+            row.append(tokens[place])
+            has_room = num + 1 < slots[place].max_drafts and self.lengths[place] < self.max_seq_len
+            if has_room and plan.wants(num + 1):
+                going.append(place)
+        return going
+
+    def _law_buffer(self, batch: int) -> Floats:
+        if batch not in self._laws:
+            shape = (batch, 1 + self.policy.max_drafts, self.engine.spec.vocab_size)
+            self._laws[batch] = np.zeros(shape, dtype=np.float32)
+        return self._laws[batch]
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """Forget the rows of refused drafts: what is left is at most the path that was kept."""
+        num_drafts, num_accepted = tree.num_nodes.tolist(), verdict.num_accepted.tolist()
+        for place, slot in enumerate(batch.slots):
+            kept = len(slot.tokens) + num_accepted[place]
+            if self.lengths[place] > kept:
+                self.lengths[place] = kept
+            self.plans[place].learn(num_drafts[place] - 1, num_accepted[place])
+
+    def move(self, source: int, dest: int) -> None:
+        """The cache and what is known of it go with the slot."""
+        self.engine.move_slot(source, dest)
+        self.lengths[dest] = self.lengths[source]
+        self.plans[source], self.plans[dest] = self.plans[dest], self.plans[source]
+
+
+def _chains(rows: list[list[int]], laws: Floats | None) -> TokenTree:
+    if len(rows) == 1:
+        tokens, num_nodes = np.array(rows, dtype=np.int64), None
+    else:
+        num_nodes = np.array([len(row) for row in rows], dtype=np.int64)
+        tokens = np.zeros((len(rows), int(num_nodes.max())), dtype=np.int64)
+        for place, row in enumerate(rows):
+            tokens[place, : len(row)] = row
+    return TokenTree.chain(tokens, num_nodes, None if laws is None else laws[:, : tokens.shape[1]])

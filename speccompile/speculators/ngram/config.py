@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipe fields of prompt lookup."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from speccompile.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Config:
+    """Prompt lookup.
+
+    Args:
+        num_draft_tokens: longest draft.
+        min_match: shortest run of tokens that must have stood before.
+        max_match: longest run that is looked for; longer runs are tried first.
+        tokens_per_match: draft length per matched token: a longer match is believed further.
+
+    Raises:
+        RecipeError: a value is out of range.
+    """
+
+    num_draft_tokens: int = 10
+    min_match: int = 2
+    max_match: int = 6
+    tokens_per_match: int = 3
+
+    def __post_init__(self) -> None:
+        bounds = (
+            ("num_draft_tokens", self.num_draft_tokens, 1, 64),
+            ("min_match", self.min_match, 1, 16),
+            ("max_match", self.max_match, self.min_match, 32),
+            ("tokens_per_match", self.tokens_per_match, 1, 64),
+        )
+        for name, got, low, high in bounds:
+            if not low <= got <= high:
+                raise RecipeError(f"speculator.{name}", str(got), f"{low} to {high}", "Correct the recipe.")

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proposer that returns the root alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.protocols import Batch, Outputs, Slot
+from speccompile.core.tree import Ints, TokenTree
+
+
+class NoneProposer:
+    """See `speccompile.core.protocols.Proposer`."""
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """Nothing to prepare."""
+
+    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Nothing to read."""
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """The roots."""
+        return TokenTree.roots(np.array([slot.tokens[-1] for slot in batch.slots], dtype=np.int64))
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """Nothing to keep."""
+
+    def move(self, source: int, dest: int) -> None:
+        """Nothing to move."""

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language model in numpy whose cache holds token ids: a wrong commit, rollback or move shows up as wrong tokens.
+
+The next token's logits depend on the last two tokens (so that texts repeat and drafts can be right) and, by a
+hash, on every visible token before (so that one wrong cache row changes them).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from speccompile.core.acceptance import accept
+from speccompile.core.sampling import draw, warp
+from speccompile.core.specs import (
+    CONFIDENCE,
+    DRAFT_PROBS,
+    LENGTHS,
+    LOGITS,
+    NEXT_TOKEN,
+    NUM_ACCEPTED,
+    PARENTS,
+    PATH,
+    SAMPLED_PROBS,
+    SAMPLED_TOKEN,
+    SCORED_NODES,
+    TEMPERATURE,
+    TOKENS,
+    TOP_K,
+    TOP_P,
+    TREE_MASK,
+    UNIFORMS,
+    GraphSpec,
+)
+from speccompile.core.tree import TokenTree, chain_mask, chain_parents
+from speccompile.errors import RuntimeFault
+
+VOCAB = 24
+POISON = -12345
+
+
+class MockLM:
+    """The function that target and draft engines compute."""
+
+    def __init__(self, seed: int = 0, noise: float = 0.6, sharpness: float = 2.5) -> None:
+        rng = np.random.default_rng(seed)
+        self.last = rng.normal(size=(VOCAB, VOCAB)) * sharpness
+        self.before = rng.normal(size=(VOCAB, VOCAB))
+        self.noise = rng.normal(size=(509, VOCAB)) * noise
+        self.weights = rng.integers(1, 10**6, size=4096)
+
+    def blurred(self, seed: int, blur: float) -> MockLM:
+        """A draft of it: the same function with noise of its own."""
+        other = MockLM.__new__(MockLM)
+        rng = np.random.default_rng(seed)
+        other.last, other.before, other.weights = (
+            self.last + blur * rng.normal(size=self.last.shape),
+            self.before,
+            self.weights,
+        )
+        other.noise = self.noise
+        return other
+
+    def logits(self, context: np.ndarray) -> np.ndarray:
+        """[vocab] float32 behind the tokens `context`."""
+        row = self.last[context[-1]] + self.noise[int(context @ self.weights[: len(context)]) % 509]
+        if len(context) > 1:
+            row = row + self.before[context[-2]]
+        return row.astype(np.float32)
+
+    def greedy(self, prompt: list[int], num: int) -> list[int]:
+        """What greedy decoding must give."""
+        tokens = list(prompt)
+        for _ in range(num):
+            tokens.append(int(self.logits(np.array(tokens)).argmax()))
+        return tokens[len(prompt) :]
+
+
+class MockEngine:
+    """See `speccompile.core.protocols.Engine`."""
+
+    def __init__(self, model: MockLM, role: str, max_slots: int = 4, max_rows: int = 160) -> None:
+        self.model, self.role, self.max_slots, self.max_rows = model, role, max_slots, max_rows
+        self.spec = GraphSpec(role, (), (), (), VOCAB)
+        self.cache = np.full((max_slots, max_rows), -1, dtype=np.int64)
+        self.feeds_seen: list[dict[str, tuple[int, ...]]] = []
+        self._outputs: dict[str, np.ndarray] = {}
+
+    def run(self, feeds, first_slot=0):
+        for array in self._outputs.values():  # outputs are valid until the next run, not longer
+            array[...] = POISON
+        self.feeds_seen.append({name: value.shape for name, value in feeds.items()})
+        tokens, lengths = feeds[TOKENS], feeds[LENGTHS].copy()
+        batch, nodes = tokens.shape
+        if lengths.max() + nodes > self.max_rows or first_slot + batch > self.max_slots:
+            raise RuntimeFault(self.role, f"{lengths.max() + nodes} rows", f"at most {self.max_rows}", "")
+        mask = feeds.get(TREE_MASK, chain_mask(batch, nodes))
+        scored = feeds.get(SCORED_NODES)
+        if scored is None:
+            scored = np.tile(np.arange(1 if self.role == "draft" else nodes), (batch, 1))
+        logits = np.zeros((batch, scored.shape[1], VOCAB), dtype=np.float32)
+        for b in range(batch):
+            row, length = self.cache[first_slot + b], lengths[b]
+            row[length : length + nodes] = tokens[b]
+            for i, node in enumerate(scored[b]):
+                context = np.concatenate((row[:length], tokens[b][mask[b, node]]))
+                assert (context >= 0).all(), "reads a cache row that was never written"
+                logits[b, i] = self.model.logits(context)
+        self._outputs = self._tail(feeds, tokens, logits, scored)
+        return self._outputs
+
+    def _tail(self, feeds, tokens, logits, scored):
+        batch, nodes = tokens.shape
+        heat = feeds.get(TEMPERATURE, np.zeros(batch, dtype=np.float32))
+        probs = warp(logits, heat, feeds.get(TOP_K, np.zeros(batch, dtype=np.int64)), feeds.get(TOP_P, np.ones(batch)))
+        if self.role == "draft":
+            draws = feeds.get(UNIFORMS, np.zeros(batch, dtype=np.float32))
+            sampled = draw(probs[:, 0], draws)
+            soft = np.exp(logits[:, 0] - logits[:, 0].max(axis=-1, keepdims=True))
+            soft /= soft.sum(axis=-1, keepdims=True)
+            law = probs[:, 0] if heat.any() else np.zeros((batch, 1), dtype=np.float32)
+            return {SAMPLED_TOKEN: sampled, CONFIDENCE: soft[np.arange(batch), sampled], SAMPLED_PROBS: law.copy()}
+        parents = feeds.get(PARENTS, chain_parents(batch, nodes))
+        if scored.shape[1] < nodes:
+            tokens, parents = (np.take_along_axis(x, scored, axis=1) for x in (tokens, parents))
+        tree = TokenTree(tokens, parents, np.full(batch, nodes), feeds.get(DRAFT_PROBS))
+        draws = feeds.get(UNIFORMS, np.zeros((*tokens.shape, 2), dtype=np.float32))
+        verdict = accept(tree, probs, draws)
+        return {PATH: verdict.path, NUM_ACCEPTED: verdict.num_accepted, NEXT_TOKEN: verdict.next_token, LOGITS: logits}
+
+    def move_slot(self, source, dest):
+        self.cache[dest] = self.cache[source]
+        self.cache[source] = -1
+
+    def compact(self, lengths, path):
+        for b, length in enumerate(lengths):
+            kept = path[b][path[b] >= 0]
+            self.cache[b, length : length + len(kept)] = self.cache[b, length + kept]

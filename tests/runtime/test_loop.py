@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import pytest
+
+from speccompile.core.jobs import MethodContext, StepCosts
+from speccompile.core.sampling import SamplingParams
+from speccompile.core.tree import TokenTree
+from speccompile.runtime.loop import decode, decode_one
+from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.verifier import Verifier
+from speccompile.speculators.draft_model.config import Config as DraftConfig
+from speccompile.speculators.draft_model.method import DraftModelMethod
+from speccompile.speculators.ngram.config import Config as NgramConfig
+from speccompile.speculators.ngram.method import NgramMethod
+from speccompile.speculators.none.proposer import NoneProposer
+from tests.mock_lm import VOCAB, MockEngine, MockLM
+
+TARGET = MockLM(seed=1)
+DRAFT = TARGET.blurred(seed=2, blur=0.8)
+MAX_SEQ = 128
+COSTS = {"target": StepCosts(((1, 2.0), (4, 3.0), (8, 4.5))), "draft": StepCosts(((1, 0.2),))}
+
+
+class TreeProposer(NoneProposer):
+    """Deterministic trees, random in form; some branches are right."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(3)
+
+    def propose(self, batch):
+        nodes = 6
+        tokens = self.rng.integers(0, VOCAB, size=(len(batch.slots), nodes))
+        parents = np.full((len(batch.slots), nodes), -1)
+        for b, slot in enumerate(batch.slots):
+            tokens[b, 0] = slot.tokens[-1]
+            depths, paths = [0], [list(slot.tokens)]
+            for node in range(1, nodes):
+                legal = [i for i, d in enumerate(depths) if d < slot.max_drafts]
+                if not legal:
+                    break
+                parent = int(self.rng.choice(legal))
+                if self.rng.random() < 0.6:
+                    tokens[b, node] = int(TARGET.logits(np.array(paths[parent])).argmax())
+                parents[b, node] = parent
+                depths.append(depths[parent] + 1)
+                paths.append([*paths[parent], int(tokens[b, node])])
+        return TokenTree.tree(tokens, parents)
+
+
+def make_proposer(kind, slots=4, max_seq=MAX_SEQ, draft_seq=None, **config):
+    context = MethodContext(slots, max_seq, 8, COSTS, {"draft": draft_seq or max_seq})
+    if kind == "none":
+        return NoneProposer()
+    if kind == "tree":
+        return TreeProposer()
+    if kind == "ngram":
+        return NgramMethod().make_proposer(NgramConfig(min_match=1, max_match=3, **config), {}, context)
+    config = DraftConfig("draft", **config)
+    engine = MockEngine(DRAFT, "draft", slots, (draft_seq or max_seq) + 16)
+    return DraftModelMethod().make_proposer(config, {"draft": engine}, context)
+
+
+def make_verifier(slots=4, max_seq=MAX_SEQ, chunk=5):
+    return Verifier(MockEngine(TARGET, "target", slots, max_seq + 16), max_seq, chunk)
+
+
+def run(prompts, params, verifier, proposer, batch=4, stop_ids=frozenset()):
+    params = params if isinstance(params, list) else [params] * len(prompts)
+    waiting = [Slot(i, p, s, stop_ids, None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+    texts, reasons = [[] for _ in prompts], [None] * len(prompts)
+    for steps in decode(verifier, proposer, Slots(waiting, batch)):
+        for step in steps:
+            texts[step.prompt_index] += step.tokens
+            reasons[step.prompt_index] = step.finish_reason
+    assert all(slot.tokens == prompts[slot.index] + texts[slot.index] for slot in waiting)
+    return texts, reasons, waiting
+
+
+def some_prompts(num, seed=0, low=1, high=20):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, size=rng.integers(low, high)).tolist() for _ in range(num)]
+
+
+KINDS = [
+    ("none", {}),
+    ("ngram", {}),
+    ("ngram", {"num_draft_tokens": 3}),
+    ("tree", {}),
+    ("draft_model", {"num_draft_tokens": 3}),
+    ("draft_model", {"num_draft_tokens": 1}),
+    ("draft_model", {"num_draft_tokens": "auto"}),
+    ("draft_model", {"num_draft_tokens": 5, "min_confidence": 0.3}),
+    ("draft_model", {"num_draft_tokens": 4, "drafts": "greedy"}),
+]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize(("kind", "config"), KINDS)
+def test_greedy_text_is_the_targets_own(kind, config, batch):
+    prompts = some_prompts(7)
+    params = [SamplingParams(max_new_tokens=n) for n in (30, 1, 2, 17, 25, 3, 40)]
+    texts, reasons, _ = run(prompts, params, make_verifier(), make_proposer(kind, **config), batch)
+    assert texts == [TARGET.greedy(p, s.max_new_tokens) for p, s in zip(prompts, params, strict=True)]
+    assert set(reasons) == {"length"}
+
+
+@pytest.mark.parametrize(("kind", "config"), KINDS)
+def test_same_seed_gives_same_text_in_any_batch(kind, config):
+    prompts = some_prompts(6, seed=5)
+    params = [
+        SamplingParams(max_new_tokens=25, temperature=t, top_k=k, top_p=p, seed=s)
+        for t, k, p, s in [
+            (1.0, 0, 1.0, 1),
+            (0.7, 5, 1.0, 2),
+            (0.0, 0, 1.0, 3),
+            (1.3, 0, 0.8, 4),
+            (1.0, 4, 0.9, 5),
+            (0.5, 0, 1.0, 2**63),
+        ]
+    ]
+    alone = [
+        run([p], s, make_verifier(), make_proposer(kind, **config), 1)[0][0]
+        for p, s in zip(prompts, params, strict=True)
+    ]
+    for batch in (2, 4):
+        assert run(prompts, params, make_verifier(), make_proposer(kind, **config), batch)[0] == alone
+    back = run(prompts[::-1], params[::-1], make_verifier(), make_proposer(kind, **config), 3)[0]
+    assert back[::-1] == alone
+
+
+@pytest.mark.parametrize(("kind", "config"), [k for k in KINDS if k[0] in ("none", "ngram", "draft_model")])
+@pytest.mark.parametrize("heat", [0.0, 0.9])
+def test_batched_loop_equals_the_oracle(kind, config, heat):
+    for index, prompt in enumerate(some_prompts(3, seed=7)):
+        params = SamplingParams(max_new_tokens=20, temperature=heat, top_p=0.95, seed=index)
+        batched = run([prompt], params, make_verifier(), make_proposer(kind, **config), 1)[0][0]
+        steps = decode_one(make_verifier(), make_proposer(kind, **config), Slot(0, prompt, params, frozenset(), None))
+        assert [token for step in steps for token in step] == batched
+
+
+def test_drafts_are_accepted_and_counted():
+    prompts = some_prompts(4)
+    _, _, slots = run(
+        prompts, SamplingParams(max_new_tokens=40), make_verifier(), make_proposer("draft_model", num_draft_tokens=4)
+    )
+    for slot in slots:
+        stats = slot.stats.json_from_stats()
+        assert stats["num_tokens"] == stats["num_steps"] + stats["num_accepted"] == 40
+        assert stats["mean_acceptance_length"] == 1 + stats["num_accepted"] / stats["num_steps"] > 1.3
+        assert len(stats["acceptance_by_position"]) == 4
+        assert 0 < stats["num_accepted"] <= stats["num_draft_tokens"] <= 4 * stats["num_steps"]
+
+
+@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model", "tree"])
+def test_full_cache_stops_where_plain_decoding_stops(kind):
+    prompts = some_prompts(3, low=20, high=33)
+    texts, reasons, _ = run(
+        prompts, SamplingParams(max_new_tokens=1000), make_verifier(max_seq=32), make_proposer(kind, max_seq=32)
+    )
+    assert reasons == ["cache_full"] * 3
+    assert texts == [TARGET.greedy(p, 33 - len(p)) for p in prompts]
+
+
+@pytest.mark.parametrize("drafts", ["greedy", "sampled"])
+def test_a_draft_with_a_shorter_cache_falls_back_to_plain_decoding(drafts):
+    prompts = some_prompts(5, low=10, high=40)
+    proposer = make_proposer("draft_model", draft_seq=32, num_draft_tokens=3, drafts=drafts)
+    texts, _, slots = run(prompts, SamplingParams(max_new_tokens=50), make_verifier(), proposer)
+    assert texts == [TARGET.greedy(p, 50) for p in prompts]
+    assert any(slot.stats.num_draft_tokens > 0 for slot in slots)
+
+
+def test_an_abandoned_run_leaves_engines_that_work():
+    verifier, proposer = make_verifier(), make_proposer("draft_model", num_draft_tokens=3)
+    prompts = some_prompts(5)
+    params = SamplingParams(max_new_tokens=30)
+    for num_steps in (0, 1, 3):
+        waiting = [Slot(i, p, params, frozenset(), None) for i, p in enumerate(prompts)]
+        steps = decode(verifier, proposer, Slots(waiting, 3))
+        for _ in range(num_steps):
+            next(steps)
+        steps.close()
+        assert run(prompts, params, verifier, proposer, 3)[0] == [TARGET.greedy(p, 30) for p in prompts]
+
+
+def test_stop_tokens_end_a_sequence_inside_a_draft():
+    prompts = some_prompts(6)
+    wanted = [TARGET.greedy(p, 40) for p in prompts]
+    stop = wanted[0][9]
+    cut = [w[: w.index(stop) + 1] if stop in w else w for w in wanted]
+    for kind in ("none", "ngram", "draft_model", "tree"):
+        params = SamplingParams(max_new_tokens=40)
+        texts, reasons, _ = run(prompts, params, make_verifier(), make_proposer(kind), 3, frozenset([stop]))
+        assert texts == cut
+        assert reasons == ["stop" if stop in w else "length" for w in wanted]
+
+
+def test_a_greedy_chain_feeds_nothing_but_tokens_and_lengths():
+    verifier = make_verifier()
+    run(some_prompts(1, low=3), SamplingParams(max_new_tokens=20), verifier, make_proposer("draft_model"), 1)
+    steps = [seen for seen in verifier.engine.feeds_seen if "scored_nodes" not in seen]
+    assert steps and all(set(seen) == {"tokens", "lengths"} for seen in steps)
