@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The demo of `make demo`: build a recipe, generate from a prompt live, compare plain with speculative decoding.
+
+python examples/demo.py [--recipe recipes/pycode.yaml] [--prompt TEXT] [--num-prompts 12]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PROMPT = '''class Stack:
+    """A last-in, first-out stack."""
+
+    def __init__(self):
+        self._items = []
+
+    def push(self, item):
+'''
+
+
+def run_speccompile(*arguments: str | Path) -> None:
+    """Run one command of this interpreter's speccompile, its output on this terminal."""
+    command = [str(Path(sys.executable).with_name("speccompile")), *map(str, arguments)]
+    print("\n$ speccompile " + " ".join(repr(a) if "\n" in a or " " in a else a for a in command[1:]), flush=True)
+    done = subprocess.run(command, cwd=ROOT, check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def first_lines(source: Path, num: int, dest: Path) -> Path:
+    """Copy the first `num` lines of `source` to `dest`."""
+    with source.open(encoding="utf-8") as handle:
+        dest.write_text("".join(line for _, line in zip(range(num), handle, strict=False)), encoding="utf-8")
+    return dest
+
+
+def summary_from_bench(report: dict[str, Any]) -> str:
+    """What a person wants to know of a bench report with the modes plain and speculative."""
+    plain, fast = report["modes"]["plain"], report["modes"]["speculative"]
+    rate, base = fast["tokens_per_s"], plain["tokens_per_s"]
+    same = "the same tokens" if fast["exact"] else "NOT the same tokens"
+    return (
+        f"plain        {base:8.1f} tokens/s\n"
+        f"speculative  {rate:8.1f} tokens/s   x{rate / base:.2f}, {same}\n"
+        f"mean acceptance length {fast['mean_acceptance_length']:.2f} tokens per target step"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes/pycode.yaml")
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--num-prompts", type=int, default=12, help="prompts of the comparison")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    args = parser.parse_args(argv)
+
+    recipe = args.recipe.resolve()
+    bundle = ROOT / "bundles" / recipe.stem
+    size = ("--max-new-tokens", str(args.max_new_tokens))
+    run_speccompile("build", recipe, "-o", bundle)
+    run_speccompile("generate", bundle, "--prompt", args.prompt, *size, "--stats")
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = first_lines(ROOT / "examples/prompts.jsonl", args.num_prompts, Path(folder) / "prompts.jsonl")
+        report = Path(folder) / "bench.json"
+        run_speccompile("bench", bundle, "--prompts", prompts, *size, "--modes", "plain,speculative", "--json", report)
+        print(f"\n{args.num_prompts} prompts, {args.max_new_tokens} new tokens each, greedy, batch 1:")
+        print(summary_from_bench(json.loads(report.read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/recipe.md lists every key that a recipe may have, with its default and its meaning."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from speccompile.core import registry
+from speccompile.core.registry import METHODS
+from speccompile.recipe.models import DecodingSection, EngineSection, TargetSection
+
+PAGE = (Path(__file__).parents[2] / "docs/recipe.md").read_text()
+ROWS = dict(re.findall(r"^\| `([a-z_.]+)` \| (.*) \|$", PAGE, re.MULTILINE))
+SECTIONS = {"target": TargetSection, "engine": EngineSection, "decoding": DecodingSection}
+
+
+def shown(default):
+    """A default as the page shows it: as YAML would, in code."""
+    if isinstance(default, bool):
+        return "`true`" if default else "`false`"
+    if default == ():
+        return "`[]`"
+    return f"`{default}`"
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_page_has_every_key_of_a_section(name):
+    for key, field in SECTIONS[name].model_fields.items():
+        default = "required" if field.is_required() else shown(field.default)
+        assert ROWS.get(f"{name}.{key}", "").startswith(f"{default} | "), f"{name}.{key}: {default}"
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_page_has_no_other_key(name):
+    listed = {row.partition(".")[2] for row in ROWS if row.startswith(f"{name}.")}
+    assert listed == set(SECTIONS[name].model_fields)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_page_has_every_key_of_a_method(method):
+    section = PAGE.partition(f"### `method: {method}`\n")[2].partition("\n##")[0]
+    rows = dict(re.findall(r"^\| `speculator\.([a-z_]+)` \| (.*) \|$", section, re.MULTILINE))
+    fields = dataclasses.fields(registry.method(method).Config)
+    assert set(rows) == {field.name for field in fields}
+    for field in fields:
+        default = "required" if field.default is dataclasses.MISSING else shown(field.default)
+        assert rows[field.name].startswith(f"{default} | "), f"{field.name}: {default}"
