@@ -24,10 +24,13 @@ from speccompile.passes.base import Pass, run_pipeline
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.edit import OPS_DOMAIN
 from speccompile.passes.fold_weights import FOLD_WEIGHTS
+from speccompile.passes.fuse_gelu import FUSE_GELU
 from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM
 from speccompile.passes.fuse_rope import FUSE_ROPE
 from speccompile.passes.simplify_reshapes import SIMPLIFY_RESHAPES
+from speccompile.passes.split_slices import SPLIT_SLICES
 from speccompile.passes.tabulate_rope import tabulate_rope_pass
+from speccompile.passes.unflatten_linears import UNFLATTEN_LINEARS
 
 OPSET = 24
 
@@ -39,7 +42,10 @@ def cleanup_table(max_seq_len: int) -> tuple[Pass, ...]:
         SHARE_COMMON,
         FUSE_RMS_NORM,
         FUSE_ROPE,
+        FUSE_GELU,
         tabulate_rope_pass(max_seq_len),
+        UNFLATTEN_LINEARS,
+        SPLIT_SLICES,
         SIMPLIFY_RESHAPES,
         FOLD_WEIGHTS,
         SHARE_COMMON,

@@ -1,23 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformers model with its weights in float32: a checkpoint's, or random ones."""
+"""A transformers model in float32 with our attention in place: a checkpoint's weights, or random ones."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from speccompile.errors import CheckpointError, ExportError
 from speccompile.frontend.attention import IMPLEMENTATION
 
 Weights = Literal["checkpoint", "random"]
+RANDOM_SEED = 0
+# Buffers that older checkpoints carry though they are computed from the config.
+_COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 
 
 def load_model(source: Path, weights: Weights) -> Any:
-    """The model in evaluation mode, float32, on the CPU, with our attention in place."""
-    config = AutoConfig.from_pretrained(source, local_files_only=True)
-    config._attn_implementation = IMPLEMENTATION
-    return AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True
-    ).eval()
+    """The model in evaluation mode, float32, on the CPU.
+
+    Args:
+        source: a checkpoint folder that `check_checkpoint` accepts, or for random weights one with a config.json.
+        weights: "checkpoint" or "random" (the same numbers every time).
+
+    Raises:
+        CheckpointError: transformers finds a weight missing, left over or of another shape.
+        ExportError: transformers does not know the architecture or cannot replace its attention.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        config._attn_implementation = IMPLEMENTATION
+        # Our attention is registered beside transformers' own; an architecture that has no registry fails here.
+        model = _random_model(config) if weights == "random" else _checkpoint_model(source, config)
+    except (ValueError, KeyError, ImportError, AttributeError, RuntimeError) as fault:
+        raise ExportError(
+            str(source),
+            f"{type(fault).__name__}: {str(fault).strip().splitlines()[0] if str(fault).strip() else 'no message'}",
+            "a causal language model that transformers builds with replaceable attention",
+            "Use another model, or a transformers version that knows this one.",
+        ) from fault
+    if any(hasattr(m, "experts") for m in model.modules()):
+        # The default grouped matmul has no ONNX form; the batched one has.
+        model.set_experts_implementation("batched_mm")
+    return model.eval()
+
+
+def _random_model(config: Any) -> Any:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(RANDOM_SEED)
+        model.init_weights()
+    return model
+
+
+def _checkpoint_model(source: Path, config: Any) -> Any:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, with our words
+    )
+    check_loading(source, info)
+    return model
+
+
+def check_loading(source: Path, info: Mapping[str, Any]) -> None:
+    """Refuse a model of which transformers did not find every weight in the checkpoint.
+
+    Args:
+        source: the folder, for the message.
+        info: transformers' loading info.
+
+    Raises:
+        CheckpointError: missing, left-over or mismatched weights.
+    """
+    todo = "The weights do not belong to this config.json, or the download is incomplete: fetch the folder again."
+    mismatched = sorted(str(m) for m in info.get("mismatched_keys", ()))
+    missing = sorted(info.get("missing_keys", ()))
+    unexpected = [k for k in sorted(info.get("unexpected_keys", ())) if not k.endswith(_COMPUTED)]
+    for keys, got, expected in (
+        (missing, "missing weights", "every weight of the architecture"),
+        (mismatched, "weights of another shape", "the shapes that config.json implies"),
+        (unexpected, "weights that the architecture does not have", "only weights that it uses"),
+    ):
+        if keys:
+            some = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+            raise CheckpointError(str(source), f"{len(keys)} {got} ({some})", expected, todo)

@@ -12,8 +12,18 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.passes.base import Pass, Property
-from speccompile.passes.edit import Editor, replace
-from speccompile.passes.match import int_attribute, ints, only_use, operands, producer, rank, scalar, static_dim
+from speccompile.passes.edit import Editor
+from speccompile.passes.match import (
+    int_attribute,
+    ints,
+    only_use,
+    operands,
+    producer,
+    rank,
+    replace_tree,
+    scalar,
+    static_dim,
+)
 
 
 @dataclass(frozen=True)
@@ -53,9 +63,9 @@ def _weight_of(normed: ir.Node, size: int) -> tuple[ir.Node | None, ir.Value | N
     use = only_use(normed.outputs[0])
     if use is not None and use.op_type == "Mul" and use.domain == "":
         for operand, other in operands(use):
-            if operand is normed.outputs[0] and other.is_initializer() and other.shape is not None:
-                if tuple(other.shape) == (size,):
-                    return use, other
+            is_vector = other.is_initializer() and other.shape is not None and tuple(other.shape) == (size,)
+            if operand is normed.outputs[0] and is_vector:
+                return use, other
     return None, None
 
 
@@ -84,21 +94,8 @@ def fuse_rms_norm(model: ir.Model) -> int:
         weight = match.weight or edit.const(np.ones(size, np.float32), f"ones.{size}")
         fused = edit.op("RMSNormalization", match.x, weight, axis=-1, epsilon=match.epsilon, stash_type=1)
         fused.type, fused.shape = last.outputs[0].type, last.outputs[0].shape
-        _remove_upwards(last, fused)
+        replace_tree(last, fused)
     return len(matches)
-
-
-def _remove_upwards(last: ir.Node, fused: ir.Value) -> None:
-    """Replace `last` by `fused`, and remove what only it needed."""
-    queue = [v for v in last.inputs if v is not None]
-    replace(last, fused)
-    while queue:
-        node = queue.pop().producer()
-        if node is None or node.graph is None or any(o.uses() or o.is_graph_output() for o in node.outputs):
-            continue
-        queue += [v for v in node.inputs if v is not None]
-        assert isinstance(node.graph, ir.Graph)
-        node.graph.remove(node, safe=True)
 
 
 def _find_unfused(model: ir.Model) -> str | None:

@@ -7,13 +7,12 @@ doubling Concat goes and Cos and Sin shrink to half.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from speccompile.passes.base import Pass, Property
-from speccompile.passes.edit import Editor, replace
+from speccompile.passes.edit import Editor
 from speccompile.passes.match import (
     int_attribute,
     ints,
@@ -21,6 +20,7 @@ from speccompile.passes.match import (
     operands,
     producer,
     rank,
+    replace_tree,
     scalar,
     slice_bounds,
     static_dim,
@@ -88,19 +88,27 @@ def _match_whole(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
     return None
 
 
+def _joins(use: ir.Node | None, node: ir.Node, low: ir.Node, rotary_dim: int) -> bool:
+    """Whether `use` is concat(rotated, x[rotary_dim:]), where `node` rotates x[:rotary_dim], which `low` cuts."""
+    if use is None or use.op_type != "Concat" or len(use.inputs) != 2 or int_attribute(use, "axis", 0) not in (-1, 3):
+        return False
+    rest = producer(use.inputs[1], "Slice")
+    if use.inputs[0] is not node.outputs[0] or rest is None or rest.inputs[0] is not low.inputs[0]:
+        return False
+    size = static_dim(low.inputs[0], 3)
+    return slice_bounds(low) == (3, 0, rotary_dim) and slice_bounds(rest) == (3, rotary_dim, size)
+
+
 def _match(node: ir.Node) -> _Match | None:
     found = _match_whole(node)
     if found is None:
         return None
     x, cos, sin = found
     low, use = producer(x, "Slice"), only_use(node.outputs[0])
-    if low is not None and use is not None and use.op_type == "Concat" and len(use.inputs) == 2:
-        rest = producer(use.inputs[1], "Slice")
-        size, rotary_dim = static_dim(low.inputs[0], 3), static_dim(x, 3)
-        is_split = slice_bounds(low) == (3, 0, rotary_dim) and slice_bounds(rest) == (3, rotary_dim, size)
-        if is_split and use.inputs[0] is node.outputs[0] and rest is not None and rest.inputs[0] is low.inputs[0]:
-            if int_attribute(use, "axis", 0) in (-1, 3) and low.inputs[0] is not None and rotary_dim is not None:
-                return _Match(use, low.inputs[0], cos, sin, rotary_dim)
+    rotary_dim = static_dim(x, 3)
+    if low is not None and low.inputs[0] is not None and rotary_dim is not None and _joins(use, node, low, rotary_dim):
+        assert use is not None
+        return _Match(use, low.inputs[0], cos, sin, rotary_dim)
     return _Match(node, x, cos, sin, 0)
 
 
@@ -116,7 +124,7 @@ def fuse_rope(model: ir.Model) -> int:
             "RotaryEmbedding", match.x, cos, sin, interleaved=0, num_heads=static_dim(match.x, 1), **partial
         )
         fused.type, fused.shape = match.node.outputs[0].type, match.node.outputs[0].shape
-        replace(match.node, fused)
+        replace_tree(match.node, fused)
     return len(matches)
 
 
@@ -130,9 +138,9 @@ def _halve(model: ir.Model, value: ir.Value, made: dict[ir.Value, ir.Value]) -> 
         half = node.inputs[0]
         assert half is not None
     else:
-        halved: Callable[[ir.Value], ir.Value] = lambda v: _halve(model, v, made) if _is_doubled(v) else v  # noqa: E731
+        inputs = [_halve(model, v, made) if _is_doubled(v) else v for v in node.inputs if v is not None]
         attributes = {k: a.value for k, a in node.attributes.items()}
-        half = Editor(model, node).op(node.op_type, *[halved(v) for v in node.inputs if v is not None], **attributes)
+        half = Editor(model, node).op(node.op_type, *inputs, **attributes)
         half.type = value.type
         if value.shape is not None:
             half.shape = ir.Shape([*value.shape.dims[:-1], int(value.shape[-1]) // 2])  # type: ignore[call-overload]

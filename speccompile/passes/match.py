@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small tools for reading graphs: who made a value, what a constant holds, how an operator's operands lie."""
+"""Small tools for matching: who made a value, what a constant holds, how an operator's operands lie."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
+
+from speccompile.passes.edit import replace
 
 _MAX_SMALL = 4096  # elements; larger constants are weights and are not looked into
 
@@ -88,3 +90,16 @@ def slice_bounds(node: ir.Node | None) -> tuple[int, int, int] | None:
         return None
     start, end = (min(b + size if b < 0 else b, size) for b in (starts[0], ends[0]))
     return axis, start, end
+
+
+def replace_tree(last: ir.Node, value: ir.Value) -> None:
+    """Give the uses of `last` to `value`, and remove `last` with everything that only it needed."""
+    queue = [v for v in last.inputs if v is not None]
+    replace(last, value)
+    while queue:
+        node = queue.pop().producer()
+        if node is None or node.graph is None or any(o.uses() or o.is_graph_output() for o in node.outputs):
+            continue
+        queue += [v for v in node.inputs if v is not None]
+        assert isinstance(node.graph, ir.Graph)
+        node.graph.remove(node, safe=True)

@@ -27,20 +27,30 @@ def _constant_shape(node: ir.Node) -> list[int] | None:
     return wanted if wanted.count(-1) <= 1 else None
 
 
+def _is_same(source: ir.Value, result: ir.Value) -> bool:
+    if source.shape is None or result.shape is None or result.is_graph_output():
+        return False
+    return list(source.shape) == list(result.shape) and all(str(d) != "None" for d in result.shape)
+
+
 def simplify_reshapes(model: ir.Model) -> int:
     """Make shapes constant where the values' dims tell them; returns how many nodes changed.
 
-    Reshapes from and to the same shape, and Expands that change nothing, go.
+    Reshapes from and to the same shape go.
     """
     count = 0
     for node in [n for n in model.graph if n.op_type == "Reshape" and n.domain == ""]:
+        source, old = node.inputs[0], node.outputs[0]
+        if source is not None and _is_same(source, old):
+            replace(node, source)
+            count += 1
+            continue
         wanted, held = _constant_shape(node), ints(node.inputs[1])
         if wanted is None or (held == wanted and int_attribute(node, "allowzero", 0) == 0):
             continue
         if any(d == 0 and static_dim(node.outputs[0], i) == 0 for i, d in enumerate(wanted)):
             continue  # a dim of size zero cannot be told from "copy"
         edit = Editor(model, node)
-        old = node.outputs[0]
         new = edit.op("Reshape", node.inputs[0], edit.ints(wanted))
         new.type, new.shape = old.type, old.shape
         replace(node, new)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny configs of every family, small enough for the reference evaluator; the features under test are on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCAB = 97
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+}
+
+
+def _with(model_type: str, **fields: Any) -> dict[str, Any]:
+    return {**_COMMON, "model_type": model_type, **fields}
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama2": _with("llama", num_key_value_heads=4),
+    "llama3": _with("llama", rope_parameters=_LLAMA3, tie_word_embeddings=True),
+    "llama-linear": _with(
+        "llama", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, attention_bias=True
+    ),
+    "llama-yarn": _with(
+        "llama",
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "mistral": _with("mistral", sliding_window=4, head_dim=12),
+    "qwen2": _with("qwen2"),
+    "qwen2-window": _with("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": _with("qwen3", head_dim=12),
+    "gemma": _with("gemma", head_dim=12, num_key_value_heads=1),
+    "gemma2": _with(
+        "gemma2",
+        head_dim=12,
+        sliding_window=4,
+        query_pre_attn_scalar=10,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": _with(
+        "gemma3_text",
+        head_dim=12,
+        sliding_window=4,
+        num_hidden_layers=3,
+        sliding_window_pattern=3,
+        query_pre_attn_scalar=10,
+    ),
+    "phi3": _with("phi3", sliding_window=4),
+    "phi3-longrope": _with(
+        "phi3",
+        original_max_position_embeddings=64,
+        max_position_embeddings=128,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.5],
+            "long_factor": [2.0, 3.0, 4.0, 8.0],
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "phi": _with("phi", num_key_value_heads=4, partial_rotary_factor=0.5),
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCAB,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "gpt-neox": _with("gpt_neox", num_key_value_heads=4, rotary_pct=0.5, use_parallel_residual=True),
+    "gpt-neox-serial": _with(
+        "gpt_neox", num_key_value_heads=2, rotary_pct=0.25, use_parallel_residual=False, num_attention_heads=2
+    ),
+    "granite": _with(
+        "granite", embedding_multiplier=2.0, attention_multiplier=0.2, residual_multiplier=0.5, logits_scaling=0.5
+    ),
+    "olmo2": _with("olmo2"),
+    "smollm3": _with("smollm3", no_rope_layers=[1, 0], num_hidden_layers=2),
+    "starcoder2": _with("starcoder2", sliding_window=4, use_bias=True),
+    "opt": _with(
+        "opt", num_key_value_heads=4, ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=True, dropout=0.0
+    ),
+    "qwen3-moe": _with(
+        "qwen3_moe", head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
+    ),
+    "mixtral": _with("mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
+}
