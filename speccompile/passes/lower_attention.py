@@ -27,21 +27,26 @@ ATTENTION_LOWERED = Property("attention_lowered", _find_neutral)
 
 
 class _Mask:
-    """The additive masks of one graph: [batch, 1, group * nodes, max_seq] by window."""
+    """The additive masks of one graph: [batch, 1, group * nodes, max_seq] by window.
+
+    Row r of the cache is past (r < length), a node of this step (r - length < nodes) or unused. One gather answers
+    all three: the tree's additive mask gets a visible column in front and a hidden one behind, and r - length,
+    clipped, is the column. (A TensorScatter of the tree into the mask would be copied: it is no graph output.)
+    """
 
     def __init__(self, model: ir.Model, anchor: ir.Node, cache: ir.Value) -> None:
         self.edit = edit = Editor(model, anchor)
         self.tree = input_of(model, TREE_MASK)
-        self.zero = edit.const(np.float32(0), "mask.visible")
+        self.visible = edit.const(np.float32(0), "mask.visible")
         self.hidden = edit.const(HIDDEN_SCORE, "mask.hidden")
-        self.lengths = input_of(model, LENGTHS)
-        num_rows = edit.op("Squeeze", edit.op("Shape", cache, start=2, end=3))
-        self.rows = edit.op("Range", edit.ints(0), num_rows, edit.ints(1))
-        self.length_column = edit.op("Unsqueeze", self.lengths, edit.ints([1, 2]))
-        self.is_past = edit.op("Less", self.rows, self.length_column)  # [batch, 1, max_seq]
-        self.shape = edit.op(
-            "Concat", edit.op("Shape", self.tree, start=0, end=2), edit.op("Shape", cache, start=2, end=3), axis=0
-        )
+        self.length_column = edit.op("Unsqueeze", input_of(model, LENGTHS), edit.ints([1, 2]))
+        max_seq = edit.op("Shape", cache, start=2, end=3)
+        self.rows = edit.op("Range", edit.ints(0), edit.op("Squeeze", max_seq), edit.ints(1))
+        self.shape = edit.op("Concat", edit.op("Shape", self.tree, start=0, end=2), max_seq, axis=0)
+        last_column = edit.op("Add", edit.op("Shape", self.tree, start=2, end=3), edit.ints([1]))
+        column = edit.op("Sub", edit.op("Add", self.rows, edit.ints(1)), self.length_column)
+        column = edit.op("Min", edit.op("Max", column, edit.ints(0)), last_column)
+        self.columns = edit.op("Expand", column, self.shape)  # [batch, nodes, max_seq]
         self.made: dict[tuple[int, int], ir.Value] = {}
         self._depth: ir.Value | None = None
 
@@ -58,16 +63,18 @@ class _Mask:
         """The mask for one sliding window (0 = none) and one number of query heads per kv head."""
         key = (window, group)
         if key not in self.made:
-            edit, past, tree = self.edit, self.is_past, self.tree
+            edit, tree = self.edit, self.tree
             if window:
-                position = edit.op("Add", self.depth, self.length_column)
-                oldest = edit.op("Sub", position, edit.ints(window))
-                past = edit.op("And", past, edit.op("Greater", self.rows, oldest))
                 gap = edit.op("Sub", self.depth, edit.op("Transpose", self.depth, perm=[0, 2, 1]))
                 tree = edit.op("And", tree, edit.op("Less", gap, edit.ints(window)))
-            past = edit.op("Expand", edit.op("Where", past, self.zero, self.hidden), self.shape)
-            fresh = edit.op("Where", tree, self.zero, self.hidden)
-            mask = edit.op("TensorScatter", past, fresh, self.lengths, axis=2, mode="linear")
+            table = edit.op("Where", tree, self.visible, self.hidden)
+            table = edit.op("Pad", table, edit.ints([0, 0, 1, 0, 0, 0]), self.visible)
+            table = edit.op("Pad", table, edit.ints([0, 0, 0, 0, 0, 1]), self.hidden)
+            mask = edit.op("GatherElements", table, self.columns, axis=2)
+            if window:
+                # A node's row lies at or behind its position, so this bound never hides a node in the window.
+                newest = edit.op("Sub", edit.op("Add", self.depth, self.length_column), edit.ints(window))
+                mask = edit.op("Where", edit.op("Greater", self.rows, newest), mask, self.hidden)
             folded = mask if group == 1 else edit.op("Concat", *[mask] * group, axis=1)
             self.made[key] = edit.op("Unsqueeze", folded, edit.ints([1]))
         return self.made[key]

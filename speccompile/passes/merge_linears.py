@@ -16,45 +16,69 @@ from speccompile.passes.edit import Editor, weight_of
 
 
 def merge_linears(model: ir.Model) -> int:
-    """Merge MatMuls with weights [in, out] that share their input; returns how many groups were merged."""
+    """Merge MatMuls with weights [in, out] that share their input, and their biases; returns the number of groups."""
     groups: dict[ir.Value, list[ir.Node]] = defaultdict(list)
     for node in model.graph:
-        if node.op_type == "MatMul" and node.domain == "":
-            weight = weight_of(node.inputs[1])
-            if weight is not None and len(weight.shape) == 2 and len(list(node.inputs[1].uses())) == 1:  # type: ignore[union-attr]
-                source = node.inputs[0]
-                assert source is not None
-                groups[source].append(node)
-    merged = 0
-    for source, nodes in groups.items():
-        if len(nodes) > 1:
-            _merge(model, source, nodes)
-            merged += 1
-    return merged
+        if node.op_type == "MatMul" and node.domain == "" and _is_own_weight(node.inputs[1]):
+            source = node.inputs[0]
+            assert source is not None
+            groups[source].append(node)
+    shared = [(source, nodes) for source, nodes in groups.items() if len(nodes) > 1]
+    for source, nodes in shared:
+        _merge(model, source, nodes)
+    return len(shared)
+
+
+def _is_own_weight(value: ir.Value | None) -> bool:
+    weight = weight_of(value)
+    return weight is not None and value is not None and len(weight.shape) == 2 and len(list(value.uses())) == 1
+
+
+def _bias_of(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
+    """The Add behind a MatMul and its constant bias [out]; None when there is no such single user."""
+    uses = list(node.outputs[0].uses())
+    if len(uses) != 1 or uses[0][0].op_type != "Add" or node.outputs[0].is_graph_output():
+        return None
+    add = uses[0][0]
+    bias = add.inputs[1 - uses[0][1]]
+    tensor = weight_of(bias)
+    return (add, bias) if bias is not None and tensor is not None and len(tensor.shape) == 1 else None
 
 
 def _merge(model: ir.Model, source: ir.Value, nodes: list[ir.Node]) -> None:
-    values = [n.inputs[1] for n in nodes]
-    weights = [v.const_value for v in values if v is not None and v.const_value is not None]
-    sizes = [int(w.shape[1]) for w in weights]
-    shape = ir.Shape([int(weights[0].shape[0]), sum(sizes)])
-    name = "+".join(str(v.name) for v in values if v is not None)
+    edit = Editor(model, nodes[0])
+    weights = [n.inputs[1] for n in nodes if n.inputs[1] is not None]
+    product = edit.op("MatMul", source, _concatenated(edit, weights, axis=1))
+    biases = [_bias_of(n) for n in nodes]
+    ends, dead = [n.outputs[0] for n in nodes], list(nodes)
+    adds = [b for b in biases if b is not None]
+    if len(adds) == len(nodes):
+        product = edit.op("Add", product, _concatenated(edit, [bias for _, bias in adds], axis=0))
+        ends, dead = [add.outputs[0] for add, _ in adds], [add for add, _ in adds] + dead
+    sizes = [int(w.shape[1]) for w in weights if w.shape is not None]  # type: ignore[arg-type]
+    product.dtype = ends[0].dtype
+    parts = edit.op("Split", product, edit.ints(sizes), axis=-1, num_outputs=len(sizes))
+    for end, part in zip(ends, parts, strict=True):
+        part.type, part.shape = end.type, end.shape
+        end.replace_all_uses_with(part)
+    for node in dead:
+        model.graph.remove(node, safe=True)
+    for value in [*weights, *(bias for _, bias in adds)]:
+        if value.name is not None and not list(value.uses()):
+            del model.graph.initializers[value.name]
+
+
+def _concatenated(edit: Editor, values: list[ir.Value], axis: int) -> ir.Value:
+    """An initializer that holds the values side by side; lazy, so the copy lives only while it is written out."""
+    tensors = [v.const_value for v in values if v.const_value is not None]
+    shape = [int(d) for d in tensors[0].shape]
+    shape[axis] = sum(int(t.shape[axis]) for t in tensors)
+    name = "+".join(str(v.name) for v in values)
 
     def concat() -> ir.TensorProtocol:
-        return ir.tensor(np.concatenate([w.numpy() for w in weights], axis=1))
+        return ir.tensor(np.concatenate([t.numpy() for t in tensors], axis=axis))
 
-    # Lazy: the merged copy lives only while it is written out.
-    lazy = ir.LazyTensor(concat, weights[0].dtype, shape, name=name)
-    edit = Editor(model, nodes[0])
-    product = edit.op("MatMul", source, edit.const(lazy, name))
-    product.dtype = weights[0].dtype
-    parts = edit.op("Split", product, edit.ints(sizes), axis=-1, num_outputs=len(sizes))
-    for node, part, value in zip(nodes, parts, values, strict=True):
-        part.dtype, part.shape = node.outputs[0].dtype, node.outputs[0].shape
-        node.outputs[0].replace_all_uses_with(part)
-        model.graph.remove(node, safe=True)
-        assert value is not None and value.name is not None
-        del model.graph.initializers[value.name]
+    return edit.const(ir.LazyTensor(concat, tensors[0].dtype, ir.Shape(shape), name=name), name)
 
 
 MERGE_LINEARS = Pass("merge_linears", merge_linears)

@@ -9,6 +9,7 @@ from speccompile.passes.attach_tail import attach_tail
 from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.lower_attention import LOWER_ATTENTION
+from speccompile.passes.merge_heads import MERGE_HEADS
 from speccompile.passes.merge_linears import MERGE_LINEARS
 from speccompile.passes.quantize_blocks import quantize_blocks_pass
 from speccompile.passes.quantize_int8 import QUANTIZE_INT8
@@ -40,6 +41,7 @@ def onnxruntime_table(spec: GraphSpec, quantization: str, form: str) -> tuple[Pa
         attach_tail(spec),
         LOWER_ATTENTION,
         MERGE_LINEARS,
+        MERGE_HEADS,
         *forms[form],
         SHARE_COMMON,
         REMOVE_DEAD,

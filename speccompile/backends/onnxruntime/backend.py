@@ -76,7 +76,7 @@ class OnnxRuntimeBackend:
 
     def compile_rollback(self, dims: ModelDims, dest: Path) -> GraphSpec:
         """Write the cache compaction graph of a model to `dest/graph.onnx`; returns its spec."""
-        from speccompile.ops import attach_functions
+        from speccompile.ops.registry import attach_functions
         from speccompile.passes.rollback import build_rollback
         from speccompile.passes.save import save_model
 
@@ -119,7 +119,7 @@ def _lower_and_save(
     form: str,
     progress: Callable[[str], None] | None,
 ) -> dict[str, Any]:
-    from speccompile.ops import attach_functions
+    from speccompile.ops.registry import attach_functions
     from speccompile.passes.base import histogram_from_model, run_pipeline
     from speccompile.passes.pipelines import onnxruntime_table
     from speccompile.passes.save import save_model

@@ -39,7 +39,7 @@ class ReferenceBackend:
         Raises:
             RecipeError: a quantisation is asked for: the oracle computes in float32 alone.
         """
-        from speccompile.ops import attach_functions
+        from speccompile.ops.registry import attach_functions
         from speccompile.passes.base import histogram_from_model, run_pipeline
         from speccompile.passes.pipelines import reference_table
         from speccompile.passes.save import save_model
@@ -64,7 +64,7 @@ class ReferenceBackend:
 
     def compile_rollback(self, dims: ModelDims, dest: Path) -> GraphSpec:
         """Write the cache compaction graph; the engine itself uses the numpy twin."""
-        from speccompile.ops import attach_functions
+        from speccompile.ops.registry import attach_functions
         from speccompile.passes.rollback import build_rollback
         from speccompile.passes.save import save_model
 

@@ -13,8 +13,8 @@ from speccompile.core import specs
 from speccompile.core.neutral import neutral_value, shape_from_dims, sizes_from_feeds
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import RuntimeFault
-from speccompile.ops import reference_ops
-from speccompile.ops.kv_rollback import roll_back
+from speccompile.ops.registry import reference_ops
+from speccompile.ops.kv_rollback import kv_rollback
 
 
 class ReferenceEngine:
@@ -70,4 +70,4 @@ class ReferenceEngine:
     def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
         """See `speccompile.core.protocols.Engine.compact`."""
         for cache in self.caches.values():
-            cache[: len(lengths)] = roll_back(cache[: len(lengths)], lengths, path)
+            (cache[: len(lengths)],) = kv_rollback(cache[: len(lengths)], lengths, path)
