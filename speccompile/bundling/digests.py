@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import speccompile
 from speccompile.errors import CheckpointError
@@ -29,11 +27,6 @@ def versions_from_environment() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def digest_from_json(value: Mapping[str, Any]) -> str:
-    """SHA-256 of a JSON-ready mapping, independent of the order of its keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def digest_from_sources(packages: Iterable[str]) -> str:

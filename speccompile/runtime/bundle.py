@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from speccompile.errors import BundleError
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
-UNLISTED = frozenset({MANIFEST, "report.html"})  # the manifest cannot list itself; the report is for people alone
 _REBUILD = "Build the bundle again, or copy it again from where it was built."
 _KEYS = {
     "schema_version": int,
@@ -77,7 +75,7 @@ def read_bundle(path: Path | str, verify: bool = True) -> Bundle:
         verify: compare every file with its digest; without it, only presence and sizes are checked.
 
     Raises:
-        BundleError: no bundle, another schema version, or a file that is missing, truncated, changed or unlisted.
+        BundleError: no bundle, another schema version, or a file that is missing, truncated or changed.
     """
     path = Path(path)
     if not path.is_dir():
@@ -100,16 +98,19 @@ def _check_manifest(where: Path, manifest: Mapping[str, Any]) -> None:
     for name, graph in manifest["graphs"].items():
         if not isinstance(graph, dict) or graph.get("file") not in manifest["files"]:
             raise BundleError(f"{where} (graphs.{name})", "a graph whose file is not listed", "one of files", _REBUILD)
+    if manifest.get("digest") != digest_from_manifest(manifest):
+        got, expected = "contents that differ from its own digest", f"digest {str(manifest.get('digest'))[:16]}..."
+        raise BundleError(str(where), got, expected, f"The manifest was changed. {_REBUILD}")
     tokenizer = manifest.get("tokenizer")
     if tokenizer is not None and tokenizer not in manifest["files"]:
         raise BundleError(f"{where} (tokenizer)", repr(tokenizer), "one of files", _REBUILD)
 
 
 def check_files(folder: Path, files: Mapping[str, Any], verify: bool = True) -> None:
-    """Compare a folder with the record `digests_from_folder` made of it.
+    """Compare a folder with the record `digests_from_folder` made of it. Files without a record are not looked at.
 
     Raises:
-        BundleError: a file is missing, has another size or digest, is not listed, or its path leaves the folder.
+        BundleError: a file is missing, has another size or digest, or its path leaves the folder.
     """
     for name, record in files.items():
         file = folder / name
@@ -120,8 +121,6 @@ def check_files(folder: Path, files: Mapping[str, Any], verify: bool = True) -> 
         size = file.stat().st_size
         if size != record.get("size_bytes"):
             raise BundleError(str(file), f"{size} bytes", f"{record.get('size_bytes')} bytes", _REBUILD)
-    for name in sorted(names_in_folder(folder) - set(files)):
-        raise BundleError(str(folder / name), "a file the manifest does not list", "only listed files", _REBUILD)
     for name, record in files.items() if verify else ():
         digest = digest_from_file(folder / name)
         if digest != record.get("sha256"):
@@ -129,20 +128,22 @@ def check_files(folder: Path, files: Mapping[str, Any], verify: bool = True) -> 
             raise BundleError(str(folder / name), got, expected, f"The file was changed. {_REBUILD}")
 
 
-def names_in_folder(folder: Path) -> set[str]:
-    """Relative posix paths of all files below `folder`, the unlisted ones left out."""
-    found = set()
-    for root, _, names in os.walk(folder):
-        found.update((Path(root) / n).relative_to(folder).as_posix() for n in names)
-    return found - UNLISTED
-
-
 def digests_from_folder(folder: Path) -> dict[str, dict[str, Any]]:
-    """{relative path: {"sha256", "size_bytes"}} of all files below `folder`, manifest and report left out."""
+    """{relative path: {"sha256", "size_bytes"}} of all files below `folder`, the manifest left out."""
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and f != folder / MANIFEST)
     return {
-        name: {"sha256": digest_from_file(folder / name), "size_bytes": (folder / name).stat().st_size}
-        for name in sorted(names_in_folder(folder))
+        f.relative_to(folder).as_posix(): {"sha256": digest_from_file(f), "size_bytes": f.stat().st_size} for f in files
     }
+
+
+def digest_from_json(value: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON-ready mapping, independent of the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def digest_from_manifest(manifest: Mapping[str, Any]) -> str:
+    """What a manifest's own `digest` must be."""
+    return digest_from_json({k: v for k, v in manifest.items() if k != "digest"})
 
 
 def digest_from_file(path: Path) -> str:

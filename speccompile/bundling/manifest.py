@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last stage: tokenizer, report and manifest."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import speccompile
+from speccompile.bundling.digests import versions_from_environment
+from speccompile.bundling.report import html_from_manifest
+from speccompile.bundling.tokenizers import copy_tokenizer, special_tokens
+from speccompile.recipe.plan import BuildPlan
+from speccompile.runtime.bundle import (
+    MANIFEST,
+    SCHEMA_VERSION,
+    digest_from_manifest,
+    digests_from_folder,
+    write_json,
+)
+
+REPORT = "report.html"
+
+
+def write_bundle_files(
+    folder: Path,
+    plan: BuildPlan,
+    target_source: Path,
+    graphs: dict[str, Any],
+    stages: Sequence[dict[str, Any]],
+) -> None:
+    """Write everything of a bundle that is not a graph; the manifest, with the digests of the others, last.
+
+    Args:
+        folder: the bundle that is being written; graphs/ is complete.
+        plan: what was built.
+        target_source: the target's checkpoint, for its tokenizer.
+        graphs: the graphs' records by name.
+        stages: the stages' records.
+    """
+    tokenizer = copy_tokenizer(target_source, folder / "tokenizer")
+    eos_token_ids, bos_token_id = special_tokens(target_source)
+    manifest: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "speccompile_version": speccompile.__version__,
+        "git_sha": git_sha(),
+        "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "recipe": plan.recipe_from_plan(),
+        "versions": versions_from_environment(),
+        "graphs": graphs,
+        "files": digests_from_folder(folder),
+        "tokenizer": tokenizer,
+        "eos_token_ids": eos_token_ids,
+        "bos_token_id": bos_token_id,
+        "stages": list(stages),
+    }
+    (folder / REPORT).write_text(html_from_manifest(manifest), encoding="utf-8")
+    manifest["files"].update({k: v for k, v in digests_from_folder(folder).items() if k == REPORT})
+    # Through JSON once, so that the digest is that of what a reader sees (tuples are lists there).
+    manifest = json.loads(json.dumps(manifest))
+    manifest["digest"] = digest_from_manifest(manifest)
+    write_json(folder / MANIFEST, manifest)
+
+
+def git_sha() -> str | None:
+    """Commit of the source tree speccompile runs from, with "+" behind it when it was changed; None outside of one."""
+    root = Path(speccompile.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        sha = _git(root, "rev-parse", "HEAD")
+        return sha + ("+" if _git(root, "status", "--porcelain", "--", "speccompile") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

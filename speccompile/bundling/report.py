@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""report.html: one page about a bundle, without scripts and without links to elsewhere."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d2433; max-width: 62rem; margin: 2.5rem auto; padding: 0 1rem }
+h1 { font-size: 1.6rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin-top: 2.2rem } p.sub { color: #667085 }
+table { border-collapse: collapse; margin: .6rem 0 } th { font-weight: 600; color: #475467 }
+td, th { text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid #e4e7ec; vertical-align: top }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+.bar { display: inline-block; height: .7em; background: #5b8def; border-radius: 2px } .cached { background: #c4cbd8 }
+code { font: 13px ui-monospace, monospace }
+@media (prefers-color-scheme: dark) { body { background: #12151c; color: #dfe3ea } td, th { border-color: #2b3140 }
+th, p.sub { color: #98a2b3 } .cached { background: #444c5c } }
+"""
+
+
+def html_from_manifest(manifest: Mapping[str, Any]) -> str:
+    """The page of a manifest (its `digest` and the report's own file record may still be missing)."""
+    recipe = manifest["recipe"]
+    title = f"{str(recipe['target']['model']).rstrip('/').split('/')[-1]} · {recipe['speculator']['method']}"
+    subtitle = f"speccompile {manifest['speccompile_version']}, {manifest['created_at']}"
+    parts = [
+        f"<h1>{_text(title)}</h1><p class=sub>{_text(subtitle)}</p>",
+        "<h2>Recipe</h2>",
+        _table(
+            ("key", "value"),
+            [(f"{section}.{key}", value) for section, keys in recipe.items() for key, value in keys.items()],
+        ),
+        "<h2>Stages</h2>",
+        _stages(manifest["stages"]),
+        "<h2>Files</h2>",
+        _files(manifest["files"]),
+    ]
+    for name, graph in manifest["graphs"].items():
+        parts.append(_graph(name, graph))
+    if manifest.get("acceptance"):
+        parts += ["<h2>Acceptance</h2>", _table(("measure", "value"), manifest["acceptance"].items())]
+    parts += ["<h2>Versions</h2>", _table(("package", "version"), manifest["versions"].items())]
+    head = f"<meta charset=utf-8><title>{_text(title)}</title><style>{_STYLE}</style>"
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+
+
+def text_from_bytes(size: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def _graph(name: str, graph: Mapping[str, Any]) -> str:
+    parts = [f"<h2>Graph <code>{_text(name)}</code></h2>"]
+    if dims := graph.get("dims"):
+        parts.append(f"<p>{_text(', '.join(f'{k} {v}' for k, v in dims.items()))}</p>")
+    if histogram := graph.get("op_histogram"):
+        ops = sorted({**histogram["before"], **histogram["after"]})
+        rows = [(op, histogram["before"].get(op, 0), histogram["after"].get(op, 0)) for op in ops]
+        total = ("all", sum(histogram["before"].values()), sum(histogram["after"].values()))
+        parts.append(_table(("operator", "before the passes", "after"), [*rows, total]))
+    if passes := graph.get("passes"):
+        columns = ("name", "num_rewrites", "num_nodes_before", "num_nodes_after", "time_ms")
+        parts.append(_table(columns, [[_number(p[c]) for c in columns] for p in passes]))
+    tuning = graph.get("tuning") or {}
+    tried = tuning.get("tried") or []
+    if tried:
+        nodes = sorted(tried[0]["step_ms"], key=int)
+        head = ("threads", *(f"{n} nodes, ms" for n in nodes))
+        parts.append(_table(head, [[t["threads"], *(t["step_ms"][n] for n in nodes)] for t in tried]))
+        parts.append(
+            f"<p>Chosen: {_text(tuning['threads'])} threads on {_text(tuning.get('cpu', 'this machine'))}.</p>"
+        )
+    if measured := graph.get("forms_measured"):
+        rows = [(form, *times.values()) for form, times in measured.items()]
+        head = ("kernel form", *(f"{n} nodes, ms" for n in next(iter(measured.values()))))
+        parts += [_table(head, rows), f"<p>Chosen: {_text(graph['form'])}.</p>"]
+    if checks := graph.get("checks"):
+        parts.append(f"<p>Checks: {_text(', '.join(f'{k} {v}' for k, v in checks.items()))}</p>")
+    return "".join(parts)
+
+
+def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
+    longest = max((s["seconds"] for s in stages), default=0) or 1
+    rows = []
+    for stage in stages:
+        width = 12 * stage["seconds"] / longest
+        bar = f"<span class='bar{' cached' * stage['cached']}' style='width:{width:.2f}rem'></span>"
+        memory = "from the cache" if stage["cached"] else text_from_bytes(stage["peak_rss_bytes"])
+        cells = (_text(stage["name"]), f"{stage['seconds']:.2f} s", _text(memory), bar)
+        rows.append("<tr>" + "".join(f"<td{' class=n' * (i == 1)}>{c}</td>" for i, c in enumerate(cells)) + "</tr>")
+    return f"<table><tr><th>stage<th class=n>time<th>peak memory<th></tr>{''.join(rows)}</table>"
+
+
+def _files(files: Mapping[str, Any]) -> str:
+    rows = [(name, text_from_bytes(f["size_bytes"]), f["sha256"][:16]) for name, f in files.items()]
+    total = text_from_bytes(sum(f["size_bytes"] for f in files.values()))
+    return _table(("file", "size", "sha256"), [*rows, ("all", total, "")])
+
+
+def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    body = "".join(
+        "<tr>" + "".join(f"<td{' class=n' * isinstance(c, int | float)}>{_text(c)}</td>" for c in row) + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{''.join(f'<th>{_text(h)}</th>' for h in head)}</tr>{body}</table>"
+
+
+def _number(value: object) -> object:
+    return round(value, 2) if isinstance(value, float) else value
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers of a bundle: the target's is copied, a draft's must be the same one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speccompile.core.specs import ModelDims
+from speccompile.errors import CheckpointError, RecipeError
+from speccompile.runtime.bundle import digest_from_json
+
+TOKENIZER = "tokenizer.json"
+_FILES = (TOKENIZER, "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What two tokenizers must share for one's tokens to mean the same to the other.
+
+    Args:
+        digest: over the model part (vocabulary, merges) and the added tokens.
+        num_tokens: 1 + the highest token id.
+        kind: BPE, Unigram, WordPiece, ...
+    """
+
+    digest: str
+    num_tokens: int
+    kind: str
+
+
+def read_tokenizer(source: Path) -> TokenizerFacts | None:
+    """The facts of a folder's tokenizer.json; None when there is none.
+
+    Raises:
+        CheckpointError: not a tokenizer file.
+    """
+    path = source / TOKENIZER
+    if not path.exists():
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        model: dict[str, Any] = data["model"]
+        added = [(str(t["content"]), int(t["id"])) for t in data.get("added_tokens") or ()]
+        vocab = model["vocab"]
+        # Unigram lists its pieces, the others map them to ids.
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        num_tokens = 1 + max([*ids, *(i for _, i in added)], default=-1)
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        got = f"{type(fault).__name__}: {fault}"
+        raise CheckpointError(str(path), got, "a tokenizers file", "Download the file again.") from fault
+    digest = digest_from_json({"model": model, "added": sorted(added)})
+    return TokenizerFacts(digest, num_tokens, str(model.get("type", "BPE")))
+
+
+def check_tokenizer(source: Path, dims: ModelDims, weights: str) -> TokenizerFacts | None:
+    """The target's tokenizer; None where random weights are built without one.
+
+    Raises:
+        CheckpointError: missing, or it has tokens that the model's vocabulary has not.
+    """
+    facts = read_tokenizer(source)
+    if facts is None and weights == "checkpoint":
+        todo = "Save the tokenizer beside the weights with transformers: tokenizer.save_pretrained(FOLDER)."
+        raise CheckpointError(str(source / TOKENIZER), "no such file", "the model's tokenizer", todo)
+    if facts is not None and facts.num_tokens > dims.vocab_size:
+        got = f"token ids up to {facts.num_tokens - 1}"
+        expected = f"less than vocab_size {dims.vocab_size} of config.json"
+        todo = "Config and tokenizer belong to different models: download both again."
+        raise CheckpointError(str(source / TOKENIZER), got, expected, todo)
+    return facts
+
+
+def check_same_tokenizer(
+    name: str, target: tuple[Path, ModelDims], draft: tuple[Path, ModelDims], may_differ: bool
+) -> None:
+    """Refuse a draft whose token ids mean something else than the target's.
+
+    Args:
+        name: the draft graph's name, for the message.
+        target: its folder and sizes.
+        draft: its folder and sizes.
+        may_differ: the recipe allows other tokenizers; the ids must then still fit the target's vocabulary.
+
+    Raises:
+        RecipeError: they differ.
+    """
+    (target_source, target_dims), (draft_source, draft_dims) = target, draft
+    where = f"speculator: {name} {draft_source}"
+    allow = "Choose a draft of the same family, or set speculator.allow_tokenizer_mismatch: true."
+    if draft_dims.vocab_size != target_dims.vocab_size and (
+        not may_differ or draft_dims.vocab_size > target_dims.vocab_size
+    ):
+        expected = f"{target_dims.vocab_size}, as the target has"
+        todo = "Choose a draft with the target's vocabulary." if may_differ else allow
+        raise RecipeError(where, f"a vocabulary of {draft_dims.vocab_size} tokens", expected, todo)
+    ours, theirs = read_tokenizer(target_source), read_tokenizer(draft_source)
+    if may_differ or (ours is None and theirs is None) or ours == theirs:
+        return
+    if ours is None or theirs is None:
+        missing = target_source if ours is None else draft_source
+        raise RecipeError(where, f"no {TOKENIZER} in {missing}", "the target's tokenizer", allow)
+    got = f"a {theirs.kind} tokenizer of {theirs.num_tokens} tokens, digest {theirs.digest[:12]}"
+    expected = f"the target's: {ours.kind}, {ours.num_tokens} tokens, digest {ours.digest[:12]}"
+    raise RecipeError(where, got, expected, allow)
+
+
+def copy_tokenizer(source: Path, dest: Path) -> str | None:
+    """Copy the tokenizer's files that are there into the folder `dest`; the name of tokenizer.json below the bundle."""
+    dest.mkdir()
+    for name in _FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, dest / name)
+    return f"{dest.name}/{TOKENIZER}" if (dest / TOKENIZER).exists() else None
+
+
+def special_tokens(source: Path) -> tuple[list[int], int | None]:
+    """(end-of-sequence ids, beginning-of-sequence id) of generation_config.json, else of config.json."""
+    merged: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json"):
+        path = source / name
+        if path.exists():
+            data = json.loads(path.read_text(encoding="utf-8"))
+            merged.update({k: data[k] for k in ("eos_token_id", "bos_token_id") if data.get(k) is not None})
+    eos = merged.get("eos_token_id")
+    ids: Sequence[int] = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    return [int(i) for i in ids], merged.get("bos_token_id")
