@@ -78,8 +78,9 @@ class MockLM:
 class MockEngine:
     """See `speccompile.core.protocols.Engine`."""
 
-    def __init__(self, model: MockLM, role: str, max_slots: int = 4, max_rows: int = 160) -> None:
-        self.model, self.role, self.max_slots, self.max_rows = model, role, max_slots, max_rows
+    def __init__(self, model: MockLM, role: str, max_slots: int, max_seq_len: int, headroom: int = 0) -> None:
+        self.model, self.role, self.max_slots, self.max_seq_len = model, role, max_slots, max_seq_len
+        self.max_rows = max_rows = max_seq_len + headroom
         self.spec = GraphSpec(role, (), (), (), VOCAB)
         self.cache = np.full((max_slots, max_rows), -1, dtype=np.int64)
         self.feeds_seen: list[dict[str, tuple[int, ...]]] = []
@@ -94,6 +95,8 @@ class MockEngine:
         if lengths.max() + nodes > self.max_rows or first_slot + batch > self.max_slots:
             raise RuntimeFault(self.role, f"{lengths.max() + nodes} rows", f"at most {self.max_rows}", "")
         mask = feeds.get(TREE_MASK, chain_mask(batch, nodes))
+        positions = lengths[:, None] + mask.sum(axis=-1) - 1
+        assert positions.max() < self.max_seq_len, "a position that the model does not know"
         scored = feeds.get(SCORED_NODES)
         if scored is None:
             scored = np.tile(np.arange(1 if self.role == "draft" else nodes), (batch, 1))
@@ -126,6 +129,9 @@ class MockEngine:
         draws = feeds.get(UNIFORMS, np.zeros((*tokens.shape, 2), dtype=np.float32))
         verdict = accept(tree, probs, draws)
         return {PATH: verdict.path, NUM_ACCEPTED: verdict.num_accepted, NEXT_TOKEN: verdict.next_token, LOGITS: logits}
+
+    def reset(self, rows=1):
+        self.cache[...] = -1
 
     def move_slot(self, source, dest):
         self.cache[dest] = self.cache[source]

@@ -46,6 +46,10 @@ class Engine(Protocol):
         """
         ...
 
+    def reset(self, rows: int = 1) -> None:
+        """No slot is in use any more; the caches may be laid out anew for sequences of `rows` rows."""
+        ...
+
     def move_slot(self, source: int, dest: int) -> None:
         """Copy the cache of slot `source` to slot `dest`."""
         ...

@@ -36,6 +36,10 @@ class TimedEngine:
         self.num_runs += 1
         return outputs
 
+    def reset(self, rows: int = 1) -> None:
+        """Lay the caches out anew."""
+        self.engine.reset(rows)
+
     def move_slot(self, source: int, dest: int) -> None:
         """Copy a slot, timed."""
         start = perf_counter()

@@ -65,6 +65,10 @@ class Verifier:
             feeds[TREE_MASK], feeds[PARENTS] = tree.mask(), tree.parents
         elif tree.parents is not chain_parents(batch, nodes):
             feeds[PARENTS] = tree.parents
+            if int(self.lengths[:batch].max()) + nodes > self.max_seq_len:
+                # Padding at the end of the cache must not have positions that the model does not know.
+                feeds[TREE_MASK] = tree.mask() & (np.arange(nodes) < tree.num_nodes[:, None])[:, :, None]
+                feeds[TREE_MASK] |= np.eye(nodes, dtype=np.bool_)
         if not slots.is_greedy:
             feeds.update(slots.warp_feeds())
             feeds[UNIFORMS] = slots.tree_uniforms(tree)

@@ -56,12 +56,12 @@ def make_proposer(kind, slots=4, max_seq=MAX_SEQ, draft_seq=None, **config):
     if kind == "ngram":
         return NgramMethod().make_proposer(NgramConfig(min_match=1, max_match=3, **config), {}, context)
     config = DraftConfig("draft", **config)
-    engine = MockEngine(DRAFT, "draft", slots, (draft_seq or max_seq) + 16)
+    engine = MockEngine(DRAFT, "draft", slots, draft_seq or max_seq)
     return DraftModelMethod().make_proposer(config, {"draft": engine}, context)
 
 
 def make_verifier(slots=4, max_seq=MAX_SEQ, chunk=5):
-    return Verifier(MockEngine(TARGET, "target", slots, max_seq + 16), max_seq, chunk)
+    return Verifier(MockEngine(TARGET, "target", slots, max_seq, headroom=9), max_seq, chunk)
 
 
 def run(prompts, params, verifier, proposer, batch=4, stop_ids=frozenset()):

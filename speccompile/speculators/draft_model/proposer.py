@@ -33,7 +33,8 @@ class DraftModelProposer:
     Args:
         engine: the draft (`sampled_spec`).
         policy: how far to draft.
-        max_seq_len: cache rows a sequence may use; a slot that is out of rows is decoded plainly.
+        max_seq_len: cache rows a sequence may use, at least `CATCH_UP`; a slot that is out of rows is decoded
+            plainly.
         may_sample: draw drafts from the draft's law in slots that sample; otherwise drafts are greedy.
     """
 
@@ -95,28 +96,40 @@ class DraftModelProposer:
         return True
 
     def _first_feeds(self, slots: Sequence[Slot], drafting: list[int]) -> dict[str, NDArray[Any]]:
-        """The tokens each drafting slot has not read yet, the root last; others are padding all through."""
-        lengths = self.lengths[: len(slots)]
-        missing = [0] * len(slots)
-        for place in drafting:
-            missing[place] = len(slots[place].tokens) - int(lengths[place])
-        width = max(missing)
+        """The tokens that drafting slots have not read yet, the root last.
+
+        All read as many as the one that is furthest behind: to read a token again costs what padding would.
+        """
+        width = max(len(slots[place].tokens) - int(self.lengths[place]) for place in drafting)
+        lengths = self._idle_lengths(len(slots), width)
         tokens = np.zeros((len(slots), width), dtype=np.int64)
+        scored = np.zeros((len(slots), 1), dtype=np.int64)
         for place in drafting:
-            tokens[place, : missing[place]] = slots[place].tokens[-missing[place] :]
-        feeds: dict[str, NDArray[Any]] = {TOKENS: tokens, LENGTHS: lengths.copy()}
+            known = slots[place].tokens
+            start = max(len(known) - width, 0)
+            read = known[start:]
+            tokens[place, : len(read)] = read
+            scored[place, 0] = len(read) - 1
+            lengths[place], self.lengths[place] = start, len(known)
+        feeds: dict[str, NDArray[Any]] = {TOKENS: tokens, LENGTHS: lengths}
         if width > 1:
-            feeds[SCORED_NODES] = np.array([[max(num - 1, 0)] for num in missing], dtype=np.int64)
-        for place in drafting:
-            lengths[place] += missing[place]
+            feeds[SCORED_NODES] = scored
         return feeds
 
     def _next_feeds(self, rows: list[list[int]], drafting: list[int]) -> dict[str, NDArray[Any]]:
-        lengths = self.lengths[: len(rows)]
-        feeds = {TOKENS: np.array([row[-1:] for row in rows], dtype=np.int64), LENGTHS: lengths.copy()}
+        lengths = self._idle_lengths(len(rows), 1)
         for place in drafting:
-            lengths[place] += 1
-        return feeds
+            self.lengths[place] += 1
+        return {TOKENS: np.array([row[-1:] for row in rows], dtype=np.int64), LENGTHS: lengths}
+
+    def _idle_lengths(self, batch: int, width: int) -> Ints:
+        """Where the step writes; a slot that is full gives up its last rows, as padding must go somewhere.
+
+        It could not draft more than they hold, and would read them again.
+        """
+        lengths = self.lengths[:batch]
+        np.minimum(lengths, self.max_seq_len - width, out=lengths)
+        return lengths.copy()
 
     def _extend(
         self, rows: list[list[int]], slots: Sequence[Slot], drafting: list[int], outputs: Outputs, is_sampled: bool
