@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CachedAttention: append K and V of a token tree to static caches and attend to past and ancestors.
+
+This is the neutral form that the frontend exports; backends lower it to what is fast there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from speccompile.core.specs import LENGTHS, TREE_MASK, TensorSpec
+from speccompile.core.tree import Bools, Floats, Ints
+from speccompile.ops.op import Op
+
+_CACHE_DIMS = ("batch", "kv_heads", "max_seq", "head_dim")
+_NEW_DIMS = ("batch", "kv_heads", "nodes", "head_dim")
+
+
+def visible_rows(lengths: Ints, tree_mask: Bools, max_seq: int, window: int) -> Bools:
+    """[batch, nodes, max_seq] bool: the cache rows that each node sees.
+
+    Args:
+        lengths: [batch] int64, rows in use before the step.
+        tree_mask: [batch, nodes, nodes] bool.
+        max_seq: rows of the cache.
+        window: a key is seen only where position(query) - position(key) < window; 0 = no limit.
+    """
+    batch, nodes, _ = tree_mask.shape
+    depths = tree_mask.sum(axis=-1) - 1
+    visible = np.broadcast_to((np.arange(max_seq) < lengths[:, None])[:, None], (batch, nodes, max_seq)).copy()
+    key = np.broadcast_to(np.arange(max_seq), (batch, max_seq)).copy()
+    for slot, length in enumerate(lengths):
+        visible[slot, :, length : length + nodes] = tree_mask[slot]
+        key[slot, length : length + nodes] = length + depths[slot]
+    if window > 0:
+        query = lengths[:, None] + depths
+        visible &= query[:, :, None] - key[:, None, :] < window
+    return visible
+
+
+def cached_attention(
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    k_cache: Floats,
+    v_cache: Floats,
+    lengths: Ints,
+    tree_mask: Bools,
+    *,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> tuple[Floats, Floats, Floats]:
+    """The numpy twin.
+
+    Args:
+        q: [batch, heads, nodes, head_dim] float32.
+        k: [batch, kv_heads, nodes, head_dim] float32.
+        v: [batch, kv_heads, nodes, head_dim] float32.
+        k_cache: [batch, kv_heads, max_seq, head_dim] float32.
+        v_cache: as k_cache.
+        lengths: [batch] int64, rows in use before this step.
+        tree_mask: [batch, nodes, nodes] bool, true at the node and its ancestors.
+        scale: factor of the scores.
+        softcap: scores become softcap * tanh(score / softcap); 0 = off.
+        window: see `visible_rows`.
+
+    Returns:
+        out [batch, nodes, heads, head_dim], and the two updated caches.
+    """
+    k_all, v_all = k_cache.copy(), v_cache.copy()
+    nodes, group = q.shape[2], q.shape[1] // k.shape[1]
+    for slot, length in enumerate(lengths):
+        k_all[slot, :, length : length + nodes], v_all[slot, :, length : length + nodes] = k[slot], v[slot]
+    scores = scale * (q @ np.repeat(k_all, group, axis=1).swapaxes(2, 3))
+    if softcap > 0:
+        scores = softcap * np.tanh(scores / softcap)
+    visible = visible_rows(lengths, tree_mask, k_cache.shape[2], window)[:, None]
+    scores = np.where(visible, scores, -np.inf)
+    probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    probs /= probs.sum(axis=-1, keepdims=True)
+    out = (probs @ np.repeat(v_all, group, axis=1)).swapaxes(1, 2)
+    return np.ascontiguousarray(out, dtype=np.float32), k_all, v_all
+
+
+CACHED_ATTENTION = Op(
+    "CachedAttention",
+    (
+        TensorSpec("q", ("batch", "heads", "nodes", "head_dim"), "float32"),
+        TensorSpec("k", _NEW_DIMS, "float32"),
+        TensorSpec("v", _NEW_DIMS, "float32"),
+        TensorSpec("k_cache", _CACHE_DIMS, "float32"),
+        TensorSpec("v_cache", _CACHE_DIMS, "float32"),
+        TensorSpec(LENGTHS, ("batch",), "int64"),
+        TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
+    ),
+    (
+        TensorSpec("out", ("batch", "nodes", "heads", "head_dim"), "float32"),
+        TensorSpec("k_updated", _CACHE_DIMS, "float32"),
+        TensorSpec("v_updated", _CACHE_DIMS, "float32"),
+    ),
+    cached_attention,
+    """
+    none = Constant<value_int = 0>()
+    one = Constant<value_int = 1>()
+    third = Constant<value_ints = [2]>()
+    second = Constant<value_ints = [1]>()
+    visible = Constant<value_float = 0.0>()
+    hidden = Constant<value_float = -3e38>()
+    endless = Constant<value_int = 4611686018427387904>()
+    k_updated = TensorScatter<axis = 2, mode = "linear">(k_cache, k, lengths)
+    v_updated = TensorScatter<axis = 2, mode = "linear">(v_cache, v, lengths)
+    max_seq1 = Shape<start = 2, end = 3>(k_cache)
+    max_seq = Squeeze(max_seq1)
+    rows = Range(none, max_seq, one)
+    base = Unsqueeze(lengths, second)
+    is_past = Less(rows, base)
+    is_past3 = Unsqueeze(is_past, second)
+    past = Where(is_past3, visible, hidden)
+    slots_nodes = Shape<end = 2>(tree_mask)
+    mask_shape = Concat<axis = 0>(slots_nodes, max_seq1)
+    past_full = Expand(past, mask_shape)
+    fresh = Where(tree_mask, visible, hidden)
+    linked = TensorScatter<axis = 2, mode = "linear">(past_full, fresh, lengths)
+    ancestors = Cast<to = 7>(tree_mask)
+    count = ReduceSum<keepdims = 0>(ancestors, third)
+    depth = Sub(count, one)
+    query = Add(depth, base)
+    slots = Shape<end = 1>(tree_mask)
+    key_shape = Concat<axis = 0>(slots, max_seq1)
+    key_past = Expand(rows, key_shape)
+    key = TensorScatter<axis = 1, mode = "linear">(key_past, query, lengths)
+    query3 = Unsqueeze(query, third)
+    key3 = Unsqueeze(key, second)
+    distance = Sub(query3, key3)
+    window_asked = Constant<value_int: int = @window>()
+    is_limited = Greater(window_asked, none)
+    reach = Where(is_limited, window_asked, endless)
+    is_near = Less(distance, reach)
+    mask = Where(is_near, linked, hidden)
+    mask4 = Unsqueeze(mask, second)
+    attended = Attention<scale: float = @scale, softcap: float = @softcap>(q, k_updated, v_updated, mask4)
+    out = Transpose<perm = [0, 2, 1, 3]>(attended)
+    """,
+    attributes={"scale": 1.0, "softcap": 0.0, "window": 0},
+)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an op file declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from speccompile.core.specs import TensorSpec
+
+if TYPE_CHECKING:
+    from onnx import FunctionProto
+
+DOMAIN = "speccompile"
+VERSION = 1
+OPSET = 24  # first opset with TensorScatter
+
+
+@dataclass(frozen=True)
+class Op:
+    """A custom op.
+
+    Args:
+        name: op type.
+        inputs: in order, with named dims.
+        outputs: in order.
+        twin: numpy function of the inputs in order, attributes by keyword; returns the outputs as a tuple.
+        body: the statements of the ONNX function, in ONNX's textual syntax.
+        attributes: name -> default.
+        uses: ops of this domain that the body calls.
+    """
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    twin: Callable[..., tuple[Any, ...]]
+    body: str
+    attributes: Mapping[str, int | float] = field(default_factory=dict)
+    uses: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """The whole function in ONNX's textual syntax."""
+        kinds = {int: "int", float: "float"}
+        declared = ", ".join(f"{n}: {kinds[type(v)]} = {v}" for n, v in self.attributes.items())
+        arguments, results = (", ".join(t.name for t in side) for side in (self.inputs, self.outputs))
+        head = f'<opset_import: ["" : {OPSET}, "{DOMAIN}" : {VERSION}], domain: "{DOMAIN}">\n'
+        return f"{head}{self.name} {f'<{declared}>' if declared else ''} ({arguments}) => ({results}) {{{self.body}}}"
+
+    def function(self) -> FunctionProto:
+        """The op as a FunctionProto of standard ops (and of those in `uses`)."""
+        import onnx.parser
+
+        return onnx.parser.parse_function(self.text())

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SampleToken: a draft's own next token, how sure it is, and the law the token was drawn from."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from speccompile.core.sampling import draw, warp
+from speccompile.core.specs import CONFIDENCE, LOGITS, SAMPLED_PROBS, SAMPLED_TOKEN, UNIFORMS, TensorSpec
+from speccompile.core.tree import Floats, Ints
+from speccompile.ops.laws import WARP_INPUTS
+from speccompile.ops.op import Op
+
+
+def sample_token(
+    logits: Floats, uniforms: Floats, temperature: Floats, top_k: Ints, top_p: Floats
+) -> tuple[Ints, Floats, Floats]:
+    """The numpy twin.
+
+    Args:
+        logits: [batch, 1, vocab] float32.
+        uniforms: [batch] float32 in [0, 1).
+        temperature: [batch] float32.
+        top_k: [batch] int64.
+        top_p: [batch] float32.
+
+    Returns:
+        sampled_token [batch] int64; confidence [batch] float32, its probability at temperature 1;
+        sampled_probs [batch, vocab] float32, or zeros [batch, 1] when every slot is greedy.
+    """
+    probs = warp(logits[:, 0], temperature, top_k, top_p)
+    token = draw(probs, uniforms)
+    batch = len(token)
+    plain = warp(logits[:, 0], np.ones(batch), np.zeros(batch, dtype=np.int64), np.ones(batch))
+    confidence = np.take_along_axis(plain, token[:, None], axis=1)[:, 0]
+    if not np.any(temperature > 0):
+        probs = np.zeros((batch, 1), dtype=np.float32)
+    return token, confidence, probs
+
+
+SAMPLE_TOKEN = Op(
+    "SampleToken",
+    (
+        TensorSpec(LOGITS, ("batch", 1, "vocab"), "float32"),
+        TensorSpec(UNIFORMS, ("batch",), "float32"),
+        *WARP_INPUTS,
+    ),
+    (
+        TensorSpec(SAMPLED_TOKEN, ("batch",), "int64"),
+        TensorSpec(CONFIDENCE, ("batch",), "float32"),
+        TensorSpec(SAMPLED_PROBS, ("batch", "draft_vocab"), "float32"),
+    ),
+    sample_token,
+    """
+    off = Constant<value_float = 0.0>()
+    second = Constant<value_ints = [1]>()
+    hottest = ReduceMax<keepdims = 0>(temperature)
+    is_sampled = Greater(hottest, off)
+    sampled_token, confidence, sampled_probs = If(is_sampled) <
+      then_branch = sampled () => (int64[] token_hot, float[] sure_hot, float[] probs_hot) {
+        probs = speccompile.Warp(logits, temperature, top_k, top_p)
+        u = Unsqueeze(uniforms, second)
+        drawn = speccompile.Draw(probs, u)
+        place = Unsqueeze(drawn, second)
+        plain = Softmax<axis = -1>(logits)
+        sure = GatherND<batch_dims = 2>(plain, place)
+        sure_hot = Squeeze(sure, second)
+        token_hot = Squeeze(drawn, second)
+        probs_hot = Squeeze(probs, second)
+      },
+      else_branch = greedy () => (int64[] token_cold, float[] sure_cold, float[] probs_cold) {
+        best = speccompile.FirstMax(logits)
+        place = Unsqueeze(best, second)
+        top = GatherND<batch_dims = 2>(logits, place)
+        top3 = Unsqueeze(top, second)
+        below = Sub(logits, top3)
+        parts = Exp(below)
+        inner = Constant<value_ints = [1, 2]>()
+        total = ReduceSum<keepdims = 0>(parts, inner)
+        sure_cold = Reciprocal(total)
+        token_cold = Squeeze(best, second)
+        column = Shape(best)
+        probs_cold = Expand(off, column)
+      }>
+    """,
+    uses=("Warp", "Draw", "FirstMax"),
+)
