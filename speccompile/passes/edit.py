@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -46,7 +46,7 @@ class Editor:
                 return self.graph.initializers[name]
             number += 1
             name = f"{base}.{number}"
-        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor)
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(sizes_of(tensor)), const_value=tensor)
         self.graph.register_initializer(value)
         return value
 
@@ -100,3 +100,8 @@ def weight_of(value: ir.Value | None) -> ir.TensorProtocol | None:
     if value is None or not value.is_initializer() or value.is_graph_input():
         return None
     return value.const_value
+
+
+def sizes_of(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    """The shape of a constant: its dims are always static."""
+    return tuple(cast(int, dim) for dim in tensor.shape)

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.passes.base import Pass
-from speccompile.passes.edit import Editor, weight_of
+from speccompile.passes.edit import Editor, sizes_of, weight_of
 
 
 def merge_linears(model: ir.Model) -> int:
@@ -55,8 +55,8 @@ def _merge(model: ir.Model, source: ir.Value, nodes: list[ir.Node]) -> None:
     if len(adds) == len(nodes):
         product = edit.op("Add", product, _concatenated(edit, [bias for _, bias in adds], axis=0))
         ends, dead = [add.outputs[0] for add, _ in adds], [add for add, _ in adds] + dead
-    sizes = [int(w.shape[1]) for w in weights if w.shape is not None]  # type: ignore[arg-type]
-    product.dtype = ends[0].dtype
+    sizes = [sizes_of(w.const_value)[1] for w in weights if w.const_value is not None]
+    product.type = ends[0].type
     parts = edit.op("Split", product, edit.ints(sizes), axis=-1, num_outputs=len(sizes))
     for end, part in zip(ends, parts, strict=True):
         part.type, part.shape = end.type, end.shape
@@ -71,8 +71,8 @@ def _merge(model: ir.Model, source: ir.Value, nodes: list[ir.Node]) -> None:
 def _concatenated(edit: Editor, values: list[ir.Value], axis: int) -> ir.Value:
     """An initializer that holds the values side by side; lazy, so the copy lives only while it is written out."""
     tensors = [v.const_value for v in values if v.const_value is not None]
-    shape = [int(d) for d in tensors[0].shape]
-    shape[axis] = sum(int(t.shape[axis]) for t in tensors)
+    shape = list(sizes_of(tensors[0]))
+    shape[axis] = sum(sizes_of(t)[axis] for t in tensors)
     name = "+".join(str(v.name) for v in values)
 
     def concat() -> ir.TensorProtocol:

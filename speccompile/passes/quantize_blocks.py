@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.passes.base import Pass
-from speccompile.passes.edit import Editor, nodes_of, replace, weight_of
+from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of, weight_of
 
 BLOCK = 32
 ACCURACY_LEVEL = 4
@@ -55,7 +55,7 @@ def quantize_blocks(model: ir.Model, bits: int) -> int:
         if weight is None or value is None or value.name is None or len(weight.shape) != 2:
             continue
         levels, scale = blocks_from_weight(weight.numpy(), bits)
-        num_in, num_out = (int(d) for d in weight.shape)
+        num_in, num_out = sizes_of(weight)
         edit = Editor(model, node)
         out = edit.op(
             "MatMulNBits",

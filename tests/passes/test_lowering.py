@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewrites keep the function: lowered attention against the numpy twin, merged graphs against the graphs before."""
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from speccompile.core.specs import LENGTHS, TREE_MASK
+from speccompile.errors import PassError
+from speccompile.ops.cached_attention import cached_attention
+from speccompile.passes.base import Pass, histogram_from_model
+from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
+from speccompile.passes.lower_attention import ATTENTION_LOWERED, lower_attention
+from speccompile.passes.merge_heads import merge_heads
+from speccompile.passes.merge_linears import merge_linears
+
+TOLERANCE = 2e-6  # of numbers of order 1, float32; seen at most 6e-7
+
+
+def empty_model() -> ir.Model:
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 24, OPS_DOMAIN: 1}, name="graph")
+    return ir.Model(graph, ir_version=11)
+
+
+def add_output(model: ir.Model, value: ir.Value, name: str, dims: list[str | int]) -> None:
+    value.name, value.shape, value.type = name, ir.Shape(dims), ir.TensorType(ir.DataType.FLOAT)
+    model.graph.outputs.append(value)
+
+
+def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+def attention_model(heads: int, kv_heads: int, head_dim: int, **attributes: Any) -> ir.Model:
+    model = empty_model()
+    new: list[str | int] = ["batch", kv_heads, "nodes", head_dim]
+    cache: list[str | int] = ["batch", kv_heads, "max_seq", head_dim]
+    inputs = [
+        add_input(model, "q", ["batch", heads, "nodes", head_dim], "float32"),
+        add_input(model, "k", new, "float32"),
+        add_input(model, "v", new, "float32"),
+        add_input(model, "k_cache", cache, "float32"),
+        add_input(model, "v_cache", cache, "float32"),
+        add_input(model, LENGTHS, ["batch"], "int64"),
+        add_input(model, TREE_MASK, ["batch", "nodes", "nodes"], "bool"),
+    ]
+    outputs = Editor(model).op("CachedAttention", *inputs, domain=OPS_DOMAIN, num_outputs=3, **attributes)
+    add_output(model, outputs[0], "out", ["batch", "nodes", heads, head_dim])
+    add_output(model, outputs[1], "k_out", cache)
+    add_output(model, outputs[2], "v_out", cache)
+    return model
+
+
+def random_tree(rng: np.random.Generator, batch: int, nodes: int) -> np.ndarray:
+    mask = np.zeros((batch, nodes, nodes), bool)
+    for slot in range(batch):
+        for node in range(nodes):
+            if node:
+                mask[slot, node] = mask[slot, rng.integers(0, node)]
+            mask[slot, node, node] = True
+    return mask
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("softcap", [0.0, 2.5])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 5), (6, 1, 16)])
+def test_lowered_attention_equals_its_twin(
+    heads: int, kv_heads: int, head_dim: int, softcap: float, window: int
+) -> None:
+    model = attention_model(heads, kv_heads, head_dim, scale=0.3, softcap=softcap, window=window)
+    assert lower_attention(model) == 1
+    assert not any(n.domain == OPS_DOMAIN for n in model.graph)
+    rng = np.random.default_rng(heads)
+    for batch, nodes, rows in [(1, 1, 9), (3, 5, 17), (2, 12, 40)]:
+        shapes = [(batch, heads, nodes, head_dim), *[(batch, kv_heads, nodes, head_dim)] * 2]
+        shapes += [(batch, kv_heads, rows, head_dim)] * 2
+        tensors = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+        lengths = rng.integers(0, rows - nodes + 1, batch)
+        mask = random_tree(rng, batch, nodes)
+        names = ["q", "k", "v", "k_cache", "v_cache", LENGTHS, TREE_MASK]
+        got = run(model, dict(zip(names, [*tensors, lengths, mask], strict=True)))
+        wanted = cached_attention(*tensors, lengths, mask, scale=0.3, softcap=softcap, window=window)
+        np.testing.assert_array_equal(got[1], wanted[1])
+        np.testing.assert_array_equal(got[2], wanted[2])
+        assert np.abs(got[0] - wanted[0]).max() < TOLERANCE
+
+
+def test_one_mask_serves_all_layers_of_a_window() -> None:
+    model = attention_model(4, 2, 8, scale=1.0, window=3)
+    node = next(iter(model.graph))
+    again = Editor(model).op(
+        "CachedAttention", *node.inputs, domain=OPS_DOMAIN, num_outputs=3, scale=1.0, window=3, softcap=0.0
+    )
+    add_output(model, again[0], "again", ["batch", "nodes", 4, 8])
+    assert lower_attention(model) == 2
+    assert histogram_from_model(model)["GatherElements"] == 1
+
+
+def test_a_table_without_lowering_is_refused() -> None:
+    late = Pass("late", lambda m: 0, requires=(ATTENTION_LOWERED,))
+    with pytest.raises(PassError, match="1 CachedAttention nodes are left"):
+        late.run(attention_model(4, 2, 8, scale=1.0))
+
+
+def projection_model(bias: bool, rotary: bool = True, key_axis_differs: bool = False) -> ir.Model:
+    """x -> q, k, v (4, 2 and 2 heads of 6) in head layout, q and k rotated."""
+    rng = np.random.default_rng(0)
+    model = empty_model()
+    x = add_input(model, "x", ["batch", "nodes", 10], "float32")
+    positions = add_input(model, "positions", ["batch", "nodes"], "int64")
+    edit = Editor(model)
+    cos, sin = (edit.const(rng.standard_normal((32, 3)).astype(np.float32), n) for n in ("cos", "sin"))
+    for name, heads in (("q", 4), ("k", 2), ("v", 2)):
+        weight = edit.const(rng.standard_normal((10, heads * 6)).astype(np.float32), f"{name}.weight")
+        value = edit.op("MatMul", x, weight)
+        if bias:
+            value = edit.op("Add", value, edit.const(rng.standard_normal(heads * 6).astype(np.float32), f"{name}.bias"))
+        value = edit.op("Transpose", edit.op("Reshape", value, edit.ints([0, 0, heads, 6])), perm=[0, 2, 1, 3])
+        if rotary and name != "v":
+            tables = (sin, cos) if key_axis_differs and name == "k" else (cos, sin)
+            value = edit.op("RotaryEmbedding", value, *tables, positions)
+        add_output(model, edit.op("Identity", value), f"{name}.out", ["batch", heads, "nodes", 6])
+    return model
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("key_axis_differs", [False, True])
+def test_merging_projections_and_heads_keeps_the_function(bias: bool, rotary: bool, key_axis_differs: bool) -> None:
+    rng = np.random.default_rng(1)
+    feeds = {
+        "x": rng.standard_normal((2, 5, 10)).astype(np.float32),
+        "positions": rng.integers(0, 32, (2, 5)),
+    }
+    model = projection_model(bias, rotary, key_axis_differs)
+    before = run(model, feeds)
+    assert merge_linears(model) == 1
+    assert merge_heads(model) == 1
+    counts = histogram_from_model(model)
+    assert counts["MatMul"] == counts["Reshape"] == counts["Transpose"] == 1
+    assert counts.get("Add", 0) == int(bias)
+    # Only Q and K that are rotated alike may share a rotary node.
+    assert counts.get("RotaryEmbedding", 0) == (0 if not rotary else 2 if key_axis_differs else 1)
+    for got, wanted in zip(run(model, feeds), before, strict=True):
+        assert np.abs(got - wanted).max() < 1e-5
+
+
+def test_linears_of_different_inputs_or_shared_weights_are_left_alone() -> None:
+    model = empty_model()
+    x, y = (add_input(model, n, ["batch", "nodes", 4], "float32") for n in "xy")
+    edit = Editor(model)
+    first, second = (edit.const(np.eye(4, dtype=np.float32) * i, f"w{i}") for i in (1, 2))
+    outputs = [edit.op("MatMul", x, first), edit.op("MatMul", y, second), edit.op("MatMul", x, second)]
+    for index, value in enumerate(outputs):
+        add_output(model, value, f"out{index}", ["batch", "nodes", 4])
+    assert merge_linears(model) == 0
+    assert histogram_from_model(model) == {"MatMul": 3}
+
+
+def test_heads_that_are_used_elsewhere_are_left_alone() -> None:
+    model = projection_model(bias=False)
+    merge_linears(model)
+    reshape = next(n for n in model.graph if n.op_type == "Reshape")
+    add_output(model, Editor(model).op("Identity", reshape.outputs[0]), "peek", ["batch", "nodes", 4, 6])
+    before = histogram_from_model(model)
+    assert merge_heads(model) == 0
+    assert histogram_from_model(model) == before
