@@ -24,21 +24,8 @@ IMPLEMENTATION = "speccompile"  # the name under which transformers finds `atten
 # Arguments that attention layers pass along and that change nothing here: what they say is either expressed by
 # the op's own inputs (positions, masks, caches) or concerns training and reporting.
 _INERT = frozenset(
-    [
-        "cache_position",
-        "dropout",
-        "is_causal",
-        "max_length_k",
-        "max_length_q",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "training",
-        "use_cache",
-    ]
+    "cache_position dropout is_causal max_length_k max_length_q output_attentions output_hidden_states "
+    "output_router_logits position_embeddings position_ids return_dict training use_cache".split()  # noqa: SIM905
 )
 
 

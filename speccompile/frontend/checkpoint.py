@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from speccompile.core.specs import ModelDims
 from speccompile.errors import CheckpointError
+from speccompile.frontend.safetensors import TensorHeader, read_header
 
 # The names a size has in config.json, the usual one first; older architectures have their own.
 _NAMES = {
@@ -19,6 +22,40 @@ _NAMES = {
     "num_heads": ("num_attention_heads", "n_head"),
     "max_positions": ("max_position_embeddings", "n_positions", "seq_length"),
 }
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "consolidated.00.pth")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)$")
+_EVERY_LAYER = re.compile(r"attn|attention|norm|ln_")  # parts that no layer goes without; MLPs may differ by layer
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "LICENSE*", "README.md"]
+
+
+def resolve_checkpoint(model: str) -> Path:
+    """The folder of a checkpoint: a path that exists, or a hub id, downloaded if need be.
+
+    Raises:
+        CheckpointError: neither a folder nor a hub id, or the download failed.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or folder.is_absolute() or model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        got = "a file" if folder.exists() else "no such folder"
+        raise CheckpointError(model, got, "a checkpoint folder or a hub id like owner/name", "Check target.model.")
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as fault:
+        raise CheckpointError(
+            model,
+            f"no local folder of that name, and the hub said: {str(fault).strip().splitlines()[0]}",
+            "a folder or a hub id that can be downloaded",
+            "Check the name, the network and your access to a gated model, or give a local folder.",
+        ) from fault
 
 
 def read_config(source: Path) -> dict[str, Any]:
@@ -66,3 +103,110 @@ def read_dims(source: Path) -> ModelDims:
     return ModelDims(
         model_type=str(config.get("model_type", "")), num_kv_heads=int(kv_heads), head_dim=int(head_dim), **sizes
     )
+
+
+def list_tensors(source: Path) -> dict[str, TensorHeader]:
+    """Headers of all weights of a checkpoint by name; every file is checked to be whole.
+
+    Raises:
+        CheckpointError: no safetensors, a missing or damaged shard, an index that does not fit its shards.
+    """
+    if (source / _SINGLE).is_file():
+        return read_header(source / _SINGLE)
+    if not (source / _INDEX).is_file():
+        pickled = next((n for n in _PICKLED if (source / n).exists()), None)
+        todo = "Only safetensors are read, as unpickling runs code: convert with transformers' save_pretrained."
+        if pickled is None:
+            todo = "Check the path, or build with random weights."
+        raise CheckpointError(str(source), pickled or "no weights", f"{_SINGLE} or {_INDEX}", todo)
+    tensors: dict[str, TensorHeader] = {}
+    by_shard: dict[str, list[str]] = defaultdict(list)
+    for key, shard in _read_index(source / _INDEX).items():
+        by_shard[shard].append(key)
+    for shard, keys in sorted(by_shard.items()):
+        if not (source / shard).is_file():
+            raise CheckpointError(
+                str(source / shard), "no such file", f"a shard that {_INDEX} lists", "Download the folder again."
+            )
+        held = read_header(source / shard)
+        missing = sorted(set(keys) - held.keys())
+        if missing:
+            expected = f"the {len(keys)} weights that {_INDEX} assigns to it"
+            raise CheckpointError(
+                str(source / shard), f"no {missing[0]} ({len(missing)} missing)", expected, "Download the folder again."
+            )
+        tensors |= {k: held[k] for k in keys}
+    return tensors
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise CheckpointError(
+            str(path), f"{type(fault).__name__}: {fault}", "a JSON object with weight_map", "Download the file again."
+        ) from fault
+    names_ok = isinstance(found, dict) and found and all(Path(str(s)).name == s for s in found.values())
+    if not names_ok:
+        raise CheckpointError(
+            str(path), "a weight_map that is empty or leaves the folder", "weights by shard", "Download it again."
+        )
+    return dict(found)
+
+
+def count_params(source: Path) -> int:
+    """Parameters in the checkpoint's files; 0 when it has no weights in safetensors.
+
+    Raises:
+        CheckpointError: the files that are there are damaged.
+    """
+    if not (source / _SINGLE).is_file() and not (source / _INDEX).is_file():
+        return 0
+    return sum(t.size for t in list_tensors(source).values())
+
+
+def check_checkpoint(source: Path, dims: ModelDims) -> None:
+    """Prove from the files' headers that the weights are complete and belong to the config.
+
+    What only the architecture knows (exact names and shapes) is checked again when transformers loads them.
+
+    Args:
+        source: the folder.
+        dims: what `read_dims` found there.
+
+    Raises:
+        CheckpointError: see `list_tensors`; a layer or a part of one is missing; another vocabulary.
+    """
+    tensors = list_tensors(source)
+    for name, tensor in tensors.items():
+        if tensor.dtype.startswith("F8") or tensor.dtype in ("F4", "F6_E2M3", "F6_E3M2"):
+            raise CheckpointError(
+                str(source), f"{name} in {tensor.dtype}", "F32, F16 or BF16 weights", "Use the unquantised checkpoint."
+            )
+        if name.endswith(_EMBEDDINGS) and tensor.shape[:1] != (dims.vocab_size,):
+            raise CheckpointError(
+                str(source),
+                f"{name} of shape {list(tensor.shape)}",
+                f"{dims.vocab_size} rows, the vocab_size of config.json",
+                "Config and weights are of different models: fetch the folder again.",
+            )
+    _check_layers(source, tensors, dims)
+
+
+def _check_layers(source: Path, tensors: Mapping[str, TensorHeader], dims: ModelDims) -> None:
+    parts: dict[int, set[str]] = defaultdict(set)
+    for name in tensors:
+        if (match := _LAYER.search(name)) is not None:
+            parts[int(match[1])].add(match[2])
+    todo = "The download is incomplete or config.json is another model's: fetch the folder again."
+    if set(parts) != set(range(dims.num_layers)):
+        missing = sorted(set(range(dims.num_layers)) - set(parts))
+        got = f"no weights of layer {missing[0]}" if missing else f"weights of layer {max(parts)}"
+        raise CheckpointError(str(source), got, f"layers 0 to {dims.num_layers - 1}", todo)
+    everywhere = {p for p in set().union(*parts.values()) if _EVERY_LAYER.search(p)}
+    for layer, held in sorted(parts.items()):
+        for part in sorted(everywhere - held):
+            if all(part in other for index, other in parts.items() if index != layer) and dims.num_layers > 1:
+                raise CheckpointError(
+                    str(source), f"layer {layer} without {part}", "the weights that every other layer has", todo
+                )

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,14 @@ from onnxscript import values
 from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec
 from speccompile.errors import ExportError
 from speccompile.frontend import attention
-from speccompile.frontend.checkpoint import read_dims
-from speccompile.frontend.weights import Weights, load_model
+from speccompile.frontend.checkpoint import check_checkpoint, read_config, read_dims
+from speccompile.frontend.families import check_config
+from speccompile.frontend.selfcheck import check_replacement
+from speccompile.frontend.weights import Weights, check_positions, load_model, name_weights, names_by_address
 from speccompile.frontend.wrapper import DecoderGraph
 from speccompile.passes.base import Pass, run_pipeline
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
+from speccompile.passes.drop_windows import drop_windows_pass
 from speccompile.passes.edit import OPS_DOMAIN
 from speccompile.passes.fold_weights import FOLD_WEIGHTS
 from speccompile.passes.fuse_gelu import FUSE_GELU
@@ -43,6 +48,7 @@ def cleanup_table(max_seq_len: int) -> tuple[Pass, ...]:
         FUSE_RMS_NORM,
         FUSE_ROPE,
         FUSE_GELU,
+        drop_windows_pass(max_seq_len),
         tabulate_rope_pass(max_seq_len),
         UNFLATTEN_LINEARS,
         SPLIT_SLICES,
@@ -82,17 +88,39 @@ def export_decoder(
     """
     say = progress or (lambda stage: None)
     dims = read_dims(source)
+    check_config(read_config(source), max_seq_len)
+    _check_hidden_layers(dims, hidden_layers)
+    if weights == "checkpoint":
+        say("check weights")
+        check_checkpoint(source, dims)
     say("load weights")
     attention.register()
     model = load_model(source, weights)
+    check_positions(model, max_seq_len)
     dims = replace(dims, num_params=sum(p.numel() for p in model.parameters()))
     spec = decoder_spec("decoder", dims, hidden=hidden, hidden_layers=hidden_layers)
+    names = names_by_address(model)
+    module = DecoderGraph(model, dims.num_layers, hidden, hidden_layers)
+    say("compare attention")
+    check_replacement(module, dims)
     say("trace")
-    graph = _trace(DecoderGraph(model, dims.num_layers, hidden, hidden_layers), dims)
+    graph = _trace(module, dims)
     _declare_io(graph, spec)
+    name_weights(graph, names)
     run_pipeline(graph, cleanup_table(max_seq_len), say)
     _check_attention(graph, dims)
     return graph, dims
+
+
+def _check_hidden_layers(dims: ModelDims, hidden_layers: tuple[int, ...]) -> None:
+    wrong = [i for i in hidden_layers if not 0 <= i < dims.num_layers]
+    if wrong or len(set(hidden_layers)) != len(hidden_layers):
+        raise ExportError(
+            "hidden_layers",
+            str(list(hidden_layers)),
+            f"different layers between 0 and {dims.num_layers - 1}",
+            "Choose layers that the model has.",
+        )
 
 
 def _trace(module: DecoderGraph, dims: ModelDims) -> ir.Model:
@@ -114,19 +142,47 @@ def _trace(module: DecoderGraph, dims: ModelDims) -> ir.Model:
         {0: batch, 1: scored},
         [{0: batch, 2: max_seq}] * num_caches,
     )
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # torch warns of its own internals
-        program = torch.onnx.export(
-            module,
-            example,
-            dynamo=True,
-            opset_version=OPSET,
-            dynamic_shapes=shapes,
-            custom_translation_table=_translations(),
-            verbose=False,
-        )
+    with _quiet(), torch.no_grad():
+        try:
+            program = torch.onnx.export(
+                module,
+                example,
+                dynamo=True,
+                opset_version=OPSET,
+                dynamic_shapes=shapes,
+                custom_translation_table=_translations(),
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as fault:
+            raise ExportError(
+                dims.model_type,
+                f"a failed trace: {_first_cause(fault)}",
+                "a forward pass that torch.export and its ONNX translation can follow",
+                "This architecture cannot be exported.",
+            ) from fault
     assert program is not None
     return program.model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence torch's exporter, which warns of its own internals and of packages it could use."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_cause(fault: BaseException) -> str:
+    while fault.__cause__ is not None:
+        fault = fault.__cause__
+    lines = str(fault).strip().splitlines()
+    return f"{type(fault).__name__}: {lines[0] if lines else 'no message'}"
 
 
 def _translations() -> dict[Any, Callable[..., Any]]:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import onnx_ir as ir
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.frontend.attention import IMPLEMENTATION
@@ -31,10 +34,11 @@ def load_model(source: Path, weights: Weights) -> Any:
         ExportError: transformers does not know the architecture or cannot replace its attention.
     """
     try:
-        config = AutoConfig.from_pretrained(source, local_files_only=True)
-        config._attn_implementation = IMPLEMENTATION
-        # Our attention is registered beside transformers' own; an architecture that has no registry fails here.
-        model = _random_model(config) if weights == "random" else _checkpoint_model(source, config)
+        with _no_progress_bar():
+            config = AutoConfig.from_pretrained(source, local_files_only=True)
+            config._attn_implementation = IMPLEMENTATION
+            # An architecture without transformers' registry of attentions may fail here.
+            model = _random_model(config) if weights == "random" else _checkpoint_model(source, config)
     except (ValueError, KeyError, ImportError, AttributeError, RuntimeError) as fault:
         raise ExportError(
             str(source),
@@ -45,7 +49,65 @@ def load_model(source: Path, weights: Weights) -> Any:
     if any(hasattr(m, "experts") for m in model.modules()):
         # The default grouped matmul has no ONNX form; the batched one has.
         model.set_experts_implementation("batched_mm")
+    _freeze_rope(model)
     return model.eval()
+
+
+def _freeze_rope(model: Any) -> None:
+    """Keep longrope at its short factors: `check_config` saw to it that no sequence gets beyond them."""
+    for module in model.modules():
+        held = getattr(module, "rope_type", None)
+        if held == "longrope":
+            module.rope_type = "longrope (short)"
+        elif isinstance(held, dict):
+            module.rope_type = {k: "longrope (short)" if v == "longrope" else v for k, v in held.items()}
+
+
+def check_positions(model: Any, max_seq_len: int) -> None:
+    """Refuse a cache with more rows than the model's table of learned positions.
+
+    Raises:
+        ExportError: the table is shorter than `max_seq_len`.
+    """
+    tokens = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and module is not tokens:
+            num_positions = module.num_embeddings - int(getattr(module, "offset", 0))
+            if num_positions < max_seq_len:
+                raise ExportError(
+                    f"{type(model).__name__}.{name}",
+                    f"max_seq_len {max_seq_len}",
+                    f"at most {num_positions}, the length of its table of positions",
+                    "Lower engine.max_seq_len.",
+                )
+
+
+def names_by_address(model: Any) -> dict[int, str]:
+    """The parameters' names in the checkpoint by the address of their memory."""
+    return {p.data_ptr(): name for name, p in model.named_parameters()}
+
+
+def name_weights(graph: ir.Model, names: Mapping[int, str]) -> None:
+    """Give initializers the names of the parameters whose memory they are (views transposed included)."""
+    for value in list(graph.graph.initializers.values()):
+        tensor = value.const_value
+        raw = getattr(tensor, "raw", None)
+        address = raw.data_ptr() if isinstance(raw, torch.Tensor) else getattr(raw, "ctypes", None)
+        name = names.get(address if isinstance(address, int) or address is None else int(address.data))
+        if name is not None and tensor is not None and tensor.size > 1:
+            value.name = name if name not in graph.graph.initializers else f"{name}.transposed"
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """The caller shows progress; transformers' own bar would run across it."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def _random_model(config: Any) -> Any:

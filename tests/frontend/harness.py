@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import pytest
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
@@ -107,13 +107,31 @@ def paths_of(history: Sequence[int], tokens: np.ndarray, parents: np.ndarray) ->
     return paths
 
 
-@pytest.fixture(scope="session")
-def torch_reference() -> Any:
-    """logits(model, sequence) -> [vocab] float32 of transformers' plain forward at the last position."""
+def make_checkpoint(config: Mapping[str, Any], folder: Path, seed: int = 0) -> Any:
+    """Save a random model as a checkpoint; returns it with transformers' eager attention.
+
+    Weights are large enough (0.3) for logits of order 1, norms' weights and biases are not trivial.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def logits_of(model: Any, sequence: Sequence[int]) -> np.ndarray:
+    """[vocab] float32: transformers' plain forward at the last position of `sequence`."""
     import torch
 
-    def logits(model: Any, sequence: Sequence[int]) -> np.ndarray:
-        with torch.no_grad():
-            return model(torch.tensor([list(sequence)]), use_cache=False).logits[0, -1].numpy()
-
-    return logits
+    with torch.no_grad():
+        return model(torch.tensor([list(sequence)]), use_cache=False).logits[0, -1].numpy()

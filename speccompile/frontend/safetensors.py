@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Headers of safetensors files, checked against the file's length; no tensor is read.
+
+Layout: u64 little-endian header length n, n bytes of JSON, then the tensors' bytes without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speccompile.errors import CheckpointError
+
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_ITEM_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """A tensor in a file: its dtype under the format's name, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def read_header(path: Path) -> dict[str, TensorHeader]:
+    """The tensors of one file by name.
+
+    Raises:
+        CheckpointError: the file is truncated, too long, or no safetensors file.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+            if not 0 < length <= min(size_bytes - 8, _MAX_HEADER_BYTES):
+                raise _damaged(path, f"{size_bytes} bytes, of which the header would be {length}")
+            header = json.loads(file.read(length))
+    except ValueError as fault:
+        raise _damaged(path, f"a header that is no JSON ({fault})") from fault
+    except OSError as fault:
+        raise CheckpointError(str(path), str(fault), "a readable file", "Check its permissions.") from fault
+    if not isinstance(header, dict):
+        raise _damaged(path, "a header that is no JSON object")
+    header.pop("__metadata__", None)
+    tensors, end_bytes = {}, 0
+    for name, fields in header.items():
+        tensors[name], end = _parse_tensor(path, name, fields)
+        end_bytes = max(end_bytes, end)
+    expected_bytes = 8 + length + end_bytes
+    if size_bytes != expected_bytes:
+        how = "truncated" if size_bytes < expected_bytes else "too long"
+        raise _damaged(path, f"{size_bytes} bytes, so the file is {how}", f"{expected_bytes} bytes as its header says")
+    return tensors
+
+
+def _parse_tensor(path: Path, name: str, fields: Any) -> tuple[TensorHeader, int]:
+    try:
+        dtype, shape = str(fields["dtype"]), tuple(int(d) for d in fields["shape"])
+        start, end = (int(o) for o in fields["data_offsets"])
+    except (KeyError, TypeError, ValueError) as fault:
+        raise _damaged(path, f"a bad entry for {name} ({type(fault).__name__}: {fault})") from fault
+    if dtype not in _ITEM_BITS:
+        raise _damaged(path, f"{name} of the unknown dtype {dtype}")
+    if (end - start) * 8 != math.prod(shape) * _ITEM_BITS[dtype] or start < 0 or min(shape, default=0) < 0:
+        raise _damaged(path, f"{end - start} bytes for {name}", f"{dtype} of shape {list(shape)}")
+    return TensorHeader(dtype, shape), end
+
+
+def _damaged(path: Path, got: str, expected: str = "a whole safetensors file") -> CheckpointError:
+    return CheckpointError(str(path), got, expected, "The file is damaged: download it again.")

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sliding window as long as the cache hides nothing: without it the layers share one mask."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from speccompile.passes.base import Pass
+from speccompile.passes.edit import OPS_DOMAIN, nodes_of
+from speccompile.passes.match import int_attribute
+
+
+def drop_windows(model: ir.Model, max_seq_len: int) -> int:
+    """Set `window` to 0 where it is at least `max_seq_len`; returns how many nodes changed."""
+    found = [n for n in nodes_of(model, "CachedAttention", OPS_DOMAIN) if int_attribute(n, "window", 0) >= max_seq_len]
+    for node in found:
+        node.attributes["window"] = ir.AttrInt64("window", 0)
+    return len(found)
+
+
+def drop_windows_pass(max_seq_len: int) -> Pass:
+    """The pass for caches of `max_seq_len` rows."""
+    return Pass("drop_windows", lambda model: drop_windows(model, max_seq_len))
