@@ -90,6 +90,7 @@ class DraftModelProposer:
         plan.begin()
         if slot.max_drafts < 1 or num > self.max_seq_len or not plan.wants(0):
             return False
+        self.lengths[place] = min(self.lengths[place], num - 1)  # the root is read again, however the last step ended
         while num - (start := int(self.lengths[place])) > CATCH_UP:
             end = min(start + CHUNK, num - 1)
             self._read(place, np.array(slot.tokens[start:end], dtype=np.int64))

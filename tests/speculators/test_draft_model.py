@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from speccompile.core.jobs import MethodContext, StepCosts
+from speccompile.core.sampling import SamplingParams, warp
+from speccompile.errors import RecipeError
+from speccompile.runtime.loop import decode
+from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.verifier import Verifier
+from speccompile.speculators.draft_model.config import Config
+from speccompile.speculators.draft_model.method import DraftModelMethod
+from speccompile.speculators.draft_model.policy import Plan, length_policy
+from tests.mock_lm import VOCAB, MockEngine, MockLM
+
+TARGET = MockLM(seed=11, sharpness=1.2)
+DRAFT = TARGET.blurred(seed=12, blur=0.7)
+CHEAP = {"target": StepCosts(((1, 10.0), (16, 11.0))), "draft": StepCosts(((1, 0.1),))}
+DEAR = {"target": StepCosts(((1, 1.0), (16, 30.0))), "draft": StepCosts(((1, 2.0),))}
+
+
+def make_proposer(costs=None, slots=2, **config):
+    context = MethodContext(slots, 96, 8, costs or {})
+    engine = MockEngine(DRAFT, "draft", slots, 96)
+    return DraftModelMethod().make_proposer(Config("draft", **config), {"draft": engine}, context)
+
+
+def policy(costs=None, **config):
+    costs = costs or {}
+    return length_policy(Config("draft", **config), costs.get("target"), costs.get("draft"), 8)
+
+
+def draft_length(rule, confidences, may_drop=True):
+    """How many drafts of these confidences a slot would score."""
+    plan, num = Plan(rule), 0
+    while plan.wants(num) and plan.add(confidences[num], num, may_drop):
+        num += 1
+    return num
+
+
+def test_a_fixed_length_does_not_look_at_confidence():
+    assert draft_length(policy(num_draft_tokens=5), [0.01] * 9) == 5
+
+
+def test_min_confidence_drops_the_token_that_falls_below_it():
+    rule = policy(num_draft_tokens=5, min_confidence=0.5)
+    assert draft_length(rule, [0.9, 0.8, 0.6, 0.9, 0.9]) == 2  # 0.9 * 0.8 * 0.6 < 0.5
+    assert draft_length(rule, [0.9, 0.8, 0.6, 0.9, 0.9], may_drop=False) == 3
+
+
+def test_auto_follows_the_costs():
+    sure, unsure = [0.95] * 9, [0.5] * 9
+    assert draft_length(policy(CHEAP), sure) == 8
+    assert draft_length(policy(DEAR), sure) == 0
+    assert draft_length(policy(DEAR), unsure) <= draft_length(policy(CHEAP), unsure) < draft_length(policy(CHEAP), sure)
+    assert 0 < draft_length(policy(), unsure) < 8  # nothing measured: a fixed line
+
+
+def test_power_corrects_an_over_confident_draft():
+    assert draft_length(policy(confidence_power=3.0), [0.8] * 9) < draft_length(policy(), [0.8] * 9)
+
+
+def test_costs_are_interpolated_and_extended():
+    costs = StepCosts.from_json({"step_ms": {"8": 4.5, "1": 2.0, "4": 3.5}})
+    assert [costs.ms(n) for n in (1, 2, 4, 6, 8, 12)] == pytest.approx([2.0, 2.5, 3.5, 4.0, 4.5, 5.5])
+    assert StepCosts.from_json({}).ms(3) == 0.0
+    assert StepCosts(((1, 0.2),)).ms(9) == 0.2
+
+
+def test_a_draft_far_behind_catches_up_and_then_reads_little():
+    proposer = make_proposer(num_draft_tokens=3)
+    slot = SimpleNamespace(tokens=[int(t) for t in np.arange(40) % VOCAB], sampling=SamplingParams(), max_drafts=9)
+    proposer.start(0, slot)
+    batch = SimpleNamespace(slots=[slot], is_greedy=True, warp_feeds=dict)
+    tree = proposer.propose(batch)
+    widths = [seen["tokens"][1] for seen in proposer.engine.feeds_seen]
+    assert widths == [39, 1, 1, 1]
+    assert tree.tokens[0].tolist() == [slot.tokens[-1], *DRAFT.greedy(slot.tokens, 3)]
+    assert tree.draft_probs is None
+
+
+def test_after_a_whole_path_two_tokens_are_read_after_a_refusal_one():
+    proposer = make_proposer(num_draft_tokens=3)
+    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
+    batch = SimpleNamespace(slots=[slot], is_greedy=True, warp_feeds=dict)
+    proposer.start(0, slot)
+    for num_accepted, widths in ((3, [2, 1, 1]), (1, [1, 1, 1]), (0, [1, 1, 1])):
+        tree = proposer.propose(batch)
+        verdict = SimpleNamespace(num_accepted=np.array([num_accepted]))
+        proposer.commit(batch, tree, verdict, {})
+        slot.tokens += [*tree.tokens[0, 1 : num_accepted + 1].tolist(), 7]
+        proposer.engine.feeds_seen.clear()
+        proposer.propose(batch)
+        assert [seen["tokens"][1] for seen in proposer.engine.feeds_seen] == widths
+        proposer.commit(batch, tree, SimpleNamespace(num_accepted=np.array([0])), {})
+
+
+def test_sampled_drafts_carry_the_warped_law_they_were_drawn_from():
+    proposer = make_proposer(num_draft_tokens=2)
+    params = [SamplingParams(temperature=0.8, top_k=5, seed=3), SamplingParams()]
+    slots = Slots([], 2)
+    slots.slots = [Slot(i, [4, 5 + i], p, frozenset(), None) for i, p in enumerate(params)]
+    slots.changed()
+    for place, slot in enumerate(slots.slots):
+        slot.plan(96)
+        proposer.start(place, slot)
+    tree = proposer.propose(slots)
+    tree.validate(VOCAB)
+    law = warp(DRAFT.logits(np.array([4, 5]))[None, None], [0.8], [5], [1.0])[0, 0]
+    np.testing.assert_array_equal(tree.draft_probs[0, 1], law)
+    assert np.count_nonzero(tree.draft_probs[0, 2]) == 5
+    assert tree.draft_probs[1, 1, tree.tokens[1, 1]] == 1  # a greedy slot: one-hot
+    assert make_proposer(num_draft_tokens=2, drafts="greedy").may_sample is False
+
+
+# `auto` stops on the tokens it has seen: that must not bend the law. Seeds are fixed; p < 1e-4 happens by chance once
+# in ten thousand choices of them.
+@pytest.mark.parametrize("config", [{"num_draft_tokens": 2}, {}, {"min_confidence": 0.2}, {"drafts": "greedy"}])
+def test_three_sampled_tokens_follow_the_targets_law(config):
+    num, prompt, heat, top_k = 3000, [3, 1, 4], 0.9, 4
+    proposer = make_proposer(slots=20, costs=CHEAP, **config)
+    verifier = Verifier(MockEngine(TARGET, "target", 20, 96, headroom=9), 96)
+    asked = [SamplingParams(max_new_tokens=4, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
+    waiting = [Slot(i, prompt, p, frozenset(), None) for i, p in enumerate(asked)]
+    for _ in decode(verifier, proposer, Slots(waiting, 20)):
+        pass
+    expected = {(): float(num)}
+    for _ in range(3):
+        laws = {
+            path: warp(TARGET.logits(np.array([*prompt, *path]))[None], [heat], [top_k], [1.0])[0] for path in expected
+        }
+        expected = {
+            (*path, int(t)): mass * float(laws[path][t])
+            for path, mass in expected.items()
+            for t in np.flatnonzero(laws[path])
+        }
+    counts = Counter(tuple(slot.tokens[3:6]) for slot in waiting)
+    assert set(counts) <= set(expected)
+    common = [path for path, mass in expected.items() if mass >= 8]
+    rest = num - sum(expected[path] for path in common)
+    got = [*(counts[path] for path in common), num - sum(counts[path] for path in common)]
+    assert chisquare(got, [*(expected[path] for path in common), rest], sum_check=False).pvalue > 1e-4
+    assert sum(slot.stats.num_draft_tokens for slot in waiting) > num
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_draft_tokens", 0), ("drafts", "beam"), ("min_confidence", 1.0), ("confidence_power", 0)]
+)
+def test_bad_fields_are_refused(field, value):
+    with pytest.raises(RecipeError, match=rf"speculator\.{field}: got"):
+        Config("draft", **{field: value})

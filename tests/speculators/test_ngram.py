@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speccompile.core.jobs import MethodContext
+from speccompile.errors import RecipeError
+from speccompile.speculators.ngram.config import Config
+from speccompile.speculators.ngram.method import NgramMethod
+from speccompile.speculators.ngram.proposer import NgramIndex
+
+
+def longest_match(tokens, low, high):
+    """The definition, by scanning."""
+    for size in range(high, low - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[len(tokens) - size :]:
+                return end, size
+    return 0, 0
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 3), st.integers(0, 3), st.integers(1, 7))
+@settings(max_examples=300, deadline=None)
+def test_the_index_finds_what_a_scan_finds(tokens, low, more, step):
+    index = NgramIndex(low, low + more)
+    for end in range(1, len(tokens) + 1, step):
+        assert index.find(tokens[:end]) == longest_match(tokens[:end], low, low + more)
+
+
+def propose(sequences, max_drafts=99, **config):
+    proposer = NgramMethod().make_proposer(Config(**config), {}, MethodContext(len(sequences), 512, 16))
+    slots = [SimpleNamespace(tokens=tokens, max_drafts=max_drafts) for tokens in sequences]
+    for place, slot in enumerate(slots):
+        proposer.start(place, slot)
+    return proposer.propose(SimpleNamespace(slots=slots))
+
+
+def test_the_latest_occurrence_wins_and_length_grows_with_the_match():
+    tokens = [1, 2, 7, 8, 9, 4, 1, 2, 5, 6, 0, 3, 1, 2]
+    assert propose([tokens], min_match=2, max_match=4, tokens_per_match=2).tokens.tolist() == [[2, 5, 6, 0, 3]]
+    longer = [9, 1, 2, 7, 8, 9, 4, 6, 1, 2, 5, 5, 5, 9, 1, 2]
+    assert propose([longer], min_match=2, max_match=4, tokens_per_match=2).tokens.tolist() == [[2, 7, 8, 9, 4, 6, 1]]
+
+
+def test_a_match_that_overlaps_its_draft_repeats_the_loop():
+    tree = propose([[5, 1, 2, 3, 1, 2, 3]], min_match=2, max_match=2, num_draft_tokens=8, tokens_per_match=8)
+    assert tree.tokens.tolist() == [[3, 1, 2, 3, 1, 2, 3, 1, 2]]
+
+
+def test_ragged_batches_are_padded_and_limits_hold():
+    tree = propose([[1, 2, 3, 1, 2], [7, 8, 9]], min_match=1, max_match=2, max_drafts=2)
+    assert tree.num_nodes.tolist() == [3, 1]
+    assert tree.tokens[0].tolist() == [2, 3, 1]
+    assert tree.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
+    tree.validate()
+    assert propose([[1, 2, 3, 1, 2]], max_drafts=0).tokens.tolist() == [[2]]
+
+
+@pytest.mark.parametrize("bad", [{"num_draft_tokens": 0}, {"min_match": 0}, {"min_match": 4, "max_match": 3}])
+def test_bad_fields_are_refused(bad):
+    with pytest.raises(RecipeError, match=rf"speculator\.{list(bad)[-1]}: got"):
+        Config(**bad)
