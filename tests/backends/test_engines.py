@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines keep their contract: caches in place, rows that do not depend on their neighbours, roll back, refusals."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from speccompile.core import specs
+from speccompile.errors import RuntimeFault
+
+FORMS = [("none", "fp32"), ("int8", "rowq8"), ("int8", "blocks32"), ("int4", "blocks32")]
+TOKENS = np.random.default_rng(7).integers(0, 97, 400)
+
+
+def feed(tokens: np.ndarray, length: int, **more: Any) -> dict[str, np.ndarray]:
+    return {specs.TOKENS: np.atleast_2d(tokens), specs.LENGTHS: np.array([length]), **more}
+
+
+def logits_in_chunks(engine: Any, tokens: np.ndarray, chunks: list[int], slot: int = 0) -> np.ndarray:
+    """Logits of all tokens [len, vocab] when they come in chunks of these sizes."""
+    rows, start = [], 0
+    for size in chunks:
+        out = engine.run(feed(tokens[start : start + size], start), first_slot=slot)
+        rows.append(out[specs.LOGITS][0].copy())
+        start += size
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize(("quantization", "form"), FORMS)
+def test_chain_gives_every_token_the_bits_of_a_single_step(open_engine: Any, quantization: str, form: str) -> None:
+    tokens = TOKENS[:48]
+    single = logits_in_chunks(open_engine(quantization=quantization, form=form), tokens, [1] * 48)
+    for chunks in ([16, 16, 16], [5, 8, 3, 2, 1, 4, 7, 12, 6], [48]):
+        chain = logits_in_chunks(open_engine(quantization=quantization, form=form), tokens, chunks)
+        np.testing.assert_array_equal(chain, single)
+
+
+@pytest.mark.parametrize(("quantization", "form"), FORMS)
+def test_a_slot_has_the_same_bits_in_any_batch_and_bucket(open_engine: Any, quantization: str, form: str) -> None:
+    engine = open_engine(quantization=quantization, form=form)
+    alone = open_engine(quantization=quantization, form=form)
+    prompts = [TOKENS[:20], TOKENS[50:190], TOKENS[30:33]]
+    for slot, prompt in enumerate(prompts):
+        engine.run(feed(prompt, 0), first_slot=slot)  # slot 1 makes the view grow
+    tokens, lengths = TOKENS[300:312].reshape(3, 4), np.array([len(p) for p in prompts])
+    together = engine.run({specs.TOKENS: tokens, specs.LENGTHS: lengths})[specs.LOGITS].copy()
+    for slot, prompt in enumerate(prompts):
+        alone.reset()
+        alone.run(feed(prompt, 0))
+        np.testing.assert_array_equal(alone.run(feed(tokens[slot], lengths[slot]))[specs.LOGITS][0], together[slot])
+
+
+def test_caches_are_never_copied(open_engine: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """ONNX Runtime warns whenever a TensorScatter copies; the warning is on, and provoked once to prove it."""
+    engine = open_engine()
+    addresses = list(engine.caches.addresses)
+    logits_in_chunks(engine, TOKENS, [100, 1, 1, 4, 16, 150, 1, 8])
+    draft = open_engine(role="draft")
+    draft.run(feed(TOKENS[:9], 0, scored_nodes=np.array([[8]])))
+    engine.compact(np.array([30]), np.array([[0, 2, 3]]))
+    assert engine.caches.addresses == addresses
+    assert "in-place optimization not activated" not in capfd.readouterr().err
+    spec, session = engine.spec, engine.session
+    feeds = {specs.TOKENS: TOKENS[None, :1], specs.LENGTHS: np.zeros(1, np.int64)}
+    from speccompile.core.neutral import neutral_value, shape_from_dims
+
+    sizes = {"batch": 1, "nodes": 1, "scored": 1, "draft_vocab": 1, "max_seq": 128}
+    for tensor in spec.inputs:
+        feeds.setdefault(tensor.name, neutral_value(tensor.name, shape_from_dims(tensor, sizes), tensor.dtype))
+    session.run(None, feeds)
+    assert "in-place optimization not activated" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "reference"])
+def test_a_rolled_back_tree_leaves_the_cache_of_its_path(open_engine: Any, backend: str) -> None:
+    """Cache and logits after tree + compaction against a prefill of the same tokens. Trees add in another order."""
+    engine, fresh = open_engine(backend, max_rows=64), open_engine(backend, max_rows=64)
+    prompt, tree = TOKENS[:10], TOKENS[20:26]
+    parents = np.array([[-1, 0, 0, 2, 2, 4]])
+    mask = np.eye(6, dtype=bool)
+    for node in range(1, 6):
+        mask[node] |= mask[parents[0, node]]
+    path = np.array([[0, 2, 4, 5]])
+    engine.run(feed(prompt, 0))
+    scored = engine.run(feed(tree, 10, tree_mask=mask[None], parents=parents))[specs.LOGITS][0].copy()
+    engine.compact(np.array([10]), path)
+    tokens = np.concatenate([prompt, tree[path[0]]])
+    wanted = fresh.run(feed(tokens, 0))[specs.LOGITS][0][10:].copy()
+    assert np.abs(scored[path[0]] - wanted).max() < 2e-5
+    after, wanted = (e.run(feed(TOKENS[40:43], 14))[specs.LOGITS].copy() for e in (engine, fresh))
+    assert np.abs(after - wanted).max() < 2e-5
+
+
+def test_onnxruntime_and_the_oracle_agree(open_engine: Any) -> None:
+    ours, oracle = open_engine(max_rows=64), open_engine("reference", max_rows=64)
+    rng = np.random.default_rng(3)
+    for engine in (ours, oracle):
+        for slot in range(3):
+            engine.run(feed(TOKENS[slot * 9 : slot * 9 + 7 + slot], 0, scored_nodes=np.array([[0]])), first_slot=slot)
+    step = {
+        specs.TOKENS: rng.integers(0, 97, (3, 4)),
+        specs.LENGTHS: np.array([7, 8, 9]),
+        specs.UNIFORMS: rng.random((3, 4, 2), np.float32),
+        specs.TEMPERATURE: np.array([0.8, 0, 1.3], np.float32),
+        specs.TOP_K: np.array([0, 0, 12]),
+        specs.TOP_P: np.array([0.9, 1, 1], np.float32),
+    }
+    got, wanted = ours.run(step), oracle.run(step)
+    scale = np.abs(wanted[specs.LOGITS]).max()  # about 12: the oracle sums in another order
+    assert np.abs(got[specs.LOGITS] - wanted[specs.LOGITS]).max() < 5e-6 * scale
+    for name in (specs.PATH, specs.NUM_ACCEPTED, specs.NEXT_TOKEN):
+        np.testing.assert_array_equal(got[name], wanted[name])
+
+
+def test_inputs_left_out_become_neutral_again(open_engine: Any) -> None:
+    engine = open_engine()
+    engine.run(feed(TOKENS[:8], 0))
+    plain = engine.run(feed(TOKENS[8:12], 8))[specs.LOGITS].copy()
+    warped = {
+        specs.TEMPERATURE: np.ones(1, np.float32),
+        specs.UNIFORMS: np.full((1, 4, 2), 0.9, np.float32),
+        specs.TREE_MASK: np.eye(4, dtype=bool)[None],
+        specs.PARENTS: np.array([[-1, 0, 0, 0]]),
+    }
+    other = engine.run(feed(TOKENS[8:12], 8, **warped))[specs.LOGITS].copy()
+    assert np.abs(other - plain).max() > 1e-2
+    again = engine.run(feed(TOKENS[8:12], 8))
+    np.testing.assert_array_equal(again[specs.LOGITS], plain)
+    assert again[specs.NEXT_TOKEN][0] == plain[0, again[specs.NUM_ACCEPTED][0]].argmax()
+
+
+def test_draft_engine_gives_its_argmax_and_its_probability(open_engine: Any) -> None:
+    target, draft = open_engine(), open_engine(role="draft")
+    logits = target.run(feed(TOKENS[:9], 0))[specs.LOGITS][0].astype(np.float64)
+    for row in (8, 3):  # a slot of a ragged batch may have its last token before the padding
+        out = draft.run(feed(TOKENS[:9], 0, scored_nodes=np.array([[row]])))
+        probs = np.exp(logits[row] - logits[row].max())
+        probs /= probs.sum()
+        assert out[specs.SAMPLED_TOKEN][0] == probs.argmax()
+        np.testing.assert_allclose(out[specs.CONFIDENCE][0], probs.max(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "reference"])
+def test_too_many_rows_or_slots_are_refused(open_engine: Any, backend: str) -> None:
+    engine = open_engine(backend, max_slots=2, max_rows=32)
+    with pytest.raises(RuntimeFault, match=r"33 cache rows.*at most 32.*engine\.max_seq_len"):
+        engine.run(feed(TOKENS[:4], 29))
+    with pytest.raises(RuntimeFault, match=r"slots.*engine\.max_batch_size"):
+        engine.run({specs.TOKENS: TOKENS[:6].reshape(3, 2), specs.LENGTHS: np.zeros(3, np.int64)})
