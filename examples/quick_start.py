@@ -15,21 +15,34 @@ import speccompile
 from speccompile.core.sampling import SamplingParams
 
 
+STACK = """class Stack:
+    def __init__(self):
+        self._items = []
+
+    def push(self, item):
+"""
+READ = """def read_lines(path, encoding="utf-8"):
+    with open(path, encoding=encoding) as handle:
+"""
+
+
 def main() -> None:
     engine = speccompile.load(sys.argv[1] if len(sys.argv) > 1 else "bundles/pycode")
 
     greedy = SamplingParams(max_new_tokens=48)
-    for result in engine.generate(["def parse_date(text):\n", "class LRUCache:\n"], greedy):
-        print(result.text)
-        print(f"-- {result.finish_reason}, {result.stats}\n")
+    for prompt, result in zip([STACK, READ], engine.generate([STACK, READ], greedy), strict=True):
+        length, steps = result.stats["mean_acceptance_length"], result.stats["num_steps"]
+        print(f"{prompt}{result.text}\n--- {steps} steps, {length:.2f} tokens a step, {result.finish_reason}\n")
 
     # Each request may have its own parameters; the same seed gives the same text in any batch.
     warm = [SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.95, seed=seed) for seed in range(3)]
-    for result in engine.generate(["def area("] * 3, warm):
+    for result in engine.generate([STACK] * 3, warm):
         print(repr(result.text))
 
-    for step in engine.stream("async def fetch(url):\n", SamplingParams(max_new_tokens=32)):
-        print(step)
+    print("\nstreamed, one bar a step:")
+    for step in engine.stream(READ, SamplingParams(max_new_tokens=32)):
+        print(step.text, end="|", flush=True)
+    print()
 
 
 if __name__ == "__main__":
