@@ -59,7 +59,7 @@ def compiled(neutral: tuple[ir.Model, ModelDims], tmp_path_factory: pytest.TempP
     return make
 
 
-@pytest.fixture()
+@pytest.fixture
 def open_engine(compiled: Callable[..., Any]) -> Opener:
     def make(
         backend: str = "onnxruntime",
