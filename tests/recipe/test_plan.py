@@ -18,13 +18,13 @@ CPU = Device("cpu", 4)
 
 def plan(folder: Path, *overrides: str) -> BuildPlan:
     path = folder / "r.yaml"
-    path.write_text("target: {model: gpt2}\nspeculator: {method: guess, model: org/small}\n")
+    path.write_text("target: {model: org/gpt2}\nspeculator: {method: guess, model: org/small}\n")
     return resolve(load_recipe(path, overrides), CPU)
 
 
 def test_the_plan_holds_every_decision(tmp_path: Path) -> None:
     made = plan(tmp_path, "target.quantization=int8", "decoding.stop=[a]")
-    assert made.target == GraphJob("target", "gpt2", "int8")
+    assert made.target == GraphJob("target", "org/gpt2", "int8")
     assert made.drafts == (GraphJob("draft", "org/small", "none"),)
     assert dict(made.target_outputs) == {"hidden": True, "hidden_layers": (1,)}
     assert made.decoding.stop == ("a",)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""speccompile build: recipe in, bundle out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from speccompile.cli.output import errors_as_json, live_stages, print_json, quiet_libraries
+from speccompile.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from speccompile.recipe import BuildPlan
+    from speccompile.runtime.bundle import Bundle
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command(name="build")(build_command)
+
+
+def build_command(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, see recipes/ and docs/recipe.md.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The bundle's folder; bundles/RECIPE by default.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Short for --set engine.backend=...")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. engine.threads=2.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="'random' builds from config.json alone; short for --set target.weights=...")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its predicted sizes only.")] = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Redo every stage and keep none.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Build a bundle from a recipe.
+
+    An existing bundle is replaced in one step when the new one is complete; a build that fails or dies leaves
+    nothing behind. Stages whose inputs did not change come from $SPECCOMPILE_CACHE (~/.cache/speccompile).
+    """
+    from speccompile.recipe import find_device, load_recipe, resolve
+
+    quiet_libraries()
+    settings = [*(overrides or ())]
+    settings += [f"engine.backend={backend}"] if backend is not None else []
+    settings += [f"target.weights={weights}"] if weights is not None else []
+    with errors_as_json(as_json):
+        loaded = load_recipe(recipe, settings)
+        plan = resolve(loaded, find_device(loaded.engine.device))
+        if dry_run:
+            prediction = _predictions(plan)
+            if as_json:
+                print_json({"plan": plan.recipe_from_plan(), "predicted": prediction})
+            else:
+                _print_plan(plan, prediction)
+            return
+        bundle = _build(plan, output or Path("bundles") / recipe.stem, no_cache)
+    if as_json:
+        print_json(_json_from_bundle(bundle))
+    else:
+        _print_bundle(bundle)
+
+
+def _build(plan: BuildPlan, dest: Path, no_cache: bool) -> Bundle:
+    from speccompile.bundling.stage_cache import StageCache
+    from speccompile.pipeline import build
+
+    with live_stages() as progress:
+        return build(plan, dest, progress, StageCache(None) if no_cache else None)
+
+
+def _predictions(plan: BuildPlan) -> dict[str, Any]:
+    from speccompile.frontend.checkpoint import read_config, read_dims
+    from speccompile.recipe.predict import predict
+
+    graphs = {}
+    for job in plan.jobs:
+        source = _config_folder(job.model)
+        dims = read_dims(source)
+        rows = min(plan.engine.max_seq_len, dims.max_positions)
+        prediction = predict(read_config(source), dims, job.quantization, plan.engine.max_batch_size, rows)
+        graphs[job.name] = prediction.json_from_prediction()
+    total = {
+        "bundle_bytes": sum(g["weights_bytes"] for g in graphs.values()),
+        "runtime_bytes": sum(g["weights_bytes"] + g["cache_bytes"] for g in graphs.values()),
+        "build_peak_bytes": max(g["build_peak_bytes"] for g in graphs.values()),
+    }
+    return {"graphs": graphs, "total": total}
+
+
+def _config_folder(model: str) -> Path:
+    """Where config.json of a folder or hub id is; nothing else is downloaded for a prediction."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json")).parent
+    except (OSError, ValueError) as fault:  # the hub's errors derive from these
+        got = f"no local folder, and the hub said: {str(fault).strip().splitlines()[0]}"
+        todo = "Check the name, the network and your access to a gated model, or give a local folder."
+        raise CheckpointError(model, got, "a folder or a hub id that can be reached", todo) from fault
+
+
+def _print_plan(plan: BuildPlan, prediction: dict[str, Any]) -> None:
+    from speccompile.bundling.report import text_from_bytes
+
+    console = Console()
+    table = Table("key", Column("value", overflow="fold"), box=None, header_style="dim")
+    for section, keys in plan.recipe_from_plan().items():
+        for key, value in keys.items():
+            table.add_row(f"{section}.{key}", Text(str(value)))
+    console.print(table)
+    sizes = Table("graph", "parameters", "weights", "caches", "build peak", box=None, header_style="dim")
+    for name, graph in prediction["graphs"].items():
+        cells = (text_from_bytes(graph[k]) for k in ("weights_bytes", "cache_bytes", "build_peak_bytes"))
+        sizes.add_row(name, f"{graph['num_params'] / 1e6:.1f} M", *cells)
+    total = {k: text_from_bytes(v) for k, v in prediction["total"].items()}
+    console.print(sizes)
+    console.print(
+        f"bundle {total['bundle_bytes']}, decoding about {total['runtime_bytes']}, "
+        f"building at most about {total['build_peak_bytes']} of memory"
+    )
+
+
+def _json_from_bundle(bundle: Bundle) -> dict[str, Any]:
+    return {
+        "bundle": str(bundle.path),
+        "size_bytes": sum(f["size_bytes"] for f in bundle.manifest["files"].values()),
+        "graphs": {
+            name: {"file": g["file"], "form": g.get("form"), "checks": g.get("checks"), "tuning": g.get("tuning")}
+            for name, g in bundle.graphs.items()
+        },
+        "stages": bundle.manifest["stages"],
+        "peak_rss_bytes": max(s["peak_rss_bytes"] for s in bundle.manifest["stages"]),
+        "seconds": round(sum(s["seconds"] for s in bundle.manifest["stages"]), 3),
+    }
+
+
+def _print_bundle(bundle: Bundle) -> None:
+    from speccompile.bundling.report import text_from_bytes
+
+    facts = _json_from_bundle(bundle)
+    size, peak = text_from_bytes(facts["size_bytes"]), text_from_bytes(facts["peak_rss_bytes"])
+    path = os.path.relpath(bundle.path)
+    path = str(bundle.path) if path.startswith("..") else path
+    console = Console(soft_wrap=True)
+    console.print(f"{path}: {size}, built in {facts['seconds']:.1f} s, peak memory {peak}", highlight=False)
+    console.print(f"Report: {path}/report.html. Try: speccompile generate {path} 'def '", highlight=False)

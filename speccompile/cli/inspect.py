@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""speccompile inspect: what is in a bundle or in an .onnx file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from speccompile.cli.output import errors_as_json, json_from_error, print_error, print_json
+from speccompile.errors import BundleError, RuntimeFault
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command(name="inspect")(inspect_command)
+
+
+def inspect_command(
+    path: Annotated[Path, typer.Argument(help="A bundle's folder or an .onnx file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Show graphs, inputs and outputs, operators, sizes, and whether the digests hold.
+
+    A bundle whose files do not match its manifest is still shown, with exit code 7.
+    """
+    with errors_as_json(as_json):
+        is_graph = path.is_file() and path.suffix == ".onnx"
+        facts, fault = (_facts_from_onnx(path), None) if is_graph else _facts_from_bundle(path)
+    if as_json:
+        print_json({**facts, **({} if is_graph else {"fault": fault and json_from_error(fault)})})
+    else:
+        _print_facts(facts)
+        if fault is not None:
+            print_error(fault)
+    if fault is not None:
+        raise typer.Exit(fault.exit_code)
+
+
+def _facts_from_bundle(path: Path) -> tuple[dict[str, Any], BundleError | None]:
+    from speccompile.runtime.bundle import MANIFEST, read_bundle, read_json
+
+    fault = None
+    try:
+        manifest = read_bundle(path).manifest
+    except BundleError as error:
+        fault = error
+        # A manifest that cannot be read leaves nothing to show: that error is the answer.
+        manifest = read_json(path / MANIFEST) if path.is_dir() else _refuse(error)
+        if not isinstance(manifest.get("graphs"), dict) or not isinstance(manifest.get("files"), dict):
+            raise
+    files = manifest["files"]
+    facts = {
+        "kind": "bundle",
+        "path": str(path),
+        "digests_ok": fault is None,
+        "speccompile_version": manifest.get("speccompile_version"),
+        "git_sha": manifest.get("git_sha"),
+        "created_at": manifest.get("created_at"),
+        "recipe": manifest.get("recipe"),
+        "size_bytes": sum(f.get("size_bytes", 0) for f in files.values()),
+        "graphs": {name: _facts_from_record(record, files) for name, record in manifest["graphs"].items()},
+        "files": files,
+        "tokenizer": manifest.get("tokenizer"),
+        "eos_token_ids": manifest.get("eos_token_ids"),
+        "versions": manifest.get("versions"),
+        "stages": manifest.get("stages"),
+    }
+    return facts, fault
+
+
+def _refuse(error: BundleError) -> dict[str, Any]:
+    raise error
+
+
+def _facts_from_record(record: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
+    spec = record.get("spec", {})
+    folder = str(record.get("file", "")).rpartition("/")[0]
+    size = sum(f.get("size_bytes", 0) for name, f in files.items() if name.startswith(f"{folder}/"))
+    known = ("role", "file", "model", "dims", "max_rows", "form", "forms_measured", "tuning", "checks", "passes")
+    return {
+        **{key: record[key] for key in known if key in record},
+        "size_bytes": size,
+        "inputs": spec.get("inputs", []),
+        "outputs": spec.get("outputs", []),
+        "op_histogram": record.get("op_histogram", {}),
+    }
+
+
+def _facts_from_onnx(path: Path) -> dict[str, Any]:
+    try:
+        import onnx_ir as ir
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+        from speccompile.passes.base import histogram_from_model
+    except ImportError as fault:
+        todo = "Install the build extra: pip install 'speccompile[build]'."
+        raise RuntimeFault("inspect", f"no package {fault.name}", "onnx and onnx-ir", todo) from fault
+    try:
+        model = ir.load(path)
+    except (DecodeError, OSError, ValueError) as fault:
+        raise BundleError(str(path), str(fault) or "no graph", "an ONNX model", "Check the file.") from fault
+    graph = model.graph
+    tensors = [v.const_value for v in graph.initializers.values() if v.const_value is not None]
+    external = {path.parent / t.location for t in tensors if isinstance(t, ir.ExternalTensor)}
+    return {
+        "kind": "onnx",
+        "path": str(path),
+        "size_bytes": sum(f.stat().st_size for f in {path, *external} if f.exists()),
+        "missing_files": sorted(str(f) for f in external if not f.exists()),
+        "opsets": dict(model.opset_imports),
+        "graphs": {
+            graph.name or path.stem: {
+                "inputs": [_facts_from_value(v) for v in graph.inputs],
+                "outputs": [_facts_from_value(v) for v in graph.outputs],
+                "num_weights": sum(t.size for t in tensors),
+                "op_histogram": {"after": histogram_from_model(model)},
+                "functions": sorted(f"{f.domain}::{f.name}" for f in model.functions.values()),
+            }
+        },
+    }
+
+
+def _facts_from_value(value: Any) -> dict[str, Any]:
+    dims = [] if value.shape is None else [d if isinstance(d, int) else str(d) for d in value.shape]
+    return {"name": value.name, "dims": dims, "dtype": "" if value.dtype is None else value.dtype.numpy().name}
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    from speccompile.bundling.report import text_from_bytes
+
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"[bold]{facts['kind']}[/] {facts['path']}  {text_from_bytes(facts['size_bytes'])}")
+    if facts["kind"] == "bundle":
+        state = "[green]hold[/]" if facts["digests_ok"] else "[bold red]do not hold[/]"
+        recipe = facts["recipe"] or {}
+        method = recipe.get("speculator", {}).get("method")
+        backend = recipe.get("engine", {}).get("backend")
+        console.print(f"digests {state}; method {method}; backend {backend}; built {facts['created_at']}")
+    for name, graph in facts["graphs"].items():
+        size = f"  {text_from_bytes(graph['size_bytes'])}" if "size_bytes" in graph else ""
+        console.print(f"\n[bold]{name}[/]{size}")
+        table = Table("", "tensor", "dims", "dtype", box=None, header_style="dim")
+        for side in ("inputs", "outputs"):
+            for label, tensor in _without_repeats(graph[side]):
+                table.add_row(side[:-1], label, Text(str(tensor["dims"]).replace("'", "")), tensor["dtype"])
+        console.print(table)
+        ops = graph["op_histogram"].get("after", {})
+        if ops:
+            console.print("operators: " + ", ".join(f"{op} {count}" for op, count in ops.items()))
+
+
+def _without_repeats(tensors: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Caches of many layers as one line."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for tensor in tensors:
+        parts = ["*" if part.isdigit() else part for part in tensor["name"].split(".")]
+        rows.setdefault(".".join(parts), []).append(tensor)
+    return [
+        (f"{label} ({len(group)})" if len(group) > 1 else group[0]["name"], group[0]) for label, group in rows.items()
+    ]

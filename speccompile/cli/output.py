@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands print: errors, JSON, the live list of stages. Results go to stdout, all else to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from speccompile.errors import SpecCompileError
+
+
+def print_error(error: SpecCompileError) -> None:
+    """The four parts of an error, on stderr."""
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(Text.assemble((type(error).__name__, "bold red"), "  ", (error.where, "bold")))
+    for label, value in (("got", error.got), ("expected", error.expected), ("to do", error.todo)):
+        console.print(Text.assemble((f"  {label:<10}", "dim"), value))
+
+
+def print_json(value: Any) -> None:
+    """A JSON document on stdout."""
+    typer.echo(json.dumps(value, indent=1))
+
+
+def json_from_error(error: SpecCompileError) -> dict[str, Any]:
+    """{"kind", "where", "got", "expected", "todo", "exit_code"}."""
+    parts = {name: getattr(error, name) for name in ("where", "got", "expected", "todo", "exit_code")}
+    return {"kind": type(error).__name__, **parts}
+
+
+@contextlib.contextmanager
+def errors_as_json(wanted: bool) -> Iterator[None]:
+    """With `--json` an error is a document {"error": {...}} on stdout; the exit code stays."""
+    try:
+        yield
+    except SpecCompileError as error:
+        if not wanted:
+            raise
+        print_json({"error": json_from_error(error)})
+        raise typer.Exit(error.exit_code) from error
+
+
+@contextlib.contextmanager
+def live_stages() -> Iterator[Callable[[str], None]]:
+    """A callback for "STAGE" and "STAGE: STEP": a spinner on a terminal, a line for each stage elsewhere."""
+    console = Console(stderr=True)
+    current, start = "", time.perf_counter()
+
+    def finish() -> None:
+        if current:
+            seconds = f"{time.perf_counter() - start:.1f} s"
+            console.print(Text.assemble(("done ", "green"), f"{current:<24}", (f"{seconds:>9}", "dim")))
+
+    with console.status("starting") as status:
+
+        def report(message: str) -> None:
+            nonlocal current, start
+            stage, _, step = message.partition(": ")
+            if step == "cached":
+                finish()
+                current = ""
+                console.print(Text.assemble(("done ", "green"), f"{stage:<24}", (f"{'cached':>9}", "dim")))
+            elif stage != current:
+                finish()
+                current, start = stage, time.perf_counter()
+            status.update(message)
+
+        yield report
+        finish()
+
+
+def quiet_libraries() -> None:
+    """Keep the progress bars and advice of the export libraries out of our output."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
