@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny pair of language models whose joint law over several tokens is known exactly.
+
+The next token depends on the last two, so a wrong row, a wrong residual or a reused draw shows up in the joint
+law of the emitted tokens even where the first token alone would look right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from speccompile.core.acceptance import Verdict, accept
+from speccompile.core.sampling import DRAFT_LANE, draw, tree_uniforms, uniforms, warp
+from speccompile.core.tree import TokenTree
+
+VOCAB = 5
+NUM_TOKENS = 3
+PROMPT = (0, 1)
+CHAIN = (-1, 0, 1, 2)
+TREE = (-1, 0, 0, 1, 1, 0, 2)  # three siblings at the root, two behind the first, one behind the second
+
+
+@dataclass(frozen=True)
+class Setting:
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+SETTINGS = (
+    Setting(1.0, 0, 1.0),
+    Setting(0.5, 0, 1.0),
+    Setting(1.5, 3, 1.0),
+    Setting(0.8, 0, 0.8),
+    Setting(1.3, 4, 0.9),
+)
+
+Decide = Callable[[TokenTree, np.ndarray, np.ndarray, Setting], Verdict]
+
+
+def tables(seed: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    """(target logits, draft law), [VOCAB, VOCAB, VOCAB] each, by the last two tokens."""
+    rng = np.random.default_rng(seed)
+    target = rng.normal(size=(VOCAB, VOCAB, VOCAB)).astype(np.float32) * np.float32(1.2)
+    draft = 0.5 * target + 0.8 * rng.normal(size=target.shape)
+    draft = np.exp(draft) / np.exp(draft).sum(axis=-1, keepdims=True)
+    return target, draft.astype(np.float32)
+
+
+def warped(logits: np.ndarray, setting: Setting) -> np.ndarray:
+    batch = len(logits)
+    return warp(
+        logits,
+        np.full(batch, setting.temperature, np.float32),
+        np.full(batch, setting.top_k, np.int64),
+        np.full(batch, setting.top_p, np.float32),
+    )
+
+
+def exact_joint(setting: Setting) -> np.ndarray:
+    """[VOCAB ** NUM_TOKENS] float64: the law of the tokens behind PROMPT."""
+    laws = warped(tables()[0], setting).astype(np.float64)
+    laws /= laws.sum(axis=-1, keepdims=True)
+    first = laws[PROMPT]
+    second = laws[PROMPT[1]]  # [first, second]
+    return (first[:, None, None] * second[:, :, None] * laws).reshape(-1)
+
+
+def propose(
+    form: tuple[int, ...], previous: np.ndarray, root: np.ndarray, seeds: np.ndarray, places: np.ndarray, sampled: bool
+) -> tuple[TokenTree, np.ndarray]:
+    """Drafts for every slot, siblings without replacement, and the context (two tokens) of each node."""
+    batch, nodes = len(root), len(form)
+    draft = tables()[1]
+    contexts = np.zeros((batch, nodes, 2), np.int64)
+    contexts[:, 0, 0], contexts[:, 0, 1] = previous, root
+    laws = np.zeros((batch, nodes, VOCAB), np.float32)
+    slots = np.arange(batch)
+    depth = [0] * nodes
+    for node in range(1, nodes):
+        parent = form[node]
+        depth[node] = depth[parent] + 1
+        law = draft[contexts[:, parent, 0], contexts[:, parent, 1]].copy()
+        for sibling in range(1, node):
+            if form[sibling] == parent:
+                law[slots, contexts[:, sibling, 1]] = 0
+        law /= law.sum(axis=-1, keepdims=True)
+        laws[:, node] = law
+        drawn = uniforms(seeds, (places + depth[node])[:, None], DRAFT_LANE + 100 + node)[:, 0]
+        token = draw(law, drawn) if sampled else law.argmax(axis=-1)
+        contexts[:, node, 0], contexts[:, node, 1] = contexts[:, parent, 1], token
+    parents = np.broadcast_to(np.array(form), (batch, nodes)).copy()
+    return TokenTree.tree(contexts[:, :, 1].copy(), parents, draft_probs=laws if sampled else None), contexts
+
+
+def decide_by_twin(tree: TokenTree, logits: np.ndarray, draws: np.ndarray, setting: Setting) -> Verdict:
+    return accept(tree, warped(logits, setting), draws)
+
+
+def emit(
+    form: tuple[int, ...], sampled: bool, setting: Setting, batch: int, decide: Decide, seed: int = 0
+) -> np.ndarray:
+    """[batch, NUM_TOKENS] int64: what the draft-verify loop emits behind PROMPT."""
+    target = tables()[0]
+    seeds = np.arange(batch, dtype=np.uint64)
+    text = np.full((batch, NUM_TOKENS + len(form) + 2), -1, np.int64)
+    text[:, :2] = PROMPT
+    lengths = np.full(batch, 2)
+    slots = np.arange(batch)
+    while (todo := slots[lengths < 2 + NUM_TOKENS]).size:
+        last = lengths[todo] - 1
+        tree, contexts = propose(form, text[todo, last - 1], text[todo, last], seeds[todo], last, sampled)
+        logits = target[contexts[..., 0], contexts[..., 1]]
+        verdict = decide(tree, logits, tree_uniforms(seeds[todo], last, tree), setting)
+        for i in range(1, tree.nodes):
+            node = verdict.path[:, i]
+            kept = node >= 0
+            text[todo[kept], lengths[todo[kept]]] = tree.tokens[np.flatnonzero(kept), node[kept]]
+            lengths[todo[kept]] += 1
+        text[todo, lengths[todo]] = verdict.next_token
+        lengths[todo] += 1
+    return text[:, 2 : 2 + NUM_TOKENS]
+
+
+def p_value(emitted: np.ndarray, joint: np.ndarray) -> float:
+    """Chi-square of the emitted tokens against their joint law; 0 when a token came out that has no mass."""
+    cells = emitted @ VOCAB ** np.arange(NUM_TOKENS - 1, -1, -1)
+    observed, expected = np.bincount(cells, minlength=len(joint)).astype(float), joint * len(emitted)
+    if observed[expected == 0].any():
+        return 0.0
+    rare = expected < 5
+    observed = np.append(observed[~rare], observed[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    return float(stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speccompile.core import acceptance
+from speccompile.core.acceptance import Verdict, accept, residual
+from speccompile.core.tree import TokenTree
+from tests.core.law_lab import CHAIN, SETTINGS, TREE, Setting, decide_by_twin, emit, exact_joint, p_value, warped
+
+BATCH = 6000
+RIGHT, WRONG = 1e-3, 1e-6  # p-values; the draws are seeded, so neither bound is a matter of luck
+
+
+def probs(*rows: list[float]) -> np.ndarray:
+    return np.array([rows], dtype=np.float32)
+
+
+def draws(*rows: list[float]) -> np.ndarray:
+    return np.array([rows], dtype=np.float32)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    ("form", "sampled"),
+    [((-1,), False), (CHAIN, True), (TREE, True), (TREE, False)],
+    ids=["plain", "chain", "tree", "top-k"],
+)
+def test_emitted_tokens_follow_the_target(form: tuple[int, ...], sampled: bool, setting: Setting) -> None:
+    emitted = emit(form, sampled, setting, BATCH, decide_by_twin)
+    assert p_value(emitted, exact_joint(setting)) > RIGHT
+
+
+def test_one_hot_laws_are_a_deterministic_draft() -> None:
+    """A deterministic draft may also be given as a one-hot law; the text differs, the law does not."""
+
+    def decide(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
+        one_hot = np.eye(logits.shape[-1], dtype=np.float32)[tree.tokens]
+        return accept(tree, warped(logits, setting), uniforms, one_hot)
+
+    assert p_value(emit(TREE, False, SETTINGS[0], BATCH, decide), exact_joint(SETTINGS[0])) > RIGHT
+
+
+def _shared_accept_draw(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
+    uniforms[:, :, 0] = uniforms[:, 1:2, 0]
+    return decide_by_twin(tree, logits, uniforms, setting)
+
+
+def _reused_draw(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
+    uniforms[:, :-1, 1] = uniforms[:, 1:, 0]
+    return decide_by_twin(tree, logits, uniforms, setting)
+
+
+def _law_of_the_parent(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
+    """Siblings are judged by the law before their elder siblings were taken out."""
+    assert tree.draft_probs is not None
+    laws = tree.draft_probs.copy()
+    for node in range(1, tree.nodes):
+        first = min(n for n in range(1, tree.nodes) if tree.parents[0, n] == tree.parents[0, node])
+        laws[:, node] = laws[:, first]
+    return accept(tree, warped(logits, setting), uniforms, laws)
+
+
+def _top_p_before_temperature(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
+    cut = np.log(warped(logits, Setting(1.0, setting.top_k, setting.top_p)) + np.float32(1e-30))
+    return accept(tree, warped(cut, Setting(setting.temperature, 0, 1.0)), uniforms)
+
+
+def _ties_to_the_draft(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
+    """Accepts a draft whenever the target likes it better than the uniform draw, whatever the draft law is."""
+    return accept(tree, warped(logits, setting), uniforms, np.ones_like(tree.draft_probs))
+
+
+def _row_of_the_parent(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
+    return decide_by_twin(
+        tree, np.concatenate((logits[:, :1], logits[:, :1], logits[:, 2:]), axis=1), uniforms, setting
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "setting", "decide"),
+    [
+        (TREE, SETTINGS[0], _shared_accept_draw),
+        (CHAIN, SETTINGS[0], _reused_draw),
+        (TREE, SETTINGS[0], _law_of_the_parent),
+        (CHAIN, SETTINGS[4], _top_p_before_temperature),
+        (CHAIN, SETTINGS[0], _ties_to_the_draft),
+        (CHAIN, SETTINGS[0], _row_of_the_parent),
+    ],
+)
+def test_wrong_inputs_of_the_rule_are_noticed(form, setting, decide) -> None:  # type: ignore[no-untyped-def]
+    assert p_value(emit(form, True, setting, 2 * BATCH, decide), exact_joint(setting)) < WRONG
+
+
+@pytest.mark.parametrize("form", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda target, draft: target,
+        lambda target, draft: np.abs(target - draft) / np.abs(target - draft).sum(),
+        lambda target, draft: target * target / (target * target).sum(),
+        lambda target, draft: draft,
+    ],
+    ids=["keeps the target", "absolute", "squares", "draws the draft"],
+)
+def test_wrong_residuals_are_noticed(form: tuple[int, ...], wrong, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(acceptance, "residual", wrong)
+    emitted = emit(form, True, SETTINGS[0], BATCH, decide_by_twin)
+    assert p_value(emitted, exact_joint(SETTINGS[0])) < WRONG
+
+
+def test_deterministic_drafts_do_not_change_the_text() -> None:
+    plain = emit((-1,), False, SETTINGS[4], 500, decide_by_twin)
+    for form in (CHAIN, TREE, (-1, 0, 0, 0)):
+        np.testing.assert_array_equal(emit(form, False, SETTINGS[4], 500, decide_by_twin), plain)
+
+
+def test_greedy_is_the_same_rule() -> None:
+    setting = Setting(0.0, 2, 0.5)
+    plain = emit((-1,), False, setting, 4, decide_by_twin)
+    assert (plain == plain[0]).all()
+    for form, sampled in ((CHAIN, True), (TREE, True), (CHAIN, False), (TREE, False)):
+        np.testing.assert_array_equal(emit(form, sampled, setting, 40, decide_by_twin), plain[:1].repeat(40, axis=0))
+
+
+def test_a_chain_is_kept_up_to_its_first_refusal() -> None:
+    tree = TokenTree.chain(np.array([[9, 1, 2, 0]]))
+    target = probs([0, 1, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0])
+    verdict = accept(tree, target, draws(*[[0.5, 0.5]] * 4))
+    assert verdict.path.tolist() == [[0, 1, 2, -1]]
+    assert verdict.num_accepted.tolist() == [2]
+    assert verdict.next_token.tolist() == [1]
+    assert verdict.nodes_kept(0) == [0, 1, 2]
+
+
+def test_a_whole_path_is_followed_by_a_bonus_token() -> None:
+    tree = TokenTree.chain(np.array([[9, 1, 2]]))
+    verdict = accept(tree, probs([0, 1, 0], [0, 0, 1], [1, 0, 0]), draws(*[[0.5, 0.5]] * 3))
+    assert (verdict.path.tolist(), verdict.next_token.tolist()) == ([[0, 1, 2]], [0])
+
+
+def test_of_equal_siblings_the_first_is_kept() -> None:
+    tree = TokenTree.tree([[9, 2, 1, 1]], [[-1, 0, 0, 0]])
+    assert accept(tree, probs(*[[0, 1, 0]] * 4), draws(*[[0, 0]] * 4)).path.tolist() == [[0, 2, -1, -1]]
+
+
+def test_padding_is_never_reached() -> None:
+    tree = TokenTree.chain(np.array([[9, 1, 1]]), np.array([2]))
+    verdict = accept(tree, probs(*[[0, 1, 0]] * 3), draws(*[[0, 0]] * 3))
+    assert (verdict.path.tolist(), verdict.next_token.tolist()) == ([[0, 1, -1]], [1])
+
+
+def test_the_parent_of_node_0_is_not_read() -> None:
+    """Prefill scores one node of many and leaves that node's own parent at place 0."""
+    parents = np.array([[510]])
+    tree = TokenTree(np.array([[7]]), parents, np.array([1]))
+    assert accept(tree, probs([0, 0, 1]), draws([0, 0.3])).next_token.tolist() == [2]
+
+
+def test_recovered_token_comes_from_the_residual() -> None:
+    tree = TokenTree.chain(np.array([[9, 0]]), draft_probs=probs([0, 0, 0], [1, 0, 0]))
+    target = probs([0.5, 0.25, 0.25], [1, 0, 0])
+    refused = [accept(tree, target, draws([0, u], [0.5, 0])).next_token[0] for u in (0.0, 0.49, 0.51, 0.99)]
+    assert refused == [1, 1, 2, 2]
+    assert accept(tree, target, draws([0, 0.9], [0.49, 0])).path.tolist() == [[0, 1]]
+
+
+def test_residual_without_mass_keeps_the_target() -> None:
+    one_hot = np.array([0, 1, 0], dtype=np.float32)
+    assert residual(one_hot, one_hot) is one_hot
+    np.testing.assert_allclose(residual(np.float32([0.5, 0.5, 0]), np.float32([0.8, 0.2, 0])), [0, 1, 0])
+    # A draft outside both laws is refused, and what is left is nothing.
+    tree = TokenTree.chain(np.array([[9, 0]]), draft_probs=probs([0, 0, 0], [0, 1, 0]))
+    assert accept(tree, probs([0, 1, 0], [1, 0, 0]), draws([0, 0.7], [0.5, 0])).next_token.tolist() == [1]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_every_verdict_is_a_path_of_the_tree(data: st.DataObject) -> None:
+    nodes, vocab = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
+    parents = [-1] + [data.draw(st.integers(0, i - 1)) for i in range(1, nodes)]
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    laws = rng.dirichlet(np.ones(vocab), size=(2, 1, nodes)).astype(np.float32)
+    tree = TokenTree.tree(rng.integers(0, vocab, (1, nodes)), [parents])
+    uniforms = rng.random((1, nodes, 2)).astype(np.float32)
+    verdict = accept(tree, laws[0], uniforms, laws[1] if data.draw(st.booleans()) else None)
+    kept = verdict.nodes_kept(0)
+    assert kept[0] == 0 and verdict.path[0, len(kept) :].tolist() == [-1] * (nodes - len(kept))
+    assert [parents[n] for n in kept[1:]] == kept[:-1]
+    assert 0 <= verdict.next_token[0] < vocab

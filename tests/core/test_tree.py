@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speccompile.core.tree import TokenTree, chain_mask, chain_parents
+from speccompile.errors import RuntimeFault
+
+
+@st.composite
+def parent_rows(draw: st.DrawFn) -> tuple[list[list[int]], int]:
+    """Ragged parents of 1 to 3 slots."""
+    nodes = draw(st.integers(1, 8))
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        used = draw(st.integers(1, nodes))
+        rows.append([-1, *(draw(st.integers(0, i - 1)) if i < used else -1 for i in range(1, nodes))])
+    return rows, nodes
+
+
+def ancestors(parents: list[int], node: int) -> list[int]:
+    found = [node]
+    while node > 0 and (node := parents[node]) >= 0:
+        found.append(node)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(parent_rows())
+def test_mask_depths_and_ranks_agree_with_the_ancestors(made: tuple[list[list[int]], int]) -> None:
+    rows, nodes = made
+    tree = TokenTree.tree(np.zeros((len(rows), nodes), np.int64), rows)
+    mask, depths, ranks = tree.mask(), tree.depths(), tree.sibling_ranks()
+    for slot, parents in enumerate(rows):
+        for node in range(nodes):
+            above = ancestors(parents, node)
+            assert np.flatnonzero(mask[slot, node]).tolist() == sorted(above)
+            assert depths[slot, node] == len(above) - 1 == mask[slot, node].sum() - 1
+            for rank, child in enumerate(tree.children(slot, node)):
+                assert parents[child] == node and ranks[slot, child] == rank
+    assert (tree.num_nodes - 1 == (np.array(rows) >= 0).sum(axis=1)).all()
+
+
+def test_a_chain_equals_the_tree_of_the_same_parents() -> None:
+    tokens = np.arange(8).reshape(2, 4)
+    chain = TokenTree.chain(tokens)
+    tree = TokenTree.tree(tokens, chain.parents)
+    assert chain.is_chain and not tree.is_chain
+    np.testing.assert_array_equal(chain.mask(), tree.mask())
+    np.testing.assert_array_equal(chain.depths(), tree.depths())
+    np.testing.assert_array_equal(chain.sibling_ranks(), tree.sibling_ranks())
+    assert chain.num_draft_tokens.tolist() == [3, 3]
+
+
+def test_a_ragged_chain_ends_where_it_says() -> None:
+    chain = TokenTree.chain(np.zeros((3, 4), np.int64), np.array([4, 1, 2]))
+    chain.validate()
+    assert chain.parents.tolist() == [[-1, 0, 1, 2], [-1, -1, -1, -1], [-1, 0, -1, -1]]
+    assert chain.mask().any(axis=-1).all()
+
+
+def test_shapes_are_made_once_and_cannot_be_written() -> None:
+    first, second = (TokenTree.chain(np.zeros((2, 5), np.int64)) for _ in range(2))
+    assert first.parents is second.parents is chain_parents(2, 5)
+    assert first.mask() is second.mask() is chain_mask(2, 5)
+    with pytest.raises(ValueError, match="read-only"):
+        first.parents[0, 0] = 1
+
+
+def test_roots_have_no_drafts() -> None:
+    tree = TokenTree.roots(np.array([5, 6]))
+    assert tree.tokens.tolist() == [[5], [6]] and tree.num_draft_tokens.tolist() == [0, 0]
+    assert tree.children(0, 0) == []
+
+
+def test_tokens_on_a_path_stop_at_its_end() -> None:
+    tree = TokenTree.tree([[7, 8, 9, 4]], [[-1, 0, 0, 2]])
+    assert tree.tokens_on(0, [0, 2, 3, -1]) == [7, 9, 4]
+    assert tree.tokens_on(0, [2, -1, 3]) == [9]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "message"),
+    [
+        ([[1, 2]], [[-1, 1]], r"TokenTree.parents\[0, 1\]: got 1; expected 0 to 0"),
+        ([[1, 2]], [[0, 0]], r"TokenTree.parents\[0, 0\]: got 0; expected -1 to -1"),
+        ([[1, 2, 3]], [[-1, -1, 0]], r"TokenTree.parents\[0, 1\]: got -1; expected 0 to 0"),
+        ([[1, 2]], [[-1, 0, 1]], r"TokenTree.parents: got int64\[1, 3\]; expected int64\[1, 2\]"),
+        ([1, 2], [[-1, 0]], r"TokenTree.tokens: got int64\[2\]; expected int64\[1, 1\]"),
+    ],
+)
+def test_what_is_no_tree_is_refused(tokens: list, parents: list, message: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(RuntimeFault, match=message):
+        TokenTree.tree(tokens, parents)
+
+
+def test_other_faults_are_refused() -> None:
+    with pytest.raises(RuntimeFault, match=r"num_nodes: got \[3\]; expected 1 to 2"):
+        TokenTree.tree([[1, 2]], [[-1, 0]], num_nodes=np.array([3]))
+    with pytest.raises(RuntimeFault, match=r"draft_probs: got float32\[1, 3, 4\]; expected float32\[1, 2, vocab\]"):
+        TokenTree.tree([[1, 2]], [[-1, 0]], draft_probs=np.zeros((1, 3, 4), np.float32))
+    tree = TokenTree.tree([[1, 99, -5]], [[-1, 0, -1]])
+    tree.validate(vocab_size=100)
+    with pytest.raises(RuntimeFault, match=r"tokens\[0, 1\]: got 99; expected 0 to 98.*one vocabulary"):
+        tree.validate(vocab_size=99)
