@@ -23,10 +23,10 @@ IMPLEMENTATION = "speccompile"  # the name under which transformers finds `atten
 
 # Arguments that attention layers pass along and that change nothing here: what they say is either expressed by
 # the op's own inputs (positions, masks, caches) or concerns training and reporting.
-_INERT = frozenset(
-    "cache_position dropout is_causal max_length_k max_length_q output_attentions output_hidden_states "
-    "output_router_logits position_embeddings position_ids return_dict training use_cache".split()  # noqa: SIM905
-)
+_INERT = {
+    "position_ids", "position_embeddings", "cache_position", "is_causal", "use_cache", "dropout", "training",
+    "max_length_q", "max_length_k", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
+}  # fmt: skip
 
 
 @dataclass

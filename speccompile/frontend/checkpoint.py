@@ -43,13 +43,11 @@ def resolve_checkpoint(model: str) -> Path:
     if folder.exists() or folder.is_absolute() or model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         got = "a file" if folder.exists() else "no such folder"
         raise CheckpointError(model, got, "a checkpoint folder or a hub id like owner/name", "Check target.model.")
-    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as fault:
+    except (OSError, ValueError) as fault:  # the hub's errors derive from these
         raise CheckpointError(
             model,
             f"no local folder of that name, and the hub said: {str(fault).strip().splitlines()[0]}",

@@ -16,7 +16,7 @@ import torch
 from onnx import defs
 from onnxscript import values
 
-from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec
+from speccompile.core.specs import GraphSpec, ModelDims, TensorSpec, decoder_spec
 from speccompile.errors import ExportError
 from speccompile.frontend import attention
 from speccompile.frontend.checkpoint import check_checkpoint, read_config, read_dims
@@ -24,10 +24,11 @@ from speccompile.frontend.families import check_config
 from speccompile.frontend.selfcheck import check_replacement
 from speccompile.frontend.weights import Weights, check_positions, load_model, name_weights, names_by_address
 from speccompile.frontend.wrapper import DecoderGraph
+from speccompile.ops.cached_attention import CACHED_ATTENTION
+from speccompile.ops.op import DOMAIN, OPSET, VERSION, Op
 from speccompile.passes.base import Pass, run_pipeline
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.drop_windows import drop_windows_pass
-from speccompile.passes.edit import OPS_DOMAIN
 from speccompile.passes.fold_weights import FOLD_WEIGHTS
 from speccompile.passes.fuse_gelu import FUSE_GELU
 from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM
@@ -36,8 +37,6 @@ from speccompile.passes.simplify_reshapes import SIMPLIFY_RESHAPES
 from speccompile.passes.split_slices import SPLIT_SLICES
 from speccompile.passes.tabulate_rope import tabulate_rope_pass
 from speccompile.passes.unflatten_linears import UNFLATTEN_LINEARS
-
-OPSET = 24
 
 
 def cleanup_table(max_seq_len: int) -> tuple[Pass, ...]:
@@ -186,8 +185,8 @@ def _first_cause(fault: BaseException) -> str:
 
 
 def _translations() -> dict[Any, Callable[..., Any]]:
-    _declare_schema()
-    ours, standard = values.Opset(OPS_DOMAIN, 1), values.Opset("", OPSET)
+    _declare_schema(CACHED_ATTENTION)
+    ours, standard = values.Opset(DOMAIN, VERSION), values.Opset("", OPSET)
 
     def cached_attention(q, k, v, k_cache, v_cache, lengths, tree_mask, scale, softcap, window):  # type: ignore[no-untyped-def]
         inputs = (q, k, v, k_cache, v_cache, lengths, tree_mask)
@@ -201,26 +200,19 @@ def _translations() -> dict[Any, Callable[..., Any]]:
     return {ops.cached_attention.default: cached_attention, ops.gather_nodes.default: gather_nodes}
 
 
-def _declare_schema() -> None:
-    """Tell onnx of CachedAttention, which torch's exporter insists on; once a process."""
-    if defs.has("CachedAttention", 1, OPS_DOMAIN):
+def _declare_schema(op: Op) -> None:
+    """Tell onnx of an op of ours, which torch's exporter insists on; once a process."""
+    if defs.has(op.name, VERSION, DOMAIN):
         return
-    parameter, attribute = defs.OpSchema.FormalParameter, defs.OpSchema.Attribute
-    inputs = [parameter(n, "T") for n in ("q", "k", "v", "k_cache", "v_cache")]
-    inputs += [parameter("lengths", "tensor(int64)"), parameter("tree_mask", "tensor(bool)")]
-    kinds = {"scale": defs.OpSchema.AttrType.FLOAT, "softcap": defs.OpSchema.AttrType.FLOAT}
-    kinds["window"] = defs.OpSchema.AttrType.INT
-    defs.register_schema(
-        defs.OpSchema(
-            "CachedAttention",
-            OPS_DOMAIN,
-            1,
-            inputs=inputs,
-            outputs=[parameter(n, "T") for n in ("out", "k_cache_updated", "v_cache_updated")],
-            type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-            attributes=[attribute(n, kind) for n, kind in kinds.items()],
-        )
-    )
+    kinds = {float: defs.OpSchema.AttrType.FLOAT, int: defs.OpSchema.AttrType.INT}
+
+    def parameters(tensors: tuple[TensorSpec, ...]) -> list[Any]:
+        types = {"float32": "tensor(float)", "int64": "tensor(int64)", "bool": "tensor(bool)"}
+        return [defs.OpSchema.FormalParameter(t.name, types[t.dtype]) for t in tensors]
+
+    attributes = [defs.OpSchema.Attribute(n, kinds[type(v)], "", required=False) for n, v in op.attributes.items()]
+    sides = {"inputs": parameters(op.inputs), "outputs": parameters(op.outputs)}
+    defs.register_schema(defs.OpSchema(op.name, DOMAIN, VERSION, **sides, attributes=attributes))
 
 
 def _declare_io(model: ir.Model, spec: GraphSpec) -> None:

@@ -11,37 +11,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
 
 from speccompile.core import specs
-
-
-class CachedAttention(OpRun):
-    """The operator in its plainest form: one query row at a time, over the keys it may see."""
-
-    op_domain = "speccompile"
-
-    def _run(self, q, k, v, k_cache, v_cache, lengths, tree_mask, scale=1.0, softcap=0.0, window=0):  # type: ignore[no-untyped-def]
-        k_all, v_all = k_cache.copy(), v_cache.copy()
-        batch, heads, nodes, _ = q.shape
-        group = heads // k.shape[1]
-        out = np.zeros((batch, nodes, heads, v.shape[3]), np.float32)
-        depth = tree_mask.sum(-1) - 1
-        for b in range(batch):
-            start = int(lengths[b])
-            k_all[b, :, start : start + nodes], v_all[b, :, start : start + nodes] = k[b], v[b]
-            for n in range(nodes):
-                position = start + depth[b, n]
-                seen = [r for r in range(start) if not window or position - r < window]
-                ancestors = [j for j in range(nodes) if tree_mask[b, n, j]]
-                seen += [start + j for j in ancestors if not window or depth[b, n] - depth[b, j] < window]
-                for h in range(heads):
-                    scores = (k_all[b, h // group, seen].astype(np.float64) @ q[b, h, n]) * scale
-                    if softcap:
-                        scores = softcap * np.tanh(scores / softcap)
-                    weights = np.exp(scores - scores.max())
-                    out[b, n, h] = (weights / weights.sum()) @ v_all[b, h // group, seen]
-        return out, k_all, v_all
+from speccompile.ops.registry import reference_ops
 
 
 def chain_parents(count: int, padded: int) -> list[int]:
@@ -72,7 +44,7 @@ class Decoder:
     history: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.session = ReferenceEvaluator(ir.to_proto(self.model), new_ops=[CachedAttention])
+        self.session = ReferenceEvaluator(ir.to_proto(self.model), new_ops=reference_ops())
         shape = (self.batch, self.dims.num_kv_heads, self.max_seq, self.dims.head_dim)
         names = [n for i in range(self.dims.num_layers) for n in specs.cache_names(i)]
         # Stale rows must never matter, so they are not zero.
