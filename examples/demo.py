@@ -23,8 +23,7 @@ PROMPT = '''class Stack:
     def __init__(self):
         self._items = []
 
-    def push(self, item):
-'''
+    def push(self, item):'''
 
 
 def run_speccompile(*arguments: str | Path) -> None:

@@ -14,16 +14,13 @@ import sys
 import speccompile
 from speccompile.core.sampling import SamplingParams
 
-
 STACK = """class Stack:
     def __init__(self):
         self._items = []
 
-    def push(self, item):
-"""
+    def push(self, item):"""
 READ = """def read_lines(path, encoding="utf-8"):
-    with open(path, encoding=encoding) as handle:
-"""
+    with open(path, encoding=encoding) as handle:"""
 
 
 def main() -> None:

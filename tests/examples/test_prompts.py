@@ -25,6 +25,12 @@ def test_every_prompt_has_30_to_200_tokens():
     assert {text: size for text, size in sizes.items() if not 30 <= size <= 200} == {}
 
 
+def test_no_prompt_ends_in_a_line_break():
+    # The tokenizer joins a line break with the indentation behind it: a prompt that ends in one asks for text
+    # that has no indentation, and half of them end at once.
+    assert [row["prompt"] for row in PROMPTS if row["prompt"] != row["prompt"].rstrip()] == []
+
+
 def test_a_row_holds_a_prompt_and_nothing_else():
     assert all(set(row) == {"prompt"} for row in PROMPTS)
 
