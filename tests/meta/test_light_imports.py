@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+from speccompile.cli.main import app
+
 HEAVY = ("torch", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "safetensors")
-COMMANDS = ("build", "generate", "bench", "inspect")
+COMMANDS = sorted(command.name or "" for command in app.registered_commands)
 SCRIPT = """
 import json, sys
 {statement}
@@ -31,6 +33,10 @@ def loaded_by(statement):
     assert done.returncode == 0, done.stderr
     text, _, names = done.stdout.rpartition("loaded ")
     return set(json.loads(names)), text
+
+
+def test_the_promised_commands_are_there():
+    assert {"build", "generate", "bench", "inspect"} <= set(COMMANDS)
 
 
 def test_the_measure_sees_a_heavy_import():
