@@ -29,9 +29,9 @@ def make_proposer(costs=None, slots=2, **config):
     return DraftModelMethod().make_proposer(Config("draft", **config), {"draft": engine}, context)
 
 
-def policy(costs=None, **config):
+def policy(costs=None, odds=1.0, **config):
     costs = costs or {}
-    return length_policy(Config("draft", **config), costs.get("target"), costs.get("draft"), 8)
+    return length_policy(Config("draft", confidence_odds=odds, **config), costs.get("target"), costs.get("draft"), 8)
 
 
 def draft_length(rule, confidences, may_drop=True):
@@ -60,8 +60,21 @@ def test_auto_follows_the_costs():
     assert 0 < draft_length(policy(), unsure) < 8  # nothing measured: a fixed line
 
 
-def test_power_corrects_an_over_confident_draft():
-    assert draft_length(policy(confidence_power=3.0), [0.8] * 9) < draft_length(policy(), [0.8] * 9)
+def test_odds_correct_a_modest_draft_and_verdicts_go_on_from_there():
+    modest = [0.5] * 9
+    assert draft_length(policy(), modest) < draft_length(policy(odds=5.0), modest)
+    plan = Plan(policy(num_draft_tokens=4))
+    for _ in range(40):  # always right: the odds rise; always wrong: they fall again
+        plan.begin()
+        for num in range(4):
+            assert plan.add(0.5, num, may_drop=True)
+        plan.learn(4, 4)
+    assert plan.log_odds > 1.5 and plan.rate > 0.9
+    for _ in range(200):
+        plan.begin()
+        plan.add(0.5, 0, may_drop=True)
+        plan.learn(1, 0)
+    assert plan.log_odds < -1.5 and plan.rate < 0.1
 
 
 def test_costs_are_interpolated_and_extended():
@@ -148,7 +161,7 @@ def test_three_sampled_tokens_follow_the_targets_law(config):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("num_draft_tokens", 0), ("drafts", "beam"), ("min_confidence", 1.0), ("confidence_power", 0)]
+    ("field", "value"), [("num_draft_tokens", 0), ("drafts", "beam"), ("min_confidence", 1.0), ("confidence_odds", 0)]
 )
 def test_bad_fields_are_refused(field, value):
     with pytest.raises(RecipeError, match=rf"speculator\.{field}: got"):

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speccompile.core.jobs import MethodContext
+from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.errors import RecipeError
 from speccompile.speculators.ngram.config import Config
 from speccompile.speculators.ngram.method import NgramMethod
-from speccompile.speculators.ngram.proposer import NgramIndex
+from speccompile.speculators.ngram.proposer import MatchLengths, NgramIndex
 
 
 def longest_match(tokens, low, high):
@@ -56,6 +56,20 @@ def test_ragged_batches_are_padded_and_limits_hold():
     assert tree.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
     tree.validate()
     assert propose([[1, 2, 3, 1, 2]], max_drafts=0).tokens.tolist() == [[2]]
+
+
+def test_auto_length_follows_match_verdicts_and_costs():
+    cheap, dear = StepCosts(((1, 10.0), (16, 11.0))), StepCosts(((1, 1.0), (16, 20.0)))
+    assert MatchLengths(cheap, 15).num_drafts(6) > MatchLengths(cheap, 15).num_drafts(1) >= 1
+    assert MatchLengths(dear, 15).num_drafts(6) < MatchLengths(cheap, 15).num_drafts(6)
+    lengths = MatchLengths(cheap, 15)
+    before = lengths.num_drafts(3)
+    for _ in range(30):
+        lengths.learn(3, 2, 0)
+    assert lengths.num_drafts(3) == 1 < before
+    for _ in range(30):
+        lengths.learn(3, 2, 2)
+    assert lengths.num_drafts(3) == 15
 
 
 @pytest.mark.parametrize("bad", [{"num_draft_tokens": 0}, {"min_match": 0}, {"min_match": 4, "max_match": 3}])

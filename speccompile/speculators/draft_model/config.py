@@ -22,7 +22,8 @@ class Config:
             `auto`: sampled where the request samples.
         min_confidence: draft no further behind a path that the draft itself believes in less than this;
             `auto`: 0 with a fixed draft length, and the measured costs decide otherwise.
-        confidence_power: acceptance is taken to be confidence ** power; above 1 for an over-confident draft.
+        confidence_odds: the odds that a draft token is accepted, over the odds that the draft's confidence in it
+            means, before a slot's own verdicts are known; above 1 for a draft that is too modest.
         allow_tokenizer_mismatch: build although draft and target have different tokenizers.
 
     Raises:
@@ -32,10 +33,10 @@ class Config:
     model: str
     quantization: str = "none"
     num_draft_tokens: int | Literal["auto"] = "auto"
-    max_draft_tokens: int = 8
+    max_draft_tokens: int = 10
     drafts: Literal["auto", "greedy", "sampled"] = "auto"
     min_confidence: float | Literal["auto"] = "auto"
-    confidence_power: float = 1.0
+    confidence_odds: float = 2.7
     allow_tokenizer_mismatch: bool = False
 
     def __post_init__(self) -> None:
@@ -45,7 +46,7 @@ class Config:
             ("max_draft_tokens", 1 <= self.max_draft_tokens <= 64, self.max_draft_tokens, "1 to 64"),
             ("drafts", self.drafts in ("auto", "greedy", "sampled"), self.drafts, "auto, greedy or sampled"),
             ("min_confidence", floor == "auto" or 0 <= float(floor) < 1, floor, "auto, or 0 to below 1"),
-            ("confidence_power", self.confidence_power > 0, self.confidence_power, "above 0"),
+            ("confidence_odds", 0.02 <= self.confidence_odds <= 50, self.confidence_odds, "0.02 to 50"),
         )
         for name, is_right, got, expected in checks:
             if not is_right:

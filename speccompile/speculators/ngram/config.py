@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from speccompile.errors import RecipeError
 
@@ -16,23 +17,24 @@ class Config:
         num_draft_tokens: longest draft.
         min_match: shortest run of tokens that must have stood before.
         max_match: longest run that is looked for; longer runs are tried first.
-        tokens_per_match: draft length per matched token: a longer match is believed further.
+        tokens_per_match: draft length per matched token: a longer match is believed further. `auto`: from what
+            drafts behind matches of that length were worth in this sequence so far, and the measured costs.
 
     Raises:
         RecipeError: a value is out of range.
     """
 
-    num_draft_tokens: int = 10
-    min_match: int = 2
-    max_match: int = 6
-    tokens_per_match: int = 3
+    num_draft_tokens: int = 15
+    min_match: int = 1
+    max_match: int = 10
+    tokens_per_match: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         bounds = (
             ("num_draft_tokens", self.num_draft_tokens, 1, 64),
             ("min_match", self.min_match, 1, 16),
             ("max_match", self.max_match, self.min_match, 32),
-            ("tokens_per_match", self.tokens_per_match, 1, 64),
+            ("tokens_per_match", 1 if self.tokens_per_match == "auto" else self.tokens_per_match, 1, 64),
         )
         for name, got, low, high in bounds:
             if not low <= got <= high:
