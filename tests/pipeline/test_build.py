@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline: what a bundle holds, what is redone, and what bad input leaves behind (nothing)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from speccompile.bundling.stage_cache import StageCache
+from speccompile.errors import BuildError, CheckpointError, RecipeError, SpecCompileError
+from speccompile.pipeline import build
+from speccompile.runtime.bundle import read_bundle
+from tests.pipeline import fakes
+from tests.pipeline.fakes import make_plan
+
+
+def cached_stages(bundle_manifest: dict[str, object]) -> set[str]:
+    stages = bundle_manifest["stages"]
+    assert isinstance(stages, list)
+    return {s["name"] for s in stages if s["cached"]}
+
+
+def test_a_bundle_holds_what_its_manifest_says(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
+) -> None:
+    messages: list[str] = []
+    build(make_plan(recipe), tmp_path / "out", messages.append, cache)
+    bundle = read_bundle(tmp_path / "out")
+    manifest = bundle.manifest
+    assert set(bundle.graphs) == {"target", "draft", "rollback"}
+    assert bundle.graph_spec("target").name == "target"
+    assert bundle.graph_spec("draft").output("sampled_token").dtype == "int64"
+    assert bundle.graphs["target"]["dims"]["num_params"] == 123
+    assert bundle.graphs["target"]["checks"] == {"num_tokens": 7, "num_equal": 7}
+    assert bundle.graphs["target"]["tuning"]["threads"] == 1
+    assert bundle.graphs["target"]["max_rows"] == 48
+    assert manifest["eos_token_ids"] == [1, 2]
+    assert manifest["bos_token_id"] == 0
+    assert manifest["recipe"]["speculator"]["model"] == str(recipe.parent / "small")
+    assert manifest["versions"]["numpy"]
+    on_disk = {p.relative_to(bundle.path).as_posix() for p in bundle.path.rglob("*") if p.is_file()}
+    assert on_disk == set(manifest["files"]) | {"manifest.json"}
+    assert "tokenizer/tokenizer.json" in on_disk and "report.html" in on_disk
+    assert exported == [recipe.parent / "big", recipe.parent / "small"]
+    stages = [s["name"] for s in manifest["stages"]]
+    assert stages[:3] == ["check checkpoints", "export target", "compile target"]
+    assert set(stages) <= set(messages)
+    assert all(s["peak_rss_bytes"] > 1e6 and s["seconds"] >= 0 for s in manifest["stages"])
+
+
+def test_a_second_build_that_changes_only_the_draft_length_exports_nothing(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
+) -> None:
+    build(make_plan(recipe), tmp_path / "a", cache=cache)
+    num_exports = len(exported)
+    second = build(make_plan(recipe, "speculator.num_draft_tokens=3"), tmp_path / "b", cache=cache)
+    assert len(exported) == num_exports
+    names = ("export target", "compile target", "tune target", "export draft", "compile draft", "tune draft")
+    assert cached_stages(second.manifest) == set(names)
+    assert second.recipe["speculator"]["num_draft_tokens"] == 3
+    assert read_bundle(tmp_path / "b").graphs["target"] == read_bundle(tmp_path / "a").graphs["target"]
+
+
+@pytest.mark.parametrize(
+    ("change", "redone"),
+    [
+        ("target.quantization=int8", {"target"}),
+        ("speculator.quantization=int4", {"draft"}),
+        ("engine.max_seq_len=40", {"target", "draft"}),
+        ("target.weights=random", {"target", "draft"}),
+        ("engine.max_batch_size=4", set()),
+        ("decoding.temperature=0.5", set()),
+    ],
+)
+def test_only_what_depends_on_a_key_is_redone(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path, change: str, redone: set[str]
+) -> None:
+    build(make_plan(recipe), tmp_path / "out", cache=cache)
+    manifest = build(make_plan(recipe, change), tmp_path / "out", cache=cache).manifest
+    assert {"target", "draft"} - {s.split()[1] for s in cached_stages(manifest)} == redone
+
+
+def test_new_weights_with_the_old_size_and_time_are_noticed(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
+) -> None:
+    import os
+
+    build(make_plan(recipe), tmp_path / "out", cache=cache)
+    weights = recipe.parent / "big" / "model.safetensors"
+    before = weights.stat()
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    manifest = build(make_plan(recipe), tmp_path / "out", cache=cache).manifest
+    assert cached_stages(manifest) == {"export draft", "compile draft", "tune draft"}
+
+
+def test_threads_are_measured_again_when_the_recipe_fixes_them(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
+) -> None:
+    build(make_plan(recipe), tmp_path / "out", cache=cache)
+    bundle = build(make_plan(recipe, "engine.threads=2"), tmp_path / "out", cache=cache)
+    assert bundle.graphs["target"]["tuning"]["threads"] == 2
+    assert "tune target" not in cached_stages(bundle.manifest)
+    assert "export target" in cached_stages(bundle.manifest)
+
+
+def test_a_damaged_cache_entry_is_redone(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
+) -> None:
+    build(make_plan(recipe), tmp_path / "out", cache=cache)
+    assert cache.root is not None
+    for data in cache.root.glob("graphs/*/result/graph.onnx.data"):
+        content = bytearray(data.read_bytes())
+        content[10] ^= 255
+        data.write_bytes(content)
+    bundle = build(make_plan(recipe), tmp_path / "out", cache=cache)
+    assert cached_stages(bundle.manifest) == {"tune target", "tune draft"}
+    read_bundle(bundle.path)
+
+
+def test_editing_a_bundle_does_not_reach_the_cache(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
+) -> None:
+    build(make_plan(recipe), tmp_path / "a", cache=cache)
+    with (tmp_path / "a" / "graphs" / "target" / "graph.onnx").open("r+b") as handle:
+        handle.write(b"????")
+    bundle = build(make_plan(recipe), tmp_path / "b", cache=cache)
+    assert "compile target" in cached_stages(bundle.manifest)
+    read_bundle(bundle.path)
+
+
+def test_without_a_cache_every_stage_is_redone(exported: list[Path], recipe: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        manifest = build(make_plan(recipe), tmp_path / "out", cache=StageCache(None)).manifest
+        assert cached_stages(manifest) == set()
+
+
+def test_the_cache_drops_its_oldest_entries(exported: list[Path], recipe: Path, tmp_path: Path) -> None:
+    cache = StageCache(tmp_path / "cache", limit_bytes=6000)
+    for rows in range(30, 40):
+        build(make_plan(recipe, f"engine.max_seq_len={rows}"), tmp_path / "out", cache=cache)
+    size = sum(f.stat().st_size for f in (tmp_path / "cache").rglob("*") if f.is_file())
+    assert size <= 6000
+    manifest = build(make_plan(recipe, "engine.max_seq_len=39"), tmp_path / "out", cache=cache).manifest
+    assert "tune target" in cached_stages(manifest)
+
+
+def test_an_existing_bundle_is_replaced_and_other_folders_are_not(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    build(make_plan(recipe), out, cache=cache)
+    (out / "note.txt").write_text("old")
+    build(make_plan(recipe), out, cache=cache)
+    assert not (out / "note.txt").exists()
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.tex").write_text("precious")
+    for place, got in ((full, "other things"), (full / "thesis.tex", "a file")):
+        with pytest.raises(BuildError) as caught:
+            build(make_plan(recipe), place, cache=cache)
+        assert got in caught.value.got
+    assert (full / "thesis.tex").read_text() == "precious"
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "big" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def _drop_layer(folder: Path) -> None:
+    shutil.rmtree(folder / "big")
+    fakes.make_checkpoint(folder / "big", layers=1)
+    config = folder / "big" / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 1', '"num_hidden_layers": 2'))
+
+
+def _other_words(folder: Path) -> None:
+    path = folder / "small" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"w7"', '"other"'))
+
+
+def _larger_tokenizer(folder: Path) -> None:
+    for name in ("big", "small"):
+        (folder / name / "tokenizer.json").write_text(json.dumps(fakes.tokenizer(fakes.VOCAB + 1)))
+
+
+def _larger_draft_vocabulary(folder: Path) -> None:
+    shutil.rmtree(folder / "small")
+    fakes.make_checkpoint(folder / "small", vocab=fakes.VOCAB + 8)
+
+
+BAD_INPUTS: list[tuple[Callable[[Path], object], type[SpecCompileError], str, str]] = [
+    (lambda f: (f / "big" / "model.safetensors").unlink(), CheckpointError, "big", "no weights"),
+    (_truncate, CheckpointError, "model.safetensors", "truncated"),
+    (_drop_layer, CheckpointError, "big", "layer 1"),
+    (lambda f: (f / "big" / "config.json").write_text("{"), CheckpointError, "config.json", ""),
+    (lambda f: (f / "big" / "config.json").unlink(), CheckpointError, "config.json", "no such file"),
+    (lambda f: (f / "big" / "tokenizer.json").unlink(), CheckpointError, "tokenizer.json", "no such file"),
+    (lambda f: (f / "big" / "tokenizer.json").write_text('{"model": 3}'), CheckpointError, "tokenizer.json", "Type"),
+    (_larger_tokenizer, CheckpointError, "tokenizer.json", "token ids up to 32"),
+    (_other_words, RecipeError, "small", "a WordLevel tokenizer of 32 tokens"),
+    (lambda f: (f / "small" / "tokenizer.json").unlink(), RecipeError, "small", "no tokenizer.json"),
+    (_larger_draft_vocabulary, RecipeError, "small", "a vocabulary of 40 tokens"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(BAD_INPUTS)))
+def test_bad_input_is_refused_and_leaves_nothing(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path, case: int
+) -> None:
+    damage, kind, where, got = BAD_INPUTS[case]
+    damage(recipe.parent)
+    with pytest.raises(kind) as caught:
+        build(make_plan(recipe), tmp_path / "outs" / "out", cache=cache)
+    assert where in caught.value.where
+    assert got in caught.value.got
+    assert caught.value.expected and caught.value.todo
+    assert list((tmp_path / "outs").iterdir()) == []
+    assert exported == []
+
+
+def test_a_recipe_may_allow_another_tokenizer_but_not_a_larger_vocabulary(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
+) -> None:
+    allow = "speculator.allow_tokenizer_mismatch=true"
+    _other_words(recipe.parent)
+    build(make_plan(recipe, allow), tmp_path / "out", cache=cache)
+    _larger_draft_vocabulary(recipe.parent)
+    with pytest.raises(RecipeError, match="vocabulary of 40"):
+        build(make_plan(recipe, allow), tmp_path / "out", cache=cache)
+
+
+def test_more_rows_than_positions_are_refused(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match="at most 64"):
+        build(make_plan(recipe, "engine.max_seq_len=65"), tmp_path / "out", cache=cache)
+
+
+def test_a_device_the_backend_does_not_know_is_refused(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=r"engine\.device"):
+        build(make_plan(recipe, "engine.device=cuda"), tmp_path / "out", cache=cache)
+
+
+def test_random_weights_need_a_config_alone(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
+) -> None:
+    for name in ("big", "small"):
+        for file in ("model.safetensors", "tokenizer.json", "generation_config.json"):
+            (recipe.parent / name / file).unlink()
+    bundle = build(make_plan(recipe, "target.weights=random"), tmp_path / "out", cache=cache)
+    assert bundle.tokenizer_path is None
+    assert bundle.manifest["eos_token_ids"] == [1]
+
+
+def test_a_graph_that_rejects_its_own_tokens_is_refused(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(self: fakes.CountingEngine, feeds: object, first_slot: int = 0) -> object:
+        return {**right(self, feeds), "num_accepted": [0]}  # type: ignore[arg-type]
+
+    right = fakes.CountingEngine.run
+    monkeypatch.setattr(fakes.CountingEngine, "run", wrong)
+    with pytest.raises(BuildError, match="0 of 7 of the target's own tokens"):
+        build(make_plan(recipe), tmp_path / "outs" / "out", cache=cache)
+    assert list((tmp_path / "outs").iterdir()) == []
