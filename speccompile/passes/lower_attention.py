@@ -47,7 +47,6 @@ class _Mask:
         column = edit.op("Sub", edit.op("Add", self.rows, edit.ints(1)), self.length_column)
         column = edit.op("Min", edit.op("Max", column, edit.ints(0)), last_column)
         self.columns = edit.op("Expand", column, self.shape)  # [batch, nodes, max_seq]
-        self.made: dict[tuple[int, int], ir.Value] = {}
         self._depth: ir.Value | None = None
 
     @property
@@ -59,25 +58,23 @@ class _Mask:
             self._depth = self.edit.op("Sub", count, self.edit.ints(1))
         return self._depth
 
-    def get(self, window: int, group: int) -> ir.Value:
+    def make(self, window: int, group: int) -> ir.Value:
         """The mask for one sliding window (0 = none) and one number of query heads per kv head."""
-        key = (window, group)
-        if key not in self.made:
-            edit, tree = self.edit, self.tree
-            if window:
-                gap = edit.op("Sub", self.depth, edit.op("Transpose", self.depth, perm=[0, 2, 1]))
-                tree = edit.op("And", tree, edit.op("Less", gap, edit.ints(window)))
-            table = edit.op("Where", tree, self.visible, self.hidden)
-            table = edit.op("Pad", table, edit.ints([0, 0, 1, 0, 0, 0]), self.visible)
-            table = edit.op("Pad", table, edit.ints([0, 0, 0, 0, 0, 1]), self.hidden)
-            mask = edit.op("GatherElements", table, self.columns, axis=2)
-            if window:
-                # A node's row lies at or behind its position, so this bound never hides a node in the window.
-                newest = edit.op("Sub", edit.op("Add", self.depth, self.length_column), edit.ints(window))
-                mask = edit.op("Where", edit.op("Greater", self.rows, newest), mask, self.hidden)
-            folded = mask if group == 1 else edit.op("Concat", *[mask] * group, axis=1)
-            self.made[key] = edit.op("Unsqueeze", folded, edit.ints([1]))
-        return self.made[key]
+        edit, tree = self.edit, self.tree
+        if window:
+            gap = edit.op("Sub", self.depth, edit.op("Transpose", self.depth, perm=[0, 2, 1]))
+            tree = edit.op("And", tree, edit.op("Less", gap, edit.ints(window)))
+        table = edit.op("Where", tree, self.visible, self.hidden)
+        table = edit.op("Pad", table, edit.ints([0, 0, 1, 0, 0, 0]), self.visible)
+        table = edit.op("Pad", table, edit.ints([0, 0, 0, 0, 0, 1]), self.hidden)
+        mask = edit.op("GatherElements", table, self.columns, axis=2)
+        if window:
+            # A node's row lies at or behind its position, so this bound never hides a node in the window.
+            newest = edit.op("Sub", edit.op("Add", self.depth, self.length_column), edit.ints(window))
+            mask = edit.op("Where", edit.op("Greater", self.rows, newest), mask, self.hidden)
+        folded = mask if group == 1 else edit.op("Concat", *[mask] * group, axis=1)
+        unsqueezed: ir.Value = edit.op("Unsqueeze", folded, edit.ints([1]))
+        return unsqueezed
 
 
 def lower_attention(model: ir.Model) -> int:
@@ -86,7 +83,9 @@ def lower_attention(model: ir.Model) -> int:
     if not nodes:
         return 0
     masks = _Mask(model, nodes[0], _cache_of(nodes[0]))
-    for node in nodes:
+    kinds = [(_window(n), _static_dim(n.inputs[0], 1) // _static_dim(n.inputs[3], 1)) for n in nodes]
+    made = {kind: masks.make(*kind) for kind in dict.fromkeys(kinds)}
+    for node, kind in zip(nodes, kinds, strict=True):
         query, key, value, k_cache, v_cache, lengths, _ = node.inputs
         edit = Editor(model, node)
         kv_heads, heads = _static_dim(k_cache, 1), _static_dim(query, 1)
@@ -97,11 +96,9 @@ def lower_attention(model: ir.Model) -> int:
             if heads == kv_heads
             else edit.op("Reshape", query, edit.ints([0, kv_heads, -1, _static_dim(k_cache, 3)]))
         )
-        window = node.attributes["window"].as_int() if "window" in node.attributes else 0
         softcap = node.attributes["softcap"].as_float() if "softcap" in node.attributes else 0.0
-        mask = masks.get(window, heads // kv_heads)
         out = edit.op(
-            "Attention", folded, k_all, v_all, mask, scale=node.attributes["scale"].as_float(), softcap=softcap
+            "Attention", folded, k_all, v_all, made[kind], scale=node.attributes["scale"].as_float(), softcap=softcap
         )
         if heads != kv_heads:
             out = edit.op("Reshape", out, edit.ints([0, heads, -1, _static_dim(k_cache, 3)]))
@@ -113,6 +110,10 @@ def _cache_of(node: ir.Node) -> ir.Value:
     cache = node.inputs[3]
     assert cache is not None
     return cache
+
+
+def _window(node: ir.Node) -> int:
+    return node.attributes["window"].as_int() if "window" in node.attributes else 0
 
 
 def _static_dim(value: ir.Value | None, axis: int) -> int:

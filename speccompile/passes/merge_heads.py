@@ -8,6 +8,7 @@ RotaryEmbedding -> Split: four nodes a layer fewer, at about 1 to 4 microseconds
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
@@ -57,8 +58,12 @@ def _rotate_alike(first: ir.Node | None, second: ir.Node | None) -> bool:
     if first is None or second is None:
         return False
     same_inputs = all(a is b for a, b in zip(first.inputs[1:], second.inputs[1:], strict=True))
-    attributes = [{n: a.value for n, a in node.attributes.items()} for node in (first, second)]
-    return same_inputs and attributes[0] == attributes[1]
+    return same_inputs and _attributes(first) == _attributes(second)
+
+
+def _attributes(rotary: ir.Node) -> dict[str, Any]:
+    """All but num_heads, which a four-dimensional input does not need."""
+    return {name: attribute.value for name, attribute in rotary.attributes.items() if name != "num_heads"}
 
 
 def merge_heads(model: ir.Model) -> int:
@@ -87,8 +92,7 @@ def _merge(model: ir.Model, split: ir.Node, parts: list[_Part]) -> None:
         assert first is not None and second is not None
         later = Editor(model, first)  # positions are known here
         both, values = edit.op("Split", heads, edit.ints([sizes[0] + sizes[1], sizes[2]]), axis=1, num_outputs=2)
-        attributes = {name: attribute.value for name, attribute in first.attributes.items()}
-        both = later.op("RotaryEmbedding", both, *first.inputs[1:], **attributes)
+        both = later.op("RotaryEmbedding", both, *first.inputs[1:], **_attributes(first))
         query, key = later.op("Split", both, later.ints(sizes[:2]), axis=1, num_outputs=2)
         replaced = [(first.outputs[0], query), (second.outputs[0], key), (parts[2].transpose.outputs[0], values)]
         dead = [first, second]

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tables do to small models, as text: a refactor shows an empty diff (`make golden` writes it anew)."""
+
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, rollback_spec, sampled_spec, verified_spec
+from speccompile.frontend.export import export_decoder
+from speccompile.passes.base import Pass, histogram_from_model, run_pipeline
+from speccompile.passes.pipelines import ORT_QUANTIZATION, onnxruntime_table, reference_table
+from speccompile.passes.rollback import build_rollback
+
+FOLDER = Path(__file__).parent
+CONFIG = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+MODELS = {"llama": CONFIG, "gemma2": {**CONFIG, "num_hidden_layers": 2, "sliding_window": 8}}
+
+
+def check(name: str, text: str) -> None:
+    path = FOLDER / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text)
+    held = path.read_text() if path.exists() else ""
+    diff = "".join(difflib.unified_diff(held.splitlines(True), text.splitlines(True), str(path), "now"))
+    assert not diff, f"{diff}\nIf this is meant: make golden"
+
+
+def text_from_model(model: ir.Model) -> str:
+    """One line a node, values numbered in order of appearance, so that generated names do not matter."""
+    numbers: dict[ir.Value, str] = {v: str(v.name) for v in model.graph.inputs}
+    lines = []
+
+    def say(value: ir.Value | None) -> str:
+        if value is None:
+            return "-"
+        if value.is_initializer() and value.const_value is not None:
+            tensor = value.const_value
+            small = tensor.size <= 4
+            return str(tensor.numpy().tolist()) if small else f"{tensor.dtype.name}{list(tensor.shape)}"
+        return numbers.setdefault(value, f"%{len(numbers)}")
+
+    def attribute(held: Any) -> str:
+        return f"{held.name}={held.value:g}" if isinstance(held.value, float) else f"{held.name}={held.value}"
+
+    for node in model.graph:
+        domain = f"{node.domain}::" if node.domain else ""
+        attributes = ", ".join(attribute(a) for _, a in sorted(node.attributes.items()))
+        outputs = ", ".join(say(v) for v in node.outputs)
+        inputs = ", ".join(say(v) for v in node.inputs)
+        lines.append(f"{outputs} = {domain}{node.op_type}({inputs})" + (f" {{{attributes}}}" if attributes else ""))
+    lines += [f"{v.name} <- {say(v)}" for v in model.graph.outputs]
+    return "\n".join(lines) + "\n"
+
+
+def text_from_trace(model: ir.Model, table: tuple[Pass, ...]) -> str:
+    before = json.dumps(histogram_from_model(model))
+    rows = [
+        f"{t.name:30} {t.num_rewrites:3} rewrites  {t.num_nodes_before:4} -> {t.num_nodes_after:4} nodes"
+        for t in run_pipeline(model, table)
+    ]
+    return "\n".join([f"before {before}", *rows, f"after {json.dumps(histogram_from_model(model))}"]) + "\n"
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def neutral(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, ir.Model, ModelDims]:
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "config.json").write_text(json.dumps({"model_type": request.param, **MODELS[request.param]}))
+    model, dims = export_decoder(folder, weights="random", max_seq_len=64)
+    return request.param, model, dims
+
+
+def specs_of(dims: ModelDims) -> dict[str, GraphSpec]:
+    return {"target": verified_spec(decoder_spec("target", dims)), "draft": sampled_spec(decoder_spec("draft", dims))}
+
+
+def test_neutral_graph(neutral: tuple[str, ir.Model, ModelDims]) -> None:
+    name, model, _ = neutral
+    check(f"{name}-neutral", text_from_model(model))
+
+
+def test_onnxruntime_traces(neutral: tuple[str, ir.Model, ModelDims]) -> None:
+    name, model, dims = neutral
+    text = ""
+    for role, spec in specs_of(dims).items():
+        for quantization, forms in ORT_QUANTIZATION.items():
+            for form in forms:
+                work = model.clone()
+                table = onnxruntime_table(spec, quantization, form)
+                text += f"== {role} {quantization} {form}\n{text_from_trace(work, table)}"
+                got = [(v.name, [str(d) for d in v.shape or ()]) for v in (*work.graph.inputs, *work.graph.outputs)]
+                assert got == [(t.name, [str(d) for d in t.dims]) for t in (*spec.inputs, *spec.outputs)]
+    check(f"{name}-onnxruntime", text)
+
+
+def test_lowered_graph(neutral: tuple[str, ir.Model, ModelDims]) -> None:
+    name, model, dims = neutral
+    work = model.clone()
+    run_pipeline(work, onnxruntime_table(specs_of(dims)["target"], "none", "fp32"))
+    check(f"{name}-onnxruntime-target", text_from_model(work))
+
+
+def test_reference_trace(neutral: tuple[str, ir.Model, ModelDims]) -> None:
+    name, model, dims = neutral
+    check(f"{name}-reference", text_from_trace(model.clone(), reference_table(specs_of(dims)["target"])))
+
+
+def test_rollback_graph() -> None:
+    check("rollback", text_from_model(build_rollback(rollback_spec(ModelDims("llama", 97, 64, 1, 4, 2, 16, 64)))))
