@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One-node models of the ops, on every executor; random cases for verification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper
+
+from speccompile.core.sampling import warp
+from speccompile.ops.op import DOMAIN, OPSET, VERSION
+from speccompile.ops.registry import OPS, functions
+from speccompile.ops.spec_verify import spec_verify
+
+MARGIN = 1e-6  # a uniform draw or top_p this close to a decision boundary may fall on either side of it
+
+_TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "bool": TensorProto.BOOL}
+Case = dict[str, np.ndarray]
+
+
+def model_of(name: str, pins: Mapping[str, int] | None = None, **attributes: Any) -> onnx.ModelProto:
+    """A model of one node of the op, with its body attached; `pins` makes named dims static."""
+    op, pins = OPS[name], pins or {}
+
+    def values(tensors: Iterable[Any]) -> list[onnx.ValueInfoProto]:
+        return [
+            helper.make_tensor_value_info(t.name, _TYPES[t.dtype], [pins.get(d, d) for d in t.dims]) for t in tensors
+        ]
+
+    node = helper.make_node(
+        name,
+        [t.name for t in op.inputs],
+        [t.name for t in op.outputs],
+        domain=DOMAIN,
+        **{**op.attributes, **attributes},
+    )
+    model = helper.make_model(
+        helper.make_graph([node], name, values(op.inputs), values(op.outputs)),
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)],
+        functions=functions([name]),
+        ir_version=11,
+    )
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def session_of(model: onnx.ModelProto) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def _parents(rng: np.random.Generator, batch: int, nodes: int, is_chain: bool) -> np.ndarray:
+    """Ragged; in a tree, later siblings may have children before earlier ones do."""
+    parents = np.full((batch, nodes), -1, np.int64)
+    for slot in range(batch):
+        for node in range(1, rng.integers(1, nodes + 1)):
+            parents[slot, node] = node - 1 if is_chain else rng.integers(max(0, node - 4), node)
+    return parents
+
+
+def _sibling_laws(rng: np.random.Generator, tokens: np.ndarray, parents: np.ndarray, probs: np.ndarray) -> np.ndarray:
+    """Draft laws that are far from, near to, equal to, or one-hot beside the target's."""
+    laws = np.zeros_like(probs)
+    vocab = probs.shape[-1]
+    for slot, node in np.ndindex(tokens.shape):
+        target = probs[slot, max(parents[slot, node], 0)]
+        kind = rng.integers(4)
+        if kind == 2 and target[tokens[slot, node]] == 0:
+            kind = 3  # a refusal under equal laws would leave rounding noise as residual; no draft is drawn there
+        law = rng.dirichlet(np.full(vocab, 0.5)) if kind < 2 else target.astype(np.float64)
+        if kind == 1:
+            law = 0.9 * target + 0.1 * law
+        if kind == 3:
+            law = np.eye(vocab)[tokens[slot, node]]
+        laws[slot, node] = law
+    return laws
+
+
+def verify_case(rng: np.random.Generator, vocab: int, *, is_chain: bool, has_laws: bool, heat: str) -> Case:
+    """A random call of SpecVerify; `heat` is greedy, sampled or mixed."""
+    batch, nodes = int(rng.integers(1, 9)), int(rng.integers(1, 10))
+    logits = rng.normal(size=(batch, nodes, vocab)) * rng.choice([0.3, 3.0])
+    if rng.random() < 0.3:
+        logits = np.round(logits)  # ties at the maximum, at top_k and at top_p
+    logits = logits.astype(np.float32)
+    hot = {"greedy": np.zeros(batch), "sampled": np.ones(batch), "mixed": rng.integers(0, 2, batch)}[heat]
+    temperature = (hot * rng.uniform(0.4, 1.6, batch)).astype(np.float32)
+    top_k = (rng.integers(0, 2, batch) * rng.integers(1, vocab + 3, batch)).astype(np.int64)
+    top_p = np.where(rng.random(batch) < 0.5, 1, rng.uniform(0.05, 1, batch)).astype(np.float32)
+    parents = _parents(rng, batch, nodes, is_chain)
+    probs = warp(logits, temperature, top_k, top_p)
+    best = np.take_along_axis(logits.argmax(-1), np.maximum(parents, 0), axis=1)
+    tokens = np.where(rng.random((batch, nodes)) < 0.6, best, rng.integers(0, vocab, (batch, nodes)))
+    draft_probs = np.zeros((batch, nodes, 1), np.float32)
+    if has_laws:
+        draft_probs = _sibling_laws(rng, tokens, parents, probs)
+    tokens[parents < 0] = rng.choice([0, -1, vocab, 10**6])  # roots and padding hold anything
+    uniforms = rng.random((batch, nodes, 2)).astype(np.float32)
+    return {
+        "logits": logits,
+        "tokens": tokens,
+        "parents": parents,
+        "draft_probs": draft_probs,
+        "uniforms": uniforms,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+    }
+
+
+def is_at_boundary(case: Case) -> bool:
+    """True when a shift of the draws, or of top_p, by MARGIN changes the twin's verdict."""
+    here = spec_verify(**case)
+    shifted = []
+    for sign in (-1, 1):
+        draws = np.clip(case["uniforms"].astype(np.float64) + sign * MARGIN, 0, 1 - 2**-24).astype(np.float32)
+        masses = np.where(case["top_p"] < 1, np.clip(case["top_p"] + sign * MARGIN, 1e-6, 1), 1).astype(np.float32)
+        shifted += [{**case, "uniforms": draws}, {**case, "top_p": masses}]
+    return any(not same(spec_verify(**other), here) for other in shifted)
+
+
+def same(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import helper
+from onnx.reference import ReferenceEvaluator
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.tree import TokenTree
+from speccompile.ops.op import DOMAIN
+from speccompile.ops.registry import OPS
+from speccompile.ops.spec_verify import spec_verify
+from tests.core.law_lab import CHAIN, SETTINGS, TREE, Setting, emit, exact_joint, p_value
+from tests.ops.op_lab import is_at_boundary, model_of, same, session_of, verify_case
+
+VOCABS = (5, 64, 97, 300)  # 300 is more than is sorted at first
+KINDS = list(itertools.product(("greedy", "sampled", "mixed"), (True, False), (True, False)))
+BATCH = 20000
+
+
+@pytest.fixture(scope="module")
+def session() -> ort.InferenceSession:
+    return session_of(model_of("SpecVerify"))
+
+
+def _compare(run, num_cases: int, seed: int) -> None:  # type: ignore[no-untyped-def]
+    """The verdicts of `run` equal the twin's, but where a draw lies within 1e-6 of a boundary."""
+    rng = np.random.default_rng(seed)
+    num_accepted = num_excluded = 0
+    for number in range(num_cases):
+        heat, is_chain, has_laws = KINDS[number % len(KINDS)]
+        vocab = int(VOCABS[number // len(KINDS) % len(VOCABS)])
+        case = verify_case(rng, vocab, is_chain=is_chain, has_laws=has_laws, heat=heat)
+        got, expected = run(case), spec_verify(**case)
+        assert [(a.dtype, a.shape) for a in got] == [(a.dtype, a.shape) for a in expected]
+        if not same(got, expected):
+            assert is_at_boundary(case), f"case {number}, {heat}, chain {is_chain}, laws {has_laws}, vocab {vocab}"
+            num_excluded += 1
+        num_accepted += int(expected[1].sum())
+    assert num_excluded <= num_cases // 100
+    assert num_accepted > num_cases  # the cases do reach behind the root
+
+
+def test_onnxruntime_runs_the_body_as_the_twin(session: ort.InferenceSession) -> None:
+    _compare(lambda case: session.run(None, case), 768, seed=1)
+
+
+@pytest.mark.parametrize("vocab", [7, 128, 97])
+def test_onnxruntime_with_a_static_vocabulary(vocab: int) -> None:
+    fixed = session_of(model_of("SpecVerify", {"vocab": vocab}))
+    rng = np.random.default_rng(vocab)
+    for heat, is_chain, has_laws in KINDS * 3:
+        case = verify_case(rng, vocab, is_chain=is_chain, has_laws=has_laws, heat=heat)
+        assert same(fixed.run(None, case), spec_verify(**case)) or is_at_boundary(case)
+
+
+def test_reference_evaluator_runs_the_body_as_the_twin() -> None:
+    evaluator = ReferenceEvaluator(model_of("SpecVerify"))
+    _compare(lambda case: evaluator.run(None, case), 240, seed=2)
+
+
+def test_no_function_call_is_left(session: ort.InferenceSession, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "inlined.onnx")
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    ort.InferenceSession(model_of("SpecVerify").SerializeToString(), options, providers=["CPUExecutionProvider"])
+    inlined = onnx.load(tmp_path / "inlined.onnx")
+    assert not inlined.functions
+    assert DOMAIN not in {n.domain for n in _all_nodes(inlined.graph)}
+
+
+def _all_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    subgraphs = [a.g for n in graph.node for a in n.attribute if a.type == onnx.AttributeProto.GRAPH]
+    return [*graph.node, *(n for g in subgraphs for n in _all_nodes(g))]
+
+
+def test_prefill_leaves_a_parent_at_the_root(session: ort.InferenceSession) -> None:
+    case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_laws=False, heat="greedy")
+    case = {n: a[:, :1] if a.ndim > 1 else a for n, a in case.items()}
+    case["parents"] = np.full_like(case["parents"], 510)
+    path, num_accepted, next_token = session.run(None, case)
+    assert (path == 0).all() and (num_accepted == 0).all()
+    np.testing.assert_array_equal(next_token, case["logits"][:, 0].argmax(-1))
+
+
+@pytest.mark.parametrize("has_laws", [True, False])
+def test_zero_residual_mass(session: ort.InferenceSession, has_laws: bool) -> None:
+    """A one-hot target and a draft law equal to it, with a draft outside both."""
+    logits = np.full((1, 3, 5), -50, np.float32)
+    logits[0, :, 2] = 50
+    case = {
+        "logits": logits,
+        "tokens": np.array([[0, 1, 3]]),
+        "parents": np.array([[-1, 0, 0]]),
+        "draft_probs": np.eye(5, dtype=np.float32)[[[2, 2, 2]]] if has_laws else np.zeros((1, 3, 1), np.float32),
+        "uniforms": np.full((1, 3, 2), 0.999999, np.float32),
+        "temperature": np.array([1.0], np.float32),
+        "top_k": np.array([1]),
+        "top_p": np.array([1.0], np.float32),
+    }
+    assert [o.tolist() for o in session.run(None, case)] == [[[0, -1, -1]], [0], [2]]
+
+
+def test_a_slot_does_not_depend_on_its_batch(session: ort.InferenceSession) -> None:
+    rng = np.random.default_rng(4)
+    for heat, is_chain, has_laws in KINDS:
+        case = verify_case(rng, 300, is_chain=is_chain, has_laws=has_laws, heat=heat)
+        together = session.run(None, case)
+        for slot in range(len(case["tokens"])):
+            alone = session.run(None, {n: a[slot : slot + 1] for n, a in case.items()})
+            assert same(alone, [o[slot : slot + 1] for o in together])
+
+
+def _decide(session: ort.InferenceSession):  # type: ignore[no-untyped-def]
+    def decide(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
+        batch, nodes = tree.tokens.shape
+        laws = np.zeros((batch, nodes, 1), np.float32) if tree.draft_probs is None else tree.draft_probs
+        feeds = {
+            "logits": logits,
+            "tokens": tree.tokens,
+            "parents": tree.parents,
+            "draft_probs": laws,
+            "uniforms": uniforms,
+            "temperature": np.full(batch, setting.temperature, np.float32),
+            "top_k": np.full(batch, setting.top_k, np.int64),
+            "top_p": np.full(batch, setting.top_p, np.float32),
+        }
+        return Verdict(*session.run(None, feeds))
+
+    return decide
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    ("form", "sampled"),
+    [((-1,), False), (CHAIN, False), (CHAIN, True), (TREE, True), (TREE, False)],
+    ids=["plain", "greedy chain", "chain", "tree", "top-k"],
+)
+def test_emitted_tokens_follow_the_target(session, form, sampled, setting) -> None:  # type: ignore[no-untyped-def]
+    emitted = emit(form, sampled, setting, BATCH, _decide(session))
+    assert p_value(emitted, exact_joint(setting)) > 1e-3
+
+
+def test_deterministic_drafts_do_not_change_the_text(session: ort.InferenceSession) -> None:
+    plain = emit((-1,), False, SETTINGS[4], BATCH, _decide(session))
+    for form in (CHAIN, TREE):
+        np.testing.assert_array_equal(emit(form, False, SETTINGS[4], BATCH, _decide(session)), plain)
+
+
+MUTANTS = {
+    "chain accepts without the draft law": (
+        CHAIN,
+        "WalkLaws",
+        "bar = Mul(accept_draws, draft_at)",
+        "bar = Identity(accept_draws)",
+    ),
+    "chain forgets the residual": (
+        CHAIN,
+        "WalkLaws",
+        "law_chain = Where(is_rest, left, law_in)",
+        "law_chain = Identity(law_in)",
+    ),
+    "chain takes the residual of a bonus": (
+        (-1, 0),
+        "WalkLaws",
+        "is_rest = And(is_child, has_mass)",
+        "is_rest = Identity(has_mass)",
+    ),
+    "tree accepts without the draft law": (TREE, "WalkLaws", "bar = Mul(u, draft_at)", "bar = Identity(u)"),
+    "tree does not normalise": (TREE, "WalkLaws", "refused_law = Div(left, mass)", "refused_law = Identity(left)"),
+    "tree judges siblings by the first law": (
+        TREE,
+        "WalkLaws",
+        "law_then = Where(is_child, law_child, law_in)",
+        "law_then = Where(is_kept, law_child, law_in)",
+    ),
+    "tree keeps the parent's law": (
+        TREE,
+        "WalkLaws",
+        "law_child = Where(is_kept, own_law, rest)",
+        "law_child = Where(is_kept, law_in, rest)",
+    ),
+    "top_p counts the token itself": (
+        TREE,
+        "Warp",
+        "CumSum<exclusive = 1>(falling64, axis)",
+        "CumSum(falling64, axis)",
+    ),
+    "top_p ignores top_k": (TREE, "Warp", "masked = Where(is_cut, lowest, scaled)", "masked = Identity(scaled)"),
+    "no temperature": (TREE, "Warp", "scaled = Div(logits, divisor)", "scaled = Identity(logits)"),
+    "draw ignores what stands before the block": (
+        TREE,
+        "DrawInBlocks",
+        "bound = Mul(u64, total)",
+        "bound = Mul(u64, u64)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutated_body_is_noticed(mutant: str) -> None:
+    form, name, right, wrong = MUTANTS[mutant]
+    text = OPS[name].text()
+    assert text.count(right) == 1
+    model = model_of("SpecVerify")
+    place = [f.name for f in model.functions].index(name)
+    model.functions[place].CopyFrom(onnx.parser.parse_function(text.replace(right, wrong)))
+    setting = SETTINGS[4]
+    emitted = emit(form, True, setting, BATCH, _decide(session_of(model)))
+    assert p_value(emitted, exact_joint(setting)) < 1e-6
+
+
+def test_greedy_verification_is_cheap() -> None:
+    """No softmax, no sorting and no Loop run for a greedy chain: they stand in branches not taken."""
+    names = {n.op_type for n in OPS["SpecVerify"].function().node}
+    assert names <= {"Constant", "ReduceMax", "Greater", "Shape", "And", "If"}
+    taken = {n.op_type for name in ("Walk", "FirstMax", "FirstMaxInBlocks") for n in OPS[name].function().node}
+    assert not taken & {"Softmax", "TopK", "CumSum", "Loop", "Expand"}
+
+
+def test_the_signature_is_that_of_the_function() -> None:
+    for op in OPS.values():
+        function = op.function()
+        assert list(function.input) == [t.name for t in op.inputs]
+        assert list(function.output) == [t.name for t in op.outputs]
+        assert {a.name: helper.get_attribute_value(a) for a in function.attribute_proto} == dict(op.attributes)
+        assert {n.op_type for n in _all_nodes(function) if n.domain == DOMAIN} == set(op.uses)  # type: ignore[arg-type]
