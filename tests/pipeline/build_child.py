@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A build in a process of its own, for tests that kill it or take its disk away.
+
+Usage: build_child.py RECIPE DEST CACHE kill=N|fsize=BYTES|none
+Prints each progress message with a number. kill=N: SIGKILL at message N. fsize: no file may grow beyond BYTES.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from speccompile.bundling.stage_cache import StageCache
+from speccompile.errors import SpecCompileError
+from speccompile.pipeline import build
+from tests.pipeline import fakes
+
+
+def main() -> int:
+    recipe, dest, cache, how = sys.argv[1:]
+    kind, _, value = how.partition("=")
+    if kind != "real":
+        fakes.install_for_good()
+    if kind == "fsize":
+        fakes.FakeBackend.weights_bytes = 4 * int(value)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(value), int(value)))
+    seen = 0
+
+    def progress(message: str) -> None:
+        nonlocal seen
+        print(seen, message, flush=True)
+        if kind in ("kill", "real") and seen == int(value):
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen += 1
+
+    try:
+        build(fakes.make_plan(Path(recipe)), Path(dest), progress, StageCache(Path(cache)))
+    except SpecCompileError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
