@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 from onnx.reference import ReferenceEvaluator
 
 from speccompile.core import specs
 from speccompile.ops.registry import reference_ops
+from speccompile.passes.edit import OPS_DOMAIN
 
 
 def chain_parents(count: int, padded: int) -> list[int]:
@@ -35,7 +37,10 @@ def mask_from_parents(parents: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Decoder:
-    """A neutral graph with its caches, and the tokens that each cache row stands for."""
+    """A graph with its caches, and the tokens that each cache row stands for.
+
+    A neutral graph runs under the reference evaluator, a lowered one under ONNX Runtime.
+    """
 
     model: ir.Model
     dims: specs.ModelDims
@@ -44,7 +49,11 @@ class Decoder:
     history: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.session = ReferenceEvaluator(ir.to_proto(self.model), new_ops=reference_ops())
+        proto = ir.to_proto(self.model)
+        if any(node.domain == OPS_DOMAIN for node in self.model.graph):
+            self.session = ReferenceEvaluator(proto, new_ops=reference_ops())
+        else:
+            self.session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
         shape = (self.batch, self.dims.num_kv_heads, self.max_seq, self.dims.head_dim)
         names = [n for i in range(self.dims.num_layers) for n in specs.cache_names(i)]
         # Stale rows must never matter, so they are not zero.
