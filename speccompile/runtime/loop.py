@@ -46,9 +46,9 @@ def decode(
         proposer.commit(slots, tree, verdict, verifier.outputs)
         steps = emit(tree, verdict, slots)
         engine_s = sum(engine.seconds for engine in engines) - engine_s
-        step_s = perf_counter() - start_s
+        now_s = perf_counter()
         for slot in slots.slots:
-            slot.stats.add_times(step_s, engine_s)
+            slot.stats.add_times(now_s, now_s - start_s, engine_s)
         yield steps
         if any(step.finish_reason for step in steps):
             retire(verifier, proposer, slots, steps)
@@ -84,11 +84,9 @@ def admit(verifier: Verifier, proposer: Proposer, slots: Slots) -> None:
 
 def retire(verifier: Verifier, proposer: Proposer, slots: Slots, steps: list[Step]) -> None:
     """Free the places of finished sequences: the next waiting one takes over, or the last active one moves in."""
-    now = perf_counter()
     for place in reversed(range(len(steps))):
         if steps[place].finish_reason is None:
             continue
-        slots.slots[place].stats.end_s = now
         if slots.waiting:
             _seat(verifier, proposer, slots, place)
             continue

@@ -73,14 +73,17 @@ class SlotStats:
         self.num_draft_tokens = 0
         self.outcomes: Counter[tuple[int, int]] = Counter()  # (draft depth, accepted) -> steps
 
-    def add_times(self, step_s: float, engine_s: float) -> None:
-        """Add one decoding step."""
+    def add_times(self, now_s: float, step_s: float, engine_s: float) -> None:
+        """Add one decoding step that ends now."""
+        self.end_s = now_s
         self.step_s += step_s
         self.engine_s += engine_s
 
     def json_from_stats(self) -> dict[str, Any]:
         """A JSON-ready dict.
 
+        Times are of the wall clock: `time_ms` from the start of the prefill to the last token, `step_ms` in the
+        steps it took part in, `engine_ms` the part of these that engines took. `tokens_per_s` is over `step_ms`.
         `acceptance_by_position` is accepted / tried at each depth, where a depth is tried when its parent was
         accepted. `mean_acceptance_length` is 1 + accepted / steps.
         """
@@ -90,7 +93,6 @@ class SlotStats:
         tried = [sum(c for (d, a), c in self.outcomes.items() if d > i and a >= i) for i in range(depth)]
         kept = [sum(c for (_, a), c in self.outcomes.items() if a > i) for i in range(depth)]
         total_s = self.end_s - self.start_s
-        decode_s = total_s - self.prefill_s
         return {
             "num_steps": steps,
             "num_tokens": self.num_tokens,
@@ -100,9 +102,8 @@ class SlotStats:
             "acceptance_by_position": [k / t for k, t in zip(kept, tried, strict=True) if t],
             "time_ms": total_s * 1e3,
             "prefill_ms": self.prefill_s * 1e3,
-            "decode_ms": decode_s * 1e3,
             "step_ms": self.step_s * 1e3,
             "engine_ms": self.engine_s * 1e3,
             "outside_engine_ms": (self.step_s - self.engine_s) * 1e3,
-            "tokens_per_s": self.num_tokens / decode_s if decode_s > 0 else 0.0,
+            "tokens_per_s": self.num_tokens / self.step_s if self.step_s > 0 else 0.0,
         }

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode with a loaded bundle: prompts in, generations or streams of steps out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+from tokenizers import Tokenizer
+
+from speccompile.core import registry
+from speccompile.core.jobs import MethodContext
+from speccompile.core.protocols import Proposer
+from speccompile.core.sampling import SamplingParams
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.bundle import Bundle
+from speccompile.runtime.loop import decode
+from speccompile.runtime.slots import Slot, Slots, Step
+from speccompile.runtime.stats import TimedEngine
+from speccompile.runtime.text import TextSink
+from speccompile.runtime.verifier import Verifier
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What decoding one prompt gave.
+
+    Args:
+        text: of the new tokens, special tokens left out, cut before a stop string.
+        tokens: new token ids; a stop token is the last of them.
+        finish_reason: `stop`, `length` or `cache_full`.
+        stats: see `SlotStats.json_from_stats`.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    stats: dict[str, Any]
+
+    def json_from_generation(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+class Stream(Iterator[Step]):
+    """Steps of one sequence, and in the end its generation.
+
+    Args:
+        slot: the sequence.
+        decoded: the loop that decodes it.
+        finish: makes its generation.
+    """
+
+    def __init__(self, slot: Slot, decoded: Iterator[list[Step]], finish: Callable[[Slot, str], Generation]) -> None:
+        self._slot, self._decoded, self._finish = slot, decoded, finish
+        self.generation: Generation | None = None  # once the last step was read
+
+    def __next__(self) -> Step:
+        [step] = next(self._decoded)
+        if step.finish_reason:
+            self.generation = self._finish(self._slot, step.finish_reason)
+        return step
+
+
+class SpecEngine:
+    """A target with its proposer. One run at a time: a new one ends those that were not read to their end.
+
+    Args:
+        target: the target's engine (`verified_spec`).
+        drafts: the method's engines by name.
+        proposer: the method's proposer over the same engines.
+        tokenizer: None where prompts and results are token ids.
+        context: sizes.
+        eos_token_ids: the model's own ends.
+        defaults: sampling where a request says nothing.
+        bundle: where it came from.
+        chunk: prompt tokens read at once.
+    """
+
+    def __init__(
+        self,
+        target: TimedEngine,
+        drafts: Mapping[str, TimedEngine],
+        proposer: Proposer,
+        tokenizer: Tokenizer | None,
+        context: MethodContext,
+        eos_token_ids: Sequence[int] = (),
+        defaults: SamplingParams | None = None,
+        bundle: Bundle | None = None,
+        chunk: int = 128,
+    ) -> None:
+        self.tokenizer, self.context, self.bundle = tokenizer, context, bundle
+        self.defaults = defaults or SamplingParams()
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.verifier = Verifier(target, context.max_seq_len, chunk)
+        self.proposer = proposer
+        self._plain = registry.method("none")
+        self._engines = (target, *drafts.values())
+        self._num_runs = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculative: bool = True,
+        batch_size: int | None = None,
+    ) -> list[Generation]:
+        """Decode prompts to their ends.
+
+        Args:
+            prompts: one or more texts, or lists of token ids.
+            sampling: for all prompts, or one for each; None: the bundle's defaults.
+            speculative: False decodes with the target alone.
+            batch_size: sequences decoded at once; None: as many as the bundle was built for.
+
+        Returns:
+            One generation a prompt, in their order.
+
+        Raises:
+            RuntimeFault: a prompt is empty, too long or not of the vocabulary; the message has its index.
+        """
+        results: dict[int, Generation] = {}
+        for index, generation in self.run(prompts, sampling, speculative=speculative, batch_size=batch_size):
+            results[index] = generation
+        return [results[index] for index in range(len(results))]
+
+    def run(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculative: bool = True,
+        batch_size: int | None = None,
+    ) -> Iterator[tuple[int, Generation]]:
+        """As `generate`, but yields (index of the prompt, generation) as sequences end.
+
+        Raises:
+            RuntimeFault: as `generate`, before anything is decoded; or as `stream`.
+        """
+        slots = self._make_slots(prompts, sampling, with_text=False)
+        return self._finished(slots, self._decode(slots, speculative, batch_size))
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, speculative: bool = True) -> Stream:
+        """Decode one prompt step by step.
+
+        Returns:
+            An iterator of steps whose `text` is ready to show: never half a character, nothing of a stop string.
+
+        Raises:
+            RuntimeFault: as `generate`; or another run was started since the last step was read.
+        """
+        slots = self._make_slots([prompt], sampling, with_text=True)
+        return Stream(slots[0], self._decode(slots, speculative, 1), self._generation)
+
+    def _finished(self, slots: list[Slot], decoded: Iterator[list[Step]]) -> Iterator[tuple[int, Generation]]:
+        for steps in decoded:
+            for step in steps:
+                if step.finish_reason:
+                    yield step.prompt_index, self._generation(slots[step.prompt_index], step.finish_reason)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer puts around it."""
+        if self.tokenizer is None:
+            raise RuntimeFault(
+                "prompt", "a text", "token ids", "This bundle has no tokenizer: it was built from a config."
+            )
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return ids
+
+    def text_sink(self, params: SamplingParams) -> TextSink | None:
+        """Makes text of a request's tokens; None without a tokenizer."""
+        return None if self.tokenizer is None else TextSink(self.tokenizer, params.stop)
+
+    def _decode(self, slots: list[Slot], speculative: bool, batch_size: int | None) -> Iterator[list[Step]]:
+        most = self.context.max_slots
+        if batch_size is not None and not 1 <= batch_size <= most:
+            raise RuntimeFault(
+                "batch_size", str(batch_size), f"1 to {most}", "Build the bundle with a larger engine.max_batch_size."
+            )
+        self._num_runs += 1
+        run, proposer = (
+            self._num_runs,
+            self.proposer if speculative else self._plain.make_proposer(None, {}, self.context),
+        )
+        for engine in self._engines:
+            engine.reset()
+        for steps in decode(self.verifier, proposer, Slots(slots, batch_size or most), self._engines):
+            yield steps
+            if run != self._num_runs:
+                raise RuntimeFault(
+                    "stream",
+                    "a newer run on the same engine",
+                    "one run at a time",
+                    "Load a second engine, or finish first.",
+                )
+
+    def _make_slots(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        with_text: bool,
+    ) -> list[Slot]:
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        given = cast("Sequence[Prompt]", [prompts] if is_one else prompts)
+        asked = [sampling or self.defaults] * len(given) if not isinstance(sampling, Sequence) else sampling
+        if len(asked) != len(given):
+            raise RuntimeFault("sampling", f"{len(asked)} entries", f"{len(given)}, as many as prompts", "Match them.")
+        return [
+            self._make_slot(i, p, params, with_text) for i, (p, params) in enumerate(zip(given, asked, strict=True))
+        ]
+
+    def _make_slot(self, index: int, prompt: Prompt, params: SamplingParams, with_text: bool) -> Slot:
+        tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        self._check_prompt(index, tokens)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        if params.stop and self.tokenizer is None:
+            raise RuntimeFault(f"prompt {index}", "stop strings", "a bundle with a tokenizer", "Use stop_token_ids.")
+        sink = self.text_sink(params) if with_text or params.stop else None
+        return Slot(index, tokens, params, stop_ids, sink)
+
+    def _check_prompt(self, index: int, tokens: list[int]) -> None:
+        where, most = f"prompt {index}", self.context.max_seq_len
+        if not tokens:
+            raise RuntimeFault(where, "no tokens", "at least one", "Give it some text, or the id of a first token.")
+        if len(tokens) > most:
+            todo = "Shorten it, or build the bundle with a larger engine.max_seq_len."
+            raise RuntimeFault(where, f"{len(tokens)} tokens", f"at most {most}", todo)
+        vocab = self.verifier.engine.spec.vocab_size
+        if min(tokens) < 0 or (vocab and max(tokens) >= vocab):
+            wrong = next(token for token in tokens if not 0 <= token < vocab)
+            raise RuntimeFault(where, f"token {wrong}", f"ids from 0 to {vocab - 1}", "Use the bundle's own tokenizer.")
+
+    def _generation(self, slot: Slot, reason: str) -> Generation:
+        tokens = slot.tokens[slot.num_prompt :]
+        if slot.sink is not None:
+            text = slot.sink.text
+        else:
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True) if self.tokenizer is not None else ""
+        return Generation(text, tokens, reason, slot.stats.json_from_stats())
