@@ -27,7 +27,9 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "consolidated.00.pth")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)$")
-_EVERY_LAYER = re.compile(r"attn|attention|norm|ln_")  # parts that no layer goes without; MLPs may differ by layer
+_EVERY_LAYER = re.compile(
+    r"(attn|attention|norm|ln_).*\.(weight|bias)$"
+)  # parts that no layer goes without; MLPs may differ by layer
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "LICENSE*", "README.md"]
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -92,8 +93,10 @@ def name_weights(graph: ir.Model, names: Mapping[int, str]) -> None:
     for value in list(graph.graph.initializers.values()):
         tensor = value.const_value
         raw = getattr(tensor, "raw", None)
-        address = raw.data_ptr() if isinstance(raw, torch.Tensor) else getattr(raw, "ctypes", None)
-        name = names.get(address if isinstance(address, int) or address is None else int(address.data))
+        if isinstance(raw, torch.Tensor):
+            name = names.get(raw.data_ptr())
+        else:
+            name = names.get(raw.ctypes.data) if isinstance(raw, np.ndarray) else None
         if name is not None and tensor is not None and tensor.size > 1:
             value.name = name if name not in graph.graph.initializers else f"{name}.transposed"
 

@@ -8,6 +8,7 @@ doubling Concat goes and Cos and Sin shrink to half.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
@@ -119,10 +120,10 @@ def fuse_rope(model: ir.Model) -> int:
     for match in matches:
         cos, sin = (_halve(model, v, halves) for v in (match.cos, match.sin))
         edit = Editor(model, match.node)
-        partial = {"rotary_embedding_dim": match.rotary_dim} if match.rotary_dim else {}
-        fused = edit.op(
-            "RotaryEmbedding", match.x, cos, sin, interleaved=0, num_heads=static_dim(match.x, 1), **partial
-        )
+        attributes: dict[str, Any] = {"interleaved": 0, "num_heads": static_dim(match.x, 1)}
+        if match.rotary_dim:
+            attributes["rotary_embedding_dim"] = match.rotary_dim
+        fused = edit.op("RotaryEmbedding", match.x, cos, sin, **attributes)
         fused.type, fused.shape = match.node.outputs[0].type, match.node.outputs[0].shape
         replace_tree(match.node, fused)
     return len(matches)
@@ -142,8 +143,9 @@ def _halve(model: ir.Model, value: ir.Value, made: dict[ir.Value, ir.Value]) -> 
         attributes = {k: a.value for k, a in node.attributes.items()}
         half = Editor(model, node).op(node.op_type, *inputs, **attributes)
         half.type = value.type
-        if value.shape is not None:
-            half.shape = ir.Shape([*value.shape.dims[:-1], int(value.shape[-1]) // 2])  # type: ignore[call-overload]
+        size = static_dim(value, -1)
+        if value.shape is not None and size is not None:
+            half.shape = ir.Shape([*value.shape.dims[:-1], size // 2])
     made[value] = half
     return half
 

@@ -97,8 +97,8 @@ def test_nodes_of_a_gpt2_layer(tmp_path: Path) -> None:
 
     counts = []
     for layers in (1, 2):
-        (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["gpt2"], "n_layer": layers}))
-        counts.append(count_ops(export_decoder(tmp_path, weights="random", max_seq_len=16)[0]))
+        make_checkpoint({**CONFIGS["gpt2"], "n_layer": layers}, tmp_path)
+        counts.append(count_ops(export_decoder(tmp_path, max_seq_len=16)[0]))
     assert counts[1] - counts[0] == Counter(GPT2_LAYER)
     assert not counts[0] - counts[1]
 
@@ -177,10 +177,9 @@ def test_random_weights_need_a_config_alone_and_are_the_same_every_time(tmp_path
     np.testing.assert_allclose(cos[:, 0], np.cos(np.arange(16)), atol=1e-6)
     weight = first.graph.initializers["model.layers.0.mlp.gate_proj.weight"].const_value.numpy()
     assert 0.01 < weight.std() < 0.03, "initializer_range is 0.02"
-    assert (
-        dims.num_params == sum(v.const_value.size for n, v in first.graph.initializers.items() if n.endswith("weight"))
-        and dims.vocab_size == VOCAB
-    )
+    matrices = sum(v.const_value.size for n, v in first.graph.initializers.items() if n.endswith("_proj.weight"))
+    norms = 5 * 32 + 4 * 12
+    assert dims.num_params == matrices + 2 * 32 * VOCAB + norms
 
 
 def test_half_precision_checkpoints_are_widened(tmp_path: Path) -> None:

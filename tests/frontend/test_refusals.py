@@ -152,7 +152,7 @@ def test_heads_that_do_not_fit_the_cache() -> None:
 
 @pytest.mark.parametrize("layers", [(2,), (-1,), (0, 0)])
 def test_hidden_layers_that_are_not_there(layers: tuple[int, ...], tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="hidden_layers: got .*; expected different layers between 0 and 1"):
+    with pytest.raises(ExportError, match=r"hidden_layers: got .*; expected different layers between 0 and 1"):
         _export(_LLAMA, tmp_path, hidden_layers=layers)
 
 
