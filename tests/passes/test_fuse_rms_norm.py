@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMS normalisations are fused in all their spellings, and nothing else is."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speccompile.errors import PassError
+from speccompile.passes.base import Pass
+from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM, RMS_NORM_FUSED, fuse_rms_norm
+from tests.passes.graphs import graph, ops, run
+
+# The fused kernel divides where the pieces multiply by a reciprocal: two roundings of float32 apart.
+RTOL = 1e-6
+
+_PIECES = {
+    "square": ["power = Pow(x, two)", "power = Mul(x, x)"],
+    "root": ["root = Sqrt(sum)\n inverse = Reciprocal(root)", "inverse = Pow(sum, minus_half)"],
+    "sum": ["sum = Add(mean, epsilon)", "sum = Add(epsilon, mean)"],
+    "normed": ["normed = Mul(x, inverse)", "normed = Mul(inverse, x)"],
+    "scaled": ["y = Mul(weight, normed)", "y = Mul(normed, weight)", "y = Identity(normed)"],
+}
+
+
+def rms_model(size: int, epsilon: float, *choices: int, axis: int = -1, power: float = 2.0):
+    square, root, total, normed, scaled = (
+        options[choice] for options, choice in zip(_PIECES.values(), choices, strict=True)
+    )
+    rng = np.random.default_rng(size)
+    return graph(
+        f"""rms (float[batch, nodes, {size}] x) => (float[batch, nodes, {size}] y) {{
+            {square}
+            mean = ReduceMean<keepdims = 1>(power, axes)
+            {total}
+            {root}
+            {normed}
+            {scaled}
+        }}""",
+        {
+            "two": np.float32(power),
+            "minus_half": np.float32(-0.5),
+            "epsilon": np.float32(epsilon),
+            "axes": np.array([axis], np.int64),
+            "weight": rng.standard_normal(size).astype(np.float32),
+        },
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 1), st.integers(0, 1), st.integers(0, 2)),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.sampled_from([1e-6, 1e-5, 0.1]),
+    st.sampled_from([-1, 2]),
+)
+def test_fused_in_all_spellings(size, choices, leading, epsilon, axis) -> None:
+    model = rms_model(size, epsilon, *choices, axis=axis)
+    x = np.random.default_rng(size).standard_normal((*leading, size)).astype(np.float32)
+    before = run(model, {"x": x})[0]
+    assert FUSE_RMS_NORM.run(model) == 1
+    assert set(ops(model)) == ({"RMSNormalization", "Identity"} if choices[4] == 2 else {"RMSNormalization"})
+        "RMSNormalization",
+        "Identity",
+    }
+    np.testing.assert_allclose(run(model, {"x": x})[0], before, rtol=RTOL, atol=1e-7)
+
+
+@pytest.mark.parametrize("changes", [{"axis": 1}, {"power": 3.0}])
+def test_not_fused(changes) -> None:
+    model = rms_model(4, 1e-6, 0, 0, 0, 0, 0, **changes)
+    before = ops(model)
+    assert FUSE_RMS_NORM.run(model) == 0
+    assert ops(model) == before
+
+
+def test_another_tensor_is_not_its_own_norm() -> None:
+    model = graph(
+        """other (float[a, 4] x, float[a, 4] z) => (float[a, 4] y) {
+            power = Pow(x, two)
+            mean = ReduceMean<keepdims = 1>(power, axes)
+            sum = Add(mean, epsilon)
+            root = Sqrt(sum)
+            inverse = Reciprocal(root)
+            y = Mul(z, inverse)
+        }""",
+        {"two": np.float32(2), "epsilon": np.float32(1e-6), "axes": np.array([-1], np.int64)},
+    )
+    assert fuse_rms_norm(model) == 0
+
+
+def test_without_a_weight_it_is_ones() -> None:
+    model, feeds = rms_model(4, 1e-6, 0, 0, 0, 0, 2), {"x": np.ones((1, 2, 4), np.float32)}
+    before = run(model, feeds)[0]
+    assert fuse_rms_norm(model) == 1
+    fused = next(n for n in model.graph if n.op_type == "RMSNormalization")
+    np.testing.assert_array_equal(fused.inputs[1].const_value.numpy(), np.ones(4, np.float32))
+    np.testing.assert_allclose(run(model, feeds)[0], before, rtol=RTOL)
+
+
+def test_a_matrix_is_no_weight() -> None:
+    """Its rows differ by node, so only what stands before the product is fused."""
+    model = rms_model(4, 1e-6, 0, 0, 0, 0, 0)
+    weight = model.graph.initializers["weight"]
+    weight.const_value = ir.tensor(np.arange(8, dtype=np.float32).reshape(2, 4), name="weight")
+    weight.shape = ir.Shape([2, 4])
+    feeds = {"x": np.ones((1, 2, 4), np.float32)}
+    before = run(model, feeds)[0]
+    assert fuse_rms_norm(model) == 1
+    assert ops(model) == {"RMSNormalization": 1, "Mul": 1}
+    np.testing.assert_allclose(run(model, feeds)[0], before, rtol=RTOL)
+
+
+def test_shared_pieces_stay() -> None:
+    """The mean square is also an output: it must survive."""
+    model = graph(
+        """shared (float[a, 4] x) => (float[a, 4] y, float[a, 1] mean) {
+            power = Pow(x, two)
+            mean = ReduceMean<keepdims = 1>(power, axes)
+            sum = Add(mean, epsilon)
+            root = Sqrt(sum)
+            inverse = Reciprocal(root)
+            normed = Mul(x, inverse)
+            y = Mul(weight, normed)
+        }""",
+        {
+            "two": np.float32(2),
+            "epsilon": np.float32(1e-6),
+            "axes": np.array([-1], np.int64),
+            "weight": np.arange(4, dtype=np.float32),
+        },
+    )
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    before = run(model, {"x": x})
+    assert fuse_rms_norm(model) == 1
+    assert ops(model) == {"RMSNormalization": 1, "Pow": 1, "ReduceMean": 1}
+    for new, old in zip(run(model, {"x": x}), before, strict=True):
+        np.testing.assert_allclose(new, old, rtol=RTOL)
+
+
+def test_the_property_sees_what_is_left() -> None:
+    model = rms_model(4, 1e-6, 0, 0, 0, 0, 0)
+    idle = Pass("idle", lambda m: 0, ensures=(RMS_NORM_FUSED,))
+    with pytest.raises(PassError, match=r"pass idle: got after it ran: .* is an RMS normalisation in pieces"):
+        idle.run(model)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embeddings, whole and partial, are fused and tabulated; lookalikes are left alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speccompile.errors import PassError
+from speccompile.passes.cleanup import REMOVE_DEAD
+from speccompile.passes.fuse_rope import FUSE_ROPE, fuse_rope
+from speccompile.passes.tabulate_rope import tabulate_rope, tabulate_rope_pass
+from tests.passes.graphs import graph, ops, run
+
+TOLERANCE = 3e-6  # of values up to about 4: cosines of one float32 angle by two libraries
+MAX_SEQ_LEN = 40
+
+
+def rope_model(heads: int, dim: int, rotary_dim: int, scaling: float | None = None, middle: int | None = None):
+    half = rotary_dim // 2
+    middle = half if middle is None else middle
+    cut = rotary_dim < dim
+    scaled = "cos = Mul(raw_cos, scaling)\n sin = Mul(raw_sin, scaling)" if scaling is not None else ""
+    cos, sin = ("raw_cos", "raw_sin") if scaling is not None else ("cos", "sin")
+    return graph(
+        f"""rope (float[batch, {heads}, nodes, {dim}] x, int64[batch, nodes] positions)
+            => (float[batch, {heads}, nodes, {dim}] y) {{
+            columns = Unsqueeze(positions, two)
+            floats = Cast<to = 1>(columns)
+            angles = Mul(floats, frequencies)
+            doubled = Concat<axis = -1>(angles, angles)
+            {cos} = Cos(doubled)
+            {sin} = Sin(doubled)
+            {scaled}
+            cos_4d = Unsqueeze(cos, one)
+            sin_4d = Unsqueeze(sin, one)
+            {"part = Slice(x, zero, rotary, three, one)" if cut else "part = Identity(x)"}
+            low = Slice(part, zero, middle, three, one)
+            high = Slice(part, middle, end, three, one)
+            negated = Neg(high)
+            rotated = Concat<axis = -1>(negated, low)
+            straight = Mul(part, cos_4d)
+            turned = Mul(rotated, sin_4d)
+            {"whole" if cut else "y"} = Add(straight, turned)
+            {"rest = Slice(x, rotary, end, three, one)" if cut else ""}
+            {"y = Concat<axis = -1>(whole, rest)" if cut else ""}
+        }}""",
+        {
+            "frequencies": (0.3 ** np.arange(half)).astype(np.float32).reshape(1, 1, half),
+            **{n: np.array([i], np.int64) for n, i in (("zero", 0), ("one", 1), ("two", 2), ("three", 3))},
+            "middle": np.array([middle], np.int64),
+            "rotary": np.array([rotary_dim], np.int64),
+            "end": np.array([np.iinfo(np.int64).max], np.int64),
+            "scaling": np.float32(scaling or 1.0),
+        },
+    )
+
+
+def feeds_for(heads: int, dim: int, batch: int = 2, nodes: int = 3) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(dim)
+    return {
+        "x": rng.standard_normal((batch, heads, nodes, dim)).astype(np.float32),
+        "positions": rng.integers(0, MAX_SEQ_LEN, (batch, nodes)),
+    }
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 4), st.sampled_from([None, 1.3]))
+def test_fused_and_tabulated(heads: int, half: int, rest: int, scaling: float | None) -> None:
+    rotary_dim = 2 * half
+    dim = rotary_dim + rest
+    model, feeds = rope_model(heads, dim, rotary_dim, scaling), feeds_for(heads, dim)
+    before = run(model, feeds)[0]
+    REMOVE_DEAD.run(model)
+    assert FUSE_ROPE.run(model) == 1
+    np.testing.assert_allclose(run(model, feeds)[0], before, atol=TOLERANCE)
+    assert tabulate_rope_pass(MAX_SEQ_LEN).run(model) == 1
+    REMOVE_DEAD.run(model)
+    assert ops(model) == {"RotaryEmbedding": 1}
+    node = next(iter(model.graph))
+    assert tuple(node.inputs[1].shape) == (MAX_SEQ_LEN, half)
+    assert ("rotary_embedding_dim" in node.attributes) == (rest > 0)
+    np.testing.assert_allclose(run(model, feeds)[0], before, atol=TOLERANCE)
+
+
+def test_halves_of_unequal_length_are_not_rotated_halves() -> None:
+    model = rope_model(2, 8, 8, middle=3)
+    REMOVE_DEAD.run(model)
+    before = ops(model)
+    assert fuse_rope(model) == 0
+    assert ops(model) == before
+
+
+def test_angles_that_are_not_a_function_of_positions_stay() -> None:
+    """Half of the angles come from an input: there is no table for them."""
+    model = graph(
+        """given (float[batch, 2, nodes, 4] x, float[batch, nodes, 2] cos, float[batch, nodes, 2] sin)
+            => (float[batch, 2, nodes, 4] y) { y = RotaryEmbedding<num_heads = 2>(x, cos, sin) }"""
+    )
+    assert tabulate_rope(model, MAX_SEQ_LEN) == 0
+
+
+def test_tables_need_fused_ropes() -> None:
+    model = rope_model(2, 8, 8)
+    REMOVE_DEAD.run(model)
+    with pytest.raises(PassError, match=r"pass tabulate_rope: got before it ran: .* is a rotary embedding in pieces"):
+        tabulate_rope_pass(MAX_SEQ_LEN).run(model)
