@@ -110,9 +110,7 @@ def test_threads_are_measured_again_when_the_recipe_fixes_them(
     assert "export target" in cached_stages(bundle.manifest)
 
 
-def test_a_damaged_cache_entry_is_redone(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
-) -> None:
+def test_a_damaged_cache_entry_is_redone(exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path) -> None:
     build(make_plan(recipe), tmp_path / "out", cache=cache)
     assert cache.root is not None
     for data in cache.root.glob("graphs/*/result/graph.onnx.data"):

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""build, inspect and schema as a user meets them: output, exit codes, `--json`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speccompile.cli.main import main
+from tests.pipeline import fakes
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs a command in a folder of its own, with the fakes in place; (exit code, stdout, stderr)."""
+    fakes.install(monkeypatch.setattr, lambda name, module: monkeypatch.setitem(sys.modules, name, module))
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code: Any = main([str(a) for a in arguments])
+        except SystemExit as leave:
+            code = leave.code or 0
+        captured = capsys.readouterr()
+        return int(code), captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return fakes.write_recipe(tmp_path / "in")
+
+
+def test_build_then_inspect(run: Run, recipe: Path, tmp_path: Path) -> None:
+    code, out, err = run("build", recipe, "-o", "made")
+    assert code == 0, err
+    assert "made: " in out and "report.html" in out
+    assert "done export target" in err
+    code, out, err = run("inspect", "made")
+    assert code == 0, err
+    assert "digests hold; method draft_model" in out
+    assert "[batch, nodes]" in out and "k_cache.* (2)" in out
+
+
+def test_build_goes_to_bundles_by_default(run: Run, recipe: Path, tmp_path: Path) -> None:
+    assert run("build", recipe)[0] == 0
+    assert (tmp_path / "bundles" / "pair" / "manifest.json").exists()
+
+
+def test_json_output_is_json_alone(run: Run, recipe: Path) -> None:
+    code, out, _ = run("build", recipe, "-o", "made", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["bundle"].endswith("made") and set(facts["graphs"]) == {"target", "draft", "rollback"}
+    assert facts["graphs"]["target"]["checks"] == {"num_tokens": 7, "num_equal": 7}
+    code, out, _ = run("inspect", "made", "--json")
+    facts = json.loads(out)
+    assert (code, facts["kind"], facts["digests_ok"], facts["fault"]) == (0, "bundle", True, None)
+    assert facts["graphs"]["target"]["inputs"][0] == {"name": "tokens", "dims": ["batch", "nodes"], "dtype": "int64"}
+    assert facts["graphs"]["target"]["op_histogram"]["before"] == {"A": 2}
+    assert facts["files"]["report.html"]["sha256"]
+
+
+def test_options_are_short_for_overrides(run: Run, recipe: Path) -> None:
+    options = ("--backend", "onnxruntime", "--weights", "random", "--set", "engine.max_batch_size=3")
+    code, out, _ = run("build", recipe, "--dry-run", "--json", *options, "--set", "decoding.seed=4")
+    plan = json.loads(out)["plan"]
+    assert code == 0
+    assert plan["target"]["weights"] == "random"
+    assert (plan["engine"]["max_batch_size"], plan["decoding"]["seed"]) == (3, 4)
+
+
+def test_a_dry_run_predicts_and_writes_nothing(run: Run, recipe: Path, tmp_path: Path) -> None:
+    for name in ("big", "small"):
+        (recipe.parent / name / "model.safetensors").unlink()
+    code, out, _ = run("build", recipe, "-o", "made", "--dry-run")
+    assert code == 0
+    assert "engine.max_seq_len" in out and "decoding about" in out
+    code, out, _ = run("build", recipe, "-o", "made", "--dry-run", "--json")
+    predicted = json.loads(out)["predicted"]
+    assert set(predicted["graphs"]) == {"target", "draft"}
+    # 1 slot x 48 rows x 2 layers x (K + V) x 1 head x 4 floats.
+    assert predicted["graphs"]["target"]["cache_bytes"] == 48 * 2 * 2 * 4 * 4
+    assert not (tmp_path / "made").exists() and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--set", "engine.thread=2"), 2, ("RecipeError", "unknown key 'thread'", "'engine.threads'")),
+        (("--set", "engine.threads=two"), 2, ("RecipeError", "'two'", "integer or 'auto'")),
+        (("--backend", "onnxrt"), 2, ("RecipeError", "'onnxrt'", "onnxruntime")),
+        (("--weights", "good"), 2, ("RecipeError", "'good'", "'checkpoint' or 'random'")),
+        (("--set", "engine.max_seq_len=100"), 2, ("RecipeError", "at most 64")),
+        (("-o", "in"), 6, ("BuildError", "other things")),
+    ],
+)
+def test_faults_show_their_four_parts(
+    run: Run, recipe: Path, arguments: tuple[str, ...], code: int, words: tuple[str, ...]
+) -> None:
+    found, out, err = run("build", recipe, *arguments)
+    assert found == code
+    assert out == ""
+    for word in (*words, "got ", "expected ", "to do "):
+        assert word in err
+    found, out, _ = run("build", recipe, *arguments, "--json")
+    error = json.loads(out)["error"]
+    assert found == code == error["exit_code"]
+    assert error["kind"] == words[0]
+    assert all(error[part] for part in ("where", "got", "expected", "todo"))
+
+
+def test_checkpoint_faults_have_their_exit_code(run: Run, recipe: Path) -> None:
+    (recipe.parent / "big" / "model.safetensors").write_bytes(b"short")
+    assert run("build", recipe)[0] == 3
+
+
+def test_a_tampered_bundle_is_shown_with_its_fault(run: Run, recipe: Path, tmp_path: Path) -> None:
+    run("build", recipe, "-o", "made")
+    data = tmp_path / "made" / "graphs" / "draft" / "graph.onnx.data"
+    data.write_bytes(b"\1" + data.read_bytes()[1:])
+    code, out, err = run("inspect", "made")
+    assert code == 7
+    assert "digests do not hold" in out and "graph.onnx.data" in err
+    code, out, _ = run("inspect", "made", "--json")
+    facts = json.loads(out)
+    assert (code, facts["digests_ok"], facts["fault"]["kind"]) == (7, False, "BundleError")
+    assert facts["fault"]["where"].endswith("graphs/draft/graph.onnx.data")
+
+
+@pytest.mark.parametrize("name", ["absent", "in", "in/big/config.json"])
+def test_what_is_no_bundle_is_refused(run: Run, recipe: Path, name: str) -> None:
+    code, out, err = run("inspect", name)
+    assert (code, out) == (7, "")
+    assert "BundleError" in err
+    code, out, _ = run("inspect", name, "--json")
+    assert code == 7 and json.loads(out)["error"]["kind"] == "BundleError"
+
+
+def test_inspect_reads_onnx_files(run: Run, tmp_path: Path) -> None:
+    ir = pytest.importorskip("onnx_ir")
+    value = ir.Value(name="x", shape=ir.Shape(["batch", 4]), type=ir.TensorType(ir.DataType.FLOAT))
+    node = ir.node("Relu", [value])
+    node.outputs[0].name, node.outputs[0].shape, node.outputs[0].type = "y", value.shape, value.type
+    graph = ir.Graph([value], [node.outputs[0]], nodes=[node], opset_imports={"": 24}, name="tiny")
+    ir.save(ir.Model(graph, ir_version=11), tmp_path / "g.onnx")
+    code, out, _ = run("inspect", "g.onnx", "--json")
+    facts = json.loads(out)
+    assert (code, facts["kind"], facts["opsets"]) == (0, "onnx", {"": 24})
+    assert facts["graphs"]["tiny"]["inputs"] == [{"name": "x", "dims": ["batch", 4], "dtype": "float32"}]
+    assert facts["graphs"]["tiny"]["op_histogram"]["after"] == {"Relu": 1}
+    assert "Relu 1" in run("inspect", "g.onnx")[1]
+    (tmp_path / "bad.onnx").write_bytes(b"\xff\xff\xff no graph")
+    assert run("inspect", "bad.onnx")[0] == 7
+
+
+def test_schema_is_printed_or_written(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("schema")
+    assert code == 0 and json.loads(out)["title"] == "speccompile recipe"
+    assert run("schema", "-o", "s.json")[0] == 0
+    assert (tmp_path / "s.json").read_text() == out
+    assert run("schema", "-o", "absent/s.json")[0] == 6
+
+
+def test_help_documents_the_exit_codes_and_wrong_usage_is_2(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in ("build", "inspect", "schema"):
+        assert command in out
+    assert "7 bundle" in " ".join(out.split())
+    assert run("build")[0] == 2
+    assert run("--version")[1].startswith("speccompile ")
+
+
+def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "speccompile", "inspect", str(tmp_path / "absent")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 7
+    assert "no such folder" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from speccompile.bundling import staging
+from speccompile.bundling.staging import remove_leftovers, staged_folder
+from speccompile.errors import BuildError
+
+
+def fill(dest: Path, text: str) -> None:
+    with staged_folder(dest) as folder:
+        (folder / "deep").mkdir()
+        (folder / "deep" / "file").write_text(text)
+        assert not dest.exists() or (dest / "deep" / "file").read_text() != text
+
+
+def test_a_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
+    fill(tmp_path / "a" / "out", "one")
+    fill(tmp_path / "a" / "out", "two")
+    assert (tmp_path / "a" / "out" / "deep" / "file").read_text() == "two"
+    assert os.listdir(tmp_path / "a") == ["out"]
+
+
+def test_without_an_exchange_it_is_replaced_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_exchange", lambda first, second: False)
+    fill(tmp_path / "out", "one")
+    fill(tmp_path / "out", "two")
+    assert (tmp_path / "out" / "deep" / "file").read_text() == "two"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_an_exchange_swaps_two_folders(tmp_path: Path) -> None:
+    fill(tmp_path / "a", "one")
+    fill(tmp_path / "b", "two")
+    if not staging._exchange(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("this file system has no exchange")
+    assert (tmp_path / "a" / "deep" / "file").read_text() == "two"
+    assert (tmp_path / "b" / "deep" / "file").read_text() == "one"
+
+
+@pytest.mark.parametrize("fault", [ValueError, KeyboardInterrupt, SystemExit])
+def test_any_exception_leaves_what_was_there(tmp_path: Path, fault: type[BaseException]) -> None:
+    fill(tmp_path / "out", "one")
+
+    def fail_halfway() -> None:
+        with staged_folder(tmp_path / "out") as folder:
+            (folder / "half").write_text("written")
+            raise fault
+
+    with pytest.raises(fault):
+        fail_halfway()
+    assert (tmp_path / "out" / "deep" / "file").read_text() == "one"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_leftovers_without_a_living_owner_are_removed(tmp_path: Path) -> None:
+    for name in (".out.building-dead", ".other.building-dead"):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.lock").write_text("123\n")
+    (tmp_path / ".out.building-nolock").mkdir()
+    (tmp_path / "out.building-visible").mkdir()
+    with staged_folder(tmp_path / "mine") as folder:
+        assert remove_leftovers(tmp_path, "out") == 2
+        assert remove_leftovers(tmp_path, "mine") == 0
+        assert folder.exists()
+    assert sorted(os.listdir(tmp_path)) == [
+        ".other.building-dead",
+        ".other.building-dead.lock",
+        "mine",
+        "out.building-visible",
+    ]
+    assert remove_leftovers(tmp_path) == 1
+
+
+def test_a_place_under_a_file_is_a_build_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError) as caught, staged_folder(tmp_path / "file" / "out"):
+        pass
+    assert "can be written" in caught.value.todo
+
+
+def test_faults_that_are_not_of_the_disk_pass_through(tmp_path: Path) -> None:
+    with pytest.raises(LookupError), staged_folder(tmp_path / "out"):
+        raise LookupError

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted sizes against published parameter counts and against the example pair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speccompile.frontend.checkpoint import count_params, read_dims
+from speccompile.recipe.predict import predict
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+
+# Published sizes of these models, in parameters.
+KNOWN: list[tuple[dict[str, Any], float]] = [
+    (
+        {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192, "tie_word_embeddings": True},
+        1_235_814_400,
+    ),
+    (
+        {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36, "head_dim": 128,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288,
+         "tie_word_embeddings": False},
+        8_190_735_360,
+    ),
+    (
+        {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024},
+        124_439_808,
+    ),
+    (
+        {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "num_local_experts": 8,
+         "tie_word_embeddings": False},
+        46_702_792_704,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "expected"), KNOWN, ids=[str(c["model_type"]) for c, _ in KNOWN])
+def test_parameters_of_known_models(tmp_path: Path, config: dict[str, Any], expected: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"n_positions": 4096, **config}))
+    dims = read_dims(tmp_path)
+    found = predict(config, dims, "none", slots=1, rows=1024).num_params
+    # Biases and the norms of queries and keys are left out.
+    assert found == pytest.approx(expected, rel=0.002)
+
+
+@pytest.mark.parametrize("name", ["pycode-16m", "pycode-16m-draft"])
+def test_parameters_of_the_example_pair_are_exact(name: str) -> None:
+    config = json.loads((MODELS / name / "config.json").read_text())
+    prediction = predict(config, read_dims(MODELS / name), "none", slots=8, rows=1024)
+    assert prediction.num_params == count_params(MODELS / name)
+
+
+def test_weights_and_caches_follow_the_recipe() -> None:
+    config = json.loads((MODELS / "pycode-16m" / "config.json").read_text())
+    dims = read_dims(MODELS / "pycode-16m")
+    sizes = {q: predict(config, dims, q, slots=8, rows=1024).weights_bytes for q in ("none", "int8", "int4")}
+    # Measured: 75.8 MB, 30.6 MB (blocks of 32) and 22.7 MB.
+    assert sizes["none"] == pytest.approx(75_785_728, rel=0.02)
+    assert sizes["int8"] == pytest.approx(30_565_888, rel=0.02)
+    assert sizes["int4"] == pytest.approx(22_701_568, rel=0.02)
+    # 2 caches x 8 layers x 2 heads x 64 x 4 bytes a token.
+    assert predict(config, dims, "none", slots=8, rows=1024).cache_bytes == 8 * 1024 * 8192
