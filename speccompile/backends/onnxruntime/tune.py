@@ -7,6 +7,7 @@ one, and the first session of a process decides how denormals are treated.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -71,6 +72,37 @@ def measure_graph(path: Path, spec: GraphSpec, threads: int | None = None) -> di
         raise BuildError(f"tuning {path}", f"exit code {done.returncode}: {tail}", "a measurement", "See the message.")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict[str, Any]:
+    """The tuning record for the machine at hand.
+
+    A record made on another CPU is measured anew, once: the result is kept in the user's cache folder
+    ($SPECCOMPILE_CACHE or ~/.cache/speccompile) by graph and CPU.
+
+    Args:
+        path: the lowered graph.
+        spec: its inputs and outputs.
+        tuning: the record in the bundle.
+
+    Raises:
+        BuildError: see `measure_graph`.
+    """
+    cpu = cpu_name()
+    if not tuning or tuning.get("cpu") == cpu:
+        return dict(tuning)
+    digest = hashlib.sha256(path.read_bytes() + cpu.encode()).hexdigest()[:32]
+    folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "tuning"
+    kept = folder / f"{digest}.json"
+    if kept.exists():
+        record: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+        return record
+    record = measure_graph(path, spec)
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = kept.with_suffix(f".{os.getpid()}.tmp")
+    fresh.write_text(json.dumps(record), encoding="utf-8")
+    fresh.replace(kept)
+    return record
 
 
 def _measure(path: Path, spec: GraphSpec, settings: Mapping[str, Any]) -> dict[str, float]:
