@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops on rows of logits and laws that the other ops are made of: FirstMax, Warp, Draw.
+"""Ops that reduce rows of a vocabulary: FirstMax of logits, Draw from laws.
 
 Rows are reduced in two levels, blocks of 64 and then one block: ONNX Runtime's ArgMax and CumSum walk the
 vocabulary element by element on CPUs (16 rows of 32000: ArgMax 310 us, TopK(1) 135 us, two levels 37 us).
@@ -11,17 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from speccompile.core.sampling import draw, warp
-from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P, UNIFORMS, TensorSpec
+from speccompile.core.sampling import draw
+from speccompile.core.specs import UNIFORMS, TensorSpec
 from speccompile.core.tree import Floats, Ints
 from speccompile.ops.op import Op
 
-WARP_INPUTS = (
-    TensorSpec(TEMPERATURE, ("batch",), "float32"),
-    TensorSpec(TOP_K, ("batch",), "int64"),
-    TensorSpec(TOP_P, ("batch",), "float32"),
-)
-_ROWS = ("batch", "nodes", "vocab")
+ROWS = ("batch", "nodes", "vocab")
 
 
 def _in_blocks(rows: str, filler: float, call: str) -> str:
@@ -58,7 +53,7 @@ _BLOCKS = """
     last = Constant<value_ints = [-1]>()
     blocks = Reshape(rows, shape)
 """
-_ROWS_IN_BLOCKS = (TensorSpec("rows", _ROWS, "float32"), TensorSpec("width", (1,), "int64"))
+_ROWS_IN_BLOCKS = (TensorSpec("rows", ROWS, "float32"), TensorSpec("width", (1,), "int64"))
 _INDEX = (TensorSpec("index", ("batch", "nodes"), "int64"),)
 
 
@@ -71,13 +66,9 @@ def _draw(probs: Floats, uniforms: Floats) -> tuple[Ints]:
     return (draw(probs, uniforms),)
 
 
-def _warp(logits: Floats, temperature: Floats, top_k: Ints, top_p: Floats) -> tuple[Floats]:
-    return (warp(logits, temperature, top_k, top_p),)
-
-
 FIRST_MAX = Op(
     "FirstMax",
-    (TensorSpec("logits", _ROWS, "float32"),),
+    (TensorSpec("logits", ROWS, "float32"),),
     _INDEX,
     first_max,
     _in_blocks("logits", -3.4e38, "speccompile.FirstMaxInBlocks(@)"),
@@ -102,7 +93,7 @@ FIRST_MAX_IN_BLOCKS = Op(
 
 DRAW = Op(
     "Draw",
-    (TensorSpec("probs", _ROWS, "float32"), TensorSpec(UNIFORMS, ("batch", "nodes"), "float32")),
+    (TensorSpec("probs", ROWS, "float32"), TensorSpec(UNIFORMS, ("batch", "nodes"), "float32")),
     _INDEX,
     _draw,
     _in_blocks("probs", 0.0, "speccompile.DrawInBlocks(@, uniforms)"),
@@ -147,112 +138,4 @@ DRAW_IN_BLOCKS = Op(
     start = Mul(number, width)
     index = Add(start, offset)
     """,
-)
-
-# Only when some sampled slot truncates are logits sorted, and then 256 of them (or top_k) first: the whole
-# vocabulary only where those carry less mass than top_p.
-_TRUNCATE = """
-      kept_k = Where(is_cut_k, top_k3, one)
-      widest = ReduceMax<keepdims = 0>(kept_k)
-      some = Constant<value_int = 256>()
-      wished = Max(widest, some)
-      vocab = Shape<start = 2>(logits)
-      first = Min(wished, vocab)
-      tops, order_first = TopK<axis = 2>(scaled, first)
-      highest = Sub(first, one)
-      place0 = Sub(kept_k, one)
-      place = Min(place0, highest)
-      nodes_shape = Shape<end = 2>(logits)
-      row_shape = Concat<axis = 0>(nodes_shape, unit)
-      places = Expand(place, row_shape)
-      kth1 = GatherND<batch_dims = 2>(tops, places)
-      kth = Unsqueeze(kth1, last)
-      is_below = Less(scaled, kth)
-      is_cut = And(is_cut_k, is_below)
-      masked = Where(is_cut, lowest, scaled)
-      probs_k = Softmax<axis = -1>(masked)
-      probs_cut = If(any_p) <
-        then_branch = nucleus () => (float[] probs_p) {
-          mass_p = Cast<to = 11>(top_p3)
-          order_first1 = Unsqueeze(order_first, last)
-          probs_first = GatherND<batch_dims = 2>(probs_k, order_first1)
-          covered32 = ReduceSum<keepdims = 1>(probs_first, last)
-          covered = Cast<to = 11>(covered32)
-          reaches = GreaterOrEqual(covered, mass_p)
-          is_off = Not(is_cut_p)
-          is_held = Or(reaches, is_off)
-          held = Cast<to = 7>(is_held)
-          all_held = ReduceMin<keepdims = 0>(held)
-          is_enough = Cast<to = 9>(all_held)
-          order = If(is_enough) <
-            then_branch = short () => (int64[] order_short) { order_short = Identity(order_first) },
-            else_branch = long () => (int64[] order_long) { unused, order_long = TopK<axis = 2>(scaled, vocab) }>
-          order1 = Unsqueeze(order, last)
-          falling = GatherND<batch_dims = 2>(probs_k, order1)
-          falling64 = Cast<to = 11>(falling)
-          axis = Constant<value_int = 2>()
-          before = CumSum<exclusive = 1>(falling64, axis)
-          is_inside = Less(before, mass_p)
-          inside = Where(is_inside, falling, off)
-          full_shape = Shape(logits)
-          blank = Expand(off, full_shape)
-          nucleus_mass = ScatterElements<axis = 2>(blank, order, inside)
-          nucleus_total = ReduceSum<keepdims = 1>(nucleus_mass, last)
-          nucleus_law = Div(nucleus_mass, nucleus_total)
-          probs_p = Where(is_cut_p, nucleus_law, probs_k)
-        },
-        else_branch = no_nucleus () => (float[] probs_same) { probs_same = Identity(probs_k) }>
-"""
-
-WARP = Op(
-    "Warp",
-    (TensorSpec("logits", _ROWS, "float32"), *WARP_INPUTS),
-    (TensorSpec("probs", _ROWS, "float32"),),
-    _warp,
-    f"""
-    off = Constant<value_float = 0.0>()
-    on = Constant<value_float = 1.0>()
-    none = Constant<value_int = 0>()
-    one = Constant<value_int = 1>()
-    unit = Constant<value_ints = [1]>()
-    last = Constant<value_ints = [-1]>()
-    lowest = Constant<value_float = -3.4e38>()
-    column = Constant<value_ints = [-1, 1, 1]>()
-    heat = Reshape(temperature, column)
-    top_k3 = Reshape(top_k, column)
-    top_p3 = Reshape(top_p, column)
-    is_hot = Greater(heat, off)
-    divisor = Where(is_hot, heat, on)
-    scaled = Div(logits, divisor)
-    asks_k = Greater(top_k3, none)
-    asks_p = Less(top_p3, on)
-    is_cut_k = And(asks_k, is_hot)
-    is_cut_p = And(asks_p, is_hot)
-    cut_p = Cast<to = 7>(is_cut_p)
-    max_p = ReduceMax<keepdims = 0>(cut_p)
-    any_p = Cast<to = 9>(max_p)
-    is_cut_any = Or(is_cut_k, is_cut_p)
-    cut_any = Cast<to = 7>(is_cut_any)
-    max_cut = ReduceMax<keepdims = 0>(cut_any)
-    any_cut = Cast<to = 9>(max_cut)
-    hot_probs = If(any_cut) <
-      then_branch = truncate () => (float[] probs_cut) {{ {_TRUNCATE} }},
-      else_branch = plain () => (float[] probs_plain) {{ probs_plain = Softmax<axis = -1>(scaled) }}>
-    hot = Cast<to = 7>(is_hot)
-    min_hot = ReduceMin<keepdims = 0>(hot)
-    all_hot = Cast<to = 9>(min_hot)
-    probs = If(all_hot) <
-      then_branch = sampled () => (float[] probs_sampled) {{ probs_sampled = Identity(hot_probs) }},
-      else_branch = mixed () => (float[] probs_mixed) {{
-        best = speccompile.FirstMax(logits)
-        best3 = Unsqueeze(best, last)
-        size1 = Shape<start = 2>(logits)
-        size = Squeeze(size1)
-        tokens = Range(none, size, one)
-        is_best = Equal(tokens, best3)
-        one_hot = Cast<to = 1>(is_best)
-        probs_mixed = Where(is_hot, hot_probs, one_hot)
-      }}>
-    """,
-    uses=("FirstMax",),
 )

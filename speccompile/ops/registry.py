@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.ops.cached_attention import CACHED_ATTENTION
 from speccompile.ops.kv_rollback import KV_ROLLBACK
-from speccompile.ops.laws import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_BLOCKS, WARP
+from speccompile.ops.laws import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_BLOCKS
 from speccompile.ops.op import DOMAIN, VERSION, Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
-from speccompile.ops.spec_verify import SPEC_VERIFY, WALK, WALK_LAWS
+from speccompile.ops.spec_verify import SPEC_VERIFY
+from speccompile.ops.walk import WALK, WALK_LAWS
+from speccompile.ops.warp import WARP
 
 if TYPE_CHECKING:
     import onnx_ir as ir

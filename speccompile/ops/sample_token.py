@@ -8,8 +8,8 @@ import numpy as np
 from speccompile.core.sampling import draw, warp
 from speccompile.core.specs import CONFIDENCE, LOGITS, SAMPLED_PROBS, SAMPLED_TOKEN, UNIFORMS, TensorSpec
 from speccompile.core.tree import Floats, Ints
-from speccompile.ops.laws import WARP_INPUTS
 from speccompile.ops.op import Op
+from speccompile.ops.warp import WARP_INPUTS
 
 
 def sample_token(

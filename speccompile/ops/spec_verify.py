@@ -11,30 +11,11 @@ import numpy as np
 
 from speccompile.core.acceptance import accept
 from speccompile.core.sampling import warp
-from speccompile.core.specs import (
-    DRAFT_PROBS,
-    LOGITS,
-    NEXT_TOKEN,
-    NUM_ACCEPTED,
-    PARENTS,
-    PATH,
-    TOKENS,
-    UNIFORMS,
-    TensorSpec,
-)
+from speccompile.core.specs import DRAFT_PROBS, LOGITS, UNIFORMS, TensorSpec
 from speccompile.core.tree import Floats, Ints, TokenTree
-from speccompile.ops.laws import WARP_INPUTS
 from speccompile.ops.op import Op
-
-_TREE_INPUTS = (
-    TensorSpec(TOKENS, ("batch", "nodes"), "int64"),
-    TensorSpec(PARENTS, ("batch", "nodes"), "int64"),
-)
-_VERDICT = (
-    TensorSpec(PATH, ("batch", "nodes"), "int64"),
-    TensorSpec(NUM_ACCEPTED, ("batch",), "int64"),
-    TensorSpec(NEXT_TOKEN, ("batch",), "int64"),
-)
+from speccompile.ops.walk import TREE_INPUTS, VERDICT
+from speccompile.ops.warp import WARP_INPUTS
 
 
 def spec_verify(
@@ -67,234 +48,16 @@ def spec_verify(
     return verdict.path, verdict.num_accepted, verdict.next_token
 
 
-def _walk(drawn: Ints, tokens: Ints, parents: Ints) -> tuple[Ints, Ints, Ints]:
-    laws = np.eye(int(max(drawn.max(), tokens.max())) + 1, dtype=np.float32)[drawn]
-    tree = TokenTree(tokens, parents, np.full(len(tokens), tokens.shape[1], dtype=np.int64))
-    verdict = accept(tree, laws, np.zeros((*tokens.shape, 2), dtype=np.float32))
-    return verdict.path, verdict.num_accepted, verdict.next_token
-
-
-# `link` is the parent clipped to what precedes the node: -1 at the root, whatever the prefill's gather left there.
-_LINKS = """
-    none = Constant<value_int = 0>()
-    one = Constant<value_int = 1>()
-    no_node = Constant<value_int = -1>()
-    second = Constant<value_ints = [1]>()
-    num_nodes1 = Shape<start = 1>(tokens)
-    num_nodes = Squeeze(num_nodes1)
-    highest = Sub(num_nodes, one)
-    previous = Range(no_node, highest, one)
-    nodes = Add(previous, one)
-    link = Min(parents, previous)
-    gap = Sub(previous, link)
-    link_next = Add(link, one)
-    branch = Min(gap, link_next)
-    widest = ReduceMax<keepdims = 0>(branch)
-    is_tree = Greater(widest, none)
-    parent = Max(link, none)
-"""
-
-# A chain's path ends at the first node that is not kept; the root always counts as one.
-_CHAIN = """
-        is_refused = Less(kept_link, none)
-        refused = Cast<to = 7>(is_refused)
-        num_refused = CumSum(refused, one)
-        is_on_chain = Equal(num_refused, one)
-        path_chain = Where(is_on_chain, nodes, no_node)
-        end_chain = ReduceMax<keepdims = 1>(path_chain, second)
-"""
-
-# Indices grow along a path, so the k-th node reached is the k-th of the path.
-_PATH_OF_REACHED = """
-        reached = Cast<to = 7>(is_reached)
-        counted = CumSum(reached, one)
-        depth = Sub(counted, one)
-        marked = Where(is_reached, nodes, no_node)
-        blank = Expand(no_node, tree_shape)
-        path_tree = ScatterElements<axis = 1, reduction = "max">(blank, depth, marked)
-        deepest = ReduceMax<keepdims = 1>(depth, second)
-"""
-
-_START = """
-        tree_shape = Shape(tokens)
-        at_root = Equal(nodes, none)
-        is_start = Expand(at_root, tree_shape)
-        slots = Shape<end = 1>(tokens)
-        column = Concat<axis = 0>(slots, second)
-        root = Expand(none, column)
-        go = Constant<value = bool {1}>()
-"""
-
-# Node 0 is nobody's child, so "the first child that matches" may use it for "there is none".
-WALK = Op(
-    "Walk",
-    (TensorSpec("drawn", ("batch", "nodes"), "int64"), *_TREE_INPUTS),
-    _VERDICT,
-    _walk,
-    f"""{_LINKS}
-    wanted = GatherElements<axis = 1>(drawn, parent)
-    is_drawn = Equal(tokens, wanted)
-    kept_link = Where(is_drawn, link, no_node)
-    path, num_accepted1, end = If(is_tree) <
-      then_branch = tree () => (int64[] path_tree, int64[] deepest, int64[] end_tree) {{ {_START}
-        end_tree, is_reached = Loop(num_nodes, go, root, is_start) <body = step
-          (int64 i, bool go_on, int64[] at, bool[] is_seen) => (bool is_moving, int64[] next_at, bool[] is_seen_now) {{
-            is_hit = Equal(kept_link, at)
-            hit = Cast<to = 6>(is_hit)
-            child = ArgMax<axis = 1, keepdims = 1>(hit)
-            is_found = Greater(child, none)
-            next_at = Where(is_found, child, at)
-            is_here = Equal(nodes, next_at)
-            is_seen_now = Or(is_seen, is_here)
-            last_child = ReduceMax<keepdims = 0>(child)
-            is_moving = Greater(last_child, none)
-          }}>
-        {_PATH_OF_REACHED}
-      }},
-      else_branch = chain () => (int64[] path_chain, int64[] end_chain, int64[] end_same) {{ {_CHAIN}
-        end_same = Identity(end_chain)
-      }}>
-    next1 = GatherElements<axis = 1>(drawn, end)
-    num_accepted = Squeeze(num_accepted1, second)
-    next_token = Squeeze(next1, second)
-    """,
-)
-
-_RESIDUAL = """
-        over = Sub(law_in, draft_law)
-        left = Relu(over)
-        mass = ReduceSum<keepdims = 1>(left, second)
-        has_mass = Greater(mass, off)
-"""
-
-# One pass over the nodes in index order is a walk: children stand behind parents, siblings in their order.
-_LAWS_TREE = f"""{_START}
-        rounds = Sub(num_nodes, one)
-        root_place = Constant<value_int = 0>()
-        root_law = Gather<axis = 1>(target_probs, root_place)
-        end_tree, law_tree, is_reached = Loop(rounds, go, root, root_law, is_start) <body = step
-          (int64 i, bool go_on, int64[] at, float[] law_in, bool[] is_seen)
-          => (bool same, int64[] next_at, float[] law_out, bool[] is_seen_now) {{
-            same = Identity(go_on)
-            node = Add(i, one)
-            node1 = Unsqueeze(node, nowhere)
-            node_link = Gather<axis = 1>(link, node1)
-            is_child = Equal(node_link, at)
-            child = Cast<to = 6>(is_child)
-            any_child1 = ReduceMax<keepdims = 0>(child)
-            any_child = Cast<to = 9>(any_child1)
-            next_at, law_out, is_seen_now = If(any_child) <
-              then_branch = offer () => (int64[] at_then, float[] law_then, bool[] seen_then) {{
-                token = Gather<axis = 1>(token_used, node1)
-                draft_law = Gather<axis = 1>(draft_probs, node)
-                target_at1 = GatherND<batch_dims = 1>(law_in, token)
-                target_at = Unsqueeze(target_at1, second)
-                draft_at1 = GatherND<batch_dims = 1>(draft_law, token)
-                draft_at = Unsqueeze(draft_at1, second)
-                u = Gather<axis = 1>(accept_draws, node1)
-                bar = Mul(u, draft_at)
-                is_under = Less(bar, target_at)
-                is_kept = And(is_child, is_under)
-                {_RESIDUAL}
-                refused_law = Div(left, mass)
-                rest = Where(has_mass, refused_law, law_in)
-                own_law = Gather<axis = 1>(target_probs, node)
-                law_child = Where(is_kept, own_law, rest)
-                law_then = Where(is_child, law_child, law_in)
-                at_then = Where(is_kept, node, at)
-                is_here = Equal(nodes, node)
-                is_new = And(is_kept, is_here)
-                seen_then = Or(is_seen, is_new)
-              }},
-              else_branch = pass_by () => (int64[] at_else, float[] law_else, bool[] seen_else) {{
-                at_else = Identity(at)
-                law_else = Identity(law_in)
-                seen_else = Identity(is_seen)
-              }}>
-          }}>
-        {_PATH_OF_REACHED}
-"""
-
-# Only the end of the path needs a residual, and a chain has one child there.
-_LAWS_CHAIN = f"""
-        at_parent = Concat<axis = 2>(parent3, token3)
-        target_at = GatherND<batch_dims = 1>(target_probs, at_parent)
-        draft_at = GatherND<batch_dims = 2>(draft_probs, token3)
-        bar = Mul(accept_draws, draft_at)
-        is_under = Less(bar, target_at)
-        kept_link = Where(is_under, link, no_node)
-        {_CHAIN}
-        end_same = Identity(end_chain)
-        after = Add(end_chain, one)
-        child = Min(after, highest)
-        child_link = GatherElements<axis = 1>(link, child)
-        is_child = Equal(child_link, end_chain)
-        law_in = GatherND<batch_dims = 1>(target_probs, end_chain)
-        draft_law = GatherND<batch_dims = 1>(draft_probs, child)
-        {_RESIDUAL}
-        is_rest = And(is_child, has_mass)
-        law_chain = Where(is_rest, left, law_in)
-"""
-
-WALK_LAWS = Op(
-    "WalkLaws",
-    (
-        TensorSpec("target_probs", ("batch", "nodes", "vocab"), "float32"),
-        *_TREE_INPUTS,
-        TensorSpec(DRAFT_PROBS, ("batch", "nodes", "vocab"), "float32"),
-        TensorSpec(UNIFORMS, ("batch", "nodes", 2), "float32"),
-    ),
-    _VERDICT,
-    lambda target_probs, tokens, parents, draft_probs, uniforms: spec_verify_probs(
-        target_probs, tokens, parents, draft_probs, uniforms
-    ),
-    f"""{_LINKS}
-    off = Constant<value_float = 0.0>()
-    nowhere = Constant<value_ints = [0]>()
-    last = Constant<value_ints = [-1]>()
-    first_draw = Constant<value_int = 0>()
-    accept_draws = Gather<axis = 2>(uniforms, first_draw)
-    node_draws = Gather<axis = 2>(uniforms, one)
-    is_linked = GreaterOrEqual(link, none)
-    token_used = Where(is_linked, tokens, none)
-    token3 = Unsqueeze(token_used, last)
-    parent3 = Unsqueeze(parent, last)
-    path, num_accepted1, end, law = If(is_tree) <
-      then_branch = tree () => (int64[] path_tree, int64[] deepest, int64[] end_tree, float[] law_tree) {{
-        {_LAWS_TREE}
-      }},
-      else_branch = chain () => (int64[] path_chain, int64[] end_chain, int64[] end_same, float[] law_chain) {{
-        {_LAWS_CHAIN}
-      }}>
-    u_end = GatherElements<axis = 1>(node_draws, end)
-    law3 = Unsqueeze(law, second)
-    next1 = speccompile.Draw(law3, u_end)
-    num_accepted = Squeeze(num_accepted1, second)
-    next_token = Squeeze(next1, second)
-    """,
-    uses=("Draw",),
-)
-
-
-def spec_verify_probs(
-    target_probs: Floats, tokens: Ints, parents: Ints, draft_probs: Floats, uniforms: Floats
-) -> tuple[Ints, Ints, Ints]:
-    """`spec_verify` on laws that are warped already; target_probs: [batch, nodes, vocab] float32."""
-    tree = TokenTree(tokens, parents, np.full(len(tokens), tokens.shape[1], dtype=np.int64), draft_probs)
-    verdict = accept(tree, target_probs, uniforms)
-    return verdict.path, verdict.num_accepted, verdict.next_token
-
-
 SPEC_VERIFY = Op(
     "SpecVerify",
     (
         TensorSpec(LOGITS, ("batch", "nodes", "vocab"), "float32"),
-        *_TREE_INPUTS,
+        *TREE_INPUTS,
         TensorSpec(DRAFT_PROBS, ("batch", "nodes", "draft_vocab"), "float32"),
         TensorSpec(UNIFORMS, ("batch", "nodes", 2), "float32"),
         *WARP_INPUTS,
     ),
-    _VERDICT,
+    VERDICT,
     spec_verify,
     """
     off = Constant<value_float = 0.0>()
