@@ -51,7 +51,7 @@ class Decoder:
     @property
     def spec(self) -> GraphSpec:
         """Inputs and outputs of the compiled graph."""
-        plain = decoder_spec(self.job.name, self.dims, **self.outputs)
+        plain = replace(decoder_spec(self.job.name, self.dims, **self.outputs), max_rows=self.max_rows)
         return verified_spec(plain) if self.is_target else sampled_spec(plain)
 
 

@@ -86,13 +86,25 @@ class ModelDims:
 
 @dataclass(frozen=True)
 class GraphSpec:
-    """A graph's inputs and outputs in order. Cache inputs come last among the inputs, their updates last among the outputs."""
+    """A graph's inputs and outputs in order.
+
+    Cache inputs come last among the inputs, their updates last among the outputs.
+
+    Args:
+        name: the graph's name.
+        inputs: in order.
+        outputs: in order.
+        caches: names of the cache inputs.
+        vocab_size: of the tokens it reads.
+        max_rows: cache rows it can address (its position tables end there); 0 = not limited.
+    """
 
     name: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     caches: tuple[str, ...] = ()
     vocab_size: int = 0
+    max_rows: int = 0
 
     def input(self, name: str) -> TensorSpec:
         """The input of that name; KeyError when there is none."""
@@ -113,7 +125,14 @@ def spec_from_json(data: Mapping[str, Any]) -> GraphSpec:
     def tensors(rows: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
         return tuple(TensorSpec(r["name"], tuple(r["dims"]), r["dtype"]) for r in rows)
 
-    return GraphSpec(data["name"], tensors(data["inputs"]), tensors(data["outputs"]), tuple(data["caches"]), data["vocab_size"])
+    return GraphSpec(
+        data["name"],
+        tensors(data["inputs"]),
+        tensors(data["outputs"]),
+        tuple(data["caches"]),
+        data["vocab_size"],
+        data.get("max_rows", 0),
+    )
 
 
 def _caches(dims: ModelDims) -> tuple[TensorSpec, ...]:
@@ -149,6 +168,7 @@ def _with_tail(spec: GraphSpec, inputs: tuple[TensorSpec, ...], outputs: tuple[T
         (*outputs, *plain, *spec.outputs[len(spec.outputs) - num :]),
         spec.caches,
         spec.vocab_size,
+        spec.max_rows,
     )
 
 

@@ -42,7 +42,7 @@ class EngineSection(Section):
     backend: str = Field("onnxruntime", description="One of the registered backends.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the engines run.")
     max_batch_size: int = Field(1, ge=1, le=1024, description="Slots of the caches.")
-    max_seq_len: int = Field(2048, ge=2, description="Rows of the caches: prompt, new tokens and one tree.")
+    max_seq_len: int = Field(2048, ge=16, description="Rows of the caches: prompt, new tokens and one tree.")
     max_draft_nodes: int = Field(16, ge=1, le=1024, description="Most draft tokens scored in one step.")
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto", description="Threads of an engine; 'auto' measures at build time."

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A build in a process of its own, for tests that kill it or take its disk away.
 
-Usage: build_child.py RECIPE DEST CACHE kill=N|fsize=BYTES|none
+Usage: build_child.py RECIPE DEST CACHE none|kill=N|fsize=BYTES|real=MESSAGE|real-fsize=BYTES
 Prints each progress message with a number. kill=N: SIGKILL at message N. fsize: no file may grow beyond BYTES.
+real: with the real frontend and backend; SIGKILL at a message.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from tests.pipeline import fakes
 def main() -> int:
     recipe, dest, cache, how = sys.argv[1:]
     kind, _, value = how.partition("=")
-    if kind != "real":
+    if not kind.startswith("real"):
         fakes.install_for_good()
-    if kind == "fsize":
+    if kind.endswith("fsize"):
         fakes.FakeBackend.weights_bytes = 4 * int(value)
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(value), int(value)))
     seen = 0
@@ -34,7 +35,7 @@ def main() -> int:
     def progress(message: str) -> None:
         nonlocal seen
         print(seen, message, flush=True)
-        if kind in ("kill", "real") and seen == int(value):
+        if (kind == "kill" and seen == int(value)) or (kind == "real" and message == value):
             os.kill(os.getpid(), signal.SIGKILL)
         seen += 1
 

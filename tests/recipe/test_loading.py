@@ -136,7 +136,7 @@ def test_an_unknown_key_names_its_line_and_the_nearest_known_one(
     [
         ("max_seq_len: 512", "max_seq_len: '512'", 11, "'512'", "integer"),
         ("max_seq_len: 512", "max_seq_len: 5.5", 11, "5.5", "integer"),
-        ("max_seq_len: 512", "max_seq_len: 1", 11, "1", "greater than or equal to 2"),
+        ("max_seq_len: 512", "max_seq_len: 1", 11, "1", "greater than or equal to 16"),
         ("max_seq_len: 512", "max_seq_len: yes", 11, "True", "integer"),
         ("max_seq_len: 512", "threads: many", 11, "'many'", "integer or 'auto'"),
         ("max_seq_len: 512", "threads: 0", 11, "0", "greater than or equal to 1 or 'auto'"),

@@ -108,27 +108,29 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict
 def _measure(path: Path, spec: GraphSpec, settings: Mapping[str, Any]) -> dict[str, float]:
     from speccompile.backends.onnxruntime.engine import load_engine
 
-    max_rows = CONTEXT + max(NODE_COUNTS)
+    max_rows = min(CONTEXT + max(NODE_COUNTS), spec.max_rows or sys.maxsize)
+    node_counts = [n for n in NODE_COUNTS if n <= max_rows]
+    context = max_rows - node_counts[-1]
     engine = load_engine(path, spec, max_slots=1, max_rows=max_rows, settings=settings)
-    feeds = {n: _feeds(spec, n) for n in NODE_COUNTS}
-    times: dict[int, list[float]] = {n: [] for n in NODE_COUNTS}
-    for n in NODE_COUNTS:
+    feeds = {n: _feeds(spec, n, context) for n in node_counts}
+    times: dict[int, list[float]] = {n: [] for n in node_counts}
+    for n in node_counts:
         engine.run(feeds[n])
     start = time.perf_counter()
     while len(times[1]) < MAX_REPEATS:
         if len(times[1]) >= MIN_REPEATS and time.perf_counter() - start > SECONDS_PER_SETTING:
             break
-        for n in NODE_COUNTS:  # interleaved: a slow moment of the machine falls on all sizes
+        for n in node_counts:  # interleaved: a slow moment of the machine falls on all sizes
             begin = time.perf_counter()
             engine.run(feeds[n])
             times[n].append((time.perf_counter() - begin) * 1e3)
     # Noise of a shared machine only adds: a low quantile is nearer to the step itself than the median is.
-    return {str(n): round(float(np.quantile(times[n], 0.2)), 4) for n in NODE_COUNTS}
+    return {str(n): round(float(np.quantile(times[n], 0.2)), 4) for n in node_counts}
 
 
-def _feeds(spec: GraphSpec, num_nodes: int) -> dict[str, np.ndarray]:
+def _feeds(spec: GraphSpec, num_nodes: int, context: int) -> dict[str, np.ndarray]:
     tokens = np.random.default_rng(num_nodes).integers(0, spec.vocab_size, (1, num_nodes))
-    feeds = {specs.TOKENS: tokens, specs.LENGTHS: np.array([CONTEXT])}
+    feeds = {specs.TOKENS: tokens, specs.LENGTHS: np.array([context])}
     if any(t.name == specs.SAMPLED_TOKEN for t in spec.outputs):
         feeds[specs.SCORED_NODES] = np.array([[num_nodes - 1]])
     return feeds

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same promises with the real frontend and ONNX Runtime, on a pair of a few hundred parameters."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from speccompile.bundling.stage_cache import StageCache
+from speccompile.errors import BuildError
+from speccompile.pipeline import build
+from speccompile.runtime.bundle import Bundle, read_bundle
+from tests.pipeline import fakes
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxruntime")
+
+CHILD = Path(__file__).with_name("build_child.py")
+OVERRIDES = ("engine.threads=1",)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("real")
+
+
+@pytest.fixture(scope="module")
+def recipe(folder: Path) -> Path:
+    inputs = folder / "in"
+    fakes.make_checkpoint(inputs / "big", hidden=64)
+    fakes.make_checkpoint(inputs / "small", hidden=32, layers=1, seed=1)
+    path = inputs / "pair.yaml"
+    path.write_text(
+        "target: {model: big}\nspeculator: {method: draft_model, model: small}\n"
+        "engine: {max_seq_len: 48, max_draft_nodes: 8, threads: 1}\n"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle(folder: Path, recipe: Path) -> Bundle:
+    return build(fakes.make_plan(recipe), folder / "out", cache=StageCache(folder / "cache"))
+
+
+def test_the_bundle_is_whole_and_its_chain_is_exact(bundle: Bundle) -> None:
+    assert read_bundle(bundle.path).manifest == bundle.manifest
+    assert bundle.graphs["target"]["checks"] == {"num_tokens": 7, "num_equal": 7}
+    for name in ("target", "draft"):
+        graph = bundle.graphs[name]
+        assert graph["op_histogram"]["before"]["speccompile::CachedAttention"] == graph["dims"]["num_layers"]
+        assert graph["op_histogram"]["after"]["Attention"] == graph["dims"]["num_layers"]
+        assert graph["tuning"]["threads"] == 1 and graph["tuning"]["step_ms"]["1"] > 0
+        assert graph["passes"]
+
+
+def test_the_report_shows_the_graphs(bundle: Bundle) -> None:
+    report = (bundle.path / "report.html").read_text()
+    for word in ("big · draft_model", "compile target", "TensorScatter", "graphs/draft/graph.onnx.data", "threads"):
+        assert word in report
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_targets_are_exact_on_chains(folder: Path, recipe: Path, bundle: Bundle, quantization: str) -> None:
+    plan = fakes.make_plan(recipe, f"target.quantization={quantization}")
+    made = build(plan, folder / quantization, cache=StageCache(folder / "cache"))
+    assert made.graphs["target"]["checks"] == {"num_tokens": 7, "num_equal": 7}
+    assert {s["name"] for s in made.manifest["stages"] if s["cached"]} >= {"export draft", "compile draft"}
+
+
+# Every message is killed at in test_interrupted.py, with fakes; here it is the last one with all of torch loaded.
+@pytest.mark.parametrize("stage", ["tune target"])
+def test_a_killed_export_leaves_nothing_and_the_next_build_cleans_up(
+    folder: Path, recipe: Path, bundle: Bundle, stage: str
+) -> None:
+    dest, cache = folder / "killed" / "out", folder / f"cache-{stage.replace(':', '')}"
+    command = [sys.executable, str(CHILD), str(recipe), str(dest), str(cache), f"real={stage}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    assert [p.name for p in dest.parent.iterdir() if not p.name.startswith(".")] == []
+    build(fakes.make_plan(recipe), dest, cache=StageCache(folder / "cache"))
+    assert os.listdir(dest.parent) == ["out"]
+    read_bundle(dest)
+    shutil.rmtree(dest)
+
+
+def test_weights_that_do_not_fit_the_disk_are_a_build_error(folder: Path, recipe: Path) -> None:
+    dest = folder / "full" / "out"
+    command = [sys.executable, str(CHILD), str(recipe), str(dest), str(folder / "cache-full"), "real-fsize=60000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == BuildError.exit_code, done.stdout + done.stderr
+    assert "BuildError" in done.stdout
+    assert list(dest.parent.iterdir()) == []
