@@ -13,8 +13,8 @@ from speccompile.core import specs
 from speccompile.core.neutral import neutral_value, shape_from_dims, sizes_from_feeds
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import RuntimeFault
-from speccompile.ops.registry import reference_ops
 from speccompile.ops.kv_rollback import kv_rollback
+from speccompile.ops.registry import reference_ops
 
 
 class ReferenceEngine:
