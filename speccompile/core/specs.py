@@ -159,7 +159,9 @@ def decoder_spec(
     return GraphSpec(name, inputs, outputs, tuple(c.name for c in caches), dims.vocab_size)
 
 
-def _with_tail(spec: GraphSpec, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], keep_logits: bool) -> GraphSpec:
+def _with_tail(
+    spec: GraphSpec, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], keep_logits: bool
+) -> GraphSpec:
     num = len(spec.caches)
     plain = tuple(t for t in spec.outputs[: len(spec.outputs) - num] if keep_logits or t.name != LOGITS)
     return GraphSpec(
