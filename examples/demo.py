@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -35,13 +36,6 @@ def run_speccompile(*arguments: str | Path) -> None:
         raise SystemExit(done.returncode)
 
 
-def first_lines(source: Path, num: int, dest: Path) -> Path:
-    """Copy the first `num` lines of `source` to `dest`."""
-    with source.open(encoding="utf-8") as handle:
-        dest.write_text("".join(line for _, line in zip(range(num), handle, strict=False)), encoding="utf-8")
-    return dest
-
-
 def summary_from_bench(report: dict[str, Any]) -> str:
     """What a person wants to know of a bench report with the modes plain and speculative."""
     plain, fast = report["modes"]["plain"], report["modes"]["speculative"]
@@ -56,21 +50,21 @@ def summary_from_bench(report: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes/pycode.yaml")
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes/pycode.yaml", help="what to build")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--num-prompts", type=int, default=12, help="prompts of the comparison")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     args = parser.parse_args(argv)
 
     recipe = args.recipe.resolve()
-    bundle = ROOT / "bundles" / recipe.stem
+    bundle = Path("bundles") / recipe.stem  # commands run in ROOT
     size = ("--max-new-tokens", str(args.max_new_tokens))
-    run_speccompile("build", recipe, "-o", bundle)
+    run_speccompile("build", os.path.relpath(recipe, ROOT), "-o", bundle)
     run_speccompile("generate", bundle, "--prompt", args.prompt, *size, "--stats")
     with tempfile.TemporaryDirectory() as folder:
-        prompts = first_lines(ROOT / "examples/prompts.jsonl", args.num_prompts, Path(folder) / "prompts.jsonl")
         report = Path(folder) / "bench.json"
-        run_speccompile("bench", bundle, "--prompts", prompts, *size, "--modes", "plain,speculative", "--json", report)
+        prompts = ("--prompts", "examples/prompts.jsonl", "--limit", str(args.num_prompts))
+        run_speccompile("bench", bundle, *prompts, *size, "--modes", "plain,speculative", "--json", report)
         print(f"\n{args.num_prompts} prompts, {args.max_new_tokens} new tokens each, greedy, batch 1:")
         print(summary_from_bench(json.loads(report.read_text())))
 
