@@ -43,7 +43,7 @@ def summary_from_bench(report: dict[str, Any]) -> str:
     same = "the same tokens" if fast["exact"] else "NOT the same tokens"
     return (
         f"plain        {base:8.1f} tokens/s\n"
-        f"speculative  {rate:8.1f} tokens/s   x{rate / base:.2f}, {same}\n"
+        f"speculative  {rate:8.1f} tokens/s   x{report['ratios']['speculative/plain']:.2f}, {same}\n"
         f"mean acceptance length {fast['mean_acceptance_length']:.2f} tokens per target step"
     )
 
