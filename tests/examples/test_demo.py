@@ -38,8 +38,8 @@ def test_the_summary_does_not_hide_a_difference(demo):
 
 def test_a_failed_command_ends_the_demo_with_its_exit_code(tmp_path):
     recipe = tmp_path / "wrong.yaml"
-    recipe.write_text("target:\n  modle: x\n")
+    recipe.write_text("target:\n  model: x\n  quantisation: int8\n")
     done = subprocess.run([sys.executable, DEMO, "--recipe", recipe], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "unknown key 'modle'" in done.stderr
+    assert "unknown key 'quantisation'" in done.stderr
     assert "generate" not in done.stdout
