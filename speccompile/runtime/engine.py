@@ -56,11 +56,13 @@ def load(
     if missing:
         todo = f"Build a bundle whose recipe has speculator.method: {name}."
         raise BundleError(str(bundle.path), f"no graph {missing[0]!r}", f"the graphs of method {name}", todo)
-    context = _context(bundle, [job.name for job in jobs])
-    engines = {
-        graph: TimedEngine(_load_engine(bundle, graph, backend or sizes["backend"], context, threads))
-        for graph in (TARGET, *(job.name for job in jobs))
-    }
+    backend = backend or sizes["backend"]
+    graphs = [TARGET, *(job.name for job in jobs)]
+    tunings = {graph: _tuning(bundle, graph, backend) for graph in graphs}
+    context = _context(bundle, tunings)
+    if threads is not None:
+        tunings[TARGET]["threads"] = threads
+    engines = {graph: TimedEngine(_load_engine(bundle, graph, backend, context, tunings[graph])) for graph in graphs}
     drafts = {graph: engine for graph, engine in engines.items() if graph != TARGET}
     tokenizer_path = bundle.tokenizer_path
     return SpecEngine(
@@ -95,26 +97,29 @@ def _method_config(section: Mapping[str, Any], override: str | Mapping[str, Any]
         ) from fault
 
 
-def _context(bundle: Bundle, jobs: list[str]) -> MethodContext:
+def _tuning(bundle: Bundle, graph: str, backend: str) -> dict[str, Any]:
+    """The record in the bundle, or one measured on this machine when the bundle was built on another."""
+    record, loader = bundle.graphs[graph].get("tuning", {}), registry.backend(backend)
+    threads = bundle.recipe["engine"].get("threads") if graph == TARGET else None
+    fixed = threads if isinstance(threads, int) else None
+    tuning: dict[str, Any] = loader.adapt_tuning(bundle.graph_path(graph), bundle.graph_spec(graph), record, fixed)
+    return tuning
+
+
+def _context(bundle: Bundle, tunings: Mapping[str, Mapping[str, Any]]) -> MethodContext:
     sizes, graphs = bundle.recipe["engine"], bundle.graphs
     max_seq_len = int(sizes["max_seq_len"])
-    limits = {
-        g: min(max_seq_len, int(graphs[g].get("dims", {}).get("max_positions") or max_seq_len)) for g in (TARGET, *jobs)
-    }
+    limits = {g: min(max_seq_len, int(graphs[g].get("dims", {}).get("max_positions") or max_seq_len)) for g in tunings}
     return MethodContext(
         max_slots=int(sizes["max_batch_size"]),
         max_seq_len=limits[TARGET],
         max_draft_nodes=int(sizes["max_draft_nodes"]),
-        costs={g: StepCosts.from_json(graphs[g].get("tuning", {})) for g in (TARGET, *jobs)},
+        costs={graph: StepCosts.from_json(tuning) for graph, tuning in tunings.items()},
         seq_lens=limits,
     )
 
 
-def _load_engine(bundle: Bundle, graph: str, backend: str, context: MethodContext, threads: int | None) -> Engine:
-    record = bundle.graphs[graph]
-    tuning = dict(record.get("tuning", {}))
-    if threads is not None and graph == TARGET:
-        tuning["threads"] = threads
+def _load_engine(bundle: Bundle, graph: str, backend: str, context: MethodContext, tuning: Mapping[str, Any]) -> Engine:
     # Nodes that pad a ragged batch need rows behind the last that a sequence may use.
     max_rows = context.seq_lens[graph] + context.max_draft_nodes + 1
     rollback = bundle.graph_path(ROLLBACK) if graph == TARGET and ROLLBACK in bundle.graphs else None

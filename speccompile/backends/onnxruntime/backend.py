@@ -92,11 +92,13 @@ class OnnxRuntimeBackend:
 
         return measure_graph(path, spec, threads)
 
-    def adapt_tuning(self, path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict[str, Any]:
+    def adapt_tuning(
+        self, path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None
+    ) -> dict[str, Any]:
         """The record for this machine: see `speccompile.backends.onnxruntime.tune.adapt_tuning`."""
         from speccompile.backends.onnxruntime.tune import adapt_tuning
 
-        return adapt_tuning(path, spec, tuning)
+        return adapt_tuning(path, spec, tuning, threads)
 
     def load(
         self,

@@ -74,7 +74,7 @@ def measure_graph(path: Path, spec: GraphSpec, threads: int | None = None) -> di
     return result
 
 
-def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict[str, Any]:
+def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
     """The tuning record for the machine at hand.
 
     A record made on another CPU is measured anew, once: the result is kept in the user's cache folder
@@ -84,6 +84,7 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict
         path: the lowered graph.
         spec: its inputs and outputs.
         tuning: the record in the bundle.
+        threads: measure with this many only.
 
     Raises:
         BuildError: see `measure_graph`.
@@ -91,13 +92,13 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict
     cpu = cpu_name()
     if not tuning or tuning.get("cpu") == cpu:
         return dict(tuning)
-    digest = hashlib.sha256(path.read_bytes() + cpu.encode()).hexdigest()[:32]
+    digest = hashlib.sha256(path.read_bytes() + f"{cpu} {threads}".encode()).hexdigest()[:32]
     folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "tuning"
     kept = folder / f"{digest}.json"
     if kept.exists():
         record: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
         return record
-    record = measure_graph(path, spec)
+    record = measure_graph(path, spec, threads)
     folder.mkdir(parents=True, exist_ok=True)
     fresh = kept.with_suffix(f".{os.getpid()}.tmp")
     fresh.write_text(json.dumps(record), encoding="utf-8")

@@ -79,9 +79,11 @@ class ReferenceBackend:
         del path, spec, threads
         return {}
 
-    def adapt_tuning(self, path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict[str, Any]:
+    def adapt_tuning(
+        self, path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None
+    ) -> dict[str, Any]:
         """The record as it is."""
-        del path, spec
+        del path, spec, threads
         return dict(tuning)
 
     def load(
