@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""speccompile bench: plain against speculative decoding and against transformers, interleaved."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import speccompile
+from speccompile.cli.prompts import read_requests, write_results
+from speccompile.errors import RuntimeFault
+
+if TYPE_CHECKING:
+    from speccompile.runtime.bundle import Bundle
+
+MODES = ("plain", "speculative", "transformers", "transformers-assisted")
+PACKAGES = ("numpy", "onnxruntime", "tokenizers", "torch", "transformers")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command(name="bench")(bench_command)
+
+
+def bench_command(
+    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
+    prompts: Annotated[Path, typer.Option("--prompts", help="A file with one JSON object a line.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 128,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write results to this file; - is stdout.")] = None,
+    modes: Annotated[str, typer.Option(help="Comma-separated modes; `all` leaves out what cannot run here.")] = "all",
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians of them.")] = 3,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first prompts only.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of every mode; as measured by default.")] = None,
+    method: Annotated[str | None, typer.Option(help="Another speculation method than the recipe's.")] = None,
+    assistant_tokens: Annotated[int, typer.Option(min=1, help="Draft length of transformers-assisted.")] = 4,
+) -> None:
+    """Measure greedy decoding at batch 1.
+
+    Every mode has a process of its own; they take turns prompt by prompt, and one that waits is stopped. Sampling
+    fields of the prompts are not used.
+    """
+    from speccompile.cli.bench_rounds import open_workers, run_rounds, summary_from_runs
+    from speccompile.runtime.bundle import read_bundle
+
+    requests = read_requests(prompts, limit)
+    opened = read_bundle(bundle)
+    chosen = _choose_modes(modes, opened, method)
+    num_threads = threads or int(opened.graphs["target"].get("tuning", {}).get("threads", 1))
+    ids = _token_ids(opened, [request.prompt for request in requests])
+    jobs = [_job(mode, opened, method, num_threads, ids, max_new_tokens, assistant_tokens) for mode in chosen]
+    environment = _environment(opened, num_threads, threads, len(ids), max_new_tokens, repeats, assistant_tokens)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        loading = bar.add_task("load", total=None)
+        with open_workers(jobs) as workers:
+            bar.remove_task(loading)
+            task = bar.add_task("measure", total=len(workers) * len(ids) * repeats)
+            runs = run_rounds(workers, len(ids), repeats, lambda mode: bar.advance(task))
+    environment["load_average_after"] = _load_average()
+    report = {"environment": environment, **summary_from_runs(runs)}
+    if json_out is not None:
+        write_results(json_out, report)
+    _print_report(Console(stderr=json_out is not None and str(json_out) == "-"), report)
+
+
+def _choose_modes(wanted: str, bundle: Bundle, method: str | None) -> list[str]:
+    is_plain = (method or bundle.recipe["speculator"]["method"]) == "none"
+    possible = [m for m in MODES if not (is_plain and m in ("speculative", "transformers-assisted"))]
+    if wanted == "all":
+        return [m for m in possible if not m.startswith("transformers") or _can_use_transformers(bundle)]
+    chosen = [m.strip() for m in wanted.split(",") if m.strip()]
+    for mode in chosen:
+        if mode not in possible:
+            raise RuntimeFault("--modes", repr(mode), f"some of {', '.join(possible)}", "Correct the list.")
+        if mode.startswith("transformers") and not _can_use_transformers(bundle):
+            got = f"no transformers, or no checkpoint at {bundle.recipe['target']['model']}"
+            raise RuntimeFault(f"--modes {mode}", got, "both", "Install speccompile[build], or leave the mode out.")
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise RuntimeFault("--modes", repr(wanted), f"some of {', '.join(possible)}", "Name each once.")
+    return chosen
+
+
+def _can_use_transformers(bundle: Bundle) -> bool:
+    has_packages = all(_version(name) is not None for name in ("torch", "transformers"))
+    is_trained = bundle.recipe["target"].get("weights", "checkpoint") == "checkpoint"
+    return has_packages and is_trained and Path(bundle.recipe["target"]["model"]).is_dir()
+
+
+def _token_ids(bundle: Bundle, prompts: list[str | list[int]]) -> list[list[int]]:
+    """All modes get the same ids, made by the bundle's tokenizer."""
+    if all(isinstance(prompt, list) for prompt in prompts):
+        return [list(prompt) for prompt in prompts if isinstance(prompt, list)]
+    from tokenizers import Tokenizer
+
+    if bundle.tokenizer_path is None:
+        raise RuntimeFault(str(bundle.path), "no tokenizer", "prompts of token ids", "Write lists of ids as prompts.")
+    tokenizer = Tokenizer.from_file(str(bundle.tokenizer_path))
+    return [tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _job(
+    mode: str,
+    bundle: Bundle,
+    method: str | None,
+    threads: int,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    assistant_tokens: int,
+) -> dict[str, Any]:
+    speculator = bundle.recipe["speculator"]
+    draft = speculator.get("model") if method in (None, speculator["method"]) else None
+    return {
+        "mode": mode,
+        "bundle": str(bundle.path),
+        "method": method,
+        "threads": threads,
+        "prompts": prompts,
+        "max_new_tokens": max_new_tokens,
+        "target": bundle.recipe["target"]["model"],
+        "draft": draft,
+        "assistant_tokens": assistant_tokens,
+        "eos_token_ids": bundle.manifest["eos_token_ids"],
+    }
+
+
+def _environment(
+    bundle: Bundle,
+    threads: int,
+    asked: int | None,
+    num_prompts: int,
+    max_new_tokens: int,
+    repeats: int,
+    assistant_tokens: int,
+) -> dict[str, Any]:
+    from speccompile.backends.onnxruntime.tune import cpu_name
+
+    return {
+        "cpu": cpu_name(),
+        "num_cores": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {"speccompile": speccompile.__version__, **{p: v for p in PACKAGES if (v := _version(p))}},
+        "bundle": str(bundle.path),
+        "git_sha": bundle.manifest.get("git_sha"),
+        "recipe": bundle.recipe,
+        "forms": {name: graph.get("form") for name, graph in bundle.graphs.items()},
+        "threads": threads,
+        "threads_from": "option" if asked else "tuning",
+        "num_prompts": num_prompts,
+        "max_new_tokens": max_new_tokens,
+        "repeats": repeats,
+        "batch_size": 1,
+        "assistant_tokens": assistant_tokens,
+        "load_average_before": _load_average(),
+    }
+
+
+def _load_average() -> list[float] | None:
+    return list(os.getloadavg()) if hasattr(os, "getloadavg") else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _print_report(console: Console, report: dict[str, Any]) -> None:
+    table = Table(box=None)
+    for title in ("mode", "tokens/s", "with prefill", "tokens a step", "exact", "outside the engine"):
+        table.add_column(title, justify="left" if title == "mode" else "right")
+    for name, mode in report["modes"].items():
+        share, outside = mode["exact_share"], mode["outside_engine_share"]
+        table.add_row(
+            name,
+            f"{mode['tokens_per_s']:.1f}",
+            f"{mode['tokens_per_s_with_prefill']:.1f}",
+            f"{mode['mean_acceptance_length']:.2f}",
+            "" if share is None else f"{100 * share:.0f} %",
+            "" if outside is None else f"{100 * outside:.1f} %",
+        )
+    console.print(table)
+    for name, ratio in report["ratios"].items():
+        console.print(f"{name:<38} x{ratio:.2f}", highlight=False)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Interleaved measurement: one process a mode, one of them running at a time, and what comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from speccompile.errors import RuntimeFault
+
+Runs = dict[str, list[list[dict[str, Any]]]]  # by mode: rounds of one result a prompt
+
+
+class Worker:
+    """A mode's process. Between its turns it is stopped, so that threads which spin cost the others nothing.
+
+    Args:
+        job: see `bench_worker`.
+    """
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self.mode = str(job["mode"])
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "speccompile.cli.bench_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            encoding="utf-8",
+        )
+        self._send(json.dumps(job))
+        self._receive()
+        self._pause(True)
+
+    def run(self, prompt: int) -> dict[str, Any]:
+        """Decode one prompt.
+
+        Raises:
+            RuntimeFault: the process has died; the end of what it printed is in the message.
+        """
+        self._pause(False)
+        self._send(str(prompt))
+        result = self._receive()
+        self._pause(True)
+        return result
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the reason is in the log, which `_receive` shows
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._log.seek(0)
+            tail = self._log.read().strip()[-600:]
+            got = f"exit code {self._process.returncode}: {tail}"
+            raise RuntimeFault(f"bench mode {self.mode}", got, "a result", "See the message, or leave the mode out.")
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+    def _pause(self, is_paused: bool) -> None:
+        if hasattr(signal, "SIGSTOP"):
+            os.kill(self._process.pid, signal.SIGSTOP if is_paused else signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def open_workers(jobs: Sequence[Mapping[str, Any]]) -> Iterator[list[Worker]]:
+    """Start the processes one after another; all are ended in the end.
+
+    Raises:
+        RuntimeFault: one of them cannot load its model.
+    """
+    workers: list[Worker] = []
+    try:
+        for job in jobs:
+            workers.append(Worker(job))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def run_rounds(
+    workers: Sequence[Worker], num_prompts: int, repeats: int, progress: Callable[[str], None] = lambda mode: None
+) -> Runs:
+    """Every mode decodes every prompt, in turn, `repeats` times; the order of the modes rotates."""
+    runs: Runs = {worker.mode: [] for worker in workers}
+    for turn in range(repeats):
+        for mode in runs.values():
+            mode.append([])
+        for prompt in range(num_prompts):
+            first = (turn + prompt) % len(workers)
+            for worker in (*workers[first:], *workers[:first]):
+                runs[worker.mode][-1].append(worker.run(prompt))
+                progress(worker.mode)
+    return runs
+
+
+def summary_from_runs(runs: Runs) -> dict[str, Any]:
+    """Modes and their ratios.
+
+    `tokens_per_s` is decoding alone, the prompt's own time taken out, as medians over rounds; the figure with it is
+    `tokens_per_s_with_prefill`. `exact`: all tokens equal those of transformers' greedy decoding, or of plain
+    decoding where transformers was not run.
+    """
+    oracle = next((mode for mode in ("transformers", "plain") if mode in runs), None)
+    modes = {mode: _mode(rounds, oracle and runs[oracle][0], oracle) for mode, rounds in runs.items()}
+    ratios = {}
+    order = [m for m in ("speculative", "plain", "transformers-assisted", "transformers") if m in modes]
+    for at, mode in enumerate(order):
+        for other in order[at + 1 :]:
+            pairs = zip(modes[mode]["tokens_per_s_all"], modes[other]["tokens_per_s_all"], strict=True)
+            ratios[f"{mode}/{other}"] = median(a / b for a, b in pairs if b > 0)
+    return {"modes": modes, "ratios": ratios}
+
+
+def _mode(rounds: list[list[dict[str, Any]]], truth: list[dict[str, Any]] | None, oracle: str | None) -> dict[str, Any]:
+    results = [result for results in rounds for result in results]
+    speeds, speeds_with_prefill = [], []
+    for one in rounds:
+        num = sum(len(result["tokens"]) for result in one)
+        total_s = sum(result["total_s"] for result in one)
+        prefill_s = sum(result["prefill_s"] for result in one)
+        speeds.append(num / max(total_s - prefill_s, 1e-9))
+        speeds_with_prefill.append(num / max(total_s, 1e-9))
+    steps = sum(result["num_steps"] for result in results)
+    wanted = None if truth is None else [result["tokens"] for result in truth]
+    same = [] if wanted is None else [a["tokens"] == b for one in rounds for a, b in zip(one, wanted, strict=True)]
+    outside = [result["outside_s"] for result in results]
+    decode_s = sum(result["total_s"] - result["prefill_s"] for result in results)
+    return {
+        "tokens_per_s": median(speeds),
+        "tokens_per_s_all": speeds,
+        "tokens_per_s_with_prefill": median(speeds_with_prefill),
+        "mean_acceptance_length": 1 + sum(result["num_accepted"] for result in results) / max(steps, 1),
+        "exact": all(same) if same else None,
+        "exact_share": sum(same) / len(same) if same else None,
+        "exact_against": oracle,
+        "outside_engine_share": None if None in outside else sum(outside) / max(decode_s, 1e-9),
+        "num_tokens": sum(len(result["tokens"]) for result in rounds[0]),
+        "peak_rss_bytes": results[-1]["peak_rss_bytes"],
+    }

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One mode of a benchmark in a process of its own: JSON lines in, JSON lines out.
+
+The first line says what to load; each further one is the index of a prompt to be decoded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Decode = Callable[[list[int], int], dict[str, Any]]
+
+
+def _speccompile(job: dict[str, Any]) -> Decode:
+    from speccompile.core.sampling import SamplingParams
+    from speccompile.runtime.engine import load
+
+    speculative = job["mode"] == "speculative"
+    engine = load(job["bundle"], threads=job["threads"], method=job["method"] if speculative else "none", verify=False)
+
+    def decode(prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
+        start = time.perf_counter()
+        params = SamplingParams(max_new_tokens=max_new_tokens)
+        [result] = engine.generate([prompt], params, batch_size=1)
+        stats = result.stats
+        return {
+            "tokens": result.tokens,
+            "total_s": time.perf_counter() - start,
+            "prefill_s": stats["prefill_ms"] / 1e3,
+            "num_steps": stats["num_steps"],
+            "num_accepted": stats["num_accepted"],
+            "outside_s": stats["outside_engine_ms"] / 1e3,
+        }
+
+    return decode
+
+
+class _Clock:
+    """A streamer of transformers: the prompt comes first, then the tokens of each step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        del value
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing follows."""
+
+
+def _transformers(job: dict[str, Any]) -> Decode:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(job["threads"])
+
+    def read(model: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    target = read(job["target"])
+    options: dict[str, Any] = {}
+    if job["mode"] == "transformers-assisted":
+        options = {"prompt_lookup_num_tokens": job["assistant_tokens"]}
+        if job["draft"] is not None:
+            options = {"assistant_model": read(job["draft"])}
+            config = options["assistant_model"].generation_config
+            config.num_assistant_tokens, config.num_assistant_tokens_schedule = job["assistant_tokens"], "constant"
+
+    def decode(prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
+        clock, start = _Clock(), time.perf_counter()
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=job["eos_token_ids"] or None,
+                pad_token_id=0,
+                streamer=clock,
+                **options,
+            )
+        tokens = out[0, len(prompt) :].tolist()
+        steps = len(clock.times) - 1
+        first_s = clock.times[1] - clock.times[0] if steps > 0 else 0.0
+        later_s = clock.times[-1] - clock.times[1] if steps > 1 else 0.0
+        # The first step holds the prompt; what it costs beyond the mean of the others is the prefill.
+        prefill_s = max(first_s - later_s / max(steps - 1, 1), 0.0)
+        num_accepted = len(tokens) - steps if options else 0
+        return {
+            "tokens": tokens,
+            "total_s": time.perf_counter() - start,
+            "prefill_s": prefill_s,
+            "num_steps": steps,
+            "num_accepted": num_accepted,
+            "outside_s": None,
+        }
+
+    return decode
+
+
+def _peak_rss_bytes() -> int | None:
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return None
+    lines = [line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:")]
+    return int(lines[0].split()[1]) * 1024 if lines else None
+
+
+def _end_with_parent() -> None:
+    """A stopped process would not see that its parent was killed."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    _end_with_parent()
+    # Answers have a pipe of their own: what libraries print must not stand between them.
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)
+    job = json.loads(sys.stdin.readline())
+    decode = _transformers(job) if job["mode"].startswith("transformers") else _speccompile(job)
+    decode(job["prompts"][0], min(job["max_new_tokens"], 16))  # first steps allocate; they are not what is measured
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        result = decode(job["prompts"][int(line)], job["max_new_tokens"])
+        print(json.dumps({**result, "peak_rss_bytes": _peak_rss_bytes()}), file=answers)
+
+
+if __name__ == "__main__":
+    main()

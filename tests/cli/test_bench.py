@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+import sys
+
+import pytest
+
+from speccompile.cli import bench_rounds
+from speccompile.cli.bench_rounds import open_workers, run_rounds, summary_from_runs
+from speccompile.errors import RuntimeFault
+
+WORKER = """
+import json, sys
+job = json.loads(sys.stdin.readline())
+if job["mode"] == "broken":
+    sys.exit("cannot load it")
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    n = int(line) + 2
+    print(json.dumps({"tokens": [n] * n, "total_s": job["s"] * n + 0.5, "prefill_s": 0.5, "num_steps": 1,
+                      "num_accepted": n - 1, "outside_s": 0.1, "peak_rss_bytes": 7}), flush=True)
+"""
+
+
+@pytest.fixture
+def fake_worker(monkeypatch):
+    real = bench_rounds.subprocess.Popen
+    monkeypatch.setattr(
+        bench_rounds.subprocess, "Popen", lambda command, **kw: real([sys.executable, "-c", WORKER], **kw)
+    )
+
+
+def test_modes_take_turns_and_their_ratio_leaves_the_prefill_out(fake_worker):
+    turns = []
+    with open_workers([{"mode": "plain", "s": 0.2}, {"mode": "speculative", "s": 0.1}]) as workers:
+        runs = run_rounds(workers, 2, 2, turns.append)
+        processes = [worker._process for worker in workers]
+    assert turns == ["plain", "speculative", "speculative", "plain"] * 1 + [
+        "speculative",
+        "plain",
+        "plain",
+        "speculative",
+    ]
+    assert all(process.returncode is not None for process in processes)
+    report = summary_from_runs(runs)
+    plain, fast = report["modes"]["plain"], report["modes"]["speculative"]
+    assert plain["tokens_per_s_all"] == pytest.approx([5.0, 5.0])
+    assert fast["tokens_per_s"] == pytest.approx(10.0)
+    assert fast["tokens_per_s_with_prefill"] == pytest.approx(5 / 1.5)
+    assert report["ratios"] == {"speculative/plain": pytest.approx(2.0)}
+    assert fast["mean_acceptance_length"] == 1 + 3 / 2
+    assert fast["exact"] is True and fast["exact_against"] == "plain"
+    assert fast["outside_engine_share"] == pytest.approx(0.4)
+
+
+def test_a_mode_that_differs_is_not_exact():
+    def result(tokens):
+        return {"tokens": tokens, "total_s": 1, "prefill_s": 0, "num_steps": 1, "num_accepted": 0, "outside_s": None,
+                "peak_rss_bytes": 1}  # fmt: skip
+
+    report = summary_from_runs({"transformers": [[result([1]), result([2])]], "plain": [[result([1]), result([3])]]})
+    assert report["modes"]["plain"]["exact"] is False
+    assert report["modes"]["plain"]["exact_share"] == 0.5
+    assert report["modes"]["transformers"]["exact"] is True
+    assert report["modes"]["plain"]["outside_engine_share"] is None
+
+
+def test_a_worker_that_dies_says_why_and_the_others_are_ended(fake_worker):
+    jobs = [{"mode": "plain", "s": 1}, {"mode": "broken", "s": 1}]
+    with pytest.raises(RuntimeFault, match="bench mode broken: got exit code 1: cannot load it"), open_workers(jobs):
+        pass

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+
+import pytest
+
+from speccompile.cli.prompts import Request, read_requests, write_results
+from speccompile.errors import RuntimeFault
+
+
+def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
+    rows = [
+        {"prompt": "a", "seed": 3, "temperature": 1, "top_k": 5, "top_p": 0.5, "max_new_tokens": 4, "stop": "x"},
+        {"prompt": [1, 2], "stop": ["x", "y"], "id": 7, "temperature": None},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
+    first, second = read_requests(file)
+    assert first == Request(
+        "a", {"seed": 3, "temperature": 1.0, "top_k": 5, "top_p": 0.5, "max_new_tokens": 4, "stop": ("x",)}
+    )
+    assert second == Request([1, 2], {"stop": ("x", "y")})
+    assert read_requests(file, limit=1) == [first]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"p\.jsonl:2: got "),
+        ('"text"', r"p\.jsonl:2: got .*expected an object with `prompt`"),
+        ('{"text": "a"}', "expected an object with `prompt`"),
+        ('{"prompt": "a", "temperature": "hot"}', r"p\.jsonl:2 \(temperature\): got 'hot'; expected a number"),
+        ('{"prompt": "a", "top_k": 1.5}', r"\(top_k\): got 1\.5; expected a whole number"),
+        ('{"prompt": "a", "stop": [""]}', r"\(stop\): got \[''\]; expected a string or a list of strings"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, line, message):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(RuntimeFault, match=message):
+        read_requests(file)
+
+
+def test_no_file_and_no_prompt_are_named(tmp_path):
+    with pytest.raises(RuntimeFault, match="expected a file of JSON lines"):
+        read_requests(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(RuntimeFault, match="got no prompt"):
+        read_requests(tmp_path / "empty.jsonl")
+
+
+def test_results_are_whole_or_not_there(tmp_path, capsys):
+    write_results(tmp_path / "out.json", [1])
+    assert json.loads((tmp_path / "out.json").read_text()) == [1]
+    write_results(tmp_path.__class__("-"), {"a": 2})
+    assert json.loads(capsys.readouterr().out) == {"a": 2}
+    with pytest.raises(RuntimeFault, match="expected a file that can be written"):
+        write_results(tmp_path / "no" / "out.json", [1])
+    assert [f.name for f in tmp_path.iterdir()] == ["out.json"]
