@@ -49,6 +49,7 @@ def _merge(model: ir.Model, source: ir.Value, nodes: list[ir.Node]) -> None:
     edit = Editor(model, nodes[0])
     weights = [n.inputs[1] for n in nodes if n.inputs[1] is not None]
     product = edit.op("MatMul", source, _concatenated(edit, weights, axis=1))
+    product.type = nodes[0].outputs[0].type
     biases = [_bias_of(n) for n in nodes]
     ends, dead = [n.outputs[0] for n in nodes], list(nodes)
     adds = [b for b in biases if b is not None]
