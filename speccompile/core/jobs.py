@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,10 +36,18 @@ class StepCosts:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> StepCosts:
-        """From a tuning record's `step_ms`, {"nodes": milliseconds}; anything else gives no costs."""
+        """From a tuning record's `step_ms`, {"nodes": milliseconds}; anything else gives no costs.
+
+        A step costs at most what one of more nodes does, and noise of the measurement only adds: a time above that
+        of more nodes is replaced by it.
+        """
         steps = record.get("step_ms")
         rows = steps.items() if isinstance(steps, Mapping) else ()
-        return cls(tuple(sorted((int(nodes), float(ms)) for nodes, ms in rows)))
+        points, least = [], math.inf
+        for nodes, ms in sorted(((int(nodes), float(ms)) for nodes, ms in rows), reverse=True):
+            least = min(least, ms)
+            points.append((nodes, least))
+        return cls(tuple(reversed(points)))
 
     def ms(self, nodes: int) -> float:
         """Milliseconds of a step of `nodes` nodes, piecewise linear; beyond the last point its slope goes on."""

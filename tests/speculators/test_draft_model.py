@@ -14,7 +14,7 @@ from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import Config
 from speccompile.speculators.draft_model.method import DraftModelMethod
-from speccompile.speculators.draft_model.policy import Plan, length_policy
+from speccompile.speculators.draft_model.policy import LengthPolicy, Plan, Round
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 
 TARGET = MockLM(seed=11, sharpness=1.2)
@@ -31,15 +31,25 @@ def make_proposer(costs=None, slots=2, **config):
 
 def policy(costs=None, odds=1.0, **config):
     costs = costs or {}
-    return length_policy(Config("draft", confidence_odds=odds, **config), costs.get("target"), costs.get("draft"), 8)
+    return LengthPolicy(Config("draft", confidence_odds=odds, **config), costs.get("target"), costs.get("draft"), 8)
+
+
+def draft_lengths(rule, confidences, may_drop=True):
+    """How many drafts of these confidences [slots][depth] slots that decide together would score."""
+    plans = [Plan(rule) for _ in confidences]
+    group, lengths, num = Round(rule, plans, range(len(plans)), may_drop), [0] * len(plans), 0
+    going = group.going(list(range(len(plans))), 0)
+    while going:
+        kept = group.keep(going, [row[num] for row in confidences], num)
+        num += 1
+        for place in kept:
+            lengths[place] = num
+        going = group.going(kept, num)
+    return lengths
 
 
 def draft_length(rule, confidences, may_drop=True):
-    """How many drafts of these confidences a slot would score."""
-    plan, num = Plan(rule), 0
-    while plan.wants(num) and plan.add(confidences[num], num, may_drop):
-        num += 1
-    return num
+    return draft_lengths(rule, [confidences], may_drop)[0]
 
 
 def test_a_fixed_length_does_not_look_at_confidence():
@@ -63,23 +73,34 @@ def test_auto_follows_the_costs():
 def test_odds_correct_a_modest_draft_and_verdicts_go_on_from_there():
     modest = [0.5] * 9
     assert draft_length(policy(), modest) < draft_length(policy(odds=5.0), modest)
-    plan = Plan(policy(num_draft_tokens=4))
+    plan = Plan(policy())
     for _ in range(40):  # always right: the odds rise; always wrong: they fall again
         plan.begin()
-        for num in range(4):
-            assert plan.add(0.5, num, may_drop=True)
+        for _ in range(4):
+            plan.add(plan.prob(0.5))
         plan.learn(4, 4)
     assert plan.log_odds > 1.5 and plan.rate > 0.9
     for _ in range(200):
         plan.begin()
-        plan.add(0.5, 0, may_drop=True)
+        plan.add(plan.prob(0.5))
         plan.learn(1, 0)
     assert plan.log_odds < -1.5 and plan.rate < 0.1
+
+
+def test_slots_that_decide_together_weigh_the_whole_batch():
+    rule = policy({"target": StepCosts(((1, 10.0), (10, 11.0), (64, 200.0))), "draft": StepCosts(((1, 0.1),))})
+    sure, unsure = [0.95] * 9, [0.03] * 9
+    assert draft_lengths(rule, [sure]) == [8]
+    lengths = draft_lengths(rule, [sure, unsure, unsure, unsure])
+    assert max(lengths) < 8  # one good draft does not pay for the padding of three others
+    assert draft_lengths(rule, [unsure] * 4) == [0] * 4
 
 
 def test_costs_are_interpolated_and_extended():
     costs = StepCosts.from_json({"step_ms": {"8": 4.5, "1": 2.0, "4": 3.5}})
     assert [costs.ms(n) for n in (1, 2, 4, 6, 8, 12)] == pytest.approx([2.0, 2.5, 3.5, 4.0, 4.5, 5.5])
+    noisy = StepCosts.from_json({"step_ms": {"1": 2.0, "2": 2.9, "3": 2.6, "4": 4.7, "6": 3.7}})
+    assert [ms for _, ms in noisy.ms_by_nodes] == [2.0, 2.6, 2.6, 3.7, 3.7]
     assert StepCosts.from_json({}).ms(3) == 0.0
     assert StepCosts(((1, 0.2),)).ms(9) == 0.2
 

@@ -9,7 +9,7 @@ from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.errors import RecipeError
 from speccompile.speculators.ngram.config import Config
 from speccompile.speculators.ngram.method import NgramMethod
-from speccompile.speculators.ngram.proposer import MatchLengths, NgramIndex
+from speccompile.speculators.ngram.proposer import MatchRates, NgramIndex, best_length
 
 
 def longest_match(tokens, low, high):
@@ -29,8 +29,9 @@ def test_the_index_finds_what_a_scan_finds(tokens, low, more, step):
         assert index.find(tokens[:end]) == longest_match(tokens[:end], low, low + more)
 
 
-def propose(sequences, max_drafts=99, **config):
-    proposer = NgramMethod().make_proposer(Config(**config), {}, MethodContext(len(sequences), 512, 16))
+def propose(sequences, max_drafts=99, costs=None, **config):
+    context = MethodContext(len(sequences), 512, 16, {"target": costs or StepCosts()})
+    proposer = NgramMethod().make_proposer(Config(**config), {}, context)
     slots = [SimpleNamespace(tokens=tokens, max_drafts=max_drafts) for tokens in sequences]
     for place, slot in enumerate(slots):
         proposer.start(place, slot)
@@ -58,18 +59,30 @@ def test_ragged_batches_are_padded_and_limits_hold():
     assert propose([[1, 2, 3, 1, 2]], max_drafts=0).tokens.tolist() == [[2]]
 
 
-def test_auto_length_follows_match_verdicts_and_costs():
-    cheap, dear = StepCosts(((1, 10.0), (16, 11.0))), StepCosts(((1, 1.0), (16, 20.0)))
-    assert MatchLengths(cheap, 15).num_drafts(6) > MatchLengths(cheap, 15).num_drafts(1) >= 1
-    assert MatchLengths(dear, 15).num_drafts(6) < MatchLengths(cheap, 15).num_drafts(6)
-    lengths = MatchLengths(cheap, 15)
-    before = lengths.num_drafts(3)
+def test_auto_length_follows_rates_costs_and_the_batch():
+    cheap, dear = [10 + 0.1 * n for n in range(16)], [1 + 1.5 * n for n in range(16)]
+    assert best_length([0.9], 1, cheap) > best_length([0.5], 1, cheap) > 1
+    assert best_length([0.9], 1, dear) == best_length([0.1], 1, dear) == 1
+    assert best_length([0.9], 4, dear) <= best_length([0.9], 1, cheap)
+    assert best_length([0.99, 0.2], 2, cheap) > best_length([0.2], 2, cheap)
+
+
+def test_rates_are_learned_by_match_length():
+    rates = MatchRates()
+    first = rates.rate(3)
+    rates.learn(3, 2, 0)
+    assert rates.rate(3) < first
     for _ in range(30):
-        lengths.learn(3, 2, 0)
-    assert lengths.num_drafts(3) == 1 < before
-    for _ in range(30):
-        lengths.learn(3, 2, 2)
-    assert lengths.num_drafts(3) == 15
+        rates.learn(3, 2, 2)
+    assert rates.rate(3) > 0.95
+    assert rates.rate(2) == MatchRates().rate(2)
+
+
+def test_measured_costs_bound_the_length_of_every_slot():
+    sequences = [[1, 2, 3, 1, 2], [7, 8, 9], [4, 4, 4, 4, 4, 4]]
+    trees = [propose(sequences, costs=StepCosts(c)) for c in (((1, 10.0), (64, 11.0)), ((1, 1.0), (64, 90.0)))]
+    assert trees[0].num_nodes.tolist() == [16, 1, 16]
+    assert trees[1].num_nodes.tolist() == [2, 1, 2]
 
 
 @pytest.mark.parametrize("bad", [{"num_draft_tokens": 0}, {"min_match": 0}, {"min_match": 4, "max_match": 3}])

@@ -9,7 +9,7 @@ from typing import Any
 from speccompile.core.jobs import GraphJob, MethodContext
 from speccompile.core.protocols import Engine
 from speccompile.speculators.draft_model.config import Config as DraftModelConfig
-from speccompile.speculators.draft_model.policy import length_policy
+from speccompile.speculators.draft_model.policy import LengthPolicy
 from speccompile.speculators.draft_model.proposer import DraftModelProposer
 
 DRAFT = "draft"  # the graph's name in the bundle
@@ -34,6 +34,6 @@ class DraftModelMethod:
     ) -> DraftModelProposer:
         """The proposer over the draft's engine; its length policy reads the measured costs."""
         costs = context.costs
-        policy = length_policy(config, costs.get("target"), costs.get(DRAFT), context.max_draft_nodes)
+        policy = LengthPolicy(config, costs.get("target"), costs.get(DRAFT), context.max_draft_nodes)
         max_rows = context.seq_lens.get(DRAFT, context.max_seq_len)
         return DraftModelProposer(engines[DRAFT], policy, max_rows, may_sample=config.drafts != "greedy")

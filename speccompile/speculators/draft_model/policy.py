@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far to draft: fixed, or as long as a further token is worth its time.
 
-A policy reads nothing but a slot's own drafts and verdicts and the costs recorded in the bundle, so a slot's draft
-lengths, and with them its sampled text, do not depend on its neighbours or on the clock.
+A policy reads nothing but drafts, verdicts and the costs recorded in the bundle, never the clock. Where drafts are
+sampled the text depends on their number, so each slot decides for itself, as if it were alone; where they are
+deterministic the text does not depend on them, and the slots of a batch decide together.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from speccompile.core.jobs import StepCosts
 from speccompile.speculators.draft_model.config import Config
@@ -19,74 +23,82 @@ MAX_LOG_ODDS = 4.0
 MIN_PROB = 0.3  # of a path that is drafted behind, where nothing was measured
 
 
-class LengthPolicy:
-    """Bounds and costs shared by all slots.
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of a step at one batch size.
 
     Args:
-        max_drafts: longest draft.
-        min_prob: least probability of a path that is drafted behind.
-        odds: see `Config.confidence_odds`.
-        root_ms: a step without drafts.
-        step_ms: [max_drafts] one more draft token behind i others, drafted and scored.
+        root_ms: without drafts.
+        step_ms: [max_drafts] one more draft token behind i others in every slot, drafted and scored.
         score_ms: [max_drafts] the part of it that scoring takes.
     """
 
+    root_ms: float
+    step_ms: tuple[float, ...]
+    score_ms: tuple[float, ...]
+
+
+class LengthPolicy:
+    """What all slots share: bounds and costs.
+
+    Args:
+        config: of the method.
+        target, draft: measured step costs; without them, or with a fixed length, time is not looked at.
+        max_draft_nodes: draft tokens one step may score at most.
+    """
+
     def __init__(
-        self,
-        max_drafts: int,
-        min_prob: float = 0.0,
-        odds: float = 1.0,
-        root_ms: float = 1.0,
-        step_ms: tuple[float, ...] = (),
-        score_ms: tuple[float, ...] = (),
+        self, config: Config, target: StepCosts | None = None, draft: StepCosts | None = None, max_draft_nodes: int = 64
     ) -> None:
-        free = (0.0,) * max_drafts
-        self.max_drafts, self.min_prob, self.log_odds, self.root_ms = max_drafts, min_prob, math.log(odds), root_ms
-        self.step_ms, self.score_ms = step_ms or free, score_ms or free
+        self.max_drafts = min(config.max_length, max_draft_nodes)
+        self.first_log_odds = math.log(config.confidence_odds)
+        self._target, self._draft = target or StepCosts(), draft or StepCosts()
+        is_free = config.num_draft_tokens != "auto" or config.min_confidence != "auto"
+        self.weighs_time = bool(not is_free and self._target.ms_by_nodes and self._draft.ms_by_nodes)
+        self.min_prob = 0.0 if is_free or self.weighs_time else MIN_PROB
+        if config.min_confidence != "auto":
+            self.min_prob = config.min_confidence
+        self._times: dict[int, Times] = {}
+
+    def times(self, batch: int) -> Times:
+        """Costs at a batch size. A batch of b slots and n nodes is taken to cost what one slot of b * n nodes does."""
+        if batch not in self._times:
+            self._times[batch] = self._make_times(batch)
+        return self._times[batch]
+
+    def _make_times(self, batch: int) -> Times:
+        if not self.weighs_time:
+            free = (0.0,) * self.max_drafts
+            return Times(1.0, free, free)
+        target_ms = [self._target.ms(batch * nodes) for nodes in range(1, self.max_drafts + 2)]
+        score = tuple(max(b - a, 0.0) for a, b in itertools.pairwise(target_ms))
+        return Times(target_ms[0], tuple(ms + self._draft.ms(batch) for ms in score), score)
 
 
 class Plan:
-    """The draft of one slot in the making, and what the slot's verdicts have taught.
+    """The draft of one slot in the making, and what the slot's verdicts have taught."""
 
-    Whether a token is worth its time is a question of tokens per millisecond of this step: with E tokens
-    expected for C milliseconds, p more tokens for c more milliseconds are welcome if (E + p) / (C + c) > E / C.
-    """
-
-    __slots__ = ("_probs", "cost_ms", "expected", "log_odds", "policy", "prefix_prob", "rate")
+    __slots__ = ("_probs", "expected", "log_odds", "prefix_prob", "rate")
 
     def __init__(self, policy: LengthPolicy) -> None:
-        self.policy, self.rate, self.log_odds = policy, FIRST_RATE, policy.log_odds
+        self.rate, self.log_odds = FIRST_RATE, policy.first_log_odds
         self.begin()
 
     def begin(self) -> None:
         """Forget the last draft, not its lessons."""
-        self.prefix_prob, self.expected, self.cost_ms = 1.0, 1.0, self.policy.root_ms
+        self.prefix_prob, self.expected = 1.0, 1.0
         self._probs: list[float] = []
 
-    def wants(self, num_drafts: int) -> bool:
-        """True when one more draft token, not yet known, should be made behind `num_drafts` of them."""
-        policy = self.policy
-        if num_drafts >= policy.max_drafts or self.prefix_prob < policy.min_prob:
-            return False
-        return self.prefix_prob * self.rate * self.cost_ms > self.expected * policy.step_ms[num_drafts]
+    def prob(self, confidence: float) -> float:
+        """How likely a token of this confidence is to be accepted, when all before it are."""
+        odds = math.exp(self.log_odds) * confidence
+        return odds / (odds + 1 - confidence)
 
-    def add(self, confidence: float, num_drafts: int, may_drop: bool) -> bool:
-        """Take in a draft token of this confidence behind `num_drafts` others.
-
-        Returns:
-            False when scoring it would cost more than it promises (then it is to be dropped). Only deterministic
-            drafts may be dropped once they are known: to drop a sampled one would bend the law of the text.
-        """
-        policy, odds = self.policy, math.exp(self.log_odds)
-        accepted = odds * confidence / (odds * confidence + 1 - confidence)
-        prob = self.prefix_prob * accepted
-        if may_drop and (prob < policy.min_prob or prob * self.cost_ms < self.expected * policy.score_ms[num_drafts]):
-            return False
-        self.prefix_prob = prob
-        self.expected += prob
-        self.cost_ms += policy.step_ms[num_drafts]
-        self._probs.append(accepted)
-        return True
+    def add(self, prob: float) -> None:
+        """Append a draft token to what is scored."""
+        self._probs.append(prob)
+        self.prefix_prob *= prob
+        self.expected += self.prefix_prob
 
     def learn(self, num_drafts: int, num_accepted: int) -> None:
         """Move the running acceptance rate and the log odds by one verdict."""
@@ -99,16 +111,54 @@ class Plan:
         self.log_odds = min(max(self.log_odds, -MAX_LOG_ODDS), MAX_LOG_ODDS)
 
 
-def length_policy(
-    config: Config, target: StepCosts | None, draft: StepCosts | None, max_draft_nodes: int
-) -> LengthPolicy:
-    """The policy that a recipe and the measured costs give."""
-    max_drafts = min(config.max_length, max_draft_nodes)
-    floor = 0.0 if config.min_confidence == "auto" else config.min_confidence
-    if config.num_draft_tokens != "auto" or config.min_confidence != "auto":
-        return LengthPolicy(max_drafts, floor, config.confidence_odds)
-    if not (target and target.ms_by_nodes and draft and draft.ms_by_nodes):
-        return LengthPolicy(max_drafts, MIN_PROB, config.confidence_odds)
-    score = tuple(max(target.ms(i + 2) - target.ms(i + 1), 0.0) for i in range(max_drafts))
-    step = tuple(ms + draft.ms(1) for ms in score)
-    return LengthPolicy(max_drafts, 0.0, config.confidence_odds, target.ms(1), step, score)
+class Round:
+    """Decides the draft lengths of one step for slots that decide together.
+
+    The question is one of tokens per millisecond: where the slots expect E tokens for C milliseconds, p more tokens
+    for c more milliseconds are welcome if (E + p) / (C + c) > E / C.
+
+    Args:
+        policy: bounds and costs.
+        plans: by place in the batch.
+        members: places of the slots that decide together, whether they draft or not.
+        may_drop: drafts are deterministic, so one that is known may still be left out; to leave out a sampled
+            one would bend the law of the text.
+    """
+
+    __slots__ = ("_cost_ms", "_expected", "_may_drop", "_plans", "_policy", "_times", "members")
+
+    def __init__(self, policy: LengthPolicy, plans: Sequence[Plan], members: Sequence[int], may_drop: bool) -> None:
+        self._policy, self._plans, self.members, self._may_drop = policy, plans, members, may_drop
+        self._times = policy.times(len(members))
+        self._cost_ms = self._times.root_ms
+        self._expected = float(len(members))
+
+    def going(self, places: list[int], num_drafts: int) -> list[int]:
+        """Those of `places` that should make one more token, not yet known, behind `num_drafts`."""
+        policy, plans = self._policy, self._plans
+        if num_drafts >= policy.max_drafts:
+            return []
+        going = [place for place in places if plans[place].prefix_prob >= policy.min_prob]
+        gain = sum(plans[place].prefix_prob * plans[place].rate for place in going)
+        return going if gain * self._cost_ms > self._expected * self._times.step_ms[num_drafts] else []
+
+    def keep(self, places: list[int], confidences: Sequence[float], num_drafts: int) -> list[int]:
+        """Take in a draft token for each of `places`; returns those whose token is to be scored.
+
+        Args:
+            places: they drafted.
+            confidences: by place.
+            num_drafts: draft tokens before this one.
+        """
+        plans = self._plans
+        kept = [(plans[place], plans[place].prob(confidences[place]), place) for place in places]
+        if self._may_drop:
+            kept = [row for row in kept if row[0].prefix_prob * row[1] >= self._policy.min_prob]
+            gain = sum(plan.prefix_prob * prob for plan, prob, _ in kept)
+            if gain * self._cost_ms < self._expected * self._times.score_ms[num_drafts]:
+                return []
+        for plan, prob, _ in kept:
+            plan.add(prob)
+            self._expected += plan.prefix_prob
+        self._cost_ms += self._times.step_ms[num_drafts]
+        return [place for _, _, place in kept]

@@ -21,7 +21,7 @@ from speccompile.core.specs import (
     UNIFORMS,
 )
 from speccompile.core.tree import Floats, Ints, TokenTree
-from speccompile.speculators.draft_model.policy import LengthPolicy, Plan
+from speccompile.speculators.draft_model.policy import LengthPolicy, Plan, Round
 
 CHUNK = 128  # most tokens read at once when the draft is far behind
 CATCH_UP = 4  # a draft at most this far behind catches up in its first draft step
@@ -61,16 +61,16 @@ class DraftModelProposer:
             start += len(tokens)
 
     def propose(self, batch: Batch) -> TokenTree:
-        """Chains, as far as the policy goes in each slot; a slot that has stopped is padded."""
+        """Chains, as far as the policy goes; a slot that has stopped is padded."""
         slots = batch.slots
         rows = [[slot.tokens[-1]] for slot in slots]
-        drafting = [place for place, slot in enumerate(slots) if self._begin(place, slot)]
+        is_sampled = self.may_sample and not batch.is_greedy
+        drafting = self._begin(slots, is_sampled)
         if not drafting:
             return TokenTree.chain(np.array(rows, dtype=np.int64))
-        is_sampled = self.may_sample and not batch.is_greedy
         warp = batch.warp_feeds() if is_sampled else {}
         laws = self._law_buffer(len(slots)) if is_sampled else None
-        feeds = self._first_feeds(slots, drafting)
+        feeds = self._first_feeds(slots, [place for _, places in drafting for place in places])
         depth = 1
         while True:
             if is_sampled:
@@ -78,23 +78,35 @@ class DraftModelProposer:
             outputs = self.engine.run(feeds)
             if laws is not None:
                 laws[:, depth] = outputs[SAMPLED_PROBS]
-            drafting = self._extend(rows, slots, drafting, outputs, is_sampled)
+            drafting = self._extend(rows, slots, drafting, outputs)
             if not drafting:
                 return _chains(rows, laws)
-            feeds = self._next_feeds(rows, drafting)
+            feeds = self._next_feeds(rows, [place for _, places in drafting for place in places])
             depth += 1
 
-    def _begin(self, place: int, slot: Slot) -> bool:
-        """True when the slot drafts at all; then its cache is at most `CATCH_UP` tokens behind."""
-        plan, num = self.plans[place], len(slot.tokens)
-        plan.begin()
-        if slot.max_drafts < 1 or num > self.max_seq_len or not plan.wants(0):
-            return False
+    def _begin(self, slots: Sequence[Slot], is_sampled: bool) -> list[tuple[Round, list[int]]]:
+        """Who decides with whom, and which of them draft at all; these are at most `CATCH_UP` tokens behind."""
+        for plan in self.plans[: len(slots)]:
+            plan.begin()
+        able = [p for p, slot in enumerate(slots) if slot.max_drafts > 0 and len(slot.tokens) <= self.max_seq_len]
+        if is_sampled:
+            rounds = [Round(self.policy, self.plans, (p,), slots[p].sampling.is_greedy) for p in able]
+        else:
+            rounds = [Round(self.policy, self.plans, range(len(slots)), may_drop=True)]
+        drafting = []
+        for group in rounds:
+            going = group.going([p for p in able if p in group.members], 0)
+            if going:
+                drafting.append((group, going))
+            for place in going:
+                self._catch_up(place, slots[place].tokens)
+        return drafting
+
+    def _catch_up(self, place: int, tokens: list[int]) -> None:
+        num = len(tokens)
         self.lengths[place] = min(self.lengths[place], num - 1)  # the root is read again, however the last step ended
         while num - (start := int(self.lengths[place])) > CATCH_UP:
-            end = min(start + CHUNK, num - 1)
-            self._read(place, np.array(slot.tokens[start:end], dtype=np.int64))
-        return True
+            self._read(place, np.array(tokens[start : min(start + CHUNK, num - 1)], dtype=np.int64))
 
     def _first_feeds(self, slots: Sequence[Slot], drafting: list[int]) -> dict[str, NDArray[Any]]:
         """The tokens that drafting slots have not read yet, the root last.
@@ -133,21 +145,26 @@ class DraftModelProposer:
         return lengths.copy()
 
     def _extend(
-        self, rows: list[list[int]], slots: Sequence[Slot], drafting: list[int], outputs: Outputs, is_sampled: bool
-    ) -> list[int]:
-        """Append the sampled tokens; returns the slots that go on."""
+        self,
+        rows: list[list[int]],
+        slots: Sequence[Slot],
+        drafting: list[tuple[Round, list[int]]],
+        outputs: Outputs,
+    ) -> list[tuple[Round, list[int]]]:
+        """Append the sampled tokens; returns who goes on."""
         tokens, confidences = outputs[SAMPLED_TOKEN].tolist(), outputs[CONFIDENCE].tolist()
-        going = []
-        for place in drafting:
-            row, plan = rows[place], self.plans[place]
-            num = len(row) - 1
-            if not plan.add(confidences[place], num, may_drop=not is_sampled or slots[place].sampling.is_greedy):
-                continue
-            row.append(tokens[place])
-            has_room = num + 1 < slots[place].max_drafts and self.lengths[place] < self.max_seq_len
-            if has_room and plan.wants(num + 1):
-                going.append(place)
-        return going
+        still = []
+        for group, places in drafting:
+            num = len(rows[places[0]])  # draft tokens, with the one to come
+            with_room = []
+            for place in group.keep(places, confidences, num - 1):
+                rows[place].append(tokens[place])
+                if num < slots[place].max_drafts and self.lengths[place] < self.max_seq_len:
+                    with_room.append(place)
+            going = group.going(with_room, num) if with_room else []
+            if going:
+                still.append((group, going))
+        return still
 
     def _law_buffer(self, batch: int) -> Floats:
         if batch not in self._laws:

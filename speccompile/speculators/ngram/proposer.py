@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
@@ -48,37 +50,43 @@ class NgramIndex:
         self._num_indexed = last - 1
 
 
-class MatchLengths:
-    """How far drafts go behind a match of each length, learned from a slot's own verdicts.
+class MatchRates:
+    """How often tokens behind a match of each length are accepted, learned from a slot's own verdicts."""
 
-    Args:
-        costs: of the target's steps, measured.
-        max_drafts: longest draft.
-    """
+    def __init__(self) -> None:
+        self._rates: dict[int, float] = {}
 
-    def __init__(self, costs: StepCosts, max_drafts: int) -> None:
-        self._rates: dict[int, float] = {}  # by match length: how often a token behind it is accepted
-        self._step_ms = [costs.ms(1 + num) for num in range(max_drafts + 1)]
-
-    def num_drafts(self, size: int) -> int:
-        """The draft length that promises the most tokens per millisecond; at least 1, so that something is learned."""
-        rate = self._rate(size)
-        best, best_num, expected, prob = 0.0, 1, 1.0, 1.0
-        for num in range(1, len(self._step_ms)):
-            prob *= rate
-            expected += prob
-            speed = expected / self._step_ms[num]
-            if speed > best:
-                best, best_num = speed, num
-        return best_num
+    def rate(self, size: int) -> float:
+        """Acceptance rate of each token behind a match of `size` tokens."""
+        return self._rates.get(size, FIRST_RATES[min(size, len(FIRST_RATES)) - 1])
 
     def learn(self, size: int, num_drafts: int, num_accepted: int) -> None:
         """Move the rate of a match length by one verdict."""
-        rate = 1 - (1 - self._rate(size)) * MEMORY**num_accepted
+        rate = 1 - (1 - self.rate(size)) * MEMORY**num_accepted
         self._rates[size] = rate * MEMORY if num_accepted < num_drafts else rate
 
-    def _rate(self, size: int) -> float:
-        return self._rates.get(size, FIRST_RATES[min(size, len(FIRST_RATES)) - 1])
+
+def best_length(rates: Sequence[float], num_slots: int, step_ms: Sequence[float]) -> int:
+    """The draft length that promises a batch the most tokens per millisecond.
+
+    Shorter drafts than the longest are padded, so the slots with a match share one length: what pays for one of
+    them costs the others nothing more. Deterministic drafts do not change the text, so neighbours may have a say.
+
+    Args:
+        rates: acceptance rates of the slots that have a match, at least one.
+        num_slots: all slots.
+        step_ms: [1 + longest draft] milliseconds of a step by draft length.
+
+    Returns:
+        At least 1, so that something is learned.
+    """
+    best, best_num, expected, probs = 0.0, 1, float(num_slots), [1.0] * len(rates)
+    for num in range(1, len(step_ms)):
+        probs = [prob * rate for prob, rate in zip(probs, rates, strict=True)]
+        expected += sum(probs)
+        if expected > best * step_ms[num]:
+            best, best_num = expected / step_ms[num], num
+    return best_num
 
 
 class NgramProposer:
@@ -89,21 +97,28 @@ class NgramProposer:
         self.max_drafts = min(config.num_draft_tokens, context.max_draft_nodes)
         self.costs = context.costs.get("target", StepCosts())
         self._indices: dict[int, NgramIndex] = {}
-        self._lengths: dict[int, MatchLengths] = {}
+        self._rates: dict[int, MatchRates] = {}
+        self._step_ms: dict[int, list[float]] = {}  # by batch size
         self._matched: list[int] = []  # match length of each slot of the last step
 
     def start(self, slot: int, sequence: Slot) -> None:
         """A fresh index."""
         self._indices[slot] = NgramIndex(self.config.min_match, self.config.max_match)
-        self._lengths[slot] = MatchLengths(self.costs, self.max_drafts)
+        self._rates[slot] = MatchRates()
 
     def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Nothing: the index reads the slot's own tokens."""
 
     def propose(self, batch: Batch) -> TokenTree:
         """What followed the longest suffix last time, for each slot."""
-        self._matched = []
-        rows = [self._draft(place, slot) for place, slot in enumerate(batch.slots)]
+        slots = batch.slots
+        found = [self._indices[place].find(slot.tokens) for place, slot in enumerate(slots)]
+        self._matched = [size for _, size in found]
+        lengths = self._draft_lengths()
+        rows = [
+            _draft(slot.tokens, position, min(length, self.max_drafts, slot.max_drafts))
+            for slot, (position, _), length in zip(slots, found, lengths, strict=True)
+        ]
         if len(rows) == 1:
             return TokenTree.chain(np.array(rows, dtype=np.int64))
         tokens = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
@@ -111,36 +126,38 @@ class NgramProposer:
             tokens[place, : len(row)] = row
         return TokenTree.chain(tokens, np.array([len(row) for row in rows], dtype=np.int64))
 
-    def _draft(self, place: int, slot: Slot) -> list[int]:
-        tokens = slot.tokens
-        row = tokens[-1:]
-        position, size = self._indices[place].find(tokens)
-        self._matched.append(size)
-        if size == 0:
-            return row
-        num = min(self._num_drafts(place, size), self.max_drafts, slot.max_drafts)
-        if num > 0:
-            row += tokens[position : position + num]
-            while len(row) <= num:  # the match overlaps its own draft: a loop of the text goes on
-                row.append(row[position - len(tokens)])
-        return row
-
-    def _num_drafts(self, place: int, size: int) -> int:
-        per_match = self.config.tokens_per_match
-        if per_match != "auto":
-            return size * per_match
-        if not self.costs.ms_by_nodes:
-            return size * TOKENS_PER_MATCH
-        return self._lengths[place].num_drafts(size)
+    def _draft_lengths(self) -> list[int]:
+        """By place, from the match lengths; 0 without a match."""
+        sizes, per_match = self._matched, self.config.tokens_per_match
+        if per_match != "auto" or not self.costs.ms_by_nodes:
+            return [size * (TOKENS_PER_MATCH if per_match == "auto" else per_match) for size in sizes]
+        rates = [self._rates[place].rate(size) for place, size in enumerate(sizes) if size]
+        if not rates:
+            return sizes
+        if len(sizes) not in self._step_ms:
+            # A batch of b slots and n nodes is taken to cost what one slot of b * n nodes does.
+            self._step_ms[len(sizes)] = [self.costs.ms(len(sizes) * (1 + num)) for num in range(self.max_drafts + 1)]
+        length = best_length(rates, len(sizes), self._step_ms[len(sizes)])
+        return [length if size else 0 for size in sizes]
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Learn what drafts behind matches are worth; emitted tokens enter the index at the next step."""
         num_nodes, num_accepted = tree.num_nodes.tolist(), verdict.num_accepted.tolist()
         for place, size in enumerate(self._matched):
             if num_nodes[place] > 1:
-                self._lengths[place].learn(size, num_nodes[place] - 1, num_accepted[place])
+                self._rates[place].learn(size, num_nodes[place] - 1, num_accepted[place])
 
     def move(self, source: int, dest: int) -> None:
         """The index goes with its slot."""
         self._indices[dest] = self._indices.pop(source)
-        self._lengths[dest] = self._lengths.pop(source)
+        self._rates[dest] = self._rates.pop(source)
+
+
+def _draft(tokens: list[int], position: int, num: int) -> list[int]:
+    """The root and `num` tokens from `position` on."""
+    row = tokens[-1:]
+    if num > 0:
+        row += tokens[position : position + num]
+        while len(row) <= num:  # the match overlaps its own draft: a loop of the text goes on
+            row.append(row[position - len(tokens)])
+    return row
