@@ -38,6 +38,8 @@ from speccompile.passes.split_slices import SPLIT_SLICES
 from speccompile.passes.tabulate_rope import tabulate_rope_pass
 from speccompile.passes.unflatten_linears import UNFLATTEN_LINEARS
 
+IR_VERSION = 12  # of ONNX 1.19, the first with opset 24
+
 
 def cleanup_table(max_seq_len: int) -> tuple[Pass, ...]:
     """The passes from torch's trace to the neutral graph, where norms and rotary embeddings are single nodes."""
@@ -105,6 +107,7 @@ def export_decoder(
     say("trace")
     graph = _trace(module, dims)
     _declare_io(graph, spec)
+    _drop_metadata(graph)
     name_weights(graph, names)
     run_pipeline(graph, cleanup_table(max_seq_len), say)
     _check_attention(graph, dims)
@@ -231,6 +234,18 @@ def _declare_io(model: ir.Model, spec: GraphSpec) -> None:
             )
         for value, tensor in zip(held, wanted, strict=True):
             value.name, value.shape = tensor.name, ir.Shape(list(tensor.dims))
+
+
+def _drop_metadata(model: ir.Model) -> None:
+    """Remove what torch notes about the trace: stack traces with this machine's paths on every node."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+    model.ir_version = IR_VERSION
 
 
 def _check_attention(model: ir.Model, dims: ModelDims) -> None:

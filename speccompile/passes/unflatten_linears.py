@@ -27,30 +27,47 @@ def _restored(node: ir.Node, flat: ir.Node) -> ir.Node | None:
 
 
 def unflatten_linears(model: ir.Model) -> int:
-    """Rewrite every such Gemm; returns their number."""
+    """Rewrite every such Gemm, and those with a bias whose rows nobody restores; returns their number.
+
+    A Gemm without bias that stays flat is a router of experts: small, and best left as it is.
+    """
     count = 0
     for node in [n for n in model.graph if n.op_type == "Gemm" and n.domain == "" and _is_plain(n)]:
         flat = producer(node.inputs[0], "Reshape")
         last = _restored(node, flat) if flat is not None else None
         width = static_dim(node.inputs[0], 1)
-        if flat is None or last is None or width is None:
+        has_bias = len(node.inputs) > 2 and node.inputs[2] is not None
+        if width is None or (last is None and not has_bias):
             continue
-        edit, source, weight = Editor(model, last), flat.inputs[0], node.inputs[1]
-        assert source is not None and source.shape is not None
-        if len(source.shape) != 3 or source.shape[2] != width:
-            shape = ir.Shape([*source.shape[:2], width])
-            source = edit.op("Reshape", source, edit.ints([0, 0, width]))
-            source.type, source.shape = node.outputs[0].type, shape
-        if int_attribute(node, "transB", 0):
-            weight = edit.op("Transpose", weight, perm=[1, 0])
-        out = edit.op("MatMul", source, weight)
-        out.type, out.shape = last.outputs[0].type, last.outputs[0].shape
-        if len(node.inputs) > 2 and node.inputs[2] is not None:
-            out = edit.op("Add", out, node.inputs[2])
-            out.type, out.shape = last.outputs[0].type, last.outputs[0].shape
-        replace_tree(last, out)
+        source = node.inputs[0] if last is None or flat is None else _batched(model, flat, last, width)
+        _make_linear(model, node, last or node, source)
         count += 1
     return count
+
+
+def _batched(model: ir.Model, flat: ir.Node, last: ir.Node, width: int) -> ir.Value:
+    """The [batch, nodes, width] tensor that `flat` flattens."""
+    source = flat.inputs[0]
+    assert source is not None and source.shape is not None
+    if len(source.shape) == 3 and source.shape[2] == width:
+        return source
+    edit = Editor(model, last)
+    batched: ir.Value = edit.op("Reshape", source, edit.ints([0, 0, width]))
+    batched.type, batched.shape = flat.outputs[0].type, ir.Shape([*source.shape[:2], width])
+    return batched
+
+
+def _make_linear(model: ir.Model, gemm: ir.Node, last: ir.Node, source: ir.Value | None) -> None:
+    """Replace `last` (the Gemm or what restores its rows) by MatMul and Add on `source`."""
+    edit, weight, result = Editor(model, last), gemm.inputs[1], last.outputs[0]
+    if int_attribute(gemm, "transB", 0):
+        weight = edit.op("Transpose", weight, perm=[1, 0])
+    out = edit.op("MatMul", source, weight)
+    out.type, out.shape = result.type, result.shape
+    if len(gemm.inputs) > 2 and gemm.inputs[2] is not None:
+        out = edit.op("Add", out, gemm.inputs[2])
+        out.type, out.shape = result.type, result.shape
+    replace_tree(last, out)
 
 
 UNFLATTEN_LINEARS = Pass("unflatten_linears", unflatten_linears)
