@@ -50,7 +50,7 @@ def decode(
         for slot in slots.slots:
             slot.stats.add_times(now_s, now_s - start_s, engine_s)
         yield steps
-        if any(step.finish_reason for step in steps):
+        if any(step.finish_reason is not None for step in steps):
             retire(verifier, proposer, slots, steps)
             admit(verifier, proposer, slots)
 

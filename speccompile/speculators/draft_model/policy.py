@@ -138,8 +138,12 @@ class Round:
         policy, plans = self._policy, self._plans
         if num_drafts >= policy.max_drafts:
             return []
-        going = [place for place in places if plans[place].prefix_prob >= policy.min_prob]
-        gain = sum(plans[place].prefix_prob * plans[place].rate for place in going)
+        going, gain = [], 0.0
+        for place in places:
+            plan = plans[place]
+            if plan.prefix_prob >= policy.min_prob:
+                going.append(place)
+                gain += plan.prefix_prob * plan.rate
         return going if gain * self._cost_ms > self._expected * self._times.step_ms[num_drafts] else []
 
     def keep(self, places: list[int], confidences: Sequence[float], num_drafts: int) -> list[int]:
@@ -150,15 +154,19 @@ class Round:
             confidences: by place.
             num_drafts: draft tokens before this one.
         """
-        plans = self._plans
-        kept = [(plans[place], plans[place].prob(confidences[place]), place) for place in places]
-        if self._may_drop:
-            kept = [row for row in kept if row[0].prefix_prob * row[1] >= self._policy.min_prob]
-            gain = sum(plan.prefix_prob * prob for plan, prob, _ in kept)
-            if gain * self._cost_ms < self._expected * self._times.score_ms[num_drafts]:
-                return []
-        for plan, prob, _ in kept:
-            plan.add(prob)
-            self._expected += plan.prefix_prob
+        plans, min_prob = self._plans, self._policy.min_prob if self._may_drop else 0.0
+        kept, probs, gain = [], [], 0.0
+        for place in places:
+            plan = plans[place]
+            prob = plan.prob(confidences[place])
+            if plan.prefix_prob * prob >= min_prob:
+                kept.append(place)
+                probs.append(prob)
+                gain += plan.prefix_prob * prob
+        if self._may_drop and gain * self._cost_ms < self._expected * self._times.score_ms[num_drafts]:
+            return []
+        for place, prob in zip(kept, probs, strict=True):
+            plans[place].add(prob)
+        self._expected += gain
         self._cost_ms += self._times.step_ms[num_drafts]
-        return [place for _, _, place in kept]
+        return kept

@@ -40,9 +40,10 @@ class DraftModelProposer:
 
     def __init__(self, engine: Engine, policy: LengthPolicy, max_seq_len: int, may_sample: bool) -> None:
         self.engine, self.policy, self.max_seq_len, self.may_sample = engine, policy, max_seq_len, may_sample
-        self.lengths = np.zeros(engine.max_slots, dtype=np.int64)  # rows that hold the slot's own tokens
+        self.lengths = [0] * engine.max_slots  # rows that hold the slot's own tokens
         self.plans = [Plan(policy) for _ in range(engine.max_slots)]
         self._laws: dict[int, Floats] = {}  # by batch: [batch, 1 + max_drafts, vocab]
+        self._feeds: dict[int, tuple[Ints, Ints]] = {}  # by batch: tokens [batch, 1], lengths [batch]
 
     def start(self, slot: int, sequence: Slot) -> None:
         """An empty cache."""
@@ -56,9 +57,9 @@ class DraftModelProposer:
 
     def _read(self, slot: int, tokens: Ints) -> None:
         if len(tokens) > 0:
-            start = self.lengths[slot : slot + 1]
+            start = np.array([self.lengths[slot]], dtype=np.int64)
             self.engine.run({TOKENS: tokens[None], LENGTHS: start}, first_slot=slot)
-            start += len(tokens)
+            self.lengths[slot] += len(tokens)
 
     def propose(self, batch: Batch) -> TokenTree:
         """Chains, as far as the policy goes; a slot that has stopped is padded."""
@@ -86,8 +87,8 @@ class DraftModelProposer:
 
     def _begin(self, slots: Sequence[Slot], is_sampled: bool) -> list[tuple[Round, list[int]]]:
         """Who decides with whom, and which of them draft at all; these are at most `CATCH_UP` tokens behind."""
-        for plan in self.plans[: len(slots)]:
-            plan.begin()
+        for place in range(len(slots)):
+            self.plans[place].begin()
         able = [p for p, slot in enumerate(slots) if slot.max_drafts > 0 and len(slot.tokens) <= self.max_seq_len]
         if is_sampled:
             rounds = [Round(self.policy, self.plans, (p,), slots[p].sampling.is_greedy) for p in able]
@@ -95,7 +96,7 @@ class DraftModelProposer:
             rounds = [Round(self.policy, self.plans, range(len(slots)), may_drop=True)]
         drafting = []
         for group in rounds:
-            going = group.going([p for p in able if p in group.members], 0)
+            going = group.going(able if len(rounds) == 1 else [p for p in able if p in group.members], 0)
             if going:
                 drafting.append((group, going))
             for place in going:
@@ -105,7 +106,7 @@ class DraftModelProposer:
     def _catch_up(self, place: int, tokens: list[int]) -> None:
         num = len(tokens)
         self.lengths[place] = min(self.lengths[place], num - 1)  # the root is read again, however the last step ended
-        while num - (start := int(self.lengths[place])) > CATCH_UP:
+        while num - (start := self.lengths[place]) > CATCH_UP:
             self._read(place, np.array(tokens[start : min(start + CHUNK, num - 1)], dtype=np.int64))
 
     def _first_feeds(self, slots: Sequence[Slot], drafting: list[int]) -> dict[str, NDArray[Any]]:
@@ -113,10 +114,10 @@ class DraftModelProposer:
 
         All read as many as the one that is furthest behind: to read a token again costs what padding would.
         """
-        width = max(len(slots[place].tokens) - int(self.lengths[place]) for place in drafting)
-        lengths = self._idle_lengths(len(slots), width)
+        width = max(len(slots[place].tokens) - self.lengths[place] for place in drafting)
         tokens = np.zeros((len(slots), width), dtype=np.int64)
         scored = np.zeros((len(slots), 1), dtype=np.int64)
+        lengths = np.array(self._idle_lengths(len(slots), width), dtype=np.int64)
         for place in drafting:
             known = slots[place].tokens
             start = max(len(known) - width, 0)
@@ -130,19 +131,27 @@ class DraftModelProposer:
         return feeds
 
     def _next_feeds(self, rows: list[list[int]], drafting: list[int]) -> dict[str, NDArray[Any]]:
-        lengths = self._idle_lengths(len(rows), 1)
+        """The last draft token of each slot."""
+        batch = len(rows)
+        if batch not in self._feeds:
+            self._feeds[batch] = (np.zeros((batch, 1), dtype=np.int64), np.zeros(batch, dtype=np.int64))
+        tokens, lengths = self._feeds[batch]
+        lengths[:] = self._idle_lengths(batch, 1)
         for place in drafting:
+            tokens[place, 0] = rows[place][-1]
             self.lengths[place] += 1
-        return {TOKENS: np.array([row[-1:] for row in rows], dtype=np.int64), LENGTHS: lengths}
+        return {TOKENS: tokens, LENGTHS: lengths}
 
-    def _idle_lengths(self, batch: int, width: int) -> Ints:
+    def _idle_lengths(self, batch: int, width: int) -> list[int]:
         """Where the step writes; a slot that is full gives up its last rows, as padding must go somewhere.
 
         It could not draft more than they hold, and would read them again.
         """
-        lengths = self.lengths[:batch]
-        np.minimum(lengths, self.max_seq_len - width, out=lengths)
-        return lengths.copy()
+        lengths, last = self.lengths, self.max_seq_len - width
+        for place in range(batch):
+            if lengths[place] > last:
+                lengths[place] = last
+        return lengths[:batch]
 
     def _extend(
         self,
