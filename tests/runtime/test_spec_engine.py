@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from speccompile.core.jobs import MethodContext
+from speccompile.core.sampling import SamplingParams
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.stats import TimedEngine
+from speccompile.speculators.draft_model.config import Config
+from speccompile.speculators.draft_model.method import DraftModelMethod
+from tests.mock_lm import VOCAB, MockEngine, MockLM
+
+TARGET = MockLM(seed=21)
+ALPHABET = "abcdefghijklmnopqrstuvwx"
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def encode(self, text):
+        return type("Encoding", (), {"ids": [ALPHABET.index(c) for c in text]})()
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(ALPHABET[i] for i in ids)
+
+
+def make_engine(tokenizer=None, slots=3, max_seq=64, eos=(), chunk=7):
+    context = MethodContext(slots, max_seq, 8)
+    target = TimedEngine(MockEngine(TARGET, "target", slots, max_seq, headroom=9))
+    draft = TimedEngine(MockEngine(TARGET.blurred(22, 0.7), "draft", slots, max_seq))
+    proposer = DraftModelMethod().make_proposer(Config("d", num_draft_tokens=4), {"draft": draft}, context)
+    return SpecEngine(target, {"draft": draft}, proposer, tokenizer or Letters(), context, eos, chunk=chunk)
+
+
+def text(prompt, num):
+    return Letters().decode(TARGET.greedy(Letters().encode(prompt).ids, num))
+
+
+@pytest.fixture
+def engine():
+    return make_engine()
+
+
+def test_texts_ids_and_lists_of_both_are_prompts(engine):
+    params = SamplingParams(max_new_tokens=12)
+    wanted = text("abc", 12)
+    assert [g.text for g in engine.generate("abc", params)] == [wanted]
+    assert [g.text for g in engine.generate([0, 1, 2], params)] == [wanted]
+    both = engine.generate(["abc", "dab", [0, 1, 2], "c"], params)
+    assert [g.text for g in both] == [wanted, text("dab", 12), wanted, text("c", 12)]
+    assert both[0].json_from_generation().keys() == {"text", "tokens", "finish_reason", "stats"}
+    assert engine.generate([], params) == []
+
+
+def test_plain_and_speculative_give_the_same_and_count_their_steps(engine):
+    params = SamplingParams(max_new_tokens=30)
+    [fast], [plain] = engine.generate("abc", params), engine.generate("abc", params, speculative=False)
+    assert fast.tokens == plain.tokens
+    assert plain.stats["num_steps"] == 30 > fast.stats["num_steps"]
+    assert plain.stats["num_draft_tokens"] == 0 and plain.stats["acceptance_by_position"] == []
+    for stats in (fast.stats, plain.stats):
+        assert 0 < stats["engine_ms"] < stats["step_ms"] <= stats["time_ms"]
+        assert stats["prefill_ms"] + stats["step_ms"] <= stats["time_ms"] + 1e-6
+        assert stats["outside_engine_ms"] == pytest.approx(stats["step_ms"] - stats["engine_ms"])
+
+
+def test_streams_show_the_text_that_generate_returns(engine):
+    params = SamplingParams(max_new_tokens=25)
+    stream = engine.stream("abc", params)
+    steps = list(stream)
+    assert "".join(step.text for step in steps) == text("abc", 25) == stream.generation.text
+    assert [step.finish_reason for step in steps[:-1]] == [None] * (len(steps) - 1)
+    assert steps[-1].finish_reason == "length"
+    assert sum(step.num_accepted for step in steps) == stream.generation.stats["num_accepted"] > 0
+    for step in steps:
+        assert len(step.tokens) == step.num_accepted + 1
+        assert step.is_bonus == (0 < step.num_accepted == step.num_draft_tokens)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_stop_string_cuts_the_text_and_ends_the_tokens(engine, batch_size):
+    prompts = ["abc", "dab", "xx", "kkk"]
+    for prompt in prompts:
+        whole = text(prompt, 40)
+        stop = whole[11:13]
+        params = SamplingParams(max_new_tokens=40, stop=(stop, "never seen"))
+        results = engine.generate([prompt, "b"], [params, SamplingParams(max_new_tokens=9)], batch_size=batch_size)
+        at = whole.index(stop)
+        assert (results[0].text, results[0].finish_reason) == (whole[:at], "stop")
+        assert Letters().decode(results[0].tokens) == whole[: at + 2]
+        assert results[1].text == text("b", 9)
+        stream = engine.stream(prompt, params)
+        assert "".join(step.text for step in stream) == whole[:at] == stream.generation.text
+
+
+def test_eos_ends_unless_it_is_ignored():
+    whole = TARGET.greedy([0, 1, 2], 30)
+    eos = whole[10]
+    engine = make_engine(eos=[eos])
+    [result] = engine.generate("abc", SamplingParams(max_new_tokens=30))
+    assert result.tokens == whole[: whole.index(eos) + 1] and result.finish_reason == "stop"
+    [result] = engine.generate("abc", SamplingParams(max_new_tokens=30, ignore_eos=True))
+    assert result.tokens == whole and result.finish_reason == "length"
+    [result] = engine.generate("abc", SamplingParams(max_new_tokens=30, ignore_eos=True, stop_token_ids=(whole[4],)))
+    assert result.tokens == whole[: whole.index(whole[4]) + 1]
+
+
+def test_a_newer_run_ends_an_older_stream(engine):
+    params = SamplingParams(max_new_tokens=20)
+    old = engine.stream("abc", params)
+    next(old)
+    assert engine.generate("dab", params)[0].text == text("dab", 20)
+    with pytest.raises(RuntimeFault, match="a newer run on the same engine"):
+        next(old)
+    assert engine.generate("abc", params)[0].text == text("abc", 20)
+
+
+def test_an_error_inside_a_run_leaves_an_engine_that_works(engine, monkeypatch):
+    params = SamplingParams(max_new_tokens=20)
+    target = engine.verifier.engine.engine
+    real, calls = target.run, []
+
+    def failing(feeds, first_slot=0):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeFault("engine target", "a fault", "none", "Try again.")
+        return real(feeds, first_slot)
+
+    monkeypatch.setattr(target, "run", failing)
+    with pytest.raises(RuntimeFault, match="a fault"):
+        engine.generate(["abc", "dab", "xx"], params)
+    assert [g.text for g in engine.generate(["abc", "dab"], params)] == [text("abc", 20), text("dab", 20)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (["a", "a" * 65], r"prompt 1: got 65 tokens; expected at most 64"),
+        (["a", ""], r"prompt 1: got no tokens; expected at least one"),
+        ([[1], [2, VOCAB]], rf"prompt 1: got token {VOCAB}; expected ids from 0 to {VOCAB - 1}"),
+        ([[1], [-1]], r"prompt 1: got token -1"),
+    ],
+)
+def test_a_wrong_prompt_is_named_before_anything_runs(engine, prompts, message):
+    with pytest.raises(RuntimeFault, match=message):
+        engine.generate(prompts)
+    assert engine.verifier.engine.num_runs == 0
+
+
+def test_other_wrong_requests(engine):
+    with pytest.raises(RuntimeFault, match="sampling: got 1 entries; expected 2"):
+        engine.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(RuntimeFault, match="batch_size: got 4; expected 1 to 3"):
+        engine.generate(["a", "b"], batch_size=4)
+    engine.tokenizer = None
+    with pytest.raises(RuntimeFault, match="got a text; expected token ids"):
+        engine.generate("a")
+    with pytest.raises(RuntimeFault, match="got stop strings; expected a bundle with a tokenizer"):
+        engine.generate([[1]], SamplingParams(stop=("a",)))
+    [result] = engine.generate([[0, 1]], SamplingParams(max_new_tokens=5))
+    assert result.text == "" and result.tokens == TARGET.greedy([0, 1], 5)
+
+
+def test_a_prompt_that_fills_the_cache_gives_one_token(engine):
+    prompt = [i % VOCAB for i in range(64)]
+    [result] = engine.generate([prompt], SamplingParams(max_new_tokens=9))
+    assert (result.tokens, result.finish_reason) == (TARGET.greedy(prompt, 1), "cache_full")
+
+
+def test_prompts_are_read_in_chunks_with_one_scored_node(engine):
+    engine.generate([[i % VOCAB for i in range(30)]], SamplingParams(max_new_tokens=1))
+    seen = engine.verifier.engine.engine.feeds_seen
+    assert [s["tokens"] for s in seen] == [(1, 7)] * 4 + [(1, 1), (1, 1)]
+    assert [s.get("scored_nodes") for s in seen] == [(1, 1)] * 5 + [None]
