@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PROMPT = '''class Stack:
-    """A last-in, first-out stack."""
-
-    def __init__(self):
-        self._items = []
-
-    def push(self, item):'''
+PROMPT = '''def merge_sorted(left, right):
+    """Merge two sorted lists into one sorted list."""
+    result = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        if left[i] <= right[j]:'''
 
 
 def run_speccompile(*arguments: str | Path) -> None:
