@@ -233,7 +233,20 @@ def _declare_io(model: ir.Model, spec: GraphSpec) -> None:
                 "This is a fault of the exporter: report it with the model's config.",
             )
         for value, tensor in zip(held, wanted, strict=True):
+            _check_dims(value, tensor)
             value.name, value.shape = tensor.name, ir.Shape(list(tensor.dims))
+
+
+def _check_dims(value: ir.Value, tensor: TensorSpec) -> None:
+    traced = [d if isinstance(d, int) else str(d) for d in value.shape or ()]
+    sizes = [(a, b) for a, b in zip(traced, tensor.dims, strict=False) if isinstance(a, int) or isinstance(b, int)]
+    if len(traced) != len(tensor.dims) or any(a != b for a, b in sizes):
+        raise ExportError(
+            tensor.name,
+            f"dims {traced} in the trace",
+            f"{list(tensor.dims)} as config.json says",
+            "This architecture's sizes do not follow its config; it cannot be exported.",
+        )
 
 
 def _drop_metadata(model: ir.Model) -> None:

@@ -36,10 +36,15 @@ def load_model(source: Path, weights: Weights) -> Any:
     """
     try:
         with _no_progress_bar():
-            config = AutoConfig.from_pretrained(source, local_files_only=True)
+            # Without trust_remote_code=False transformers would ask on the terminal.
+            config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
             config._attn_implementation = IMPLEMENTATION
             # An architecture without transformers' registry of attentions may fail here.
             model = _random_model(config) if weights == "random" else _checkpoint_model(source, config)
+    except OSError as fault:
+        raise CheckpointError(
+            str(source), str(fault).strip().splitlines()[0], "files that can be read", "Check the folder."
+        ) from fault
     except (ValueError, KeyError, ImportError, AttributeError, RuntimeError) as fault:
         raise ExportError(
             str(source),
@@ -115,7 +120,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 def _random_model(config: Any) -> Any:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model.to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(RANDOM_SEED)
@@ -130,6 +135,7 @@ def _checkpoint_model(source: Path, config: Any) -> Any:
         dtype=torch.float32,
         local_files_only=True,
         use_safetensors=True,
+        trust_remote_code=False,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, with our words
     )

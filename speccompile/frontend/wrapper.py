@@ -41,8 +41,7 @@ class DecoderGraph(nn.Module):
         super().__init__()
         self.model, self.num_layers = model, num_layers
         self.wants_hidden, self.hidden_layers = hidden, tuple(hidden_layers)
-        if not isinstance(model.get_output_embeddings(), ScoredHead):
-            model.set_output_embeddings(ScoredHead(model.get_output_embeddings()))
+        _wrap_head(model)
         layers = find_layers(model, num_layers)
         for index in self.hidden_layers:
             layers[index].register_forward_hook(_note_output(index))
@@ -55,7 +54,10 @@ class DecoderGraph(nn.Module):
         scored_nodes: torch.Tensor,
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """One step; inputs and outputs as in `decoder_spec`, the caches as one list."""
+        """One step; inputs and outputs as in `decoder_spec`, the caches as one list.
+
+        A node sees itself, padding included: the number of nodes in its row of `tree_mask` is its depth + 1.
+        """
         depth = tree_mask.to(torch.int64).sum(-1) - 1
         with forward_pass(Frame(lengths, tree_mask, scored_nodes, caches)) as frame:
             positions = lengths.unsqueeze(1) + depth
@@ -71,6 +73,19 @@ class DecoderGraph(nn.Module):
                 "Its attention cannot be replaced; this architecture cannot be exported.",
             )
         return (*outputs, *(cache for i in range(self.num_layers) for cache in frame.updated[i]))
+
+
+def _wrap_head(model: Any) -> None:
+    head = model.get_output_embeddings()
+    if head is not None and not isinstance(head, ScoredHead):
+        model.set_output_embeddings(ScoredHead(head))
+    if not isinstance(model.get_output_embeddings(), ScoredHead):
+        raise ExportError(
+            type(model).__name__,
+            "no LM head that can be replaced",
+            "a causal language model with output embeddings",
+            "This architecture cannot be exported.",
+        )
 
 
 def find_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:

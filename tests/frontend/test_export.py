@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -147,10 +148,40 @@ def test_hidden_states_are_what_transformers_has(llama) -> None:
     np.testing.assert_allclose(outputs[specs.LOGITS][0, 0], logits_of(reference, tokens[0]), atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_hidden_states_of_other_families(name: str, tmp_path: Path) -> None:
+    import torch
+
+    from speccompile.frontend.export import export_decoder
+
+    reference = make_checkpoint(CONFIGS[name], tmp_path)
+    model, dims = export_decoder(tmp_path, max_seq_len=16, hidden_layers=(0,))
+    decoder = Decoder(model, dims, batch=1, max_seq=16)
+    tokens = np.array([[5, 9, 40, 3]])
+    outputs = decoder.step(tokens, np.array([[-1, 0, 1, 2]]), np.array([[3]]))
+    with torch.no_grad():
+        own = reference(torch.tensor(tokens), output_hidden_states=True, use_cache=False)
+    np.testing.assert_allclose(outputs[specs.hidden_name(0)], own.hidden_states[1], atol=1e-5)
+    assert specs.HIDDEN not in outputs
+
+
 def test_stages_are_told(llama) -> None:
     stages = llama[3]
     assert stages[:4] == ["check weights", "load weights", "compare attention", "trace"]
     assert "fuse_rope" in stages
+
+
+def test_nothing_of_this_machine_is_in_the_graph(llama) -> None:
+    model = llama[0]
+    assert b"site-packages" not in ir.to_proto(model).SerializeToString()
+
+
+def test_onnx_accepts_the_graph(llama) -> None:
+    from speccompile.ops.registry import attach_functions
+
+    work = llama[0].clone()
+    attach_functions(work)
+    onnx.checker.check_model(ir.to_proto(work), full_check=True)
 
 
 def test_exporting_again_gives_the_same_graph(llama) -> None:

@@ -156,6 +156,19 @@ def test_hidden_layers_that_are_not_there(layers: tuple[int, ...], tmp_path: Pat
         _export(_LLAMA, tmp_path, hidden_layers=layers)
 
 
+def test_sizes_that_the_config_does_not_tell(tmp_path: Path) -> None:
+    """OPT may project its hidden state before the LM head reads it."""
+    with pytest.raises(ExportError, match=r"hidden: got dims \['batch', 'nodes', 16\] in the trace"):
+        _export({**CONFIGS["opt"], "word_embed_proj_dim": 16}, tmp_path, hidden=True)
+
+
+def test_an_architecture_that_brings_its_own_code(tmp_path: Path) -> None:
+    config = {**_LLAMA, "model_type": "own_model", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (tmp_path / "own.py").write_text("raise SystemExit('executed')")
+    with pytest.raises(ExportError, match="a causal language model that transformers builds"):
+        _export(config, tmp_path)
+
+
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="a causal language model that transformers builds"):
         _export({**_LLAMA, "model_type": "no_such_model"}, tmp_path)
