@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bundles that the end-to-end tests share: built once a session, through the whole pipeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "examples/models"
+
+
+def build_bundle(folder: Path, name: str, text: str, overrides: tuple[str, ...] = ()) -> Path:
+    """Build a recipe given as YAML text; one cache for all, so a graph is exported once."""
+    from speccompile.bundling.stage_cache import StageCache
+    from speccompile.pipeline import build
+    from speccompile.recipe import find_device, load_recipe, resolve
+
+    recipe = folder / f"{name}.yaml"
+    recipe.write_text(text)
+    plan = resolve(load_recipe(recipe, overrides), find_device("cpu"))
+    return build(plan, folder / name, cache=StageCache(folder / "cache")).path
+
+
+@pytest.fixture(scope="session")
+def e2e_folder(tmp_path_factory) -> Path:
+    pytest.importorskip("torch")
+    pytest.importorskip("onnxruntime")
+    return tmp_path_factory.mktemp("e2e")
+
+
+def pair_recipe(quantization: str) -> str:
+    return (
+        f"target: {{model: {MODELS / 'pycode-16m'}, quantization: {quantization}}}\n"
+        f"speculator: {{method: draft_model, model: {MODELS / 'pycode-16m-draft'}}}\n"
+        "engine: {max_batch_size: 8, max_seq_len: 512, threads: 1}\n"
+    )
+
+
+@pytest.fixture(scope="session")
+def pair(e2e_folder) -> Path:
+    """The trained example pair in fp32."""
+    return build_bundle(e2e_folder, "pair", pair_recipe("none"))
+
+
+@pytest.fixture(scope="session")
+def int8_pair(e2e_folder) -> Path:
+    """The same with an int8 target."""
+    return build_bundle(e2e_folder, "int8_pair", pair_recipe("int8"))
+
+
+@pytest.fixture(scope="session")
+def golden() -> list[dict]:
+    """transformers' greedy fp32 output for examples/prompts.jsonl: see make_golden.py."""
+    return json.loads((Path(__file__).parent / "golden/greedy.json").read_text())
