@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from speccompile.core.jobs import StepCosts
 from speccompile.speculators.draft_model.config import Config
 
-FIRST_RATE = 0.6  # acceptance rate that a fresh slot is taken to have
+FIRST_RATE = 0.75  # acceptance rate of a fresh slot, on the high side: a token may also open the way to others
 MEMORY = 0.95  # weight of the past in a slot's running acceptance rate
+RECOVERY = 0.02  # pull towards the first rate in a step without drafts, lest a bad start ends drafting for good
 LEARNING_RATE = 0.1  # of the log odds between confidence and acceptance
 MAX_LOG_ODDS = 4.0
 MIN_PROB = 0.3  # of a path that is drafted behind, where nothing was measured
@@ -105,6 +106,8 @@ class Plan:
         for prob in self._probs[:num_accepted]:
             self.rate += (1 - MEMORY) * (1 - self.rate)
             self.log_odds += LEARNING_RATE * (1 - prob)
+        if num_drafts == 0:
+            self.rate += RECOVERY * (FIRST_RATE - self.rate)
         if num_accepted < num_drafts:
             self.rate *= MEMORY
             self.log_odds -= LEARNING_RATE * self._probs[num_accepted]
