@@ -77,7 +77,7 @@ def test_abandoned_streams_and_runs_leave_the_engine_whole(engines, golden):
 def test_a_small_cache_ends_with_cache_full_where_it_is_full(e2e_folder, golden):
     from tests.e2e.conftest import build_bundle, pair_recipe
 
-    path = build_bundle(e2e_folder, "small", pair_recipe("none"), ("engine.max_seq_len=128", "engine.max_batch_size=3"))
+    path = build_bundle(e2e_folder, "short", pair_recipe("none"), ("engine.max_seq_len=128", "engine.max_batch_size=3"))
     rows = [row for row in golden if len(row["prompt_ids"]) < 100][:5]
     prompts = [row["prompt_ids"] for row in rows]
     for method in ("none", "draft_model", "ngram"):
