@@ -99,9 +99,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
     "gpt-neox": _with("gpt_neox", num_key_value_heads=4, rotary_pct=0.5, use_parallel_residual=True),
-    "gpt-neox-serial": _with(
-        "gpt_neox", num_key_value_heads=2, rotary_pct=0.25, use_parallel_residual=False, num_attention_heads=2
-    ),
     "granite": _with(
         "granite", embedding_multiplier=2.0, attention_multiplier=0.2, residual_multiplier=0.5, logits_scaling=0.5
     ),

@@ -53,7 +53,11 @@ class Decoder:
         if any(node.domain == OPS_DOMAIN for node in self.model.graph):
             self.session = ReferenceEvaluator(proto, new_ops=reference_ops())
         else:
-            self.session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+            options = ort.SessionOptions()
+            options.intra_op_num_threads = 1
+            options.log_severity_level = 3  # the caches are copied here, of which it warns
+            text = proto.SerializeToString()
+            self.session = ort.InferenceSession(text, options, providers=["CPUExecutionProvider"])
         shape = (self.batch, self.dims.num_kv_heads, self.max_seq, self.dims.head_dim)
         names = [n for i in range(self.dims.num_layers) for n in specs.cache_names(i)]
         # Stale rows must never matter, so they are not zero.
