@@ -154,4 +154,4 @@ def _print_bundle(bundle: Bundle) -> None:
     path = str(bundle.path) if path.startswith("..") else path
     console = Console(soft_wrap=True)
     console.print(f"{path}: {size}, built in {facts['seconds']:.1f} s, peak memory {peak}", highlight=False)
-    console.print(f"Report: {path}/report.html. Try: speccompile generate {path} 'def '", highlight=False)
+    console.print(f"Report: {path}/report.html. Try: speccompile generate {path} --prompt \"def \"", highlight=False)
