@@ -46,7 +46,9 @@ class Editor:
                 return self.graph.initializers[name]
             number += 1
             name = f"{base}.{number}"
-        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(sizes_of(tensor)), const_value=tensor)
+        value = ir.Value(
+            name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(sizes_of(tensor)), const_value=tensor
+        )
         self.graph.register_initializer(value)
         return value
 
