@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Sequence
 
 import typer
 
 import speccompile
+from speccompile.cli import bench, build, generate, inspect, schema
 from speccompile.cli.output import print_error
 from speccompile.errors import SpecCompileError
 
@@ -42,9 +41,8 @@ def _options(
     del version
 
 
-for _name in ("build", "generate", "bench", "inspect", "schema"):
-    if importlib.util.find_spec(f"speccompile.cli.{_name}") is not None:
-        importlib.import_module(f"speccompile.cli.{_name}").register(app)
+for _command in (build, generate, bench, inspect, schema):
+    _command.register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
