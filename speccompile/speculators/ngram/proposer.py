@@ -15,6 +15,7 @@ from speccompile.speculators.ngram.config import Config
 
 FIRST_RATES = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9)  # acceptance rate behind a match of 1, 2, ... tokens, to begin with
 MEMORY = 0.9  # weight of the past in it
+RECOVERY = 0.02  # pull towards the first rate in a step without drafts
 TOKENS_PER_MATCH = 2  # where nothing was measured
 
 
@@ -61,8 +62,11 @@ class MatchRates:
         return self._rates.get(size, FIRST_RATES[min(size, len(FIRST_RATES)) - 1])
 
     def learn(self, size: int, num_drafts: int, num_accepted: int) -> None:
-        """Move the rate of a match length by one verdict."""
+        """Move the rate of a match length by one verdict; without drafts it recovers slowly, to be tried again."""
         rate = 1 - (1 - self.rate(size)) * MEMORY**num_accepted
+        if num_drafts == 0:
+            first = FIRST_RATES[min(size, len(FIRST_RATES)) - 1]
+            rate += RECOVERY * (first - rate)
         self._rates[size] = rate * MEMORY if num_accepted < num_drafts else rate
 
 
@@ -78,9 +82,10 @@ def best_length(rates: Sequence[float], num_slots: int, step_ms: Sequence[float]
         step_ms: [1 + longest draft] milliseconds of a step by draft length.
 
     Returns:
-        At least 1, so that something is learned.
+        0 where plain decoding promises more.
     """
-    best, best_num, expected, probs = 0.0, 1, float(num_slots), [1.0] * len(rates)
+    expected, probs = float(num_slots), [1.0] * len(rates)
+    best, best_num = expected / step_ms[0], 0
     for num in range(1, len(step_ms)):
         probs = [prob * rate for prob, rate in zip(probs, rates, strict=True)]
         expected += sum(probs)
@@ -144,7 +149,7 @@ class NgramProposer:
         """Learn what drafts behind matches are worth; emitted tokens enter the index at the next step."""
         num_nodes, num_accepted = tree.num_nodes.tolist(), verdict.num_accepted.tolist()
         for place, size in enumerate(self._matched):
-            if num_nodes[place] > 1:
+            if size > 0:
                 self._rates[place].learn(size, num_nodes[place] - 1, num_accepted[place])
 
     def move(self, source: int, dest: int) -> None:
