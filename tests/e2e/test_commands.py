@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""generate and bench on a real bundle, as scripts call them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import speccompile
+from speccompile.cli.main import app
+from speccompile.core.sampling import SamplingParams
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    rows = [
+        {"prompt": "def add(a, b):", "id": 1},
+        {"prompt": "class Stack:\n", "temperature": 0.8, "seed": 5, "max_new_tokens": 12},
+        {"prompt": "import os\n", "stop": "\n", "top_k": 3},
+    ]
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_generate_writes_results_in_order_and_lines_win_over_options(pair, prompts, tmp_path, batch_size):
+    out = tmp_path / "out.json"
+    flags = ["--max-new-tokens", 24, "--top-p", 0.9, "--batch-size", batch_size]
+    run("generate", pair, "--prompts", prompts, *flags, "--json", out, "--stats")
+    results = json.loads(out.read_text())
+    engine = speccompile.load(pair, verify=False)
+    wanted = engine.generate(
+        ["def add(a, b):", "class Stack:\n", "import os\n"],
+        [
+            SamplingParams(max_new_tokens=24, top_p=0.9),
+            SamplingParams(max_new_tokens=12, top_p=0.9, temperature=0.8, seed=5),
+            SamplingParams(max_new_tokens=24, top_p=0.9, top_k=3, stop=("\n",)),
+        ],
+    )
+    for got, want in zip(results, wanted, strict=True):
+        assert (got["text"], got["tokens"], got["finish_reason"]) == (want.text, want.tokens, want.finish_reason)
+        keys = {"num_steps", "num_draft_tokens", "num_accepted", "mean_acceptance_length", "acceptance_by_position"}
+        assert keys | {"time_ms"} <= got["stats"].keys()
+    assert [len(r["tokens"]) for r in results[:2]] == [24, 12]
+    assert results[0]["stats"]["num_draft_tokens"] > 0
+
+
+def test_plain_has_the_same_greedy_text_and_no_drafts(pair, tmp_path):
+    texts = []
+    for flags in ([], ["--plain"], ["--method", "ngram"]):
+        run(
+            "generate",
+            pair,
+            "--prompt",
+            "def add(a, b):",
+            "--max-new-tokens",
+            24,
+            *flags,
+            "--json",
+            tmp_path / "o.json",
+        )
+        [result] = json.loads((tmp_path / "o.json").read_text())
+        texts.append(result["text"])
+        assert (result["stats"]["num_draft_tokens"] == 0) == ("--plain" in flags)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_generate_prints_prompt_and_text(pair):
+    output = run("generate", pair, "--prompt", "def add(a, b):", "--max-new-tokens", 8, "--json", "-").stdout
+    [result] = json.loads(output)
+    assert run("generate", pair, "--prompt", "def add(a, b):", "--max-new-tokens", 8).stdout == (
+        f"def add(a, b):{result['text']}\n"
+    )
+
+
+def test_wrong_use_has_its_exit_code(pair, tmp_path):
+    runner = CliRunner()
+    assert runner.invoke(app, ["generate", str(pair)]).exit_code == 2
+    assert runner.invoke(app, ["generate", str(pair), "--prompt", "a", "--prompts", "b"]).exit_code == 2
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"prompt": ""}\n')
+    from speccompile.cli.main import main
+
+    assert main(["generate", str(pair), "--prompts", str(empty)]) == 8
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 7
+
+
+def test_bench_measures_modes_in_one_run(pair, prompts, tmp_path):
+    out = tmp_path / "bench.json"
+    flags = ["--max-new-tokens", 16, "--limit", 2, "--repeats", 2, "--threads", 1]
+    run("bench", pair, "--prompts", prompts, *flags, "--modes", "plain,speculative,transformers", "--json", out)
+    report = json.loads(out.read_text())
+    assert set(report["modes"]) == {"plain", "speculative", "transformers"}
+    for mode in report["modes"].values():
+        assert mode["tokens_per_s"] > 0 and len(mode["tokens_per_s_all"]) == 2
+        assert mode["exact"] is True and mode["exact_against"] == "transformers"
+    assert (
+        report["modes"]["plain"]["mean_acceptance_length"]
+        == 1.0
+        < report["modes"]["speculative"]["mean_acceptance_length"]
+    )
+    assert set(report["ratios"]) == {"speculative/plain", "speculative/transformers", "plain/transformers"}
+    environment = report["environment"]
+    assert environment["threads"] == 1 and environment["num_prompts"] == 2 and environment["versions"]["onnxruntime"]
