@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.bundling.digests import digest_from_sources, digests_from_checkpoint, versions_from_environment
+from speccompile.bundling.hub import find_config
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
 from speccompile.core.jobs import GraphJob
@@ -65,7 +66,7 @@ def find_decoder(plan: BuildPlan, job: GraphJob) -> Decoder:
     from speccompile.backends.onnxruntime.tune import cpu_name
     from speccompile.frontend.checkpoint import check_checkpoint, read_dims, resolve_checkpoint
 
-    source = resolve_checkpoint(job.model)
+    source = resolve_checkpoint(job.model) if plan.weights == "checkpoint" else find_config(job.model)
     dims = read_dims(source)
     if plan.weights == "checkpoint":
         check_checkpoint(source, dims)

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from speccompile.bundling.staging import disk_faults, remove_leftovers, staged_folder
+from speccompile.bundling.staging import copy_folder, disk_faults, remove_leftovers, staged_folder
 from speccompile.errors import BundleError
 from speccompile.runtime.bundle import check_files, digests_from_folder, read_json, write_json
 
@@ -68,7 +68,7 @@ class StageCache:
             make(folder / _FOLDER)
             write_json(folder / _FILES, digests_from_folder(folder / _FOLDER))
             with disk_faults(dest):
-                shutil.copytree(folder / _FOLDER, dest)
+                copy_folder(folder / _FOLDER, dest)
         self._evict()
         return False
 
@@ -78,7 +78,7 @@ class StageCache:
         try:
             files = read_json(entry / _FILES)
             check_files(entry / _FOLDER, files)
-            shutil.copytree(entry / _FOLDER, dest)
+            copy_folder(entry / _FOLDER, dest)
             os.utime(entry)
         except (BundleError, FileNotFoundError):
             # Damaged, or evicted by another build just now.

@@ -22,6 +22,10 @@ from speccompile.errors import BuildError
 
 _MARK = ".building-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FORBIDDEN = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG}
+)
 
 
 @contextlib.contextmanager
@@ -51,12 +55,14 @@ def staged_folder(dest: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def disk_faults(dest: Path) -> Iterator[None]:
-    """Turn a full or forbidden disk into a BuildError that names `dest`."""
+    """Turn a full or forbidden disk into a BuildError that names `dest`; other faults of the system pass."""
     try:
         yield
     except OSError as fault:
-        full = fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        todo = "Free space, or choose another folder." if full else "Choose a folder that can be written."
+        if fault.errno not in _FULL | _FORBIDDEN:
+            raise
+        is_full = fault.errno in _FULL
+        todo = "Free space, or choose another folder." if is_full else "Choose a folder that can be written."
         got = f"{fault.strerror or fault} at {fault.filename or dest}"
         raise BuildError(str(dest), got, "a disk with room and permission to write", todo) from fault
 
@@ -74,6 +80,19 @@ def remove_leftovers(parent: Path, name: str | None = None) -> int:
         with contextlib.suppress(BlockingIOError), _locked(lock):
             pass
     return count
+
+
+def copy_folder(source: Path, dest: Path) -> None:
+    """Copy all files into the new folder `dest`. Unlike shutil.copytree the first OSError is raised as it is."""
+    for root, _, files in os.walk(source, onerror=_raise):
+        place = dest / Path(root).relative_to(source)
+        place.mkdir(parents=True)
+        for name in files:
+            shutil.copyfile(Path(root) / name, place / name)
+
+
+def _raise(fault: OSError) -> None:
+    raise fault
 
 
 def _lock_path(folder: Path) -> Path:

@@ -13,7 +13,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from speccompile.cli.output import errors_as_json, live_stages, print_json, quiet_libraries
-from speccompile.errors import CheckpointError
 
 if TYPE_CHECKING:
     from speccompile.recipe import BuildPlan
@@ -78,12 +77,13 @@ def _build(plan: BuildPlan, dest: Path, no_cache: bool) -> Bundle:
 
 
 def _predictions(plan: BuildPlan) -> dict[str, Any]:
+    from speccompile.bundling.hub import find_config
     from speccompile.frontend.checkpoint import read_config, read_dims
     from speccompile.recipe.predict import predict
 
     graphs = {}
     for job in plan.jobs:
-        source = _config_folder(job.model)
+        source = find_config(job.model)
         dims = read_dims(source)
         rows = min(plan.engine.max_seq_len, dims.max_positions)
         prediction = predict(read_config(source), dims, job.quantization, plan.engine.max_batch_size, rows)
@@ -94,20 +94,6 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
         "build_peak_bytes": max(g["build_peak_bytes"] for g in graphs.values()),
     }
     return {"graphs": graphs, "total": total}
-
-
-def _config_folder(model: str) -> Path:
-    """Where config.json of a folder or hub id is; nothing else is downloaded for a prediction."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model, "config.json")).parent
-    except (OSError, ValueError) as fault:  # the hub's errors derive from these
-        got = f"no local folder, and the hub said: {str(fault).strip().splitlines()[0]}"
-        todo = "Check the name, the network and your access to a gated model, or give a local folder."
-        raise CheckpointError(model, got, "a folder or a hub id that can be reached", todo) from fault
 
 
 def _print_plan(plan: BuildPlan, prediction: dict[str, Any]) -> None:
@@ -154,4 +140,4 @@ def _print_bundle(bundle: Bundle) -> None:
     path = str(bundle.path) if path.startswith("..") else path
     console = Console(soft_wrap=True)
     console.print(f"{path}: {size}, built in {facts['seconds']:.1f} s, peak memory {peak}", highlight=False)
-    console.print(f"Report: {path}/report.html. Try: speccompile generate {path} --prompt \"def \"", highlight=False)
+    console.print(f'Report: {path}/report.html. Try: speccompile generate {path} --prompt "def "', highlight=False)

@@ -28,4 +28,5 @@ def schema_command(
         typer.echo(text, nl=False)
         return
     with disk_faults(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")

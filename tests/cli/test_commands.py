@@ -170,7 +170,7 @@ def test_schema_is_printed_or_written(run: Run, tmp_path: Path) -> None:
     assert code == 0 and json.loads(out)["title"] == "speccompile recipe"
     assert run("schema", "-o", "s.json")[0] == 0
     assert (tmp_path / "s.json").read_text() == out
-    assert run("schema", "-o", "absent/s.json")[0] == 6
+    assert run("schema", "-o", "s.json/under-a-file")[0] == 6
 
 
 def test_help_documents_the_exit_codes_and_wrong_usage_is_2(run: Run) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from speccompile.bundling.stage_cache import StageCache
-from speccompile.errors import BuildError
+from speccompile.errors import BuildError, ExportError
 from speccompile.pipeline import build
 from speccompile.runtime.bundle import Bundle, read_bundle
 from tests.pipeline import fakes
@@ -96,3 +97,19 @@ def test_weights_that_do_not_fit_the_disk_are_a_build_error(folder: Path, recipe
     assert done.returncode == BuildError.exit_code, done.stdout + done.stderr
     assert "BuildError" in done.stdout
     assert list(dest.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"), [("bloom", "ALiBi"), ("falcon", "cannot be replaced"), ("no_such_type", "no_such_type")]
+)
+def test_an_architecture_that_cannot_be_expressed_is_refused_by_name(folder: Path, model_type: str, words: str) -> None:
+    source = folder / model_type
+    source.mkdir()
+    sizes = {"hidden_size": 32, "vocab_size": 32, "max_position_embeddings": 64, "num_attention_heads": 2, "n_head": 2}
+    (source / "config.json").write_text(json.dumps({"model_type": model_type, "num_hidden_layers": 2, **sizes}))
+    recipe = folder / f"{model_type}.yaml"
+    recipe.write_text(f"target: {{model: {model_type}, weights: random}}\nengine: {{max_seq_len: 48}}\n")
+    with pytest.raises(ExportError) as caught:
+        build(fakes.make_plan(recipe), folder / "refused" / "out", cache=StageCache(folder / "cache"))
+    assert model_type in caught.value.where and words in caught.value.got
+    assert list((folder / "refused").iterdir()) == []

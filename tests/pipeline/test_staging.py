@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from speccompile.bundling import staging
-from speccompile.bundling.staging import remove_leftovers, staged_folder
+from speccompile.bundling.staging import copy_folder, remove_leftovers, staged_folder
 from speccompile.errors import BuildError
 
 
@@ -85,6 +86,16 @@ def test_a_place_under_a_file_is_a_build_error(tmp_path: Path) -> None:
     assert "can be written" in caught.value.todo
 
 
-def test_faults_that_are_not_of_the_disk_pass_through(tmp_path: Path) -> None:
-    with pytest.raises(LookupError), staged_folder(tmp_path / "out"):
-        raise LookupError
+@pytest.mark.parametrize("fault", [LookupError(), ConnectionResetError(errno.ECONNRESET, "reset"), OSError("odd")])
+def test_faults_that_are_not_of_the_disk_pass_through(tmp_path: Path, fault: Exception) -> None:
+    with pytest.raises(type(fault)), staged_folder(tmp_path / "out"):
+        raise fault
+
+
+def test_a_folder_is_copied_whole_or_the_fault_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "a" / "deep").mkdir(parents=True)
+    (tmp_path / "a" / "deep" / "file").write_text("x")
+    copy_folder(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b" / "deep" / "file").read_text() == "x"
+    with pytest.raises(FileNotFoundError):
+        copy_folder(tmp_path / "absent", tmp_path / "c")
