@@ -50,13 +50,16 @@ class StepCosts:
         return cls(tuple(reversed(points)))
 
     def ms(self, nodes: int) -> float:
-        """Milliseconds of a step of `nodes` nodes, piecewise linear; beyond the last point its slope goes on."""
+        """Milliseconds of a step of `nodes` nodes: piecewise linear, then with the mean slope of all points."""
         points = self.ms_by_nodes
         if not points:
             return 0.0
-        if len(points) == 1 or nodes <= points[0][0]:
-            return points[0][1]
-        right = next((i for i, (n, _) in enumerate(points) if n >= nodes), len(points) - 1)
+        (first, first_ms), (last, last_ms) = points[0], points[-1]
+        if nodes <= first or first == last:
+            return first_ms
+        if nodes > last:
+            return last_ms + (last_ms - first_ms) * (nodes - last) / (last - first)
+        right = next(i for i, (n, _) in enumerate(points) if n >= nodes)
         (n0, ms0), (n1, ms1) = points[right - 1], points[right]
         return ms0 + (ms1 - ms0) * (nodes - n0) / (n1 - n0)
 

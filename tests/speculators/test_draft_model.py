@@ -98,7 +98,7 @@ def test_slots_that_decide_together_weigh_the_whole_batch():
 
 def test_costs_are_interpolated_and_extended():
     costs = StepCosts.from_json({"step_ms": {"8": 4.5, "1": 2.0, "4": 3.5}})
-    assert [costs.ms(n) for n in (1, 2, 4, 6, 8, 12)] == pytest.approx([2.0, 2.5, 3.5, 4.0, 4.5, 5.5])
+    assert [costs.ms(n) for n in (1, 2, 4, 6, 8, 12)] == pytest.approx([2.0, 2.5, 3.5, 4.0, 4.5, 4.5 + 2.5 * 4 / 7])
     noisy = StepCosts.from_json({"step_ms": {"1": 2.0, "2": 2.9, "3": 2.6, "4": 4.7, "6": 3.7}})
     assert [ms for _, ms in noisy.ms_by_nodes] == [2.0, 2.6, 2.6, 3.7, 3.7]
     assert StepCosts.from_json({}).ms(3) == 0.0
