@@ -186,9 +186,11 @@ class SpecEngine:
             self._num_runs,
             self.proposer if speculative else self._plain.make_proposer(None, {}, self.context),
         )
+        places = batch_size or most
+        rows = max((slot.num_prompt for slot in slots[:places]), default=1)
         for engine in self._engines:
-            engine.reset()
-        for steps in decode(self.verifier, proposer, Slots(slots, batch_size or most), self._engines):
+            engine.reset(rows)
+        for steps in decode(self.verifier, proposer, Slots(slots, places), self._engines):
             yield steps
             if run != self._num_runs:
                 raise RuntimeFault(

@@ -9,7 +9,7 @@ from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.errors import RecipeError
 from speccompile.speculators.ngram.config import Config
 from speccompile.speculators.ngram.method import NgramMethod
-from speccompile.speculators.ngram.proposer import MatchRates, NgramIndex, best_length
+from speccompile.speculators.ngram.proposer import DraftLengths, MatchRates, NgramIndex
 
 
 def longest_match(tokens, low, high):
@@ -60,12 +60,17 @@ def test_ragged_batches_are_padded_and_limits_hold():
 
 
 def test_auto_length_follows_rates_costs_and_the_batch():
-    cheap, dear = [10 + 0.1 * n for n in range(16)], [1 + 1.5 * n for n in range(16)]
-    assert best_length([0.9], 1, cheap) > best_length([0.5], 1, cheap) > 1
-    assert best_length([0.9], 1, dear) == best_length([0.1], 1, dear) == 0
-    assert best_length([0.1], 1, cheap) == 1
-    assert best_length([0.9], 4, dear) <= best_length([0.9], 1, cheap)
-    assert best_length([0.99, 0.2], 2, cheap) > best_length([0.2], 2, cheap)
+    cheap, dear = StepCosts(((1, 10.0), (16, 11.5))), StepCosts(((1, 1.0), (16, 23.5)))
+
+    def best(rates, num_slots, costs):
+        return DraftLengths(costs, 15).best(rates, num_slots)
+
+    assert best([0.9], 1, cheap) > best([0.5], 1, cheap) > best([0.1], 1, cheap) == 1
+    assert best([0.9], 1, dear) == best([0.1], 1, dear) == 0
+    assert best([0.9, 0.9], 4, dear) == 0
+    assert best([0.99, 0.2], 2, cheap) > best([0.2], 2, cheap)
+    by_hand = max(range(16), key=lambda n: (3 + sum(0.7**i + 0.4**i for i in range(1, n + 1))) / cheap.ms(3 * (n + 1)))
+    assert best([0.7, 0.4], 3, cheap) == by_hand
 
 
 def test_rates_are_learned_by_match_length():

@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Batch, Outputs, Slot
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.speculators.ngram.config import Config
+
+Floats64 = NDArray[np.float64]
 
 FIRST_RATES = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9)  # acceptance rate behind a match of 1, 2, ... tokens, to begin with
 MEMORY = 0.9  # weight of the past in it
@@ -22,32 +25,37 @@ TOKENS_PER_MATCH = 2  # where nothing was measured
 class NgramIndex:
     """Where each run of min_match .. max_match tokens stood last, and so what followed it.
 
-    A token costs max_match - min_match + 1 dictionary entries, once; a lookup costs as many reads.
+    A token costs max_match - min_match + 1 dictionary entries, once; a lookup costs as many reads. Runs are
+    written as strings of one character a token: slices of a string are the cheapest keys there are.
     """
 
     def __init__(self, min_match: int, max_match: int) -> None:
-        self.sizes = tuple(range(max_match, min_match - 1, -1))
-        self._follower: dict[tuple[int, ...], int] = {}
+        self._sizes, self._max_match = tuple(range(max_match, min_match - 1, -1)), max_match
+        self._follower: dict[str, int] = {}
         self._num_indexed = 0  # every run that ends before this position has its entry
 
     def find(self, tokens: list[int]) -> tuple[int, int]:
         """Position of what followed the latest earlier occurrence of the longest suffix, and its length; or (0, 0)."""
         self._extend(tokens)
-        num = len(tokens)
-        for size in self.sizes:
+        follower, num = self._follower, len(tokens)
+        suffix = "".join(map(chr, tokens[-self._max_match :]))
+        for size in self._sizes:
             if size < num:
-                position = self._follower.get(tuple(tokens[num - size :]))
+                position = follower.get(suffix[-size:])
                 if position is not None:
                     return position, size
         return 0, 0
 
     def _extend(self, tokens: list[int]) -> None:
         # The suffix itself is left out: its follower is what we are looking for.
-        follower, last = self._follower, len(tokens)
+        follower, sizes, last = self._follower, self._sizes, len(tokens)
+        start = max(self._num_indexed + 1 - self._max_match, 0)
+        text = "".join(map(chr, tokens[start:last]))
         for position in range(self._num_indexed + 1, last):
-            for size in self.sizes:
-                if size <= position:
-                    follower[tuple(tokens[position - size : position])] = position
+            end = position - start
+            for size in sizes:
+                if size <= end:
+                    follower[text[end - size : end]] = position
         self._num_indexed = last - 1
 
 
@@ -70,28 +78,42 @@ class MatchRates:
         self._rates[size] = rate * MEMORY if num_accepted < num_drafts else rate
 
 
-def best_length(rates: Sequence[float], num_slots: int, step_ms: Sequence[float]) -> int:
+class DraftLengths:
     """The draft length that promises a batch the most tokens per millisecond.
 
     Shorter drafts than the longest are padded, so the slots with a match share one length: what pays for one of
     them costs the others nothing more. Deterministic drafts do not change the text, so neighbours may have a say.
 
     Args:
-        rates: acceptance rates of the slots that have a match, at least one.
-        num_slots: all slots.
-        step_ms: [1 + longest draft] milliseconds of a step by draft length.
-
-    Returns:
-        0 where plain decoding promises more.
+        costs: of the target's steps. A batch of b slots and n nodes is taken to cost what one slot of b * n does.
+        max_drafts: longest draft.
     """
-    expected, probs = float(num_slots), [1.0] * len(rates)
-    best, best_num = expected / step_ms[0], 0
-    for num in range(1, len(step_ms)):
-        probs = [prob * rate for prob, rate in zip(probs, rates, strict=True)]
-        expected += sum(probs)
-        if expected > best * step_ms[num]:
-            best, best_num = expected / step_ms[num], num
-    return best_num
+
+    def __init__(self, costs: StepCosts, max_drafts: int) -> None:
+        self._costs = costs
+        powers = (np.arange(101)[:, None] / 100) ** np.arange(1, max_drafts + 1)
+        # Row r: tokens expected of drafts of 0, 1, ... tokens that are accepted at r percent each.
+        self._expected = np.concatenate((np.zeros((101, 1)), powers.cumsum(axis=1)), axis=1)
+        self._step_ms: dict[int, Floats64] = {}
+        self._alone: list[int] = np.argmax((1 + self._expected) / self._times(1), axis=1).tolist()
+
+    def _times(self, batch: int) -> Floats64:
+        if batch not in self._step_ms:
+            nodes = range(1, self._expected.shape[1] + 1)
+            self._step_ms[batch] = np.array([self._costs.ms(batch * num) or 1.0 for num in nodes])
+        return self._step_ms[batch]
+
+    def best(self, rates: Sequence[float], num_slots: int) -> int:
+        """The length for all slots that have a match; 0 where plain decoding promises more.
+
+        Args:
+            rates: acceptance rates of these slots, at least one.
+            num_slots: all slots.
+        """
+        if num_slots == 1:
+            return self._alone[round(100 * rates[0])]
+        expected = self._expected[[round(100 * rate) for rate in rates]].sum(axis=0)
+        return int(((num_slots + expected) / self._times(num_slots)).argmax())
 
 
 class NgramProposer:
@@ -103,7 +125,7 @@ class NgramProposer:
         self.costs = context.costs.get("target", StepCosts())
         self._indices: dict[int, NgramIndex] = {}
         self._rates: dict[int, MatchRates] = {}
-        self._step_ms: dict[int, list[float]] = {}  # by batch size
+        self._lengths = DraftLengths(self.costs, self.max_drafts)
         self._matched: list[int] = []  # match length of each slot of the last step
 
     def start(self, slot: int, sequence: Slot) -> None:
@@ -139,10 +161,7 @@ class NgramProposer:
         rates = [self._rates[place].rate(size) for place, size in enumerate(sizes) if size]
         if not rates:
             return sizes
-        if len(sizes) not in self._step_ms:
-            # A batch of b slots and n nodes is taken to cost what one slot of b * n nodes does.
-            self._step_ms[len(sizes)] = [self.costs.ms(len(sizes) * (1 + num)) for num in range(self.max_drafts + 1)]
-        length = best_length(rates, len(sizes), self._step_ms[len(sizes)])
+        length = self._lengths.best(rates, len(sizes))
         return [length if size else 0 for size in sizes]
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
