@@ -133,6 +133,18 @@ def test_after_a_whole_path_two_tokens_are_read_after_a_refusal_one():
         proposer.commit(batch, tree, SimpleNamespace(num_accepted=np.array([0])), {})
 
 
+def test_rows_of_refused_drafts_are_read_again_even_after_steps_without_drafts():
+    proposer = make_proposer(num_draft_tokens=3)
+    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
+    batch = SimpleNamespace(slots=[slot], is_greedy=True, warp_feeds=dict)
+    proposer.start(0, slot)
+    tree = proposer.propose(batch)
+    proposer.commit(batch, tree, SimpleNamespace(num_accepted=np.array([0])), {})
+    slot.tokens += [9, 8, 7, 6]  # longer than the refused path: its rows look as if they were the slot's own
+    tree = proposer.propose(batch)
+    assert tree.tokens[0].tolist() == [6, *DRAFT.greedy(slot.tokens, 3)]
+
+
 def test_sampled_drafts_carry_the_warped_law_they_were_drawn_from():
     proposer = make_proposer(num_draft_tokens=2)
     params = [SamplingParams(temperature=0.8, top_k=5, seed=3), SamplingParams()]

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import pytest
+
+from speccompile.core.sampling import DRAFT_LANE, SamplingParams, tree_uniforms, uniforms
+from speccompile.core.tree import TokenTree
+from speccompile.runtime.slots import BLOCK, Slot, Slots, UniformTable
+
+PARAMS = [SamplingParams(temperature=1.0, seed=2**63 + 5), SamplingParams(), SamplingParams(temperature=0.5, seed=7)]
+LENGTHS = [9, 4, 700]
+
+
+@pytest.fixture
+def slots():
+    made = Slots([], 3)
+    made.slots = [
+        Slot(i, list(range(n)), p, frozenset(), None) for i, (n, p) in enumerate(zip(LENGTHS, PARAMS, strict=True))
+    ]
+    made.changed()
+    return made
+
+
+def test_tables_hold_the_draws_of_every_position_across_blocks():
+    table = UniformTable(11, 40)
+    for start, end in ((40, 43), (44, 40 + BLOCK + 3), (40 + 2 * BLOCK, 41 + 2 * BLOCK)):
+        rows = table.rows(start, end)
+        for lane in range(3):
+            wanted = uniforms(np.array([11], dtype=np.uint64), np.arange(start, end)[None], lane)[0]
+            np.testing.assert_array_equal(rows[lane], wanted)
+
+
+def test_chain_draws_are_those_of_the_tree(slots):
+    tree = TokenTree.chain(np.zeros((3, 5), dtype=np.int64), np.array([5, 2, 3]))
+    seeds = np.array([p.seed for p in PARAMS], dtype=np.uint64)
+    wanted = tree_uniforms(seeds, np.array(LENGTHS) - 1, tree)
+    got = slots.tree_uniforms(tree)
+    np.testing.assert_array_equal(got[[0, 2]], wanted[[0, 2]])
+    assert not got[1].any()  # a greedy slot draws nothing
+    branching = TokenTree.tree(np.zeros((3, 4)), [[-1, 0, 0, 1]] * 3)
+    np.testing.assert_array_equal(
+        slots.tree_uniforms(branching), tree_uniforms(seeds, np.array(LENGTHS) - 1, branching)
+    )
+
+
+def test_a_draft_token_is_drawn_at_the_position_it_will_stand_at(slots):
+    seeds = np.array([p.seed for p in PARAMS], dtype=np.uint64)
+    for depth in (1, 4):
+        wanted = uniforms(seeds, np.array(LENGTHS)[:, None] - 1 + depth, DRAFT_LANE)[:, 0]
+        got = slots.draft_uniforms(depth)
+        np.testing.assert_array_equal(got[[0, 2]], wanted[[0, 2]])
+        assert got[1] == 0
+
+
+def test_only_warps_that_do_something_are_fed(slots):
+    assert slots.warp_feeds().keys() == {"temperature"}
+    assert not slots.is_greedy
+    slots.slots = [slots.slots[1]]
+    slots.changed()
+    assert slots.is_greedy and slots.warp_feeds() == {}
+    slots.slots = [Slot(0, [1], SamplingParams(temperature=0.5, top_k=3, top_p=0.9), frozenset(), None)]
+    slots.changed()
+    assert {name: value.tolist() for name, value in slots.warp_feeds().items()} == {
+        "temperature": [0.5],
+        "top_k": [3],
+        "top_p": [pytest.approx(0.9)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("max_new_tokens", "max_seq_len", "max_drafts"), [(1, 99, 0), (5, 99, 4), (50, 12, 8), (50, 4, 0)]
+)
+def test_drafts_are_bounded_by_the_limit_and_the_room(max_new_tokens, max_seq_len, max_drafts):
+    slot = Slot(0, [1, 2, 3, 4], SamplingParams(max_new_tokens=max_new_tokens), frozenset(), None)
+    slot.plan(max_seq_len)
+    assert slot.max_drafts == max_drafts
