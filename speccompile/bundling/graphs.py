@@ -14,7 +14,7 @@ from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
 from speccompile.core.jobs import GraphJob
 from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, sampled_spec, verified_spec
-from speccompile.errors import RecipeError
+from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.plan import TARGET, BuildPlan
 from speccompile.runtime.bundle import digest_from_json, read_json, write_json
 
@@ -105,7 +105,7 @@ def compile_decoder(
     name = decoder.job.name
 
     def make(dest: Path) -> None:
-        from speccompile.frontend.export import export_decoder
+        export_decoder = _import_exporter()
 
         with log.stage(f"export {name}"):
             model, dims = export_decoder(
@@ -150,3 +150,19 @@ def tune_decoder(
         tuning = read_json(scratch / _TUNING)
         shutil.rmtree(scratch)
     return tuning
+
+
+def _import_exporter() -> Any:
+    """`speccompile.frontend.export.export_decoder`.
+
+    Raises:
+        BuildError: the packages that building needs are not installed.
+    """
+    try:
+        from speccompile.frontend.export import export_decoder
+    except ModuleNotFoundError as fault:
+        if (fault.name or "").startswith("speccompile"):
+            raise
+        todo = "Run: pip install 'speccompile[build]'"
+        raise BuildError("build", f"no package {fault.name}", "the packages of the extra [build]", todo) from fault
+    return export_decoder

@@ -192,6 +192,11 @@ def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError
         key = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in known), path)
         by_key.setdefault(path if fault["type"] == "extra_forbidden" else key, []).append(fault)
     path, group = next(iter(by_key.items()))
+    if group[0]["type"] == "missing":
+        # An unknown key beside it is often its misspelt form, and has a line.
+        beside = (p for p, g in by_key.items() if g[0]["type"] == "extra_forbidden" and p[:-1] == path[:-1])
+        path = next(beside, path)
+        group = by_key[path]
     others = [".".join(p) for p in by_key if p != path]
     suffix = f" Also wrong: {', '.join(others)}." if others else ""
     fault = group[0]

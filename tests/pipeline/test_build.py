@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -272,3 +273,12 @@ def test_a_graph_that_rejects_its_own_tokens_is_refused(
     with pytest.raises(BuildError, match="0 of 7 of the target's own tokens"):
         build(make_plan(recipe), tmp_path / "outs" / "out", cache=cache)
     assert list((tmp_path / "outs").iterdir()) == []
+
+
+def test_a_machine_without_torch_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from speccompile.bundling.graphs import _import_exporter
+
+    monkeypatch.delitem(sys.modules, "speccompile.frontend.export", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(BuildError, match=r"no package torch.*pip install 'speccompile\[build\]'"):
+        _import_exporter()

@@ -204,3 +204,8 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match="codec"):
         load_recipe(tmp_path / "b.yaml")
+
+
+def test_a_misspelt_key_comes_before_the_one_that_is_missing(folder: Path) -> None:
+    with pytest.raises(RecipeError, match=r"modle.*Did you mean.*model"):
+        load(folder, GOOD.replace("  model: models/big", "  modle: models/big"))
