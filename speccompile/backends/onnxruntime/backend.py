@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec
+from speccompile.core.specs import GraphSpec, ModelDims
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -54,14 +54,16 @@ class OnnxRuntimeBackend:
             PassError, BuildError, RecipeError.
         """
         from speccompile.backends.onnxruntime.tune import measure_graph
-        from speccompile.passes.pipelines import ORT_QUANTIZATION
+        from speccompile.backends.writing import lower_and_save
+        from speccompile.passes.pipelines import ORT_QUANTIZATION, onnxruntime_table
 
         forms = [form] if form else list(ORT_QUANTIZATION.get(quantization, {quantization: ()}))
         dest.mkdir(parents=True, exist_ok=True)
         reports, measured = {}, {}
         for name in forms:
             folder = dest if len(forms) == 1 else dest / name
-            reports[name] = _lower_and_save(model, spec, folder, quantization, name, progress)
+            table = onnxruntime_table(spec, quantization, name)
+            reports[name] = lower_and_save(model, table, folder / GRAPH_FILE, progress)
             if len(forms) > 1:
                 if progress is not None:
                     progress(f"measure {name}")
@@ -76,15 +78,9 @@ class OnnxRuntimeBackend:
 
     def compile_rollback(self, dims: ModelDims, dest: Path) -> GraphSpec:
         """Write the cache compaction graph of a model to `dest/graph.onnx`; returns its spec."""
-        from speccompile.ops.registry import attach_functions
-        from speccompile.passes.rollback import build_rollback
-        from speccompile.passes.save import save_model
+        from speccompile.backends.writing import save_rollback
 
-        spec = rollback_spec(dims)
-        model = build_rollback(spec)
-        attach_functions(model)
-        save_model(model, dest / GRAPH_FILE)
-        return spec
+        return save_rollback(dims, dest / GRAPH_FILE)
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None) -> dict[str, Any]:
         """Measure thread counts and step costs of a lowered graph: see `measure_graph`."""
@@ -117,26 +113,3 @@ class OnnxRuntimeBackend:
         return load_engine(
             path, spec, max_slots=max_slots, max_rows=max_rows, settings=tuning, rollback=rollback, device=device
         )
-
-
-def _lower_and_save(
-    model: ir.Model,
-    spec: GraphSpec,
-    dest: Path,
-    quantization: str,
-    form: str,
-    progress: Callable[[str], None] | None,
-) -> dict[str, Any]:
-    from speccompile.ops.registry import attach_functions
-    from speccompile.passes.base import histogram_from_model, run_pipeline
-    from speccompile.passes.pipelines import onnxruntime_table
-    from speccompile.passes.save import save_model
-
-    work = model.clone()
-    before = histogram_from_model(work)
-    traces = run_pipeline(work, onnxruntime_table(spec, quantization, form), progress)
-    after = histogram_from_model(work)
-    attach_functions(work)
-    save_model(work, dest / GRAPH_FILE)
-    passes = [trace.json_from_trace() for trace in traces]
-    return {"passes": passes, "op_histogram": {"before": before, "after": after}}

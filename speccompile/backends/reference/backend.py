@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec
+from speccompile.core.specs import GraphSpec, ModelDims
 from speccompile.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -39,40 +39,21 @@ class ReferenceBackend:
         Raises:
             RecipeError: a quantisation is asked for: the oracle computes in float32 alone.
         """
-        from speccompile.ops.registry import attach_functions
-        from speccompile.passes.base import histogram_from_model, run_pipeline
+        from speccompile.backends.writing import lower_and_save
         from speccompile.passes.pipelines import reference_table
-        from speccompile.passes.save import save_model
 
         if quantization != "none":
             raise RecipeError(
                 "target.quantization", quantization, "none with engine.backend: reference", "Choose another backend."
             )
-        work = model.clone()
-        before = histogram_from_model(work)
-        traces = run_pipeline(work, reference_table(spec), progress)
-        after = histogram_from_model(work)
-        attach_functions(work)
-        save_model(work, dest / GRAPH_FILE)
-        passes = [trace.json_from_trace() for trace in traces]
-        return {
-            "form": "fp32",
-            "forms_measured": {},
-            "passes": passes,
-            "op_histogram": {"before": before, "after": after},
-        }
+        report = lower_and_save(model, reference_table(spec), dest / GRAPH_FILE, progress)
+        return {"form": "fp32", "forms_measured": {}, **report}
 
     def compile_rollback(self, dims: ModelDims, dest: Path) -> GraphSpec:
         """Write the cache compaction graph; the engine itself uses the numpy twin."""
-        from speccompile.ops.registry import attach_functions
-        from speccompile.passes.rollback import build_rollback
-        from speccompile.passes.save import save_model
+        from speccompile.backends.writing import save_rollback
 
-        spec = rollback_spec(dims)
-        model = build_rollback(spec)
-        attach_functions(model)
-        save_model(model, dest / GRAPH_FILE)
-        return spec
+        return save_rollback(dims, dest / GRAPH_FILE)
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None) -> dict[str, Any]:
         """Nothing is measured: an empty record."""

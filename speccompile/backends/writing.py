@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ONNX backends share: run a table on a copy of the model, attach op bodies, write the files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec
+from speccompile.ops.registry import attach_functions
+from speccompile.passes.base import Pass, histogram_from_model, run_pipeline
+from speccompile.passes.rollback import build_rollback
+from speccompile.passes.save import save_model
+
+
+def lower_and_save(
+    model: ir.Model, table: Sequence[Pass], path: Path, progress: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Run `table` on a copy of `model` and write it to `path` with its external data.
+
+    Returns:
+        {"passes": [...], "op_histogram": {"before", "after"}}, JSON-ready.
+
+    Raises:
+        PassError, BuildError: see `run_pipeline` and `save_model`.
+    """
+    work = model.clone()
+    before = histogram_from_model(work)
+    traces = run_pipeline(work, table, progress)
+    after = histogram_from_model(work)
+    attach_functions(work)
+    save_model(work, path)
+    passes = [trace.json_from_trace() for trace in traces]
+    return {"passes": passes, "op_histogram": {"before": before, "after": after}}
+
+
+def save_rollback(dims: ModelDims, path: Path) -> GraphSpec:
+    """Write the cache compaction graph of a model to `path`; returns its spec.
+
+    Raises:
+        BuildError: see `save_model`.
+    """
+    spec = rollback_spec(dims)
+    model = build_rollback(spec)
+    attach_functions(model)
+    save_model(model, path)
+    return spec
