@@ -8,11 +8,12 @@ asserted against them; no tensor name is written anywhere else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 Dim = str | int
 Role = Literal["target", "draft"]
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of activations and caches
 
 TOKENS = "tokens"  # [batch, nodes] int64: token of each node, node 0 is the root
 LENGTHS = "lengths"  # [batch] int64: cache entries in use before this step
@@ -29,6 +30,7 @@ NUM_ACCEPTED = "num_accepted"  # [batch] int64: accepted draft tokens, root not 
 NEXT_TOKEN = "next_token"  # [batch] int64: recovered or bonus token
 LOGITS = "logits"  # [batch, scored, vocab] float32
 HIDDEN = "hidden"  # [batch, nodes, hidden] float32: what the LM head reads
+KV_ROWS = "kv_rows"  # [kv] int8, never read: its length is the number of cache rows that this step attends to
 SAMPLED_TOKEN = "sampled_token"  # [batch] int64: the draft's own next token
 CONFIDENCE = "confidence"  # [batch] float32: the draft's probability of it at temperature 1
 SAMPLED_PROBS = "sampled_probs"  # [batch, vocab] float32: the warped law it was drawn from
@@ -49,6 +51,11 @@ def updated_cache_name(cache: str) -> str:
     return f"{cache}.updated"
 
 
+def compacted_cache_name(cache: str) -> str:
+    """Name of the output that carries the updated `cache` behind KVRollback; it aliases the same memory."""
+    return f"{cache}.compacted"
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One graph input or output.
@@ -56,7 +63,7 @@ class TensorSpec:
     Args:
         name: tensor name in the graph.
         dims: a str is a dynamic dim by name, an int is static.
-        dtype: numpy name: float32, int64, bool, ...
+        dtype: numpy name: float32, int64, bool, ...; bfloat16 is ml_dtypes' name.
     """
 
     name: str
@@ -81,14 +88,19 @@ class ModelDims:
     @property
     def cache_row_bytes(self) -> int:
         """Bytes of K and V, all layers, of one token of one slot in float32."""
-        return 2 * 4 * self.num_layers * self.num_kv_heads * self.head_dim
+        return self.cache_row_bytes_in("float32")
+
+    def cache_row_bytes_in(self, dtype: str) -> int:
+        """Bytes of K and V, all layers, of one token of one slot; `dtype` is a key of `DTYPE_BYTES`."""
+        return 2 * DTYPE_BYTES[dtype] * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class GraphSpec:
     """A graph's inputs and outputs in order.
 
-    Cache inputs come last among the inputs, their updates last among the outputs.
+    Cache inputs come last among the inputs, their updates last among the outputs; where the graph also compacts
+    its caches, the compacted ones come behind all updates.
 
     Args:
         name: the graph's name.
@@ -217,3 +229,35 @@ def rollback_spec(dims: ModelDims) -> GraphSpec:
     inputs = (TensorSpec(LENGTHS, ("batch",), "int64"), TensorSpec(PATH, ("batch", "scored"), "int64"), *caches)
     outputs = tuple(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches)
     return GraphSpec("rollback", inputs, outputs, tuple(c.name for c in caches))
+
+
+def tensorrt_spec(spec: GraphSpec, dtype: str, max_rows: int, *, compacts: bool = False) -> GraphSpec:
+    """`spec` as TensorRT's graph has it: its dtype, static caches and the number of rows to attend to.
+
+    Args:
+        spec: of a whole neutral graph, tail included; of a rollback graph; or of one without caches.
+        dtype: of caches and hidden states: float32, float16 or bfloat16. What is sampled from stays float32.
+        max_rows: rows of the caches, those that a step of drafts needs behind the last sequence row included.
+        compacts: whether KVRollback follows the updates in the graph (where a plugin does it).
+
+    Returns:
+        The spec. `kv_rows` comes before the caches of a graph that reads tokens; with `compacts` a
+        `<cache>.compacted` for each cache comes behind the updates.
+    """
+
+    def convert(tensor: TensorSpec) -> TensorSpec:
+        if tensor.name.split(".")[0] == HIDDEN:
+            return replace(tensor, dtype=dtype)
+        if tensor.name not in caches:
+            return tensor
+        dims = tuple(max_rows if d == "max_seq" else d for d in tensor.dims)
+        return replace(tensor, dims=dims, dtype=dtype)
+
+    caches = {name for cache in spec.caches for name in (cache, updated_cache_name(cache))}
+    inputs, outputs = [convert(t) for t in spec.inputs], [convert(t) for t in spec.outputs]
+    if spec.caches and any(t.name == TOKENS for t in inputs):
+        inputs.insert(len(inputs) - len(spec.caches), TensorSpec(KV_ROWS, ("kv",), "int8"))
+    if compacts:
+        held = {t.name: t for t in inputs}
+        outputs += [replace(held[c], name=compacted_cache_name(c)) for c in spec.caches]
+    return replace(spec, inputs=tuple(inputs), outputs=tuple(outputs))
