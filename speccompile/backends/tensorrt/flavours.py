@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two flavours of TensorRT, and what each of them can do.
+
+What differs is written here once as attributes; no other module asks for a flavour's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+FlavourName = Literal["tensorrt", "tensorrt_rtx"]
+FlavourChoice = Literal["tensorrt", "tensorrt_rtx", "auto"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a flavour offers.
+
+    Args:
+        name: the module's name and the recipe's word.
+        extra: the extra of speccompile that installs it.
+        library, parser_library: file names of its shared libraries, as its wheel ships them.
+        unversioned_library: the name its ONNX parser opens at the first plugin node; None: no cure is needed.
+        needs_gpu_to_build: the builder measures kernels on a GPU.
+        supports_compute_capabilities: a plan can be built for named GPUs other than the one at hand.
+        supports_aot_plugins: plugins can be embedded in the plan as PTX.
+        supports_timing_cache: measured kernels can be kept for the next build.
+        supports_optimization_level: the builder searches longer at a higher level.
+        supports_version_compatible: a plan can be made to outlive the TensorRT that built it.
+        supports_runtime_cache: kernels compiled at load can be kept for the next load.
+        supports_cuda_graph_strategy: the runtime can capture steps as CUDA graphs by itself.
+        supports_validity_check: a plan can be compared with the machine before it is deserialised.
+        target_capabilities: (major, minor) of the GPUs a plan can be built for; empty: those of the GPU at hand.
+    """
+
+    name: FlavourName
+    extra: str
+    library: str
+    parser_library: str
+    unversioned_library: str | None
+    needs_gpu_to_build: bool
+    supports_compute_capabilities: bool
+    supports_aot_plugins: bool
+    supports_timing_cache: bool
+    supports_optimization_level: bool
+    supports_version_compatible: bool
+    supports_runtime_cache: bool
+    supports_cuda_graph_strategy: bool
+    supports_validity_check: bool
+    target_capabilities: tuple[tuple[int, int], ...]
+
+
+TENSORRT = Capabilities(
+    name="tensorrt",
+    extra="tensorrt",
+    library="libnvinfer.so.11",
+    parser_library="libnvonnxparser.so.11",
+    unversioned_library=None,
+    needs_gpu_to_build=True,
+    supports_compute_capabilities=False,
+    supports_aot_plugins=True,
+    supports_timing_cache=True,
+    supports_optimization_level=True,
+    supports_version_compatible=True,
+    supports_runtime_cache=False,
+    supports_cuda_graph_strategy=False,
+    supports_validity_check=False,
+    target_capabilities=(),
+)
+
+TENSORRT_RTX = Capabilities(
+    name="tensorrt_rtx",
+    extra="tensorrt-rtx",
+    library="libtensorrt_rtx.so.1",
+    parser_library="libtensorrt_onnxparser_rtx.so.1",
+    # TensorRT-RTX 1.7.1: the parser opens this name and ends the process when there is no such file.
+    unversioned_library="libtensorrt_rtx.so",
+    needs_gpu_to_build=False,
+    supports_compute_capabilities=True,
+    supports_aot_plugins=False,
+    supports_timing_cache=False,
+    supports_optimization_level=False,
+    supports_version_compatible=False,
+    supports_runtime_cache=True,
+    supports_cuda_graph_strategy=True,
+    supports_validity_check=True,
+    target_capabilities=((7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1)),
+)
+
+FLAVOURS: dict[str, Capabilities] = {c.name: c for c in (TENSORRT, TENSORRT_RTX)}
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """A flavour that has been imported.
+
+    Args:
+        can: what it offers.
+        trt: its Python module.
+        version: the module's version.
+        logger: the process's one logger (an `ILogger`); every Builder, Runtime, parser and registry gets this one.
+    """
+
+    can: Capabilities
+    trt: ModuleType
+    version: str
+    logger: Any
+
+    @property
+    def name(self) -> FlavourName:
+        """`tensorrt` or `tensorrt_rtx`."""
+        return self.can.name

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Import TensorRT, whichever flavour is installed, with its libraries found and one logger for the process."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import importlib
+import importlib.util
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from speccompile.backends.tensorrt.flavours import FLAVOURS, TENSORRT, TENSORRT_RTX, Capabilities, Flavour
+from speccompile.errors import BuildError
+
+MAX_LOG_LINES = 400
+_LEVELS = ("internal error", "error", "warning", "info", "verbose")
+
+
+def load_tensorrt(flavour: str = "auto") -> Flavour:
+    """Import a flavour, once a process.
+
+    `auto` takes the one that is installed; with both, full TensorRT where there is a GPU, TensorRT-RTX elsewhere
+    (it builds without one).
+
+    Args:
+        flavour: `tensorrt`, `tensorrt_rtx` or `auto`.
+
+    Raises:
+        BuildError: it is not installed, or its libraries cannot be loaded.
+    """
+    if flavour != "auto":
+        return _load(FLAVOURS[flavour].name)
+    installed = installed_flavours()
+    if not installed:
+        raise _missing("neither tensorrt nor tensorrt_rtx is installed", "one of them", (TENSORRT_RTX, TENSORRT))
+    if len(installed) == 2:
+        installed = installed[::-1] if not find_compute_capabilities() else installed
+    return _load(installed[0])
+
+
+def installed_flavours() -> list[Any]:
+    """Names of the flavours whose packages are there, full TensorRT first; nothing is imported."""
+    return [name for name in FLAVOURS if importlib.util.find_spec(name) is not None]
+
+
+@functools.cache
+def find_compute_capabilities() -> tuple[tuple[int, int], ...]:
+    """(major, minor) of the GPUs of this machine, asked of the CUDA driver; empty without a driver or a GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return ()
+    found = []
+    for ordinal in range(count.value):
+        pair = []
+        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+            value = ctypes.c_int()
+            driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, ordinal)
+            pair.append(value.value)
+        found.append((pair[0], pair[1]))
+    return tuple(found)
+
+
+@functools.cache
+def _load(name: str) -> Flavour:
+    can = FLAVOURS[name]
+    if importlib.util.find_spec(name) is None:
+        raise _missing(f"no package {name}", f"TensorRT of flavour {name}", (can,))
+    link_libraries(can)
+    try:
+        trt = importlib.import_module(name)
+    except (ImportError, OSError) as fault:  # the stub of full TensorRT without its libraries raises either
+        raise _missing(f"{name} cannot be imported: {fault}", "its libraries beside it", (can,)) from fault
+    return Flavour(can, trt, str(trt.__version__), make_logger(trt))
+
+
+def _missing(got: str, expected: str, wanted: Sequence[Capabilities]) -> BuildError:
+    commands = " or ".join(f"pip install 'speccompile[{can.extra}]'" for can in wanted)
+    note = " TensorRT-RTX builds without a GPU." if TENSORRT_RTX in wanted else ""
+    return BuildError("engine.backend tensorrt", got, expected, f"Run: {commands}.{note}")
+
+
+def link_libraries(can: Capabilities) -> Path | None:
+    """Give the parser the unversioned library name that its wheel does not ship.
+
+    A library finds others beside the path it was opened by, so links in a folder of our own, opened before the
+    module is imported, do what the missing file would. The folder lives as long as the process.
+
+    Returns:
+        The folder, or None where nothing had to be done.
+    """
+    if can.unversioned_library is None or can.name in sys.modules:
+        return None
+    spec = importlib.util.find_spec(f"{can.name}_libs")
+    if spec is None or not spec.submodule_search_locations:
+        return None  # a system-wide installation has the name
+    source = Path(next(iter(spec.submodule_search_locations))).resolve()
+    if (source / can.unversioned_library).exists() or not (source / can.library).exists():
+        return None
+    keeper = tempfile.TemporaryDirectory(prefix="speccompile-trt-")
+    folder = Path(keeper.name)
+    atexit.register(keeper.cleanup)
+    for link, library in (
+        (can.library, can.library),
+        (can.parser_library, can.parser_library),
+        (can.unversioned_library, can.library),
+    ):
+        (folder / link).symlink_to(source / library)
+    for link in (can.library, can.parser_library):
+        ctypes.CDLL(str(folder / link))
+    return folder
+
+
+def make_logger(trt: ModuleType) -> Any:
+    """A logger that keeps the last lines from info up in `lines` and prints nothing.
+
+    Attributes of the object: `lines`, a deque of (level, text), level 0 internal error to 4 verbose; `listener`,
+    None or a callable (level, text) that hears every line as it comes.
+    """
+
+    class KeptLines(trt.ILogger):  # type: ignore[name-defined]
+        """See `make_logger`."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.lines: deque[tuple[int, str]] = deque(maxlen=MAX_LOG_LINES)
+            self.listener: Any = None
+
+        def log(self, severity: Any, message: str) -> None:
+            level = int(severity)
+            if level > 3:  # verbose: thousands of lines a build
+                return
+            self.lines.append((level, message))
+            if self.listener is not None:
+                self.listener(level, message)
+
+    return KeptLines()
+
+
+def text_from_lines(lines: Sequence[tuple[int, str]], max_lines: int = 12) -> str:
+    """The last lines from warnings up, or where there are none the last of all, one a row."""
+    important = [row for row in lines if row[0] <= 2] or list(lines)
+    return "\n".join(f"{_LEVELS[level]}: {text}" for level, text in important[-max_lines:])

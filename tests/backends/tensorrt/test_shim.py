@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which TensorRT is taken, what a missing one says, and that the parser survives an unknown plugin node."""
+
+import importlib.util
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from speccompile.backends.tensorrt import shim
+from speccompile.backends.tensorrt.flavours import FLAVOURS, TENSORRT, TENSORRT_RTX
+from speccompile.errors import BuildError
+
+needs_rtx = pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None, reason="TensorRT-RTX is not installed: NOTHING OF IT IS TESTED"
+)
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """A set of packages that are said to be installed; loading returns the name alone."""
+    there = set()
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        shim.importlib.util,
+        "find_spec",
+        lambda name, *rest: (SimpleNamespace() if name in there else None) if name in FLAVOURS else real(name, *rest),
+    )
+    return there
+
+
+def test_without_any_flavour_the_error_says_what_to_install(packages):
+    with pytest.raises(BuildError) as caught:
+        shim.load_tensorrt("auto")
+    assert caught.value.got == "neither tensorrt nor tensorrt_rtx is installed"
+    assert "pip install 'speccompile[tensorrt-rtx]' or pip install 'speccompile[tensorrt]'" in caught.value.todo
+
+
+@pytest.mark.parametrize(("name", "extra"), [("tensorrt", "tensorrt"), ("tensorrt_rtx", "tensorrt-rtx")])
+def test_a_named_flavour_that_is_missing_names_its_extra(packages, name, extra):
+    shim._load.cache_clear()
+    with pytest.raises(BuildError) as caught:
+        shim.load_tensorrt(name)
+    assert caught.value.got == f"no package {name}"
+    assert f"speccompile[{extra}]" in caught.value.todo
+
+
+@pytest.mark.parametrize(
+    ("there", "gpus", "taken"),
+    [
+        ({"tensorrt"}, (), "tensorrt"),
+        ({"tensorrt_rtx"}, ((9, 0),), "tensorrt_rtx"),
+        ({"tensorrt", "tensorrt_rtx"}, (), "tensorrt_rtx"),
+        ({"tensorrt", "tensorrt_rtx"}, ((9, 0),), "tensorrt"),
+    ],
+)
+def test_auto_takes_what_is_there_and_can_build(packages, monkeypatch, there, gpus, taken):
+    packages |= there
+    monkeypatch.setattr(shim, "find_compute_capabilities", lambda: gpus)
+    monkeypatch.setattr(shim, "_load", lambda name: name)
+    assert shim.load_tensorrt("auto") == taken
+
+
+def test_an_import_that_fails_becomes_an_error_with_its_reason(packages, monkeypatch):
+    packages.add("tensorrt")
+    shim._load.cache_clear()
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # what an import of a broken package raises: ImportError
+    with pytest.raises(BuildError, match="tensorrt cannot be imported"):
+        shim.load_tensorrt("tensorrt")
+
+
+def test_the_flavours_differ_where_the_build_asks():
+    assert TENSORRT.needs_gpu_to_build
+    assert not TENSORRT_RTX.needs_gpu_to_build
+    assert TENSORRT_RTX.supports_compute_capabilities
+    assert not TENSORRT.supports_compute_capabilities
+    assert TENSORRT.supports_aot_plugins
+    assert not TENSORRT_RTX.supports_aot_plugins
+
+
+@needs_rtx
+def test_a_loaded_flavour_has_one_logger():
+    first, second = shim.load_tensorrt("tensorrt_rtx"), shim.load_tensorrt("tensorrt_rtx")
+    assert first.logger is second.logger
+    assert first.version == first.trt.__version__
+
+
+UNKNOWN = """
+import onnx
+from onnx import helper as h
+from speccompile.backends.tensorrt.shim import load_tensorrt
+flavour = load_tensorrt("tensorrt_rtx")
+trt = flavour.trt
+value = lambda name: h.make_tensor_value_info(name, 1, [2])
+node = h.make_node("Nowhere", ["x"], ["y"], domain="speccompile", name="here")
+opsets = [h.make_opsetid("", 24), h.make_opsetid("speccompile", 1)]
+model = h.make_model(h.make_graph([node], "g", [value("x")], [value("y")]), opset_imports=opsets, ir_version=10)
+network = trt.Builder(flavour.logger).create_network(0)
+parser = trt.OnnxParser(network, flavour.logger)
+assert not parser.parse(model.SerializeToString())
+print("alive", parser.get_error(0).node_name())
+"""
+
+
+@needs_rtx
+def test_an_unknown_plugin_node_does_not_end_the_process():
+    done = subprocess.run([sys.executable, "-c", UNKNOWN], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "alive here"), done.stderr
+
+
+def test_lines_of_the_log_from_warnings_up_come_first():
+    lines = [(3, "info"), (2, "careful"), (1, "broken"), (3, "more")]
+    assert shim.text_from_lines(lines) == "warning: careful\nerror: broken"
+    assert shim.text_from_lines([(3, "a"), (3, "b")], max_lines=1) == "info: b"
