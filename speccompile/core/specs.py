@@ -34,6 +34,10 @@ KV_ROWS = "kv_rows"  # [kv] int8, never read: its length is the number of cache 
 SAMPLED_TOKEN = "sampled_token"  # [batch] int64: the draft's own next token
 CONFIDENCE = "confidence"  # [batch] float32: the draft's probability of it at temperature 1
 SAMPLED_PROBS = "sampled_probs"  # [batch, vocab] float32: the warped law it was drawn from
+START_NODES = "start_nodes"  # [batch] int64: the node of `hidden` that each slot's drafts start from
+SAMPLED_TOKENS = "sampled_tokens"  # [batch, drafts] int64: a chain of drafts, each behind the one before
+CONFIDENCES = "confidences"  # [batch, drafts] float32: the draft's probability of each at temperature 1
+SAMPLED_LAWS = "sampled_laws"  # [batch, drafts + 1, draft_vocab] float32: `draft_probs` of that chain, row 0 unused
 
 
 def hidden_name(layer: int) -> str:
@@ -221,6 +225,34 @@ def sampled_spec(spec: GraphSpec) -> GraphSpec:
         TensorSpec(SAMPLED_PROBS, ("batch", "draft_vocab"), "float32"),
     )
     return _with_tail(spec, inputs, outputs, keep_logits=False)
+
+
+def heads_spec(name: str, hidden_size: int, vocab_size: int, num_drafts: int) -> GraphSpec:
+    """The spec of heads on the target's hidden state that draft a chain in one run; no caches.
+
+    Args:
+        name: the graph's name.
+        hidden_size: of the target's `hidden`, which is read as it comes; `start_nodes` picks a row of each slot.
+        vocab_size: of tokens and laws.
+        num_drafts: length of the chain behind the root in `tokens`.
+    """
+    inputs = (
+        TensorSpec(HIDDEN, ("batch", "nodes", hidden_size), "float32"),
+        TensorSpec(START_NODES, ("batch",), "int64"),
+        TensorSpec(TOKENS, ("batch", 1), "int64"),
+        TensorSpec(UNIFORMS, ("batch", num_drafts), "float32"),
+        *_WARP,
+    )
+    return GraphSpec(name, inputs, chain_outputs(num_drafts), (), vocab_size)
+
+
+def chain_outputs(num_drafts: int) -> tuple[TensorSpec, ...]:
+    """What a graph gives that drafts a whole chain; `draft_vocab` of the laws may be 1 when every slot is greedy."""
+    return (
+        TensorSpec(SAMPLED_TOKENS, ("batch", num_drafts), "int64"),
+        TensorSpec(CONFIDENCES, ("batch", num_drafts), "float32"),
+        TensorSpec(SAMPLED_LAWS, ("batch", num_drafts + 1, "draft_vocab"), "float32"),
+    )
 
 
 def rollback_spec(dims: ModelDims) -> GraphSpec:
