@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method asks the build for, and what it is given at load."""
+"""What a method asks the build for, what a backend compiles with, and what a method is given at load."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -22,6 +22,29 @@ class GraphJob:
     name: str
     model: str
     quantization: str = "none"
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What a graph is compiled for, besides its own spec and quantisation.
+
+    Args:
+        dtype: of activations and caches: float32, float16 or bfloat16.
+        max_slots: sequences decoded at once.
+        max_rows: cache rows of each, those of a step's nodes behind the last sequence row included; 0: no cache.
+        max_nodes: most nodes of one step that drafts are scored in, the root included.
+        backend: the recipe's fields of the chosen backend, JSON-ready; each backend reads its own.
+    """
+
+    dtype: str = "float32"
+    max_slots: int = 1
+    max_rows: int = 0
+    max_nodes: int = 1
+    backend: Mapping[str, Any] = field(default_factory=dict)
+
+    def json_from_options(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        return {**asdict(self), "backend": dict(self.backend)}
 
 
 @dataclass(frozen=True)
