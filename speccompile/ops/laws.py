@@ -47,6 +47,21 @@ def _in_blocks(rows: str, filler: float, call: str) -> str:
     """
 
 
+def _in_known_blocks(rows: str, filler: float, call: str, vocab: int) -> str:
+    """`_in_blocks` for a vocabulary of `vocab` tokens: without branches."""
+    width = "width = Constant<value_ints = [64]>()"
+    if vocab % 64 == 0:
+        return f"{width}\n    index = {call.replace('@', f'{rows}, width')}"
+    return f"""
+    {width}
+    pads = Constant<value_ints = [0, {-vocab % 64}]>()
+    filler = Constant<value_float = {filler}>()
+    axis = Constant<value_ints = [2]>()
+    padded = Pad({rows}, pads, filler, axis)
+    index = {call.replace("@", "padded, width")}
+    """
+
+
 _BLOCKS = """
     leading = Constant<value_ints = [0, 0, -1]>()
     shape = Concat<axis = 0>(leading, width)
@@ -66,13 +81,17 @@ def _draw(probs: Floats, uniforms: Floats) -> tuple[Ints]:
     return (draw(probs, uniforms),)
 
 
+_FIRST_MAX = ("logits", -3.4e38, "speccompile.FirstMaxInBlocks(@)")
+_DRAW = ("probs", 0.0, "speccompile.DrawInBlocks(@, uniforms)")
+
 FIRST_MAX = Op(
     "FirstMax",
     (TensorSpec("logits", ROWS, "float32"),),
     _INDEX,
     first_max,
-    _in_blocks("logits", -3.4e38, "speccompile.FirstMaxInBlocks(@)"),
+    _in_blocks(*_FIRST_MAX),
     uses=("FirstMaxInBlocks",),
+    sized_body=lambda vocab: _in_known_blocks(*_FIRST_MAX, vocab),
 )
 
 FIRST_MAX_IN_BLOCKS = Op(
@@ -96,8 +115,9 @@ DRAW = Op(
     (TensorSpec("probs", ROWS, "float32"), TensorSpec(UNIFORMS, ("batch", "nodes"), "float32")),
     _INDEX,
     _draw,
-    _in_blocks("probs", 0.0, "speccompile.DrawInBlocks(@, uniforms)"),
+    _in_blocks(*_DRAW),
     uses=("DrawInBlocks",),
+    sized_body=lambda vocab: _in_known_blocks(*_DRAW, vocab),
 )
 
 # Sums run in double: a float32 running sum of 32000 terms is off by up to 1e-5. The bound inside the block stays

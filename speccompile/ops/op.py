@@ -29,6 +29,7 @@ class Op:
         body: the statements of the ONNX function, in ONNX's textual syntax.
         attributes: name -> default.
         uses: ops of this domain that the body calls.
+        sized_body: the body for a vocabulary whose size is known at build; `body` is for any.
     """
 
     name: str
@@ -38,17 +39,19 @@ class Op:
     body: str
     attributes: Mapping[str, int | float] = field(default_factory=dict)
     uses: tuple[str, ...] = ()
+    sized_body: Callable[[int], str] | None = None
 
-    def text(self) -> str:
-        """The whole function in ONNX's textual syntax."""
+    def text(self, vocab: int | None = None) -> str:
+        """The whole function in ONNX's textual syntax; `vocab` is the size of the vocabulary where it is known."""
+        body = self.body if vocab is None or self.sized_body is None else self.sized_body(vocab)
         kinds = {int: "int", float: "float"}
         declared = ", ".join(f"{n}: {kinds[type(v)]} = {v}" for n, v in self.attributes.items())
         arguments, results = (", ".join(t.name for t in side) for side in (self.inputs, self.outputs))
         head = f'<opset_import: ["" : {OPSET}, "{DOMAIN}" : {VERSION}], domain: "{DOMAIN}">\n'
-        return f"{head}{self.name} {f'<{declared}>' if declared else ''} ({arguments}) => ({results}) {{{self.body}}}"
+        return f"{head}{self.name} {f'<{declared}>' if declared else ''} ({arguments}) => ({results}) {{{body}}}"
 
-    def function(self) -> FunctionProto:
-        """The op as a FunctionProto of standard ops (and of those in `uses`)."""
+    def function(self, vocab: int | None = None) -> FunctionProto:
+        """The op as a FunctionProto of standard ops (and of those in `uses`); `vocab` as in `text`."""
         import onnx.parser
 
-        return onnx.parser.parse_function(self.text())
+        return onnx.parser.parse_function(self.text(vocab))

@@ -53,9 +53,25 @@ def with_uses(names: Iterable[str]) -> list[str]:
     return ordered
 
 
-def functions(names: Iterable[str] | None = None) -> list[FunctionProto]:
-    """FunctionProtos of these ops (None: of all) and of all that they call, callees first."""
-    return [OPS[name].function() for name in with_uses(OPS if names is None else names)]
+def functions(names: Iterable[str] | None = None, vocab: int | None = None) -> list[FunctionProto]:
+    """FunctionProtos of these ops (None: of all) and of all that they call, callees first.
+
+    Args:
+        names: op types.
+        vocab: size of the vocabulary where it is known; the bodies are then made for it.
+    """
+    return [OPS[name].function(vocab) for name in with_uses(OPS if names is None else names)]
+
+
+def _vocab_of(nodes: Iterable[ir.Node]) -> int | None:
+    """The one vocabulary that these nodes reduce; None where it is not static or not the same in all."""
+    sizes = set()
+    for node in nodes:
+        for tensor, value in zip(OPS[node.op_type].inputs, node.inputs, strict=False):
+            if tensor.dims[-1] == "vocab" and value is not None:
+                sizes.add(value.shape[-1] if value.shape is not None else None)
+    (size,) = sizes if len(sizes) == 1 else (None,)
+    return size if isinstance(size, int) else None
 
 
 def attach_functions(model: ir.Model) -> int:
@@ -76,7 +92,7 @@ def attach_functions(model: ir.Model) -> int:
                 node.attributes[name] = ir.convenience.convert_attribute(name, default)
     used = {n.op_type for n in nodes}
     num_added = 0
-    for proto in functions(sorted(used)):
+    for proto in functions(sorted(used), _vocab_of(nodes)):
         function = ir.from_proto(proto)
         if function.identifier() not in model.functions:
             model.functions[function.identifier()] = function

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SpecVerify: the acceptance rule behind a target's logits, so that logits stay in the engine.
 
-A greedy batch pays for one argmax and some ten operations on [batch, nodes] (about 10 us); softmax runs for
-sampled batches only, sorting only where top_k or top_p is on, and a Loop only for trees.
+A greedy step of one node pays for one argmax, one of more nodes for some ten operations on [batch, nodes] besides
+(about 10 us); softmax runs for sampled batches only, sorting only where top_k or top_p is on, and a Loop only for
+trees.
 """
 
 from __future__ import annotations
@@ -64,10 +65,24 @@ SPEC_VERIFY = Op(
     second = Constant<value_int = 1>()
     hottest = ReduceMax<keepdims = 0>(temperature)
     is_sampled = Greater(hottest, off)
+    is_greedy = Not(is_sampled)
+    num_nodes1 = Shape<start = 1>(tokens)
+    is_one1 = Equal(num_nodes1, second)
+    is_one = Squeeze(is_one1)
+    is_plain = And(is_greedy, is_one)
+    path, num_accepted, next_token = If(is_plain) <
+      then_branch = plain () => (int64[] path_root, int64[] num_none, int64[] next_best) {
+        best = speccompile.FirstMax(logits)
+        path_root = Sub(best, best)
+        columns = Constant<value_ints = [1]>()
+        next_best = Squeeze(best, columns)
+        num_none = Sub(next_best, next_best)
+      },
+      else_branch = scored () => (int64[] path_scored, int64[] num_scored, int64[] next_scored) {
     draft_vocab = Shape<start = 2>(draft_probs)
     has_laws = Greater(draft_vocab, second)
     is_by_laws = And(is_sampled, has_laws)
-    path, num_accepted, next_token = If(is_by_laws) <
+    path_scored, num_scored, next_scored = If(is_by_laws) <
       then_branch = by_laws () => (int64[] path_laws, int64[] num_laws, int64[] next_laws) {
         target_probs = speccompile.Warp(logits, temperature, top_k, top_p)
         path_laws, num_laws, next_laws = speccompile.WalkLaws(target_probs, tokens, parents, draft_probs, uniforms)
@@ -81,6 +96,7 @@ SPEC_VERIFY = Op(
           },
           else_branch = greedy () => (int64[] drawn_greedy) { drawn_greedy = speccompile.FirstMax(logits) }>
         path_token, num_token, next_drawn = speccompile.Walk(drawn, tokens, parents)
+      }>
       }>
     """,
     uses=("Warp", "WalkLaws", "Draw", "FirstMax", "Walk"),

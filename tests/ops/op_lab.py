@@ -41,7 +41,7 @@ def model_of(name: str, pins: Mapping[str, int] | None = None, **attributes: Any
     model = helper.make_model(
         helper.make_graph([node], name, values(op.inputs), values(op.outputs)),
         opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)],
-        functions=functions([name]),
+        functions=functions([name], pins.get("vocab")),
         ir_version=11,
     )
     onnx.checker.check_model(model, full_check=True)

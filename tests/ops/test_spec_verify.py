@@ -219,9 +219,18 @@ def test_a_mutated_body_is_noticed(mutant: str) -> None:
 def test_greedy_verification_is_cheap() -> None:
     """No softmax, no sorting and no Loop run for a greedy chain: they stand in branches not taken."""
     names = {n.op_type for n in OPS["SpecVerify"].function().node}
-    assert names <= {"Constant", "ReduceMax", "Greater", "Shape", "And", "If"}
+    assert names <= {"Constant", "ReduceMax", "Greater", "Shape", "Equal", "Squeeze", "Not", "And", "If"}
     taken = {n.op_type for name in ("Walk", "FirstMax", "FirstMaxInBlocks") for n in OPS[name].function().node}
     assert not taken & {"Softmax", "TopK", "CumSum", "Loop", "Expand"}
+
+
+def test_a_known_vocabulary_leaves_no_branch() -> None:
+    """Bodies made for 640 and 97 tokens hold no If, those for any vocabulary do."""
+    for name in ("FirstMax", "Draw"):
+        assert "If" in {n.op_type for n in OPS[name].function().node}
+        assert "Pad" not in {n.op_type for n in OPS[name].function(640).node}
+        for vocab in (640, 97):
+            assert "If" not in {n.op_type for n in OPS[name].function(vocab).node}
 
 
 def test_the_signature_is_that_of_the_function() -> None:
