@@ -286,7 +286,10 @@ def tensorrt_spec(spec: GraphSpec, dtype: str, max_rows: int, *, compacts: bool 
         return replace(tensor, dims=dims, dtype=dtype)
 
     caches = {name for cache in spec.caches for name in (cache, updated_cache_name(cache))}
-    inputs, outputs = [convert(t) for t in spec.inputs], [convert(t) for t in spec.outputs]
+    inputs = [convert(t) for t in spec.inputs]
+    # A law is never a dummy there: its function has no branches, and all that branches is the size of an input.
+    laws = {"draft_vocab": spec.vocab_size}
+    outputs = [replace(convert(t), dims=tuple(laws.get(str(d), d) for d in convert(t).dims)) for t in spec.outputs]
     if spec.caches and any(t.name == TOKENS for t in inputs):
         inputs.insert(len(inputs) - len(spec.caches), TensorSpec(KV_ROWS, ("kv",), "int8"))
     if compacts:

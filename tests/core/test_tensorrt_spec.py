@@ -61,3 +61,10 @@ def test_a_graph_without_caches_changes_its_hidden_states_alone() -> None:
 def test_cache_bytes_follow_the_dtype() -> None:
     assert DIMS.cache_row_bytes == 2 * 4 * 2 * 2 * 16
     assert DIMS.cache_row_bytes_in("bfloat16") == DIMS.cache_row_bytes_in("float16") == DIMS.cache_row_bytes // 2
+
+
+def test_a_law_that_comes_out_has_the_vocabulary_and_one_that_goes_in_may_be_a_dummy() -> None:
+    draft = tensorrt_spec(specs.sampled_spec(specs.decoder_spec("draft", DIMS)), "float16", 72)
+    assert draft.output(specs.SAMPLED_PROBS).dims == ("batch", 97)
+    target = tensorrt_spec(specs.verified_spec(specs.decoder_spec("target", DIMS)), "float16", 72)
+    assert target.input(specs.DRAFT_PROBS).dims == ("batch", "scored", "draft_vocab")

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The additive attention masks of a graph, made from lengths and the tree once and shared by all layers."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from speccompile.core.specs import LENGTHS, TREE_MASK
+from speccompile.passes.edit import Editor, input_of
+
+HIDDEN_SCORE = np.float32(-3e38)  # added to a score: finite, so that softmax of a row never sees inf - inf
+HALF_HIDDEN_SCORE = np.float16(-6e4)  # the same near the end of float16; bfloat16 reaches as far as float32
+
+
+class AttentionMasks:
+    """The additive masks of one graph: [batch, nodes, rows] by window.
+
+    Row r of the cache is past (r < length), a node of this step (r - length < nodes) or unused. One gather answers
+    all three: the tree's additive mask gets a visible column in front and a hidden one behind, and r - length,
+    clipped, is the column. (A TensorScatter of the tree into the mask would be copied: it is no graph output.)
+
+    Args:
+        model: the graph; has `lengths` and `tree_mask`.
+        anchor: the masks are made before this node.
+        rows_of: a value whose dim `axis` is the number of rows that are attended to.
+        axis: see `rows_of`.
+        dtype: of the masks: float32, float16 or bfloat16.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        anchor: ir.Node,
+        rows_of: ir.Value,
+        axis: int = 2,
+        dtype: ir.DataType = ir.DataType.FLOAT,
+    ) -> None:
+        self.edit = edit = Editor(model, anchor)
+        self.tree = input_of(model, TREE_MASK)
+        hidden = HALF_HIDDEN_SCORE if dtype == ir.DataType.FLOAT16 else HIDDEN_SCORE
+        self.visible = edit.const(np.float32(0).astype(dtype.numpy()), "mask.visible")
+        self.hidden = edit.const(hidden.astype(dtype.numpy()), "mask.hidden")
+        self.length_column = edit.op("Unsqueeze", input_of(model, LENGTHS), edit.ints([1, 2]))
+        self.num_rows = edit.op("Shape", rows_of, start=axis, end=axis + 1)
+        self.rows = edit.op("Range", edit.ints(0), edit.op("Squeeze", self.num_rows), edit.ints(1))
+        self.shape = edit.op("Concat", edit.op("Shape", self.tree, start=0, end=2), self.num_rows, axis=0)
+        last_column = edit.op("Add", edit.op("Shape", self.tree, start=2, end=3), edit.ints([1]))
+        column = edit.op("Sub", edit.op("Add", self.rows, edit.ints(1)), self.length_column)
+        column = edit.op("Min", edit.op("Max", column, edit.ints(0)), last_column)
+        self.columns = edit.op("Expand", column, self.shape)  # [batch, nodes, rows]
+        self._depth: ir.Value | None = None
+
+    @property
+    def depth(self) -> ir.Value:
+        """[batch, nodes, 1] int64: ancestors of each node."""
+        if self._depth is None:
+            ones = self.edit.op("Cast", self.tree, to=ir.DataType.INT64)
+            count = self.edit.op("ReduceSum", ones, self.edit.ints([2]), keepdims=1)
+            self._depth = self.edit.op("Sub", count, self.edit.ints(1))
+        return self._depth
+
+    def make(self, window: int, group: int = 1) -> ir.Value:
+        """The mask for one sliding window (0 = none): [batch, 1, group * nodes, rows], repeated `group` times."""
+        edit, tree = self.edit, self.tree
+        if window:
+            gap = edit.op("Sub", self.depth, edit.op("Transpose", self.depth, perm=[0, 2, 1]))
+            tree = edit.op("And", tree, edit.op("Less", gap, edit.ints(window)))
+        table = edit.op("Where", tree, self.visible, self.hidden)
+        table = edit.op("Pad", table, edit.ints([0, 0, 1, 0, 0, 0]), self.visible)
+        table = edit.op("Pad", table, edit.ints([0, 0, 0, 0, 0, 1]), self.hidden)
+        mask = edit.op("GatherElements", table, self.columns, axis=2)
+        if window:
+            # A node's row lies at or behind its position, so this bound never hides a node in the window.
+            newest = edit.op("Sub", edit.op("Add", self.depth, self.length_column), edit.ints(window))
+            mask = edit.op("Where", edit.op("Greater", self.rows, newest), mask, self.hidden)
+        folded = mask if group == 1 else edit.op("Concat", *[mask] * group, axis=1)
+        unsqueezed: ir.Value = edit.op("Unsqueeze", folded, edit.ints([1]))
+        return unsqueezed
+
+
+def window_of(node: ir.Node) -> int:
+    """The sliding window of a CachedAttention, 0 = none."""
+    return node.attributes["window"].as_int() if "window" in node.attributes else 0
+
+
+def size_of(value: ir.Value | None, axis: int) -> int:
+    """A dim that must be static."""
+    assert value is not None and value.shape is not None, f"{value} has no shape"
+    dim = value.shape[axis]
+    assert isinstance(dim, int), f"{value}: dim {axis} is not static"
+    return dim
