@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from speccompile.bundling.checks import MIN_ROWS, check_draft, check_target
-from speccompile.bundling.graphs import Decoder, compile_decoder, find_decoder, tune_decoder
+from speccompile.bundling.checks import check_graph
+from speccompile.bundling.graphs import Graph, compile_graph, find_graph, tune_graph
 from speccompile.bundling.manifest import write_bundle_files
 from speccompile.bundling.stage_cache import StageCache, default_cache_folder
 from speccompile.bundling.stages import Progress, StageLog
@@ -42,28 +42,28 @@ def build(
     _check_place(plan, backend, dest)
     with staged_folder(dest) as folder:
         with log.stage("check checkpoints"):
-            decoders = _check_checkpoints(plan, log)
-        graphs = folder / "graphs"
-        graphs.mkdir()
+            graphs = _check_checkpoints(plan, log)
+        place = folder / "graphs"
+        place.mkdir()
         records: dict[str, Any] = {}
-        for index, decoder in enumerate(decoders):
-            name = decoder.job.name
-            decoders[index], records[name] = compile_decoder(decoder, plan, backend, graphs / name, cache, log)
+        for index, graph in enumerate(graphs):
+            name = graph.job.name
+            graphs[index], records[name] = compile_graph(graph, plan, backend, place / name, cache, log)
         with log.stage(f"compile {ROLLBACK}"):
-            spec = backend.compile_rollback(decoders[0].dims, graphs / ROLLBACK)
+            spec = backend.compile_rollback(graphs[0].dims, place / ROLLBACK)
             records[ROLLBACK] = {"role": ROLLBACK, "spec": spec.json_from_spec()}
         for name, record in records.items():
-            record["file"] = _graph_file(graphs / name).relative_to(folder).as_posix()
-        for decoder in decoders:
-            record = records[decoder.job.name]
-            record["tuning"] = tune_decoder(decoder, plan, backend, folder / record["file"], cache, log)
+            record["file"] = _graph_file(place / name).relative_to(folder).as_posix()
+        for graph in graphs:
+            record = records[graph.job.name]
+            record["tuning"] = tune_graph(graph, plan, backend, folder / record["file"], cache, log)
         with log.stage("check graphs"):
-            for decoder in decoders:
-                record = records[decoder.job.name]
-                record["checks"] = _check_graph(decoder, plan, backend, folder / record["file"], record["tuning"])
+            for graph in graphs:
+                record = records[graph.job.name]
+                record["checks"] = _check_graph(graph, plan, backend, folder / record["file"], record["tuning"])
         log.current = "bundle"
         progress(log.current)
-        write_bundle_files(folder, plan, decoders[0].source, records, log.rows)
+        write_bundle_files(folder, plan, graphs[0].source.folder, records, log.rows)
     return read_bundle(dest, verify=False)
 
 
@@ -76,18 +76,19 @@ def _check_place(plan: BuildPlan, backend: Any, dest: Path) -> None:
         raise BuildError(str(dest), got, "a bundle to replace, or nothing", "Choose another place with -o.")
 
 
-def _check_checkpoints(plan: BuildPlan, log: StageLog) -> list[Decoder]:
-    decoders = []
-    for job in plan.jobs:
+def _check_checkpoints(plan: BuildPlan, log: StageLog) -> list[Graph]:
+    log.step(plan.target.name)
+    target = find_graph(plan, plan.target, None)
+    check_tokenizer(target.source.folder, target.dims, plan.weights)
+    graphs = [target]
+    for job in plan.drafts:
         log.step(job.name)
-        decoders.append(find_decoder(plan, job))
-    target, *drafts = decoders
-    check_tokenizer(target.source, target.dims, plan.weights)
-    for draft in drafts:
-        may_differ = bool(getattr(plan.speculator, "allow_tokenizer_mismatch", False))
-        sides = ((target.source, target.dims), (draft.source, draft.dims))
-        check_same_tokenizer(draft.job.name, *sides, may_differ=may_differ)
-    return decoders
+        graphs.append(graph := find_graph(plan, job, target.dims))
+        if graph.source.has_tokenizer:
+            may_differ = bool(getattr(plan.speculator, "allow_tokenizer_mismatch", False))
+            sides = ((target.source.folder, target.dims), (graph.source.folder, graph.dims))
+            check_same_tokenizer(job.name, *sides, may_differ=may_differ)
+    return graphs
 
 
 def _graph_file(folder: Path) -> Path:
@@ -96,10 +97,8 @@ def _graph_file(folder: Path) -> Path:
     return file
 
 
-def _check_graph(decoder: Decoder, plan: BuildPlan, backend: Any, path: Path, tuning: dict[str, Any]) -> dict[str, Any]:
-    if decoder.max_rows < MIN_ROWS:
-        return {}
+def _check_graph(graph: Graph, plan: BuildPlan, backend: Any, path: Path, tuning: dict[str, Any]) -> dict[str, Any]:
     engine = backend.load(
-        path, decoder.spec, max_slots=1, max_rows=decoder.max_rows, tuning=tuning, device=plan.engine.device
+        path, graph.spec, max_slots=1, max_rows=graph.max_rows, tuning=tuning, device=plan.engine.device
     )
-    return check_target(engine) if decoder.is_target else check_draft(engine)
+    return check_graph(engine)

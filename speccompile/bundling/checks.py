@@ -16,6 +16,24 @@ MIN_ROWS = _NUM_PROMPT + _NUM_TOKENS + 1
 _TODO = "The compiled graph is wrong: report it with the model's config.json."
 
 
+def check_graph(engine: Engine) -> dict[str, Any]:
+    """The check that fits what the engine gives.
+
+    Returns:
+        What was seen, for the manifest; empty where its caches are too small to try anything.
+
+    Raises:
+        BuildError: see the checks.
+    """
+    spec = engine.spec
+    if spec.caches and spec.max_rows < MIN_ROWS:
+        return {}
+    outputs = {t.name for t in spec.outputs}
+    if specs.SAMPLED_TOKENS in outputs and not spec.caches:
+        return check_heads(engine)
+    return check_target(engine) if specs.PATH in outputs else check_draft(engine)
+
+
 def check_target(engine: Engine) -> dict[str, Any]:
     """Decode a few tokens greedily one by one, then let one step verify them as a chain of drafts.
 
@@ -57,6 +75,37 @@ def check_draft(engine: Engine) -> dict[str, Any]:
     if not 0.0 < confidence <= 1.0 + 1e-5:
         raise BuildError(f"check {engine.spec.name}", f"confidence {confidence}", "a probability", _TODO)
     return {"num_tokens": 1}
+
+
+def check_heads(engine: Engine) -> dict[str, Any]:
+    """Draft from a made-up state: greedily, then by draws.
+
+    Returns:
+        {"num_tokens": drafts of one run}.
+
+    Raises:
+        BuildError: a token outside the vocabulary, a confidence that is no probability, or a law whose sum is not 1.
+    """
+    hidden = engine.spec.input(specs.HIDDEN)
+    width, num_drafts = hidden.dims[2], engine.spec.output(specs.SAMPLED_TOKENS).dims[1]
+    assert isinstance(width, int) and isinstance(num_drafts, int)
+    states = np.sin(np.arange(2 * width, dtype=np.float32)).reshape(1, 2, width)
+    feeds = {specs.HIDDEN: states, specs.START_NODES: _int(1), specs.TOKENS: _int([0])}
+    warm = {specs.TEMPERATURE: np.ones(1, np.float32), specs.UNIFORMS: np.full((1, num_drafts), 0.5, np.float32)}
+    for extra in ({}, warm):
+        step = engine.run({**feeds, **extra})
+        for column in range(num_drafts):
+            _token(engine, step[specs.SAMPLED_TOKENS][:, column])
+            _check_unit(engine, "confidence", float(step[specs.CONFIDENCES][0, column]), 0.0)
+    masses = np.asarray(step[specs.SAMPLED_LAWS])[0, 1:].sum(axis=-1)
+    for mass in masses.tolist():
+        _check_unit(engine, "the mass of a law", mass, 1.0 - 1e-2)
+    return {"num_tokens": num_drafts}
+
+
+def _check_unit(engine: Engine, what: str, value: float, least: float) -> None:
+    if not least < value <= 1.0 + 1e-2:
+        raise BuildError(f"check {engine.spec.name}", f"{what} {value}", "a probability", _TODO)
 
 
 def _prompt(engine: Engine) -> np.ndarray[Any, Any]:

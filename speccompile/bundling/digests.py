@@ -10,12 +10,10 @@ from importlib import metadata
 from pathlib import Path
 
 import speccompile
-from speccompile.errors import CheckpointError
 from speccompile.runtime.bundle import digest_from_file
 
 # Packages whose version changes a graph or a measurement.
 _PACKAGES = ("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "torch", "transformers")
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "generation_config.json", "tokenizer.json")
 
 
 def versions_from_environment() -> dict[str, str]:
@@ -38,22 +36,3 @@ def digest_from_sources(packages: Iterable[str]) -> str:
         for file in sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]:
             total.update(f"{file.relative_to(root)}\0{digest_from_file(file)}\n".encode())
     return total.hexdigest()
-
-
-def digests_from_checkpoint(source: Path, weights: str) -> dict[str, str]:
-    """SHA-256 by name of the files an export reads; with random weights config.json alone.
-
-    The contents are read each time (a gigabyte a second or more): a file's size and time do not prove that it
-    is the same, and a graph with yesterday's weights would pass every later check.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
-    names = [source / "config.json"]
-    if weights == "checkpoint":
-        names += sorted(f for pattern in _WEIGHT_FILES for f in source.glob(pattern))
-    try:
-        return {f.name: digest_from_file(f) for f in names}
-    except OSError as fault:
-        got = f"{fault.strerror} at {fault.filename}"
-        raise CheckpointError(str(source), got, "readable files", "Check the folder.") from fault

@@ -77,16 +77,20 @@ def _build(plan: BuildPlan, dest: Path, no_cache: bool) -> Bundle:
 
 
 def _predictions(plan: BuildPlan) -> dict[str, Any]:
-    from speccompile.bundling.hub import find_config
-    from speccompile.frontend.checkpoint import read_config, read_dims
-    from speccompile.recipe.predict import predict
+    from speccompile.bundling.graphs import open_source
+    from speccompile.frontend.checkpoint import read_config
+    from speccompile.recipe.predict import predict, predict_counts
 
-    graphs = {}
+    graphs, target = {}, None
     for job in plan.jobs:
-        source = find_config(job.model)
-        dims = read_dims(source)
-        rows = min(plan.engine.max_seq_len, dims.max_positions)
-        prediction = predict(read_config(source), dims, job.quantization, plan.engine.max_batch_size, rows)
+        source = open_source(plan, job, target, weights="random")
+        counts, slots = source.counts(), plan.engine.max_batch_size
+        if counts is None:
+            config = read_config(source.folder)
+            prediction = predict(config, source.dims, job.quantization, slots, source.max_rows)
+        else:
+            prediction = predict_counts(counts, job.quantization)
+        target = target or source.dims
         graphs[job.name] = prediction.json_from_prediction()
     total = {
         "bundle_bytes": sum(g["weights_bytes"] for g in graphs.values()),

@@ -8,20 +8,61 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from speccompile.core.specs import ModelDims
+
+PREFILL_CHUNK = 128  # tokens of a prompt that are read at once
+DECODER = "speccompile.frontend.decoder_source:DecoderSource"
+
 
 @dataclass(frozen=True)
 class GraphJob:
-    """One more graph that a method needs beside the target.
+    """A graph that a bundle needs.
 
     Args:
         name: the graph's name in the bundle; `make_proposer` finds its engine under it.
         model: checkpoint folder or hub id.
         quantization: `none`, `int8` or `int4`.
+        source: import string of the `core.protocols.GraphSource` that makes it; a decoder by default.
+        options: what the source shall know besides, as (key, value); values are JSON-ready, or tuples.
+        config: folder whose config.json stands in for that of `model` where no weights are read.
     """
 
     name: str
     model: str
     quantization: str = "none"
+    source: str = DECODER
+    options: tuple[tuple[str, Any], ...] = ()
+    config: str | None = None
+
+
+@dataclass(frozen=True)
+class SourceContext:
+    """What a graph is made for.
+
+    Args:
+        weights: "checkpoint" or "random".
+        max_seq_len: rows that a sequence may use.
+        target: sizes of the target; None for the target itself.
+    """
+
+    weights: str
+    max_seq_len: int
+    target: ModelDims | None = None
+
+
+@dataclass(frozen=True)
+class WeightCounts:
+    """How many weights a graph will have.
+
+    Args:
+        num_params: parameters of the checkpoint.
+        num_linear: weights in linear layers, whose form a quantisation changes.
+        num_plain: the others: embeddings, norms, tables.
+    """
+
+    num_params: int
+    num_linear: int
+    num_plain: int
 
 
 @dataclass(frozen=True)

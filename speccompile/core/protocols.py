@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.jobs import GraphJob, MethodContext, SourceContext, WeightCounts
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import GraphSpec
 from speccompile.core.tree import Floats, Ints, TokenTree
 
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+# By name. A value is an array, or one that stays on a device: that has `shape` and `dtype`, can be fed to an engine
+# as it is, and becomes a host array by `numpy.asarray`.
 Outputs = Mapping[str, NDArray[Any]]
 
 
@@ -127,6 +133,56 @@ class Proposer(Protocol):
 
     def move(self, source: int, dest: int) -> None:
         """The sequence at place `source` goes on at place `dest`."""
+        ...
+
+
+class GraphSource(Protocol):
+    """A graph before it is compiled: checkpoint or config, sizes, tensors. Named by a job's `source`.
+
+    Importing and making one needs no torch.
+    """
+
+    role: str  # in the manifest: target, draft, heads, ...
+    folder: Path  # of the checkpoint, or of the config.json where weights are random
+    dims: Any  # frozen dataclass of the sizes, JSON-ready, with `num_params`
+    max_rows: int  # of its caches; 0 without caches
+    has_tokenizer: bool  # reads text of its own, so that its tokenizer must be the target's
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        """Find the folder and read the sizes.
+
+        Raises:
+            CheckpointError: no such folder or hub id, or a config.json that is wrong.
+            RecipeError: the sizes do not go with the target's, or with the recipe's.
+        """
+        ...
+
+    def check(self) -> None:
+        """Prove the weights complete; not called where they are random.
+
+        Raises:
+            CheckpointError: missing, damaged, left over or of another shape.
+        """
+        ...
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 by name of the files that `export` reads."""
+        ...
+
+    def counts(self) -> WeightCounts | None:
+        """Its weights; None where config.json and `dims` tell, as they do for a decoder."""
+        ...
+
+    def spec(self) -> GraphSpec:
+        """Inputs and outputs of the compiled graph, tail included."""
+        ...
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, Any]:
+        """The neutral graph, and `dims` with what only the weights tell.
+
+        Raises:
+            CheckpointError, ExportError.
+        """
         ...
 
 

@@ -12,6 +12,7 @@ from speccompile.errors import RecipeError
 BACKENDS = {
     "onnxruntime": "speccompile.backends.onnxruntime.backend:OnnxRuntimeBackend",
     "reference": "speccompile.backends.reference.backend:ReferenceBackend",
+    "tensorrt": "speccompile.backends.tensorrt.backend:TensorRTBackend",
 }
 METHODS = {
     "none": "speccompile.speculators.none.method:NoneMethod",
@@ -25,8 +26,13 @@ def _load(kind: str, table: dict[str, str], name: str) -> Any:
         near = difflib.get_close_matches(name, table, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "Choose one of these."
         raise RecipeError(kind, repr(name), f"one of {', '.join(sorted(table))}", hint)
-    module, _, attribute = table[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)()
+    return find_class(table[name])()
+
+
+def find_class(name: str) -> Any:
+    """The class that an import string "module:Class" names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def backend(name: str) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,15 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)$")
 _EVERY_LAYER = re.compile(
     r"(attn|attention|norm|ln_).*\.(weight|bias)$"
 )  # parts that no layer goes without; MLPs may differ by layer
-_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "LICENSE*", "README.md"]
+HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "LICENSE*", "README.md")
 
 
-def resolve_checkpoint(model: str) -> Path:
+def resolve_checkpoint(model: str, patterns: Sequence[str] = HUB_FILES) -> Path:
     """The folder of a checkpoint: a path that exists, or a hub id, downloaded if need be.
+
+    Args:
+        model: folder or hub id.
+        patterns: files of a hub checkpoint that are wanted.
 
     Raises:
         CheckpointError: neither a folder nor a hub id, or the download failed.
@@ -48,7 +52,7 @@ def resolve_checkpoint(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(model, allow_patterns=list(patterns)))
     except (OSError, ValueError) as fault:  # the hub's errors derive from these
         raise CheckpointError(
             model,
@@ -76,6 +80,11 @@ def read_config(source: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(str(path), type(data).__name__, "a JSON object", "Download the file again.")
     return data
+
+
+def layers_key(config: Mapping[str, Any]) -> str:
+    """The key under which a config has its number of layers."""
+    return next(n for n in _NAMES["num_layers"] if config.get(n) is not None)
 
 
 def _size(path: Path, config: Mapping[str, Any], field: str) -> int:

@@ -20,6 +20,7 @@ from speccompile.recipe.models import Recipe, recipe_model
 
 KeyPath = tuple[str, ...]
 MODEL_KEY = "model"  # in every section, a key of this name is a folder or a hub id
+CONFIG_KEY = "config"  # and one of this name a folder with a config.json
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -245,23 +246,40 @@ def _hint(name: str, known: Sequence[str]) -> str:
 def _with_folders(raw: RawRecipe, recipe: Recipe) -> Recipe:
     changed = {}
     for name in ("target", "speculator"):
-        section = getattr(recipe, name)
-        model = getattr(section, MODEL_KEY, None)
-        if isinstance(model, str):
-            changed[name] = section.model_copy(update={MODEL_KEY: _find_model(raw, (name, MODEL_KEY), model)})
+        section, found = getattr(recipe, name), {}
+        for key, find in ((MODEL_KEY, _find_model), (CONFIG_KEY, _find_config)):
+            value = getattr(section, key, None)
+            if isinstance(value, str):
+                found[key] = find(raw, (name, key), value)
+        if found:
+            changed[name] = section.model_copy(update=found)
     return recipe.model_copy(update=changed)
 
 
-def _find_model(raw: RawRecipe, path: KeyPath, model: str) -> str:
+def _places(raw: RawRecipe, path: KeyPath, given: Path) -> list[Path]:
+    """Where a relative path may point: beside the recipe, then the working directory; an override's the other way."""
     folders = [raw.folder, Path.cwd()]
     if raw.origins.get(path, "").startswith("--set"):
         folders.reverse()
+    return [given] if given.is_absolute() else [folder / given for folder in dict.fromkeys(folders)]
+
+
+def _find_model(raw: RawRecipe, path: KeyPath, model: str) -> str:
     given = Path(model).expanduser()
-    for candidate in [given] if given.is_absolute() else [folder / given for folder in folders]:
+    places = _places(raw, path, given)
+    for candidate in places:
         if candidate.exists():
             return str(candidate.resolve())
     if _HUB_ID.fullmatch(model) is None:
-        tried = "" if given.is_absolute() else f" in {' or '.join(str(f) for f in dict.fromkeys(folders))}"
+        tried = "" if given.is_absolute() else f" at {' or '.join(map(str, places))}"
         got = f"{model!r}, which does not exist{tried}"
         raise RecipeError(raw.where(path), got, "a checkpoint folder or a hub id", "Correct the path.")
     return model
+
+
+def _find_config(raw: RawRecipe, path: KeyPath, config: str) -> str:
+    for candidate in _places(raw, path, Path(config).expanduser()):
+        if (candidate / "config.json").is_file():
+            return str(candidate.resolve())
+    got = f"{config!r}, which has no config.json"
+    raise RecipeError(raw.where(path), got, "a folder with a config.json", "Correct the path.")

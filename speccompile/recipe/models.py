@@ -34,6 +34,12 @@ class TargetSection(Section):
     weights: Literal["checkpoint", "random"] = Field(
         "checkpoint", description="'random' builds from config.json alone, for sizing and speed."
     )
+    config: str | None = Field(
+        None, min_length=1, description="Folder with the config.json to use where the hub's is not at hand."
+    )
+    num_layers: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Build the first layers only; with random weights, for sizing."
+    )
 
 
 class EngineSection(Section):

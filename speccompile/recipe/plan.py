@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -58,13 +59,13 @@ class BuildPlan:
     """Everything a build needs to know, decided.
 
     Args:
-        target: the target as a graph job; its name is "target".
+        target: the target as a graph job; its name is "target", its options are the hidden states that the method
+            reads from it, and `num_layers` where not all are built.
         weights: where the target's weights come from; with "random" a draft's are random too.
         dtype: numpy name of activations and caches.
         method: name of the speculation method.
         speculator: the method's `Config`.
         drafts: what the method wants compiled beside the target.
-        target_outputs: `hidden` and `hidden_layers` the method reads from the target.
         engine: backend and sizes.
         decoding: defaults of a request.
     """
@@ -75,13 +76,12 @@ class BuildPlan:
     method: str
     speculator: Any
     drafts: tuple[GraphJob, ...]
-    target_outputs: tuple[tuple[str, Any], ...]
     engine: EnginePlan
     decoding: DecodingPlan
 
     @property
     def jobs(self) -> tuple[GraphJob, ...]:
-        """All decoders of the bundle, the target first."""
+        """All graphs of the bundle that have weights, the target first."""
         return (self.target, *self.drafts)
 
     def recipe_from_plan(self) -> dict[str, Any]:
@@ -89,9 +89,11 @@ class BuildPlan:
         return {
             "target": {
                 "model": self.target.model,
+                "config": self.target.config,
                 "dtype": self.dtype,
                 "quantization": self.target.quantization,
                 "weights": self.weights,
+                "num_layers": dict(self.target.options).get("num_layers"),
             },
             "speculator": {"method": self.method, **asdict(self.speculator)},
             "engine": asdict(self.engine),
@@ -135,13 +137,25 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
             expected = f"one of {', '.join(get_args(Quantization))}"
             raise RecipeError("speculator.quantization", repr(job.quantization), expected, "Choose one of these.")
     return BuildPlan(
-        target=GraphJob(TARGET, recipe.target.model, recipe.target.quantization),
+        target=_target_job(recipe, method.target_outputs(config)),
         weights=recipe.target.weights,
         dtype=recipe.target.dtype,
         method=method.name,
         speculator=config,
         drafts=drafts,
-        target_outputs=tuple(sorted(method.target_outputs(config).items())),
         engine=EnginePlan(**engine.model_dump()),
         decoding=DecodingPlan(**recipe.decoding.model_dump()),
+    )
+
+
+def _target_job(recipe: Recipe, outputs: Mapping[str, Any]) -> GraphJob:
+    target, options = recipe.target, dict(outputs)
+    if target.num_layers is not None:
+        if target.weights != "random":
+            got = f"{target.num_layers} with target.weights: {target.weights}"
+            todo = "A checkpoint is built whole: build with --weights random, or leave num_layers out."
+            raise RecipeError("target.num_layers", got, "target.weights: random", todo)
+        options["num_layers"] = target.num_layers
+    return GraphJob(
+        TARGET, target.model, target.quantization, options=tuple(sorted(options.items())), config=target.config
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from speccompile.core.jobs import WeightCounts
 from speccompile.core.specs import ModelDims
 
 # Bytes of a weight, in the larger one of its kernel forms: a block of 32 has one float32 scale.
@@ -66,9 +67,21 @@ def predict(config: Mapping[str, Any], dims: ModelDims, quantization: str, slots
     num_linear = layers + head
     # Sine and cosine of every position are tables in the graph.
     tables = 0 if dims.model_type in _LEARNED_POSITIONS else rows * dims.head_dim
-    weights_bytes = int(num_linear * _WEIGHT_BYTES[quantization]) + _FLOAT_BYTES * (embedding + norms + tables)
-    build_peak_bytes = int(num_params * _FLOAT_BYTES * _EXPORT_FACTOR) + _LIBRARY_BYTES
-    return Prediction(num_params, num_linear, weights_bytes, slots * rows * dims.cache_row_bytes, build_peak_bytes)
+    counts = WeightCounts(num_params, num_linear, embedding + norms + tables)
+    return predict_counts(counts, quantization, slots * rows * dims.cache_row_bytes)
+
+
+def predict_counts(counts: WeightCounts, quantization: str, cache_bytes: int = 0) -> Prediction:
+    """Predict a graph of which the weights are counted.
+
+    Args:
+        counts: its weights.
+        quantization: none, int8 or int4.
+        cache_bytes: key and value caches, all slots and rows.
+    """
+    weights_bytes = int(counts.num_linear * _WEIGHT_BYTES[quantization]) + _FLOAT_BYTES * counts.num_plain
+    build_peak_bytes = int(counts.num_params * _FLOAT_BYTES * _EXPORT_FACTOR) + _LIBRARY_BYTES
+    return Prediction(counts.num_params, counts.num_linear, weights_bytes, cache_bytes, build_peak_bytes)
 
 
 def _attention(dims: ModelDims) -> int:

@@ -275,10 +275,10 @@ def test_a_graph_that_rejects_its_own_tokens_is_refused(
     assert list((tmp_path / "outs").iterdir()) == []
 
 
-def test_a_machine_without_torch_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from speccompile.bundling.graphs import _import_exporter
-
+def test_a_machine_without_torch_is_told_what_to_install(
+    exported: list[Path], recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "speccompile.frontend.export", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(BuildError, match=r"no package torch.*pip install 'speccompile\[build\]'"):
-        _import_exporter()
+        build(make_plan(recipe), tmp_path / "out", cache=StageCache(None))

@@ -24,9 +24,9 @@ def plan(folder: Path, *overrides: str) -> BuildPlan:
 
 def test_the_plan_holds_every_decision(tmp_path: Path) -> None:
     made = plan(tmp_path, "target.quantization=int8", "decoding.stop=[a]")
-    assert made.target == GraphJob("target", "org/gpt2", "int8")
+    outputs = (("hidden", True), ("hidden_layers", (1,)))
+    assert made.target == GraphJob("target", "org/gpt2", "int8", options=outputs)
     assert made.drafts == (GraphJob("draft", "org/small", "none"),)
-    assert dict(made.target_outputs) == {"hidden": True, "hidden_layers": (1,)}
     assert made.decoding.stop == ("a",)
     assert made == plan(tmp_path, "target.quantization=int8", "decoding.stop=[a]")
 

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A causal language model as the source of a graph: the target, or a draft with caches of its own."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, sampled_spec, verified_spec
+from speccompile.errors import RecipeError
+from speccompile.frontend.checkpoint import check_checkpoint, layers_key, read_config, read_dims
+from speccompile.frontend.folders import digests_from_checkpoint, find_folder
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "generation_config.json", "tokenizer.json")
+
+
+class DecoderSource:
+    """See `speccompile.core.protocols.GraphSource`. Options of the job: `num_layers`, and keywords of `decoder_spec`.
+
+    Args:
+        job: its model.
+        context: what it is made for; without a target it is the target.
+    """
+
+    has_tokenizer = True
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        self.job, self.context = job, context
+        options = dict(job.options)
+        self.num_layers: int | None = options.pop("num_layers", None)
+        self.outputs: dict[str, Any] = options
+        self.role = "target" if context.target is None else "draft"
+        self.folder = find_folder(job, context.weights)
+        self.dims: ModelDims = read_dims(self.folder)
+        if self.num_layers is not None:
+            self.dims = self._with_layers(self.num_layers)
+        self.max_rows = min(context.max_seq_len, self.dims.max_positions)
+        if context.target is None and self.max_rows < context.max_seq_len:
+            got, expected = f"{context.max_seq_len}", f"at most {self.max_rows}, the positions of {job.model}"
+            raise RecipeError("engine.max_seq_len", got, expected, "Lower it.")
+
+    def _with_layers(self, num_layers: int) -> ModelDims:
+        if num_layers > self.dims.num_layers:
+            expected = f"at most {self.dims.num_layers}, the layers of {self.job.model}"
+            raise RecipeError("target.num_layers", str(num_layers), expected, "Lower it.")
+        return replace(self.dims, num_layers=num_layers)
+
+    def check(self) -> None:
+        """The weights are complete and belong to the config."""
+        check_checkpoint(self.folder, self.dims)
+
+    def digests(self) -> dict[str, str]:
+        """Of config, weights and tokenizer."""
+        return digests_from_checkpoint(self.folder, self.context.weights, WEIGHT_FILES)
+
+    def counts(self) -> WeightCounts | None:
+        """None: config.json and the sizes tell."""
+        return None
+
+    def spec(self) -> GraphSpec:
+        """The target verifies, a draft samples."""
+        plain = replace(decoder_spec(self.job.name, self.dims, **self.outputs), max_rows=self.max_rows)
+        return verified_spec(plain) if self.context.target is None else sampled_spec(plain)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ModelDims]:
+        """See `speccompile.frontend.export.export_decoder`."""
+        from speccompile.frontend.export import export_decoder
+
+        with tempfile.TemporaryDirectory() as scratch:
+            source = self.folder if self.num_layers is None else self._write_config(Path(scratch))
+            weights: Any = self.context.weights
+            model, dims = export_decoder(
+                source, weights=weights, max_seq_len=self.max_rows, progress=progress, **self.outputs
+            )
+        return model, dims
+
+    def _write_config(self, folder: Path) -> Path:
+        """The config with fewer layers, which random weights are all made from."""
+        config = read_config(self.folder)
+        config[layers_key(config)] = self.dims.num_layers
+        if config.get("layer_types"):
+            config["layer_types"] = config["layer_types"][: self.dims.num_layers]
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return folder
