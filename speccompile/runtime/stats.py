@@ -25,6 +25,7 @@ class TimedEngine:
         self.engine = engine
         self.spec: GraphSpec = engine.spec
         self.max_slots, self.max_rows = engine.max_slots, engine.max_rows
+        self.compacts_in_step: bool = getattr(engine, "compacts_in_step", False)
         self.seconds = 0.0
         self.num_runs = 0
 

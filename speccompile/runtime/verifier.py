@@ -40,6 +40,7 @@ class Verifier:
         self.engine, self.max_seq_len, self.chunk = engine, max_seq_len, chunk
         self.lengths = np.zeros(engine.max_slots, dtype=np.int64)
         self.outputs: Outputs = {}
+        self._compacts: bool = not getattr(engine, "compacts_in_step", False)
 
     def prefill(self, slot: int, tokens: Sequence[int]) -> Iterator[tuple[Ints, int, Outputs]]:
         """Read all prompt tokens but the last, chunk by chunk.
@@ -80,7 +81,7 @@ class Verifier:
     def commit(self, tree: TokenTree, verdict: Verdict) -> None:
         """Keep the rows of the accepted paths. A chain needs no copy: the length alone rolls it back."""
         lengths = self.lengths[: tree.batch]
-        if not tree.is_chain and (verdict.path > np.arange(tree.nodes)).any():
+        if self._compacts and not tree.is_chain and (verdict.path > np.arange(tree.nodes)).any():
             self.engine.compact(lengths, verdict.path)
         lengths += verdict.num_accepted
         lengths += 1

@@ -13,11 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnxruntime as ort
 
-
-def bucket_rows(rows: int, max_rows: int) -> int:
-    """Rows of the view that holds `rows`: steps of 128, from 1024 on of an eighth of the next power of two."""
-    step = 128 if rows <= 1024 else max(128, 1 << (rows - 1).bit_length() - 3)
-    return min(-(-rows // step) * step, max_rows)
+from speccompile.core.buckets import bucket_rows
 
 
 class CacheBuffers:

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorRT plans as engines: caches in place, one copy in, one copy out, CUDA graphs for the steps of decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from speccompile.backends.tensorrt.caches import Caches
+from speccompile.backends.tensorrt.device import Device, open_device, ordinal_from_name
+from speccompile.backends.tensorrt.flavours import Flavour
+from speccompile.backends.tensorrt.loading import Plan
+from speccompile.backends.tensorrt.runner import Runner
+from speccompile.backends.tensorrt.shim import load_tensorrt
+from speccompile.core import specs
+from speccompile.core.buckets import bucket_rows
+from speccompile.core.neutral import sizes_from_feeds
+from speccompile.core.specs import GraphSpec, TensorSpec, compacted_cache_name, updated_cache_name
+from speccompile.errors import BundleError, RuntimeFault
+
+KV = "kv"  # the dim of `kv_rows`
+
+
+class TrtEngine:
+    """See `speccompile.core.protocols.Engine`.
+
+    `run` gives numpy arrays where outputs are small and `DeviceArray`s where they are not.
+
+    Args:
+        plan: the deserialised plan.
+        max_slots, max_rows: what may be used of the caches.
+        settings: see `Runner`.
+        rollback: the plan that compacts caches of this spec, for trees.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        max_slots: int,
+        max_rows: int,
+        settings: Mapping[str, Any],
+        rollback: Plan | None = None,
+    ) -> None:
+        self.plan, self.spec, self.device = plan, plan.spec, plan.device
+        self.max_slots, self.max_rows = max_slots, max_rows
+        self.caches = Caches(plan.device, plan.spec, max_slots) if plan.spec.caches else None
+        rows = 0 if self.caches is None else self.caches.rows
+        self._kv_rows = plan.device.allocate_zeroed(rows)
+        self.runner = Runner(plan, self.caches, self._kv_rows.address, settings)
+        self.rollback = None if rollback is None else Runner(rollback, self.caches, 0, settings)
+        names = {t.name for t in plan.spec.outputs}
+        self.compacts_in_step = any(compacted_cache_name(c) in names for c in plan.spec.caches)
+        self._reads_kv = any(t.name == specs.KV_ROWS for t in plan.spec.inputs)
+        # A graph that drafts a chain writes the rows of all drafts but the last behind those of its nodes.
+        chains = [t.dims[1] for t in plan.spec.outputs if t.name == specs.SAMPLED_TOKENS and plan.spec.caches]
+        self._chain_rows = max([int(dim) - 1 for dim in chains], default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the caches."""
+        return 0 if self.caches is None else self.caches.num_bytes
+
+    def run(self, feeds: Mapping[str, Any], first_slot: int = 0) -> Mapping[str, np.ndarray]:
+        """See `speccompile.core.protocols.Engine.run`."""
+        sizes = sizes_from_feeds(self.spec, feeds)
+        last = first_slot + sizes["batch"]
+        if last > self.max_slots:
+            raise RuntimeFault(
+                f"engine {self.spec.name}",
+                f"slots {first_slot} to {last - 1}",
+                f"slots below {self.max_slots}",
+                "Build with a larger engine.max_batch_size.",
+            )
+        if self.caches is not None:
+            rows = int(np.asarray(feeds[specs.LENGTHS]).max()) + sizes["nodes"] + self._chain_rows
+            if rows > self.max_rows:
+                raise RuntimeFault(
+                    f"engine {self.spec.name}",
+                    f"{rows} cache rows",
+                    f"at most {self.max_rows}",
+                    "Shorten the prompt or max_new_tokens, or build with a larger engine.max_seq_len.",
+                )
+            if self._reads_kv:
+                sizes[KV] = bucket_rows(rows, self.caches.rows)
+        return cast(Mapping[str, np.ndarray], self.runner.run(feeds, sizes, first_slot))
+
+    def reset(self, rows: int = 1) -> None:
+        """Nothing to do: caches keep their place, and lengths belong to the caller."""
+
+    def move_slot(self, source: int, dest: int) -> None:
+        """See `speccompile.core.protocols.Engine.move_slot`."""
+        if source != dest and self.caches is not None:
+            self.device.activate()
+            self.caches.move_slot(source, dest)
+
+    def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
+        """See `speccompile.core.protocols.Engine.compact`."""
+        if self.rollback is None:
+            raise RuntimeFault(
+                f"engine {self.spec.name}",
+                "a tree to roll back",
+                "a rollback plan in the bundle",
+                "Build the bundle again; this one was made for chains.",
+            )
+        sizes = {"batch": path.shape[0], "scored": path.shape[1]}
+        self.rollback.run({specs.LENGTHS: lengths, specs.PATH: path}, sizes)
+
+
+def rollback_spec_of(spec: GraphSpec) -> GraphSpec:
+    """The spec of the plan that compacts the caches of `spec`."""
+    caches = tuple(spec.input(name) for name in spec.caches)
+    inputs = (
+        TensorSpec(specs.LENGTHS, ("batch",), "int64"),
+        TensorSpec(specs.PATH, ("batch", "scored"), "int64"),
+        *caches,
+    )
+    outputs = tuple(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches)
+    return GraphSpec("rollback", inputs, outputs, spec.caches)
+
+
+def load_engine(
+    path: Path,
+    spec: GraphSpec,
+    *,
+    max_slots: int,
+    max_rows: int,
+    settings: Mapping[str, Any],
+    rollback: Path | None = None,
+    device: str = "cuda",
+) -> TrtEngine:
+    """Load a plan and allocate its caches. The plan's digest must have been checked: loading can run code in it.
+
+    Args:
+        path: the plan.
+        spec: its inputs and outputs.
+        max_slots: sequences decoded at once.
+        max_rows: cache rows wanted of each; the plan has at least as many.
+        settings: `flavour` (default auto), `plugins` (whether plans hold plugins that are registered from Python),
+            and those of `Plan` and `Runner`.
+        rollback: the plan that compacts trees.
+        device: cuda or cuda:N.
+
+    Raises:
+        BundleError: the plan does not fit this machine, this TensorRT or its spec.
+        BuildError: TensorRT is not installed.
+        RuntimeFault: no GPU, or not enough memory.
+    """
+    gpu = open_device(ordinal_from_name(device))
+    flavour = load_tensorrt(str(settings.get("flavour", "auto")))
+    if settings.get("plugins"):
+        _register_plugins(flavour)
+    if spec.caches:
+        _check_rows(path, spec, max_rows)
+    plan = Plan(flavour, path, spec, gpu, settings)
+    compactor = None if rollback is None else Plan(flavour, rollback, rollback_spec_of(spec), gpu, settings)
+    return TrtEngine(plan, max_slots, max_rows, settings, compactor)
+
+
+def _register_plugins(flavour: Flavour) -> None:
+    from speccompile.backends.tensorrt.plugins import register_plugins
+
+    register_plugins(flavour.trt)
+
+
+def _check_rows(path: Path, spec: GraphSpec, max_rows: int) -> None:
+    rows = spec.input(spec.caches[0]).dims[2]
+    if not isinstance(rows, int) or rows < max_rows:
+        todo = "Build with this engine.max_seq_len and engine.max_draft_nodes."
+        raise BundleError(str(path), f"caches of {rows} rows", f"at least {max_rows}", todo)
+
+
+__all__ = ["Device", "TrtEngine", "load_engine", "rollback_spec_of"]

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan on the device: deserialised, compared with its spec, ready to give execution contexts.
+
+Deserialising runs code that a plan may carry, so a plan's digest must have been compared with its manifest before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from speccompile.backends.tensorrt.device import ALIGNMENT, Device
+from speccompile.backends.tensorrt.flavours import Flavour
+from speccompile.backends.tensorrt.shim import text_from_lines
+from speccompile.core.specs import GraphSpec
+from speccompile.errors import BundleError, RuntimeFault
+
+# TensorRT's names of the dtypes that specs use.
+_DTYPES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "INT64": "int64",
+    "INT32": "int32",
+    "INT8": "int8",
+    "BOOL": "bool",
+}
+_HEAD_BYTES = 1 << 20
+
+
+def validity_from_plan(flavour: Flavour, plan: bytes) -> dict[str, Any]:
+    """Compare a plan with this machine without deserialising it.
+
+    Returns:
+        {"validity": "VALID", "SUBOPTIMAL", "INVALID" or "not checked", "diagnostics": str}.
+    """
+    if not flavour.can.supports_validity_check:
+        return {"validity": "not checked", "diagnostics": f"{flavour.name} has no such check"}
+    validity, diagnostics = flavour.trt.Runtime(flavour.logger).get_engine_validity(plan)
+    return {"validity": str(validity.name), "diagnostics": str(getattr(diagnostics, "name", diagnostics))}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One optimization profile: what shapes it takes.
+
+    Args:
+        index: its number in the plan.
+        bounds: by input: smallest and largest dims.
+    """
+
+    index: int
+    bounds: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+    def find_fault(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        """None where all shapes fit, otherwise the first that does not."""
+        for name, shape in shapes.items():
+            low, high = self.bounds[name]
+            if len(shape) != len(low) or any(not a <= n <= b for a, n, b in zip(low, shape, high, strict=True)):
+                return f"{name} {list(shape)} (profile {self.index} takes {list(low)} to {list(high)})"
+        return None
+
+
+class Plan:
+    """A deserialised plan and the scratch memory that its execution contexts share.
+
+    Args:
+        flavour: the TensorRT that made it.
+        path: the plan's file.
+        spec: its inputs and outputs.
+        device: where it runs.
+        settings: `weight_streaming_budget_bytes`, `cuda_graphs`, `runtime_cache` (false: compiled kernels are not
+            kept for the next load).
+
+    Raises:
+        BundleError: it does not fit this machine or this TensorRT, or differs from its spec.
+    """
+
+    def __init__(
+        self, flavour: Flavour, path: Path, spec: GraphSpec, device: Device, settings: Mapping[str, Any]
+    ) -> None:
+        self.flavour, self.path, self.spec, self.device = flavour, path, spec, device
+        blob = path.read_bytes()
+        self.validity = validity_from_plan(flavour, blob)
+        if self.validity["validity"] == "INVALID":
+            expected = "a plan that TensorRT finds valid for this machine"
+            todo = "Build the bundle again for this GPU: engine.tensorrt.compute_capabilities."
+            raise BundleError(str(path), f"an invalid plan: {self.validity['diagnostics']}", expected, todo)
+        self._runtime = flavour.trt.Runtime(flavour.logger)
+        self.engine = self._runtime.deserialize_cuda_engine(blob)
+        if self.engine is None:
+            got = f"a plan that cannot be loaded: {text_from_lines(flavour.logger.lines)}"
+            expected = f"one of {flavour.name} {flavour.version} for this GPU"
+            raise BundleError(str(path), got, expected, "Build the bundle again with the TensorRT installed here.")
+        _check_io(path, spec, flavour, self.engine)
+        budget = settings.get("weight_streaming_budget_bytes")
+        if budget is not None:
+            self.engine.weight_streaming_budget_v2 = int(budget)
+        self.profiles = tuple(_read_profile(self.engine, spec, i) for i in range(self.engine.num_optimization_profiles))
+        self._scratch = device.allocate(int(self.engine.device_memory_size_v2))
+        self.captures_itself = flavour.can.supports_cuda_graph_strategy
+        self._config = self._make_config(settings, blob) if flavour.can.supports_runtime_cache else None
+
+    def _make_config(self, settings: Mapping[str, Any], blob: bytes) -> Any:
+        trt, config = self.flavour.trt, self.engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if settings.get("cuda_graphs", True):
+            config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+        if settings.get("runtime_cache", True):
+            cache, kept = config.create_runtime_cache(), _cache_file(blob)
+            if kept.exists():
+                cache.deserialize(kept.read_bytes())  # refused, and then filled anew, where it was made elsewhere
+            config.set_runtime_cache(cache)
+            weakref.finalize(self, _keep, cache, kept)
+        return config
+
+    def make_context(self, profile: Profile) -> Any:
+        """An execution context for one profile. All contexts share one scratch memory: they run one after another.
+
+        Raises:
+            RuntimeFault: TensorRT makes none.
+        """
+        strategy = self.flavour.trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        context = self.engine.create_execution_context(self._config if self._config is not None else strategy)
+        if context is None:
+            self.fail("an execution context", "none")
+        context.set_device_memory(self._scratch.address, self._scratch.num_bytes)
+        if not context.set_optimization_profile_async(profile.index, self.device.stream):
+            self.fail(f"profile {profile.index}", "it was refused")
+        self.device.synchronize()
+        return context
+
+    def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
+        """The profile with the smallest bounds that takes these shapes.
+
+        Raises:
+            RuntimeFault: none does.
+        """
+        fitting = [p for p in self.profiles if p.find_fault(shapes) is None]
+        if not fitting:
+            faults = "; ".join(str(p.find_fault(shapes)) for p in self.profiles)
+            todo = "Widen engine.tensorrt.profiles in the recipe and build again."
+            raise RuntimeFault(f"engine {self.spec.name}", faults, "shapes inside one profile", todo)
+        return min(fitting, key=lambda p: [sum(high) for _, high in p.bounds.values()])
+
+    def fail(self, wanted: str, got: str) -> NoReturn:
+        """Raise a RuntimeFault with the end of TensorRT's log."""
+        log = text_from_lines(self.flavour.logger.lines)
+        raise RuntimeFault(f"engine {self.spec.name}", f"{got}: {log}", wanted, "See TensorRT's message.")
+
+
+def _read_profile(engine: Any, spec: GraphSpec, index: int) -> Profile:
+    bounds = {}
+    for tensor in spec.inputs:
+        low, _, high = engine.get_tensor_profile_shape(tensor.name, index)
+        bounds[tensor.name] = (tuple(int(n) for n in low), tuple(int(n) for n in high))
+    return Profile(index, bounds)
+
+
+def _check_io(path: Path, spec: GraphSpec, flavour: Flavour, engine: Any) -> None:
+    """Compare names, directions, dtypes, places and static dims with the spec.
+
+    Raises:
+        BundleError: they differ, or a tensor must lie in host memory.
+    """
+    trt, todo = flavour.trt, "Build the bundle again."
+    names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+    is_input = {name: engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT for name in names}
+    wanted = {**{t.name: True for t in spec.inputs}, **{t.name: False for t in spec.outputs}}
+    if is_input != wanted:
+        differing = sorted(name for name in {*is_input, *wanted} if is_input.get(name) != wanted.get(name))
+        raise BundleError(str(path), f"tensors {differing}", "those of the manifest", todo)
+    for tensor in (*spec.inputs, *spec.outputs):
+        dtype = engine.get_tensor_dtype(tensor.name)
+        got = _DTYPES.get(str(dtype.name), str(dtype.name))
+        shape = tuple(int(n) for n in engine.get_tensor_shape(tensor.name))
+        fits = len(shape) == len(tensor.dims) and all(
+            n == dim if isinstance(dim, int) else n >= -1 for n, dim in zip(shape, tensor.dims, strict=True)
+        )
+        if got != tensor.dtype or not fits:
+            expected = f"{tensor.dtype}{list(tensor.dims)}"
+            raise BundleError(f"{path} ({tensor.name})", f"{got}{list(shape)}", expected, todo)
+        if engine.get_tensor_location(tensor.name) != trt.TensorLocation.DEVICE:
+            raise BundleError(f"{path} ({tensor.name})", "a tensor in host memory", "one on the device", todo)
+
+
+def _cache_file(blob: bytes) -> Path:
+    """Where kernels compiled for a plan are kept; what is kept for another machine is refused by TensorRT."""
+    digest = hashlib.sha256(blob[:_HEAD_BYTES] + len(blob).to_bytes(8, "little")).hexdigest()[:32]
+    folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "tensorrt"
+    return folder / f"{digest}.kernels"
+
+
+def _keep(cache: Any, kept: Path) -> None:
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    fresh = kept.with_suffix(f".{os.getpid()}.tmp")
+    fresh.write_bytes(bytes(memoryview(cache.serialize())))
+    fresh.replace(kept)
+
+
+def aligned(num_bytes: int) -> int:
+    """Rounded up to what addresses of tensors need."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

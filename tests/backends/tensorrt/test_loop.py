@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole product loop on TrtEngine over the fakes: the same tokens as on ONNX Runtime, for every method."""
+
+import numpy as np
+import pytest
+
+from speccompile.core.jobs import MethodContext
+from speccompile.core.sampling import SamplingParams
+from speccompile.core.tree import TokenTree
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.stats import TimedEngine
+from speccompile.speculators.draft_model.config import Config as DraftConfig
+from speccompile.speculators.draft_model.method import DraftModelMethod
+from speccompile.speculators.ngram.config import Config as NgramConfig
+from speccompile.speculators.ngram.method import NgramMethod
+from speccompile.speculators.none.proposer import NoneProposer
+from tests.backends.tensorrt.trt_lab import Lab
+
+ROWS, SPARE, SLOTS = 160, 8, 3
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1] * 40, [8, 2, 8], [5], [9, 9, 3, 1] * 8]
+GREEDY = SamplingParams(max_new_tokens=18)
+MIXED = [
+    SamplingParams(max_new_tokens=14, temperature=0.3, seed=4),
+    GREEDY,
+    SamplingParams(max_new_tokens=11, temperature=0.5, top_k=12, top_p=0.9, seed=5),
+    SamplingParams(max_new_tokens=17, temperature=0.2, seed=6),
+    GREEDY,
+]
+
+
+class TreeProposer(NoneProposer):
+    """Trees around known continuations: a wrong child before the right one, so that kept paths have gaps."""
+
+    def __init__(self, known):
+        self.known = known
+        self.rng = np.random.default_rng(2)
+
+    def propose(self, batch):
+        tokens = np.zeros((len(batch.slots), 6), np.int64)
+        parents = np.full(tokens.shape, -1)
+        for b, slot in enumerate(batch.slots):
+            whole = next(k for k in self.known if k[: len(slot.tokens)] == slot.tokens)
+            nodes, right = [slot.tokens[-1]], 0
+            following = whole[len(slot.tokens) :][: min(slot.max_drafts, 3)]
+            for token in following if self.rng.random() < 0.8 else following[:1]:
+                for guess in ((token + 1) % 97, token)[int(len(nodes) > 4) :]:
+                    if len(nodes) < 6:
+                        parents[b, len(nodes)] = right
+                        nodes.append(guess)
+                right = len(nodes) - 1
+            tokens[b, : len(nodes)] = nodes
+        return TokenTree.tree(tokens, parents)
+
+
+@pytest.fixture(scope="module")
+def make(compiled):
+    """(engine opener) -> a SpecEngine over the tiny random target with the method of that name."""
+
+    def build(kind, load_target, load_draft, known=()):
+        context = MethodContext(SLOTS, ROWS, SPARE - 1)
+        target = TimedEngine(load_target())
+        drafts = {}
+        if kind == "draft_model":
+            drafts["draft"] = TimedEngine(load_draft())
+            proposer = DraftModelMethod().make_proposer(DraftConfig("d", num_draft_tokens=3), drafts, context)
+        elif kind == "ngram":
+            proposer = NgramMethod().make_proposer(NgramConfig(min_match=1, max_match=2), {}, context)
+        else:
+            proposer = TreeProposer(known) if kind == "tree" else NoneProposer()
+        return SpecEngine(target, drafts, proposer, None, context, chunk=50)
+
+    return build
+
+
+@pytest.fixture
+def wanted(make, open_engine):
+    """Tokens on ONNX Runtime's CPU, plain decoding."""
+    plain = make("none", lambda: open_engine(max_rows=ROWS + SPARE), None)
+    return {name: [r.tokens for r in plain.generate(PROMPTS, p)] for name, p in (("greedy", GREEDY), ("mixed", MIXED))}
+
+
+@pytest.mark.parametrize("compacts", [False, True])
+@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model", "tree"])
+def test_tokens_equal_onnxruntimes(monkeypatch, tmp_path, compiled, make, open_engine, wanted, kind, compacts):
+    lab = Lab(monkeypatch, tmp_path)
+    known = [p + t for p, t in zip(PROMPTS, wanted["greedy"], strict=True)]
+    target = compiled("onnxruntime", "none", "fp32", "target")
+    draft = compiled("onnxruntime", "int4", "blocks32", "draft")
+    engine = make(
+        kind,
+        lambda: lab.load(target, rows=ROWS + SPARE, compacts=compacts),
+        lambda: lab.load(draft, rows=ROWS + SPARE),
+        known,
+    )
+    for batch_size in (1, SLOTS):
+        results = engine.generate(PROMPTS, GREEDY, batch_size=batch_size)
+        assert [r.tokens for r in results] == wanted["greedy"]
+        if kind != "none":
+            assert sum(r.stats["num_accepted"] for r in results) > 5
+    assert lab.cuda.num_launches > 10
+
+
+@pytest.mark.parametrize("kind", ["none", "draft_model"])
+def test_sampled_tokens_equal_onnxruntimes(monkeypatch, tmp_path, compiled, make, open_engine, wanted, kind):
+    """With laws that come from the draft's engine, and slots that sample beside greedy ones."""
+    lab = Lab(monkeypatch, tmp_path)
+    target = compiled("onnxruntime", "none", "fp32", "target")
+    draft = compiled("onnxruntime", "int4", "blocks32", "draft")
+    ours = make(kind, lambda: lab.load(target, rows=ROWS + SPARE), lambda: lab.load(draft, rows=ROWS + SPARE))
+    theirs = make(
+        kind,
+        lambda: open_engine(max_rows=ROWS + SPARE),
+        lambda: open_engine(quantization="int4", form="blocks32", role="draft", max_rows=ROWS + SPARE),
+    )
+    for batch_size in (1, SLOTS):
+        got, known = (e.generate(PROMPTS, MIXED, batch_size=batch_size) for e in (ours, theirs))
+        assert [r.tokens for r in got] == [r.tokens for r in known]
+    if kind == "none":
+        assert [r.tokens for r in got] == wanted["mixed"]
+    else:
+        assert sum(r.stats["num_accepted"] for r in got) > 5

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines over the fakes: a fake device and flavour put where `load_engine` looks for the real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from speccompile.backends.tensorrt import engine as engine_module
+from speccompile.backends.tensorrt.device import Device
+from speccompile.core.specs import tensorrt_spec
+from tests.backends.tensorrt.fake_cuda import FakeCuda
+from tests.backends.tensorrt.fake_trt import FakeTrt, write_plan
+
+ROWS = 1024
+
+
+def profiles_of(rows=ROWS, slots=4, nodes=16, chunk=128, vocab=97):
+    """A decode and a prefill profile, as builds have them."""
+    common = {"kv": (1, rows), "draft_vocab": (1, vocab)}
+    decode = {"batch": (1, slots), "nodes": (1, nodes), "scored": (1, nodes), **common}
+    prefill = {"batch": (1, 1), "nodes": (1, chunk), "scored": (1, chunk), **common}
+    return [prefill, decode]
+
+
+class Lab:
+    """A fake GPU with one flavour.
+
+    Args:
+        monkeypatch: puts it in place.
+        folder: for plans.
+        flavour: tensorrt or tensorrt_rtx.
+    """
+
+    def __init__(self, monkeypatch: Any, folder: Any, flavour: str = "tensorrt", **cuda: Any) -> None:
+        self.cuda, self.folder, self.num_plans = FakeCuda(**cuda), folder, 0
+        self.trt = FakeTrt(self.cuda, flavour)
+        monkeypatch.setenv("SPECCOMPILE_CACHE", str(folder / "cache"))
+        self.device = Device(self.cuda)
+        monkeypatch.setattr(engine_module, "open_device", lambda ordinal: self.device)
+        monkeypatch.setattr(engine_module, "load_tensorrt", lambda flavour: self.trt.flavour)
+
+    def plan(self, graph: Any, spec: Any, profiles: Any = None, **more: Any) -> Any:
+        """Write a plan."""
+        self.num_plans += 1
+        return write_plan(self.folder / f"{self.num_plans}.plan", graph, spec, profiles or profiles_of(), **more)
+
+    def load(
+        self,
+        compiled: tuple[Any, Any, Any],
+        *,
+        rows: int = ROWS,
+        slots: int = 3,
+        dtype: str = "float32",
+        compacts: bool = False,
+        max_rows: int | None = None,
+        **settings: Any,
+    ) -> Any:
+        """An engine of what `compiled` gave for ONNX Runtime: (graph, spec, rollback graph)."""
+        graph, spec, rollback = compiled
+        spec = tensorrt_spec(spec, dtype, rows, compacts=compacts)
+        profiles = profiles_of(rows)
+        compactor = self.plan(rollback, engine_module.rollback_spec_of(spec), profiles)
+        return engine_module.load_engine(
+            self.plan(graph, spec, profiles),
+            spec,
+            max_slots=slots,
+            max_rows=max_rows or rows,
+            settings=settings,
+            rollback=compactor,
+        )
