@@ -29,10 +29,15 @@ def neutral_value(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
+_SAMPLES = frozenset({specs.SAMPLED_TOKEN, specs.SAMPLED_TOKENS})
+
+
 def sizes_from_feeds(spec: GraphSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, int]:
     """batch, nodes, scored and draft_vocab of a step, read off its feeds (see `Engine.run`)."""
     batch, nodes = feeds[specs.TOKENS].shape
-    is_sampler = any(t.name == specs.SAMPLED_TOKEN for t in spec.outputs)
+    if specs.HIDDEN in feeds:  # heads read one token, and all nodes of the target's step
+        nodes = feeds[specs.HIDDEN].shape[1]
+    is_sampler = any(t.name in _SAMPLES for t in spec.outputs)
     scored = feeds[specs.SCORED_NODES].shape[1] if specs.SCORED_NODES in feeds else (1 if is_sampler else nodes)
     draft_vocab = 1
     if specs.DRAFT_PROBS in feeds:

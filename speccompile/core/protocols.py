@@ -28,7 +28,8 @@ class Engine(Protocol):
     """A loaded graph with its caches.
 
     An engine owns static caches [slots, kv_heads, max_seq, head_dim] and lends a prefix of the slots to
-    each step. Lengths belong to the caller. Not thread-safe.
+    each step. Lengths belong to the caller. Not thread-safe. An engine whose steps keep the accepted path by
+    themselves has an attribute `compacts_in_step` that is true: `compact` is not called for them.
     """
 
     spec: GraphSpec

@@ -141,11 +141,9 @@ class Step:
 
     def _stage(self, tensor: TensorSpec, offset: int) -> None:
         shape, dtype = self.shapes[tensor.name], host_dtype(tensor.dtype)
-        self.neutral[tensor.name] = neutral_value(tensor.name, shape, dtype)
-        num_bytes = self.neutral[tensor.name].nbytes
-        self.arrays[tensor.name] = (
-            self.runner.inputs.pinned.bytes[offset : offset + num_bytes].view(dtype).reshape(shape)
-        )
+        neutral = neutral_value(tensor.name, shape, tensor.dtype)  # host_dtype has made bfloat16 known to numpy
+        part = self.runner.inputs.pinned.bytes[offset : offset + neutral.nbytes]
+        self.neutral[tensor.name], self.arrays[tensor.name] = neutral, part.view(dtype).reshape(shape)
 
     def _place_outputs(self) -> None:
         runner, offsets, end = self.runner, {}, 0
