@@ -86,7 +86,7 @@ class OrtEngine:
         num = len(spec.caches)
         self.plain_inputs = spec.inputs[: len(spec.inputs) - num]
         self.plain_outputs = spec.outputs[: len(spec.outputs) - num]
-        _, kv_heads, _, head_dim = spec.input(spec.caches[0]).dims
+        _, kv_heads, _, head_dim = spec.input(spec.caches[0]).dims if spec.caches else (0, 0, 0, 0)
         assert isinstance(kv_heads, int) and isinstance(head_dim, int)
         buffers = CacheBuffers if device == "cpu" else DeviceBuffers
         self.caches = buffers(spec.caches, kv_heads, head_dim, max_slots, max_rows)
@@ -95,9 +95,10 @@ class OrtEngine:
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
         batch, nodes = feeds[specs.TOKENS].shape
-        rows = int(feeds[specs.LENGTHS].max()) + nodes
-        if rows > self.caches.rows:
-            self._grow(rows)
+        if self.spec.caches:
+            rows = int(feeds[specs.LENGTHS].max()) + nodes
+            if rows > self.caches.rows:
+                self._grow(rows)
         if first_slot + batch > self.max_slots:
             raise RuntimeFault(
                 f"engine {self.spec.name}",

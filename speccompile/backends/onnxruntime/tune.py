@@ -112,8 +112,10 @@ def _measure(path: Path, spec: GraphSpec, settings: Mapping[str, Any]) -> dict[s
     max_rows = min(CONTEXT + max(NODE_COUNTS), spec.max_rows or sys.maxsize)
     node_counts = [n for n in NODE_COUNTS if n <= max_rows]
     context = max_rows - node_counts[-1]
-    engine = load_engine(path, spec, max_slots=1, max_rows=max_rows, settings=settings)
-    feeds = {n: _feeds(spec, n, context) for n in node_counts}
+    # Without caches a step of n nodes is one of n slots.
+    max_slots = 1 if spec.caches else max(node_counts)
+    engine = load_engine(path, spec, max_slots=max_slots, max_rows=max_rows, settings=settings)
+    feeds = {n: _feeds(spec, n, context) if spec.caches else _heads_feeds(spec, n) for n in node_counts}
     times: dict[int, list[float]] = {n: [] for n in node_counts}
     for n in node_counts:
         engine.run(feeds[n])
@@ -135,6 +137,14 @@ def _feeds(spec: GraphSpec, num_nodes: int, context: int) -> dict[str, np.ndarra
     if any(t.name == specs.SAMPLED_TOKEN for t in spec.outputs):
         feeds[specs.SCORED_NODES] = np.array([[num_nodes - 1]])
     return feeds
+
+
+def _heads_feeds(spec: GraphSpec, num_slots: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(num_slots)
+    sizes: dict[Any, Any] = {"batch": num_slots, "nodes": spec.output(specs.SAMPLED_TOKENS).dims[1]}
+    states = rng.normal(size=[sizes.get(d, d) for d in spec.input(specs.HIDDEN).dims])
+    tokens = rng.integers(0, spec.vocab_size, (num_slots, 1))
+    return {specs.TOKENS: tokens, specs.HIDDEN: states.astype(np.float32), specs.START_NODES: tokens[:, 0] * 0}
 
 
 def main() -> None:
