@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
+from speccompile.errors import PassError
 from speccompile.ops.cached_attention import CACHED_ATTENTION
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.laws import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_BLOCKS
 from speccompile.ops.op import DOMAIN, VERSION, Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
 from speccompile.ops.spec_verify import SPEC_VERIFY
+from speccompile.ops.tensorrt.bodies import drafts_from_width, tensorrt_ops
 from speccompile.ops.walk import WALK, WALK_LAWS
 from speccompile.ops.warp import WARP
 
@@ -38,12 +40,15 @@ OPS: dict[str, Op] = {
 }
 
 
-def with_uses(names: Iterable[str]) -> list[str]:
+Dialect = Literal["onnx", "tensorrt"]
+
+
+def with_uses(names: Iterable[str], ops: Mapping[str, Op] = OPS) -> list[str]:
     """The ops of these names and all that their bodies call, callees first."""
     ordered: list[str] = []
 
     def visit(name: str) -> None:
-        for callee in OPS[name].uses:
+        for callee in ops[name].uses:
             visit(callee)
         if name not in ordered:
             ordered.append(name)
@@ -53,14 +58,17 @@ def with_uses(names: Iterable[str]) -> list[str]:
     return ordered
 
 
-def functions(names: Iterable[str] | None = None, vocab: int | None = None) -> list[FunctionProto]:
+def functions(
+    names: Iterable[str] | None = None, vocab: int | None = None, ops: Mapping[str, Op] = OPS
+) -> list[FunctionProto]:
     """FunctionProtos of these ops (None: of all) and of all that they call, callees first.
 
     Args:
         names: op types.
         vocab: size of the vocabulary where it is known; the bodies are then made for it.
+        ops: where the bodies are taken from.
     """
-    return [OPS[name].function(vocab) for name in with_uses(OPS if names is None else names)]
+    return [ops[name].function(vocab) for name in with_uses(ops if names is None else names, ops)]
 
 
 def _vocab_of(nodes: Iterable[ir.Node]) -> int | None:
@@ -74,13 +82,38 @@ def _vocab_of(nodes: Iterable[ir.Node]) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def attach_functions(model: ir.Model) -> int:
+def _ops_for_tensorrt(nodes: Iterable[ir.Node], vocab: int | None, max_nodes: int) -> Mapping[str, Op]:
+    """The ops with bodies that TensorRT builds, in the form that the graph's SpecVerify needs."""
+    verifying = [n for n in nodes if n.op_type == SPEC_VERIFY.name]
+    reducing = [n.op_type for n in nodes if any(t.dims[-1] == "vocab" for t in OPS[n.op_type].inputs)]
+    if reducing and vocab is None:
+        todo = "Give the logits a static last dim before the bodies are attached."
+        raise PassError(f"node {reducing[0]}", "a vocabulary of unknown size", "a static one", todo)
+    if any(len(n.inputs) > 8 and n.inputs[8] is not None for n in verifying):
+        todo = "Run the pass expand_draft_laws first: this body knows no draft vocabulary."
+        raise PassError(f"node {SPEC_VERIFY.name}", "9 inputs", "8 inputs where there is no plugin", todo)
+    laws = [n.inputs[3] for n in verifying]
+    widths = {law.shape[-1] if law is not None and law.shape is not None else None for law in laws}
+    width = next(iter(widths)) if len(widths) == 1 else None
+    drafts = drafts_from_width(width if isinstance(width, int) else None, vocab)
+    return {**OPS, **tensorrt_ops(drafts, max_nodes)}
+
+
+def attach_functions(model: ir.Model, dialect: Dialect = "onnx", max_nodes: int = 17) -> int:
     """Add the bodies of the ops that `model` uses as model-local functions.
 
     Attributes left out are written with their defaults; a body that is attached already is kept.
 
+    Args:
+        model: to be changed in place.
+        dialect: `onnx`: bodies for ONNX Runtime and the reference evaluator; `tensorrt`: without branches and loops.
+        max_nodes: for `tensorrt`: most nodes of a scored tree, the root included; those behind are never accepted.
+
     Returns:
         The number of functions added.
+
+    Raises:
+        PassError: `tensorrt` only: the vocabulary is not static, or a draft vocabulary is left.
     """
     import onnx_ir as ir
 
@@ -92,7 +125,9 @@ def attach_functions(model: ir.Model) -> int:
                 node.attributes[name] = ir.convenience.convert_attribute(name, default)
     used = {n.op_type for n in nodes}
     num_added = 0
-    for proto in functions(sorted(used), _vocab_of(nodes)):
+    vocab = _vocab_of(nodes)
+    ops = _ops_for_tensorrt(nodes, vocab, max_nodes) if dialect == "tensorrt" else OPS
+    for proto in functions(sorted(used), vocab, ops):
         function = ir.from_proto(proto)
         if function.identifier() not in model.functions:
             model.functions[function.identifier()] = function

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of a decoder as TensorRT builds them, and which form of SpecVerify a graph needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from speccompile.core.specs import SAMPLED_PROBS, TensorSpec
+from speccompile.ops.kv_rollback import KV_ROLLBACK
+from speccompile.ops.op import Op
+from speccompile.ops.sample_token import SAMPLE_TOKEN
+from speccompile.ops.spec_verify import SPEC_VERIFY
+from speccompile.ops.tensorrt.laws import LOCATE, TRT_DRAW, TRT_WARP
+from speccompile.ops.tensorrt.walk import walk_ops
+
+Drafts = Literal["tokens", "laws", "both"]
+
+_SAMPLE_TOKEN = """
+    second = Constant<value_ints = [1]>()
+    scores = Cast<to = 1>(logits)
+    probs = speccompile.Warp(scores, temperature, top_k, top_p)
+    u = Unsqueeze(uniforms, second)
+    drawn = speccompile.Draw(probs, u)
+    place = Unsqueeze(drawn, second)
+    plain = Softmax<axis = -1>(scores)
+    sure = GatherElements<axis = 2>(plain, place)
+    inner = Constant<value_ints = [1, 2]>()
+    confidence = Squeeze(sure, inner)
+    sampled_token = Squeeze(drawn, second)
+    sampled_probs = Squeeze(probs, second)
+    """
+
+_TARGET = """
+    one = Constant<value_int = 1>()
+    scores = Cast<to = 1>(logits)
+    target_probs = speccompile.Warp(scores, temperature, top_k, top_p)
+    """
+
+_BY_TOKENS = """
+    node_draws = Gather<axis = 2>(uniforms, one)
+    drawn = speccompile.Draw(target_probs, node_draws)
+    {0} = speccompile.Walk(drawn, tokens, parents)
+    """
+
+_BY_LAWS = """
+    {0} = speccompile.WalkLaws(target_probs, tokens, parents, draft_probs, uniforms)
+    """
+
+_CHOICE = """
+    draft_vocab = Shape<start = 2>(draft_probs)
+    has_laws = Greater(draft_vocab, one)
+    path = Where(has_laws, path_laws, path_tokens)
+    num_accepted = Where(has_laws, num_laws, num_tokens)
+    next_token = Where(has_laws, next_laws, next_tokens)
+    """
+
+_VERDICT = "path, num_accepted, next_token"
+# A greedy slot's law is one-hot, and then both rules keep the same drafts: laws never have to be left unread.
+_SPEC_VERIFY: dict[Drafts, tuple[str, tuple[str, ...]]] = {
+    "tokens": (_TARGET + _BY_TOKENS.format(_VERDICT), ("Warp", "Draw", "Walk")),
+    "laws": (_TARGET + _BY_LAWS.format(_VERDICT), ("Warp", "WalkLaws")),
+    "both": (
+        _TARGET
+        + _BY_TOKENS.format("path_tokens, num_tokens, next_tokens")
+        + _BY_LAWS.format("path_laws, num_laws, next_laws")
+        + _CHOICE,
+        ("Warp", "Draw", "Walk", "WalkLaws"),
+    ),
+}
+
+
+def drafts_from_width(draft_vocab: int | str | None, vocab: int | None) -> Drafts:
+    """The form of SpecVerify for a graph whose draft laws are so wide; a name or None: decided at run time.
+
+    Args:
+        draft_vocab: last dim of `draft_probs`.
+        vocab: last dim of the logits.
+    """
+    if draft_vocab == 1 and vocab != 1:
+        return "tokens"
+    return "laws" if isinstance(draft_vocab, int) and draft_vocab == vocab and vocab != 1 else "both"
+
+
+def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
+    """The ops by name, with bodies for TensorRT; names and signatures are those of the ordinary ones.
+
+    KVRollback's ordinary body builds: a gather of rows and TensorRT's in-place cache layer, whose cache must be an
+    input of the graph and its update an output.
+
+    Args:
+        drafts: `tokens`: draft_vocab is 1; `laws`: it is the target's; `both`: it may be either at run time.
+        max_nodes: most nodes of a scored tree, the root included.
+    """
+    walk, walk_laws = walk_ops(max_nodes)
+    verify, uses = _SPEC_VERIFY[drafts]
+    *plain, law = SAMPLE_TOKEN.outputs
+    outputs = (*plain, TensorSpec(SAMPLED_PROBS, ("batch", "vocab"), law.dtype))
+    ops = (
+        replace(SPEC_VERIFY, body=verify, uses=uses),
+        replace(SAMPLE_TOKEN, outputs=outputs, body=_SAMPLE_TOKEN, uses=("Warp", "Draw")),
+        KV_ROLLBACK,
+        walk,
+        walk_laws,
+        TRT_WARP,
+        TRT_DRAW,
+        LOCATE,
+    )
+    return {op.name: op for op in ops}

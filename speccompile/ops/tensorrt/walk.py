@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walk and WalkLaws as TensorRT builds them: no loop, no branch.
+
+Drafts that are kept for their token alone are kept or not whatever becomes of the others, so paths are followed by
+doubling. By draft laws, siblings bend the law that the next one is judged by: that walk is unrolled over the nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from speccompile.ops.op import Op
+from speccompile.ops.walk import WALK, WALK_LAWS
+
+# `link` is the parent clipped to what precedes the node: -1 at the root, whatever the prefill's gather left there.
+_LINKS = """
+    none = Constant<value_int = 0>()
+    one = Constant<value_int = 1>()
+    no_node = Constant<value_int = -1>()
+    first = Constant<value_ints = [0]>()
+    second = Constant<value_ints = [1]>()
+    last = Constant<value_ints = [-1]>()
+    num_nodes1 = Shape<start = 1>(tokens)
+    num_nodes = Squeeze(num_nodes1)
+    index = Range(none, num_nodes, one)
+    previous = Sub(index, one)
+    link = Min(parents, previous)
+    parent = Max(link, none)
+"""
+
+# Indices grow along a path, so the k-th node on it is the one behind which k + 1 are counted.
+_PATH = """
+    counted = CumSum(alive, one)
+    depth = Sub(counted, one)
+    is_alive = Greater(alive, none)
+    depth_alive = Where(is_alive, depth, no_node)
+    index_column = Unsqueeze(index, last)
+    depth_row = Unsqueeze(depth_alive, second)
+    is_place = Equal(index_column, depth_row)
+    placed = Where(is_place, index, no_node)
+    path = ReduceMax<keepdims = 0>(placed, last)
+    reached = Where(is_alive, index, none)
+    end = ReduceMax<keepdims = 1>(reached, second)
+    num_alive = ReduceSum<keepdims = 0>(alive, second)
+    num_accepted = Sub(num_alive, one)
+"""
+
+
+def walk_body(max_nodes: int) -> str:
+    """The statements of Walk for trees of at most `max_nodes` nodes; nodes behind them are never kept."""
+    most = max(max_nodes, 2)
+    text = f"""{_LINKS}
+    wanted = GatherElements<axis = 1>(drawn, parent)
+    is_drawn = Equal(tokens, wanted)
+    is_linked = GreaterOrEqual(link, none)
+    limit = Constant<value_int = {most}>()
+    is_known = Less(index, limit)
+    is_usable = And(is_linked, is_known)
+    is_match = And(is_drawn, is_usable)
+    match_link = Where(is_match, link, no_node)
+    own_link = Unsqueeze(match_link, last)
+    other_link = Unsqueeze(match_link, second)
+    is_sibling = Equal(own_link, other_link)
+    index_own = Unsqueeze(index, last)
+    is_before = Greater(index_own, index)
+    is_shadow = And(is_sibling, is_before)
+    shadow = Cast<to = 7>(is_shadow)
+    shadowed = ReduceMax<keepdims = 0>(shadow, last)
+    match = Cast<to = 7>(is_match)
+    kept = Sub(match, shadowed)
+    is_root = Equal(index, none)
+    root = Cast<to = 7>(is_root)
+    alive_0 = Max(kept, root)
+    jump_0 = Identity(parent)
+    """
+    rounds = (most - 1).bit_length()
+    for number in range(rounds):
+        text += f"""
+    above_{number} = GatherElements<axis = 1>(alive_{number}, jump_{number})
+    alive_{number + 1} = Min(alive_{number}, above_{number})
+    jump_{number + 1} = GatherElements<axis = 1>(jump_{number}, jump_{number})
+    """
+    return f"""{text}
+    alive = Identity(alive_{rounds})
+    {_PATH}
+    next1 = GatherElements<axis = 1>(drawn, end)
+    next_token = Squeeze(next1, second)
+    """
+
+
+def _offer(node: int) -> str:
+    """Statements that judge one node and, where it is refused, take its law from what the next sibling sees."""
+    n, m = f"_{node}", f"_{node - 1}"
+    return f"""
+    node{n} = Constant<value_ints = [{node}]>()
+    row{n} = Min(node{n}, top_node)
+    link{n} = Gather<axis = 1>(links, node{n})
+    is_child{n} = Equal(link{n}, at{m})
+    token{n} = Gather<axis = 1>(tokens_used, node{n})
+    u{n} = Gather<axis = 1>(accepts, node{n})
+    draft1{n} = Gather<axis = 1>(draft_probs, row{n})
+    draft0{n} = Squeeze(draft1{n}, second)
+    draft_law{n} = Expand(draft0{n}, law_shape)
+    target_at{n} = GatherElements<axis = 1>(law{m}, token{n})
+    draft_at{n} = GatherElements<axis = 1>(draft_law{n}, token{n})
+    bar{n} = Mul(u{n}, draft_at{n})
+    is_under{n} = Less(bar{n}, target_at{n})
+    is_kept{n} = And(is_child{n}, is_under{n})
+    over{n} = Sub(law{m}, draft_law{n})
+    left{n} = Relu(over{n})
+    mass{n} = ReduceSum<keepdims = 1>(left{n}, second)
+    has_mass{n} = Greater(mass{n}, off)
+    refused_law{n} = Div(left{n}, mass{n})
+    is_rest{n} = And(is_child{n}, has_mass{n})
+    rest{n} = Where(is_rest{n}, refused_law{n}, law{m})
+    own1{n} = Gather<axis = 1>(target_probs, row{n})
+    own{n} = Squeeze(own1{n}, second)
+    law{n} = Where(is_kept{n}, own{n}, rest{n})
+    at{n} = Where(is_kept{n}, node{n}, at{m})
+    kept{n} = Cast<to = 7>(is_kept{n})
+    """
+
+
+def walk_laws_body(max_nodes: int) -> str:
+    """The statements of WalkLaws for trees of at most `max_nodes` nodes; nodes behind them are never kept.
+
+    `draft_probs` may be [batch, nodes, 1], for the sake of its shape alone.
+    """
+    nodes = range(1, max(max_nodes, 2))
+    text = f"""{_LINKS}
+    off = Constant<value_float = 0.0>()
+    third = Constant<value_ints = [2]>()
+    top_node1 = Sub(num_nodes1, second)
+    top_node = Identity(top_node1)
+    limit = Constant<value_ints = [{len(nodes) + 1}]>()
+    missing0 = Sub(limit, num_nodes1)
+    missing = Max(missing0, first)
+    pads = Concat<axis = 0>(first, missing)
+    is_linked = GreaterOrEqual(link, none)
+    used = Where(is_linked, tokens, none)
+    links = Pad(link, pads, no_node, second)
+    tokens_used = Pad(used, pads, none, second)
+    accept_draws = Gather<axis = 2>(uniforms, none)
+    accepts = Pad(accept_draws, pads, off, second)
+    node_draws = Gather<axis = 2>(uniforms, one)
+    slots = Shape<end = 1>(target_probs)
+    vocab = Shape<start = 2>(target_probs)
+    law_shape = Concat<axis = 0>(slots, vocab)
+    root_law = Gather<axis = 1>(target_probs, first)
+    law_0 = Squeeze(root_law, second)
+    root_shape = Concat<axis = 0>(slots, second)
+    at_0 = Expand(none, root_shape)
+    kept_0 = Expand(one, root_shape)
+    """
+    text += "".join(_offer(node) for node in nodes)
+    kept = ", ".join(f"kept_{n}" for n in (0, *nodes))
+    return f"""{text}
+    kept_all = Concat<axis = 1>({kept})
+    behind0 = Sub(num_nodes1, limit)
+    behind1 = Max(behind0, first)
+    behind = Concat<axis = 0>(first, behind1)
+    kept_long = Pad(kept_all, behind, none, second)
+    alive = Slice(kept_long, first, num_nodes1, second)
+    {_PATH}
+    u_end = GatherElements<axis = 1>(node_draws, end)
+    law_end = Unsqueeze(law_{nodes[-1]}, second)
+    next1 = speccompile.Draw(law_end, u_end)
+    next_token = Squeeze(next1, second)
+    """
+
+
+def walk_ops(max_nodes: int) -> tuple[Op, Op]:
+    """Walk and WalkLaws with these bodies."""
+    return (
+        replace(WALK, body=walk_body(max_nodes), uses=(), sized_body=None),
+        replace(WALK_LAWS, body=walk_laws_body(max_nodes), uses=("Draw",), sized_body=None),
+    )
