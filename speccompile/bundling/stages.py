@@ -4,27 +4,31 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from speccompile.core.memory import read_peak_rss, reset_peak_rss
 
 Progress = Callable[[str], None]
 
 
 @dataclass
 class Stage:
-    """A stage while it runs; set `cached` inside its block.
+    """A stage while it runs; set the others inside its block.
 
     Args:
         name: e.g. "compile target".
         cached: the result came from the cache.
+        child_peak_bytes: the most memory that a process of its own held.
+        skipped: why nothing was done.
     """
 
     name: str
     cached: bool = False
+    child_peak_bytes: int = 0
+    skipped: str | None = None
 
 
 @dataclass
@@ -33,7 +37,8 @@ class StageLog:
 
     Args:
         progress: called with "STAGE" as a stage begins and "STAGE: STEP" for the steps inside it.
-        rows: {"name", "seconds", "peak_rss_bytes", "cached"} of the finished stages, in order.
+        rows: {"name", "seconds", "peak_rss_bytes", "cached"} of the finished stages, in order; "skipped" gives the
+            reason where nothing was done. The peak is the larger one of this process and of one it started.
     """
 
     progress: Progress
@@ -49,7 +54,9 @@ class StageLog:
         start = time.perf_counter()
         yield stage
         seconds = round(time.perf_counter() - start, 3)
-        self.rows.append({"name": name, "seconds": seconds, "peak_rss_bytes": read_peak_rss(), "cached": stage.cached})
+        peak = max(read_peak_rss(), stage.child_peak_bytes)
+        row = {"name": name, "seconds": seconds, "peak_rss_bytes": peak, "cached": stage.cached}
+        self.rows.append(row if stage.skipped is None else {**row, "skipped": stage.skipped})
 
     def skip(self, *names: str) -> None:
         """Note stages whose result came from the cache."""
@@ -60,18 +67,3 @@ class StageLog:
     def step(self, name: str) -> None:
         """Report a step of the current stage."""
         self.progress(f"{self.current}: {name}")
-
-
-def reset_peak_rss() -> None:
-    """Start the peak anew where the kernel allows it (proc(5), clear_refs); elsewhere it is that of the process."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def read_peak_rss() -> int:
-    """Highest resident set of this process since the last reset, in bytes."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -10,11 +10,27 @@ import dataclasses
 import typing
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from speccompile.core import registry
 
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
+Range = tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
+
+
+def _check_range(value: Range | str) -> Range | str:
+    if not isinstance(value, str) and not value[0] <= value[1] <= value[2]:
+        raise ValueError("three sizes in rising order: min, opt, max")
+    return value
+
+
+SizeRange = Annotated[Range | Literal["auto"], AfterValidator(_check_range)]
+# YAML reads 12.0 as a number.
+ComputeCapability = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if isinstance(value, float) else value),
+    Field(pattern=r"^[0-9]+\.[0-9]$", json_schema_extra={"type": ["string", "number"]}),
+]
 
 
 class Section(BaseModel):
@@ -29,7 +45,9 @@ class TargetSection(Section):
     model: str = Field(
         min_length=1, description="Checkpoint folder (beside the recipe, or in the working directory) or hub id."
     )
-    dtype: Literal["float32"] = Field("float32", description="Type of activations and caches.")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="Type of activations and caches; 'auto' is the backend's own."
+    )
     quantization: Quantization = Field("none", description="Form of the weights of linear layers.")
     weights: Literal["checkpoint", "random"] = Field(
         "checkpoint", description="'random' builds from config.json alone, for sizing and speed."
@@ -42,16 +60,61 @@ class TargetSection(Section):
     )
 
 
+class ProfileSection(Section):
+    """Sizes that one TensorRT optimization profile serves: [min, opt, max], or 'auto' from the model."""
+
+    batch: SizeRange = Field("auto", description="Sequences of a step.")
+    nodes: SizeRange = Field("auto", description="Tokens of a step, per sequence.")
+    kv: SizeRange = Field("auto", description="Cache rows that a step attends to.")
+
+
+class TensorRTSection(Section):
+    """What the TensorRT backend alone reads."""
+
+    compute_capabilities: tuple[ComputeCapability, ...] = Field(
+        (), description="GPUs the plans are for, e.g. [12.0]; empty: as the flavour chooses."
+    )
+    prefill: ProfileSection = Field(
+        default_factory=lambda: ProfileSection.model_validate({}), description="The profile that reads prompts."
+    )
+    decode: ProfileSection = Field(
+        default_factory=lambda: ProfileSection.model_validate({}), description="The profile that scores drafts."
+    )
+    workspace_gib: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | Literal["auto"] = Field(
+        "auto", description="Most GPU memory for the scratch space of kernels; 'auto' leaves it to TensorRT."
+    )
+    weight_streaming: bool = Field(False, description="Let weights stay in host memory and stream to the GPU.")
+    optimization_level: Annotated[int, Field(ge=0, le=5)] | Literal["auto"] = Field(
+        "auto", description="How long the builder searches, 0 to 5; full TensorRT only."
+    )
+    timing_cache: bool = Field(True, description="Keep measured kernels for the next build; full TensorRT only.")
+    max_build_gib: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | Literal["auto"] = Field(
+        "auto", description="End a builder that holds more memory than this; 'auto' sets no limit but the machine's."
+    )
+    keep_onnx: bool = Field(False, description="Keep the lowered ONNX beside each plan.")
+
+
 class EngineSection(Section):
     """How the graphs are compiled and what they are sized for."""
 
     backend: str = Field("onnxruntime", description="One of the registered backends.")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="Where the engines run.")
+    flavour: Literal["auto", "tensorrt", "tensorrt_rtx"] = Field(
+        "auto", description="Which TensorRT builds; 'auto' is the one that is installed."
+    )
+    plugins: Literal["auto", "native", "none"] = Field(
+        "auto", description="Custom kernels in TensorRT's plans: 'native', or 'none' for standard operators alone."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the engines run; 'auto' is the backend's first."
+    )
     max_batch_size: int = Field(1, ge=1, le=1024, description="Slots of the caches.")
     max_seq_len: int = Field(2048, ge=16, description="Rows of the caches: prompt, new tokens and one tree.")
     max_draft_nodes: int = Field(16, ge=1, le=1024, description="Most draft tokens scored in one step.")
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto", description="Threads of an engine; 'auto' measures at build time."
+    )
+    tensorrt: TensorRTSection = Field(
+        default_factory=lambda: TensorRTSection.model_validate({}), description="What the TensorRT backend alone reads."
     )
 
 

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from speccompile.core import registry
 from speccompile.core.jobs import GraphJob
 from speccompile.errors import RecipeError
-from speccompile.recipe.models import Quantization, Recipe
+from speccompile.recipe.models import EngineSection, Recipe
 
 Weights = Literal["checkpoint", "random"]
 TARGET = "target"
@@ -30,16 +31,51 @@ class Device:
     num_cores: int
 
 
+SizeRange = tuple[int, int, int] | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class ProfilePlan:
+    """See the recipe's profiles."""
+
+    batch: SizeRange
+    nodes: SizeRange
+    kv: SizeRange
+
+
+@dataclass(frozen=True)
+class TensorRTPlan:
+    """See the recipe's engine.tensorrt section."""
+
+    compute_capabilities: tuple[str, ...]
+    prefill: ProfilePlan
+    decode: ProfilePlan
+    workspace_gib: float | Literal["auto"]
+    weight_streaming: bool
+    optimization_level: int | Literal["auto"]
+    timing_cache: bool
+    max_build_gib: float | Literal["auto"]
+    keep_onnx: bool
+
+
 @dataclass(frozen=True)
 class EnginePlan:
     """Backend and sizes; see the recipe's engine section."""
 
     backend: str
+    flavour: str
+    plugins: str
     device: str
     max_batch_size: int
     max_seq_len: int
     max_draft_nodes: int
     threads: int | Literal["auto"]
+    tensorrt: TensorRTPlan
+
+    def backend_options(self) -> dict[str, Any]:
+        """What `CompileOptions.backend` holds: the section of the backend's own name, flavour and plugins with it."""
+        own = getattr(self, self.backend, None)
+        return {} if own is None else {"flavour": self.flavour, "plugins": self.plugins, **asdict(own)}
 
 
 @dataclass(frozen=True)
@@ -96,9 +132,14 @@ class BuildPlan:
                 "num_layers": dict(self.target.options).get("num_layers"),
             },
             "speculator": {"method": self.method, **asdict(self.speculator)},
-            "engine": asdict(self.engine),
+            "engine": self._engine_keys(),
             "decoding": {**asdict(self.decoding), "stop": list(self.decoding.stop)},
         }
+
+    def _engine_keys(self) -> dict[str, Any]:
+        """The section of another backend is not read: it is left out."""
+        keys = {k: v for k, v in asdict(self.engine).items() if not isinstance(v, dict) or k == self.engine.backend}
+        return dict(json.loads(json.dumps(keys)))
 
 
 def find_device(name: str) -> Device:
@@ -132,20 +173,40 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         expected = f"at most engine.max_draft_nodes = {engine.max_draft_nodes}"
         raise RecipeError("speculator.num_draft_tokens", got, expected, "Lower it, or raise engine.max_draft_nodes.")
     drafts = tuple(method.graph_jobs(config))
-    for job in drafts:
-        if job.quantization not in get_args(Quantization):
-            expected = f"one of {', '.join(get_args(Quantization))}"
-            raise RecipeError("speculator.quantization", repr(job.quantization), expected, "Choose one of these.")
+    backend = registry.backend(engine.backend)
+    _check_forms(backend, recipe, drafts)
     return BuildPlan(
         target=_target_job(recipe, method.target_outputs(config)),
         weights=recipe.target.weights,
-        dtype=recipe.target.dtype,
+        dtype=backend.dtypes[0] if recipe.target.dtype == "auto" else recipe.target.dtype,
         method=method.name,
         speculator=config,
         drafts=drafts,
-        engine=EnginePlan(**engine.model_dump()),
+        engine=_engine_plan(engine, backend),
         decoding=DecodingPlan(**recipe.decoding.model_dump()),
     )
+
+
+def _engine_plan(section: EngineSection, backend: Any) -> EnginePlan:
+    values = section.model_dump()
+    own = values.pop("tensorrt")
+    for name in ("prefill", "decode"):
+        own[name] = ProfilePlan(**own[name])
+    if section.device == "auto":
+        values["device"] = backend.devices[0]
+    return EnginePlan(**values, tensorrt=TensorRTPlan(**own))
+
+
+def _check_forms(backend: Any, recipe: Recipe, drafts: Sequence[GraphJob]) -> None:
+    """The dtype and the quantisations are those of the backend."""
+    forms = [("target.quantization", recipe.target.quantization, backend.quantizations)]
+    forms += [("speculator.quantization", job.quantization, backend.quantizations) for job in drafts]
+    if recipe.target.dtype != "auto":
+        forms.append(("target.dtype", recipe.target.dtype, backend.dtypes))
+    for where, got, known in forms:
+        if got not in known:
+            expected = f"one of {', '.join(known)} with engine.backend: {backend.name}"
+            raise RecipeError(where, repr(got), expected, "Choose one of these, or another backend.")
 
 
 def _target_job(recipe: Recipe, outputs: Mapping[str, Any]) -> GraphJob:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.core import registry, specs
+from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec
 from speccompile.frontend.checkpoint import read_dims
 from speccompile.recipe import BuildPlan, Device, load_recipe, resolve
@@ -50,6 +51,9 @@ class FakeBackend:
 
     name = BACKEND
     devices = ("cpu",)
+    dtypes = ("float32",)
+    quantizations = ("none", "int8", "int4")
+    graph_file = "graph.onnx"
     weights_bytes = 1000
 
     def compile(
@@ -59,6 +63,7 @@ class FakeBackend:
         dest: Path,
         *,
         quantization: str = "none",
+        options: CompileOptions | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
         if progress is not None:
@@ -69,7 +74,10 @@ class FakeBackend:
             progress("save")
         return {"form": "fp32", "forms_measured": {}, "passes": [], "op_histogram": {"before": {"A": 2}, "after": {}}}
 
-    def compile_rollback(self, dims: ModelDims, dest: Path) -> GraphSpec:
+    def why_unchecked(self) -> str | None:
+        return None
+
+    def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
         dest.mkdir()
         (dest / "graph.onnx").write_text("rollback")
         return rollback_spec(dims)

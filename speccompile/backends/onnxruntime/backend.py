@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec, ModelDims
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ class OnnxRuntimeBackend:
 
     name = "onnxruntime"
     devices = ("cpu", "cuda")
+    dtypes = ("float32",)
+    quantizations = ("none", "int8", "int4")
+    graph_file = GRAPH_FILE
 
     def compile(
         self,
@@ -32,6 +36,7 @@ class OnnxRuntimeBackend:
         *,
         quantization: str = "none",
         form: str | None = None,
+        options: CompileOptions | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
         """Lower `model` and write `dest/graph.onnx` with its external data.
@@ -45,6 +50,7 @@ class OnnxRuntimeBackend:
             dest: folder to write to; made when missing.
             quantization: none, int8 or int4.
             form: a kernel form, see `speccompile.passes.pipelines.ORT_QUANTIZATION`.
+            options: not read: sizes and profiles do not matter here.
             progress: called with the name of each pass.
 
         Returns:
@@ -57,6 +63,7 @@ class OnnxRuntimeBackend:
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.pipelines import ORT_QUANTIZATION, onnxruntime_table
 
+        del options
         forms = [form] if form else list(ORT_QUANTIZATION.get(quantization, {quantization: ()}))
         dest.mkdir(parents=True, exist_ok=True)
         reports, measured = {}, {}
@@ -76,11 +83,16 @@ class OnnxRuntimeBackend:
                 shutil.rmtree(dest / name)
         return {"form": best, "forms_measured": measured, **reports[best]}
 
-    def compile_rollback(self, dims: ModelDims, dest: Path) -> GraphSpec:
+    def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
         """Write the cache compaction graph of a model to `dest/graph.onnx`; returns its spec."""
         from speccompile.backends.writing import save_rollback
 
+        del options
         return save_rollback(dims, dest / GRAPH_FILE)
+
+    def why_unchecked(self) -> str | None:
+        """Why compiled graphs cannot run on the machine that builds them; None: they can, and are checked."""
+        return None
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None) -> dict[str, Any]:
         """Measure thread counts and step costs of a lowered graph: see `measure_graph`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec, ModelDims
 from speccompile.errors import RecipeError
 
@@ -23,6 +24,9 @@ class ReferenceBackend:
 
     name = "reference"
     devices = ("cpu",)
+    dtypes = ("float32",)
+    quantizations = ("none",)
+    graph_file = GRAPH_FILE
 
     def compile(
         self,
@@ -32,6 +36,7 @@ class ReferenceBackend:
         *,
         quantization: str = "none",
         form: str | None = None,
+        options: CompileOptions | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
         """Attach the tail and write `dest/graph.onnx`.
@@ -42,6 +47,7 @@ class ReferenceBackend:
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.pipelines import reference_table
 
+        del options
         if quantization != "none":
             raise RecipeError(
                 "target.quantization", quantization, "none with engine.backend: reference", "Choose another backend."
@@ -49,11 +55,16 @@ class ReferenceBackend:
         report = lower_and_save(model, reference_table(spec), dest / GRAPH_FILE, progress)
         return {"form": "fp32", "forms_measured": {}, **report}
 
-    def compile_rollback(self, dims: ModelDims, dest: Path) -> GraphSpec:
+    def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
         """Write the cache compaction graph; the engine itself uses the numpy twin."""
         from speccompile.backends.writing import save_rollback
 
+        del options
         return save_rollback(dims, dest / GRAPH_FILE)
+
+    def why_unchecked(self) -> str | None:
+        """Its graphs run everywhere: None."""
+        return None
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None) -> dict[str, Any]:
         """Nothing is measured: an empty record."""

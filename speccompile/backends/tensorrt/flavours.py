@@ -13,6 +13,17 @@ from typing import Any, Literal
 FlavourName = Literal["tensorrt", "tensorrt_rtx"]
 FlavourChoice = Literal["tensorrt", "tensorrt_rtx", "auto"]
 
+# Our name of a dtype by TensorRT's.
+DTYPE_NAMES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "INT64": "int64",
+    "INT32": "int32",
+    "INT8": "int8",
+    "BOOL": "bool",
+}
+
 
 @dataclass(frozen=True)
 class Capabilities:

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process in which TensorRT builds one plan; `builder.build_plan` starts it.
+
+    python -m speccompile.backends.tensorrt.build_child EVENTS_FD < request.json
+
+A crash of the builder ends this process alone. Everything it has to say goes to the pipe EVENTS_FD, one JSON object
+a line; its standard output and error are free for what native code prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from speccompile.backends.tensorrt import network as networks
+from speccompile.backends.tensorrt.flavours import Flavour
+from speccompile.backends.tensorrt.shim import load_tensorrt, text_from_lines
+from speccompile.core.memory import read_peak_rss, reset_peak_rss
+from speccompile.core.specs import spec_from_json
+from speccompile.errors import BuildError
+
+Send = Callable[[Mapping[str, Any]], None]
+_PR_SET_PDEATHSIG = 1
+_REPORT_EVERY_S = 0.1
+
+
+def main() -> None:
+    """Build what the request on standard input asks for."""
+    _depend_on_parent()
+    send = _sender(int(sys.argv[1]))
+    request = json.load(sys.stdin)
+    try:
+        send({"result": build(request, send)})
+    except OSError as fault:
+        send({"error": _json_from_error(_disk_error(Path(request["plan"]), fault))})
+    except BuildError as fault:
+        send({"error": _json_from_error(fault)})
+
+
+def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
+    """Parse, build, and write the plan.
+
+    Args:
+        request: see `builder.build_plan`.
+        send: called with every event.
+
+    Returns:
+        {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "flavour", "version"}.
+
+    Raises:
+        BuildError: see `network` and the builder's own reasons.
+    """
+    stages: list[dict[str, Any]] = []
+    flavour = load_tensorrt(request["flavour"])
+    flavour.logger.listener = lambda level, text: send({"log": [level, text]}) if level <= 2 else None
+    settings, source, dest = request["settings"], Path(request["onnx"]), Path(request["plan"])
+    if settings["plugins"]:
+        from speccompile.backends.tensorrt.plugins import register_plugins
+
+        register_plugins(flavour.trt)
+    trt = flavour.trt
+    builder = trt.Builder(flavour.logger)
+    with _stage("parse", stages, send):
+        network, parser = networks.parse_network(flavour, builder, source, settings["plugins"])
+        networks.check_network(flavour, network, spec_from_json(request["spec"]))
+        config = networks.configure(flavour, builder, settings)
+    timing_cache = Path(request["timing_cache"]) if request["timing_cache"] else None
+    cache = networks.load_timing_cache(flavour, config, timing_cache)
+    config.progress_monitor = make_monitor(trt, send)
+    with _stage("optimise", stages, send), dest.open("wb") as file:
+        writer = make_writer(trt, file)
+        built = builder.build_serialized_network_to_stream(network, config, writer)
+        file.flush()
+        os.fsync(file.fileno())
+    if writer.fault is not None:
+        raise _disk_error(dest, writer.fault)
+    if not built or writer.num_bytes == 0:
+        raise _builder_error(flavour, source)
+    if cache is not None and timing_cache is not None:
+        networks.save_timing_cache(config, timing_cache)
+    del parser
+    return {"stages": stages, "plan_bytes": writer.num_bytes, "flavour": flavour.name, "version": flavour.version}
+
+
+@contextlib.contextmanager
+def _stage(name: str, stages: list[dict[str, Any]], send: Send) -> Iterator[None]:
+    send({"stage": name})
+    reset_peak_rss()
+    start = time.perf_counter()
+    yield
+    seconds = round(time.perf_counter() - start, 3)
+    stages.append({"name": name, "seconds": seconds, "peak_rss_bytes": read_peak_rss()})
+
+
+def make_writer(trt: ModuleType, file: Any) -> Any:
+    """A stream that TensorRT writes the plan to, so that it never lies whole in memory.
+
+    Attributes of the object: `num_bytes` written, `fault`, the OSError that ended it or None.
+    """
+
+    class FileWriter(trt.IStreamWriter):  # type: ignore[name-defined]
+        """See `make_writer`."""
+
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+            self.num_bytes = 0
+            self.fault: OSError | None = None
+
+        def write(self, data: Any) -> int:
+            try:
+                file.write(data)
+            except OSError as fault:  # an exception must not pass through native code
+                self.fault = fault
+                return 0
+            self.num_bytes += len(data)
+            return len(data)
+
+    return FileWriter()
+
+
+def make_monitor(trt: ModuleType, send: Send) -> Any:
+    """A progress monitor that sends {"progress": [phase, step, steps]} ten times a second at most."""
+    lock, totals, last = threading.Lock(), dict[str, int](), [0.0]
+
+    def report(phase: str, step: int) -> None:
+        now = time.monotonic()
+        with lock:
+            if now - last[0] < _REPORT_EVERY_S:
+                return
+            last[0] = now
+        send({"progress": [phase, step, totals.get(phase, 0)]})
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined]
+        """See `make_monitor`."""
+
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None:
+            totals[phase_name] = num_steps
+            report(phase_name, 0)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            report(phase_name, step + 1)
+            return True
+
+        def phase_finish(self, phase_name: str) -> None:
+            totals.pop(phase_name, None)
+
+    return Monitor()
+
+
+def _sender(descriptor: int) -> Send:
+    stream, lock = os.fdopen(descriptor, "w", encoding="utf-8"), threading.Lock()
+
+    def send(event: Mapping[str, Any]) -> None:
+        with lock:  # TensorRT logs from several threads
+            stream.write(json.dumps(event) + "\n")
+            stream.flush()
+
+    return send
+
+
+def _depend_on_parent() -> None:
+    """End with the parent, however it ends, and be the first that the kernel ends when memory is short."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+
+def _json_from_error(fault: BuildError) -> dict[str, str]:
+    return {"where": fault.where, "got": fault.got, "expected": fault.expected, "todo": fault.todo}
+
+
+def _builder_error(flavour: Flavour, source: Path) -> BuildError:
+    got = text_from_lines(flavour.logger.lines) or "no plan and no reason"
+    todo = (
+        "See the builder's message; engine.plugins: none and engine.tensorrt.optimization_level change what it tries."
+    )
+    return BuildError(f"building {source.name}", got, "a plan", todo)
+
+
+def _disk_error(dest: Path, fault: OSError) -> BuildError:
+    return BuildError(str(dest), fault.strerror or str(fault), "room and permission to write", "Free space.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build one plan in a child process: whatever becomes of the builder, the parent gets a plan or a BuildError."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from speccompile.backends.tensorrt.shim import text_from_lines
+from speccompile.core.memory import read_memory
+from speccompile.core.specs import GraphSpec
+from speccompile.errors import BuildError
+
+CHILD = "speccompile.backends.tensorrt.build_child"
+GIB = 1 << 30
+_POLL_S = 0.1
+_TAIL_CHARS = 1500
+_MEMORY_TODO = "Free memory, quantise the weights, or build on a larger machine: --dry-run predicts what a build needs."
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """What a child builds.
+
+    Args:
+        onnx: the lowered graph.
+        spec: its inputs and outputs.
+        flavour: `tensorrt` or `tensorrt_rtx`.
+        settings: see `network.configure`.
+        timing_cache: file of measured kernels; None: none is kept.
+        max_bytes: the child is ended when it holds more memory; None: no limit.
+    """
+
+    onnx: Path
+    spec: GraphSpec
+    flavour: str
+    settings: dict[str, Any]
+    timing_cache: Path | None = None
+    max_bytes: int | None = None
+
+    def json_from_request(self, plan: Path) -> dict[str, Any]:
+        """What the child reads."""
+        return {
+            "onnx": str(self.onnx),
+            "plan": str(plan),
+            "spec": self.spec.json_from_spec(),
+            "flavour": self.flavour,
+            "settings": self.settings,
+            "timing_cache": None if self.timing_cache is None else str(self.timing_cache),
+        }
+
+
+@dataclass
+class _Child:
+    """What is known of a running child."""
+
+    process: subprocess.Popen[bytes]
+    stage: str = "start"
+    result: dict[str, Any] | None = None
+    error: dict[str, str] | None = None
+    lines: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=40))
+    peak_bytes: int = 0
+
+
+def build_plan(
+    request: BuildRequest,
+    dest: Path,
+    progress: Callable[[str], None] | None = None,
+    command: Sequence[str] = (sys.executable, "-m", CHILD),
+) -> dict[str, Any]:
+    """Build a plan.
+
+    The child ends with this process and with this call, also at Ctrl-C. `dest` appears whole or not at all.
+
+    Args:
+        request: what to build.
+        dest: the plan's file; its folder exists.
+        progress: called with "STAGE" and "PHASE STEP/STEPS".
+        command: the child's command line, without the number of the pipe for its events.
+
+    Returns:
+        {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "flavour", "version", "peak_rss_bytes"}.
+
+    Raises:
+        BuildError: the graph is refused, the builder failed, crashed or ran out of memory; with the end of its log.
+    """
+    fresh = dest.with_name(f".{dest.name}.new")
+    # The child's own temporary files go with this folder, however the child ends.
+    with tempfile.TemporaryDirectory(prefix="speccompile-build-") as scratch:
+        printed = Path(scratch) / "printed"
+        try:
+            with printed.open("wb") as output:
+                child = _run(request, fresh, progress, command, output, scratch)
+            _check_end(request, child, printed)
+            assert child.result is not None
+            os.replace(fresh, dest)
+        finally:
+            fresh.unlink(missing_ok=True)
+    peak = max([child.peak_bytes, *(s["peak_rss_bytes"] for s in child.result["stages"])])
+    return {**child.result, "peak_rss_bytes": peak}
+
+
+def _run(
+    request: BuildRequest,
+    plan: Path,
+    progress: Callable[[str], None] | None,
+    command: Sequence[str],
+    output: Any,
+    scratch: str,
+) -> _Child:
+    """Start the child and hear it to its end."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    try:
+        process = subprocess.Popen(
+            [*command, str(writer)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            pass_fds=(writer,),
+            env={**os.environ, "TMPDIR": scratch},
+            start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the child
+        )
+    finally:
+        os.close(writer)
+    child = _Child(process)
+    try:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(request.json_from_request(plan)).encode())
+            process.stdin.close()
+        except BrokenPipeError:  # it died at once: its exit status says more
+            pass
+        _listen(child, reader, request.max_bytes, progress)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        os.close(reader)
+    return child
+
+
+def _listen(child: _Child, reader: int, max_bytes: int | None, progress: Callable[[str], None] | None) -> None:
+    """Read events until the pipe closes, and watch the child's memory."""
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(reader, selectors.EVENT_READ)
+        while True:
+            held = read_memory("VmRSS", child.process.pid) or 0
+            child.peak_bytes = max(child.peak_bytes, held)
+            if max_bytes is not None and held > max_bytes:
+                child.process.kill()
+                child.error = _memory_error(child, held, max_bytes)
+                return
+            if not selector.select(_POLL_S):
+                continue
+            data = os.read(reader, 1 << 16)
+            if not data:
+                child.process.wait()
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                _hear(child, json.loads(line), progress)
+
+
+def _hear(child: _Child, event: dict[str, Any], progress: Callable[[str], None] | None) -> None:
+    if "log" in event:
+        child.lines.append((event["log"][0], event["log"][1]))
+    elif "stage" in event:
+        child.stage = event["stage"]
+        if progress is not None:
+            progress(child.stage)
+    elif "progress" in event and progress is not None:
+        phase, step, steps = event["progress"]
+        progress(f"{phase} {step}/{steps}")
+    elif "result" in event:
+        child.result = event["result"]
+    elif "error" in event:
+        child.error = event["error"]
+
+
+def _memory_error(child: _Child, held: int, max_bytes: int) -> dict[str, str]:
+    return {
+        "where": f"the builder's process, stage {child.stage}",
+        "got": f"{held / GIB:.2f} GiB of memory",
+        "expected": f"at most {max_bytes / GIB:.2f} GiB (engine.tensorrt.max_build_gib)",
+        "todo": f"Raise engine.tensorrt.max_build_gib. {_MEMORY_TODO}",
+    }
+
+
+def _check_end(request: BuildRequest, child: _Child, printed: Path) -> None:
+    """Raise what the child reported, or what its exit status says."""
+    if child.error is not None:
+        raise BuildError(**child.error)
+    status = child.process.returncode
+    if status == 0 and child.result is not None:
+        return
+    tail = printed.read_text(encoding="utf-8", errors="replace").strip()[-_TAIL_CHARS:]
+    log = "\n".join(part for part in (text_from_lines(list(child.lines)), tail) if part) or "nothing in its log"
+    where, expected = f"building {request.spec.name}, stage {child.stage}", "a plan"
+    if status == -signal.SIGKILL:
+        got = "the builder's process was killed (SIGKILL), as the kernel does when memory runs out; it held "
+        got += f"{child.peak_bytes / GIB:.2f} GiB. Its log ends: {log}"
+        raise BuildError(where, got, expected, _MEMORY_TODO)
+    if status < 0:
+        got = f"the builder crashed ({signal.Signals(-status).name}). Its log ends: {log}"
+        todo = "Build with engine.plugins: none to tell plugins from TensorRT, and report it with the recipe."
+        raise BuildError(where, got, expected, todo)
+    got = f"the builder's process ended with status {status}. Its log ends: {log}"
+    raise BuildError(where, got, expected, "See the log; check the installation of TensorRT.")

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a lowered ONNX file to a TensorRT network and its builder configuration. Runs in the child process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from speccompile.backends.tensorrt.flavours import DTYPE_NAMES, Flavour
+from speccompile.backends.tensorrt.shim import text_from_lines
+from speccompile.core.specs import GraphSpec, TensorSpec
+from speccompile.errors import BuildError
+
+GIB = 1 << 30
+
+
+def parse_network(flavour: Flavour, builder: Any, path: Path, plugins: Sequence[str]) -> tuple[Any, Any]:
+    """Parse a lowered graph; its weights are mapped from the file, not read.
+
+    Args:
+        flavour: which TensorRT.
+        builder: its Builder.
+        path: the ONNX file.
+        plugins: ops that shall become plugins even where they carry a body; empty: bodies are used.
+
+    Returns:
+        The network, and the parser, which owns the weights and must outlive the build.
+
+    Raises:
+        BuildError: an operator or attribute that TensorRT does not take, or a plugin that is not there.
+    """
+    trt, flags = flavour.trt, 0
+    if plugins and flavour.can.supports_aot_plugins:
+        flags |= 1 << int(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS)
+    network = builder.create_network(flags)
+    network.name = path.stem
+    parser = trt.OnnxParser(network, flavour.logger)
+    if plugins:
+        parser.set_flag(trt.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE)
+    if not parser.parse_from_file(str(path)):
+        raise _parse_error(path, flavour, parser)
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    num_plugins = sum(layer.type == trt.LayerType.PLUGIN_V3 for layer in layers)
+    if num_plugins < len(plugins):
+        got = f"{num_plugins} plugin layers: {', '.join(plugins)} became something else"
+        todo = "Report it, or build with engine.plugins: none."
+        raise BuildError(f"parsing {path.name}", got, f"{len(plugins)}", todo)
+    return network, parser
+
+
+def _parse_error(path: Path, flavour: Flavour, parser: Any) -> BuildError:
+    if parser.num_errors == 0:
+        got = text_from_lines(flavour.logger.lines) or "no reason given"
+        return BuildError(f"parsing {path.name}", got, "a graph that TensorRT's parser takes", "See the message.")
+    fault = parser.get_error(0)
+    node, op = fault.node_name() or f"number {fault.node()}", fault.node_operator()
+    where = f"parsing {path.name}, node {node} ({op})" if op else f"parsing {path.name}"
+    if "Plugin not found" in fault.desc():
+        expected = "a registered plugin of that name, or a body in the graph"
+        return BuildError(where, f"no plugin {op}", expected, "Build with engine.plugins: none.")
+    expected = f"an operator that {flavour.name} {flavour.version} takes"
+    todo = (
+        "Report it with the model's config.json; engine.tensorrt.keep_onnx keeps the graph of a build that ends well."
+    )
+    return BuildError(where, fault.desc(), expected, todo)
+
+
+def check_network(flavour: Flavour, network: Any, spec: GraphSpec) -> None:
+    """Compare the network's inputs and outputs with the spec.
+
+    Raises:
+        BuildError: names, dtypes or dims differ.
+    """
+    sides = (
+        ("input", network.num_inputs, network.get_input, spec.inputs),
+        ("output", network.num_outputs, network.get_output, spec.outputs),
+    )
+    for side, count, tensor_at, wanted in sides:
+        found = {t.name: t for t in (tensor_at(i) for i in range(count))}
+        if set(found) != {t.name for t in wanted}:
+            differing = sorted(set(found) ^ {t.name for t in wanted})
+            got = f"{side}s {', '.join(differing)} on one side only"
+            raise BuildError(f"network {spec.name}", got, "those of the spec", "Report it with the recipe.")
+        for tensor in wanted:
+            _check_tensor(spec, side, tensor, found[tensor.name])
+
+
+def _check_tensor(spec: GraphSpec, side: str, wanted: TensorSpec, found: Any) -> None:
+    dtype = DTYPE_NAMES.get(found.dtype.name, found.dtype.name)
+    shape = tuple(found.shape)
+    # The parser may infer a static size where the spec has a dynamic dim (an output of one element), not the reverse.
+    same = len(shape) == len(wanted.dims) and all(
+        size == dim or (isinstance(dim, str) and side == "output") or (isinstance(dim, str) and size == -1)
+        for size, dim in zip(shape, wanted.dims, strict=True)
+    )
+    if dtype != wanted.dtype or not same:
+        where = f"network {spec.name}, {side} {wanted.name}"
+        expected = f"{wanted.dtype}{list(wanted.dims)}"
+        raise BuildError(where, f"{dtype}{list(shape)}", expected, "Report it with the recipe.")
+
+
+def configure(flavour: Flavour, builder: Any, settings: Mapping[str, Any]) -> Any:
+    """A builder configuration.
+
+    Args:
+        flavour: which TensorRT.
+        builder: its Builder.
+        settings: `flags`, `compute_capabilities`, `workspace_gib`, `optimization_level`, `plugins`, `profiles` (by
+            input: min, opt and max shape), as `settings.settings_from_options` makes them.
+
+    Raises:
+        BuildError: TensorRT refuses a profile.
+    """
+    trt, config = flavour.trt, builder.create_builder_config()
+    for name in settings["flags"]:
+        config.set_flag(getattr(trt.BuilderFlag, name))
+    capabilities = settings["compute_capabilities"]
+    if capabilities:
+        config.num_compute_capabilities = len(capabilities)
+        for index, text in enumerate(capabilities):
+            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{text.replace('.', '')}"), index)
+    if settings["workspace_gib"] != "auto":
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(settings["workspace_gib"] * GIB))
+    if settings["optimization_level"] != "auto":
+        config.builder_optimization_level = settings["optimization_level"]
+    if settings["plugins"]:
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    for index, shapes in enumerate(settings["profiles"]):
+        _add_profile(flavour, builder, config, index, shapes)
+    return config
+
+
+def _add_profile(flavour: Flavour, builder: Any, config: Any, index: int, shapes: Mapping[str, Any]) -> None:
+    profile, todo = builder.create_optimization_profile(), "Correct engine.tensorrt.prefill and decode."
+    for name, (low, best, high) in shapes.items():
+        try:
+            profile.set_shape(name, tuple(low), tuple(best), tuple(high))
+        except ValueError as fault:
+            got = f"{low}, {best}, {high}: {fault}"
+            raise BuildError(f"profile {index}, input {name}", got, "shapes that TensorRT takes", todo) from fault
+    if config.add_optimization_profile(profile) < 0:
+        got = text_from_lines(flavour.logger.lines) or "refused without a reason"
+        raise BuildError(f"profile {index}", got, "a profile that TensorRT takes", todo)
+
+
+def load_timing_cache(flavour: Flavour, config: Any, path: Path | None) -> Any:
+    """Let the builder start with kernels measured before; returns the cache, or None where the flavour has none."""
+    if path is None or not flavour.can.supports_timing_cache:
+        return None
+    cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
+    config.set_timing_cache(cache, ignore_mismatch=False)
+    return cache
+
+
+def save_timing_cache(config: Any, path: Path) -> None:
+    """Keep what the builder measured, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_bytes(bytes(memoryview(config.get_timing_cache().serialize())))
+    fresh.replace(path)

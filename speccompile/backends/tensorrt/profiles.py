@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimization profiles: which sizes a plan serves, derived from its spec, its options and the recipe's wishes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from speccompile.core import specs
+from speccompile.core.jobs import PREFILL_CHUNK, CompileOptions
+from speccompile.core.specs import Dim, GraphSpec, TensorSpec
+from speccompile.errors import BuildError
+
+Range = tuple[int, int, int]
+Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+_SECTION = "engine.tensorrt"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One optimization profile.
+
+    Args:
+        name: prefill, decode, or step where a graph has one alone.
+        sizes: (min, opt, max) by name of a dynamic dim.
+    """
+
+    name: str
+    sizes: Mapping[str, Range]
+
+    def shapes(self, spec: GraphSpec) -> Shapes:
+        """(min, opt, max) shapes of every input with a dynamic dim."""
+        dynamic = [t for t in spec.inputs if any(isinstance(d, str) for d in t.dims)]
+        return {t.name: (self._shape(t, 0), self._shape(t, 1), self._shape(t, 2)) for t in dynamic}
+
+    def _shape(self, tensor: TensorSpec, which: int) -> tuple[int, ...]:
+        return tuple(d if isinstance(d, int) else self.sizes[d][which] for d in tensor.dims)
+
+    def json_from_profile(self) -> dict[str, Any]:
+        """{"name", "sizes": {dim: [min, opt, max]}}."""
+        return {"name": self.name, "sizes": {dim: list(sizes) for dim, sizes in self.sizes.items()}}
+
+
+def make_profiles(spec: GraphSpec, options: CompileOptions) -> tuple[Profile, ...]:
+    """The profiles of a graph.
+
+    A graph that reads tokens into a cache has two: `prefill`, one sequence and up to a chunk of its prompt, and
+    `decode`, every slot and up to the nodes of a step. All others have `step`, with decode's sizes.
+
+    Args:
+        spec: TensorRT's inputs and outputs.
+        options: sizes, and in `backend` the recipe's `prefill` and `decode`.
+
+    Raises:
+        BuildError: a profile of the recipe leaves out sizes that the runtime will ask for, or goes beyond the graph.
+    """
+    reads_tokens = bool(spec.caches) and any(t.name == specs.TOKENS for t in spec.inputs)
+    names = ("prefill", "decode") if reads_tokens else ("step",)
+    profiles = tuple(_make_profile(name, spec, options) for name in names)
+    unknown = sorted({d for t in spec.inputs for d in t.dims if isinstance(d, str)} - set(profiles[0].sizes))
+    if unknown:
+        expected = f"one of {', '.join(sorted(profiles[0].sizes))}"
+        raise BuildError(f"profiles of {spec.name}", f"dim {unknown[0]!r}", expected, "Report it with the recipe.")
+    return profiles
+
+
+def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profile:
+    # What the runtime asks for; the recipe may widen it, and chooses what is fastest.
+    rows, nodes = max(options.max_rows, 1), options.max_nodes
+    is_prefill = name == "prefill"
+    chunk = max(min(PREFILL_CHUNK, rows), nodes)
+    needed = {
+        "batch": (1, 1 if is_prefill else options.max_slots),
+        "nodes": (1, chunk if is_prefill else nodes),
+        "kv": (1, rows),
+    }
+    best = {"batch": needed["batch"][1], "nodes": needed["nodes"][1], "kv": max(rows // 2, 1)}
+    wishes = options.backend.get(name, {})
+    sizes = {dim: _fit(name, dim, wishes.get(dim, "auto"), needed[dim], best[dim]) for dim in needed}
+    if sizes["kv"][2] > rows:
+        got, where = f"{list(sizes['kv'])}", f"{_SECTION}.{name}.kv"
+        todo = "Lower it, or raise engine.max_seq_len."
+        raise BuildError(where, got, f"at most the {rows} cache rows of {spec.name}", todo)
+    samples = any(t.name in (specs.SAMPLED_TOKEN, specs.SAMPLED_TOKENS) for t in spec.outputs)
+    scored = 1 if samples else nodes
+    return Profile(
+        name,
+        {
+            **sizes,
+            "scored": (1, 1 if is_prefill else scored, scored),
+            "draft_vocab": (1, 1, max(spec.vocab_size, 1)),
+        },
+    )
+
+
+def _fit(name: str, dim: str, wish: Sequence[int] | str, needed: tuple[int, int], best: int) -> Range:
+    low, high = needed
+    if isinstance(wish, str):
+        return low, best, high
+    if wish[0] > low or wish[2] < high:
+        where, todo = f"{_SECTION}.{name}.{dim}", "Widen it, or lower the sizes in engine."
+        raise BuildError(where, f"{list(wish)}", f"a range that holds {low} to {high}", todo)
+    return wish[0], wish[1], wish[2]
+
+
+def describe_dim(dim: Dim, profiles: Sequence[Profile]) -> str:
+    """A dim as people read it: a number, or its name with the range that all profiles span."""
+    if isinstance(dim, int):
+        return str(dim)
+    ranges = [p.sizes[dim] for p in profiles if dim in p.sizes]
+    return f"{dim} {min(r[0] for r in ranges)}-{max(r[2] for r in ranges)}" if ranges else dim
