@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`speccompile::SampleToken` as a torch op, for drafts that draw inside their graph."""
+
+from __future__ import annotations
+
+import torch
+
+from speccompile.ops.sample_token import sample_token as twin
+
+
+@torch.library.custom_op("speccompile::sample_token", mutates_args=())
+def sample_token(
+    logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A draft's next token; see `speccompile.ops.sample_token`.
+
+    Args:
+        logits: [batch, 1, vocab] float32.
+        uniforms: [batch] float32 in [0, 1).
+        temperature: [batch] float32.
+        top_k: [batch] int64.
+        top_p: [batch] float32.
+
+    Returns:
+        token [batch] int64, confidence [batch] float32, law [batch, vocab] float32 (zeros where all is greedy).
+    """
+    arrays = [t.detach().numpy() for t in (logits, uniforms, temperature, top_k, top_p)]
+    token, confidence, law = (torch.from_numpy(a) for a in twin(*arrays))
+    # Tracing needs one shape: the dummy law of a greedy batch is widened.
+    return token, confidence, law.expand(-1, logits.shape[2]).clone()
+
+
+@sample_token.register_fake
+def _(logits, uniforms, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
+    batch, _, vocab = logits.shape
+    token = uniforms.new_empty(batch, dtype=torch.int64)
+    return token, uniforms.new_empty(batch), uniforms.new_empty(batch, vocab)
