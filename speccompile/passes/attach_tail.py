@@ -62,8 +62,18 @@ def attach_sampler(model: ir.Model, spec: specs.GraphSpec) -> int:
     return 1
 
 
+def attach_nothing(model: ir.Model, spec: specs.GraphSpec) -> int:
+    """Add the inputs that `spec` has and the graph lacks; logits stay an output."""
+    _add_inputs(model, spec)
+    _set_io(model, spec, {})
+    return 0
+
+
 def attach_tail(spec: specs.GraphSpec) -> Pass:
     """The pass that gives a decoder the tail which `spec` declares."""
-    sampled = any(t.name == specs.SAMPLED_TOKEN for t in spec.outputs)
-    attach = attach_sampler if sampled else attach_verify
-    return Pass("attach_sampler" if sampled else "attach_verify", lambda model: attach(model, spec))
+    names = {t.name for t in spec.outputs}
+    attach = next((a for name, a in _TAILS.items() if name in names), attach_nothing)
+    return Pass(attach.__name__, lambda model: attach(model, spec))
+
+
+_TAILS = {specs.SAMPLED_TOKEN: attach_sampler, specs.PATH: attach_verify}

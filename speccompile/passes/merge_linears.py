@@ -64,7 +64,7 @@ def _merge(model: ir.Model, source: ir.Value, nodes: list[ir.Node]) -> None:
         end.replace_all_uses_with(part)
     for node in dead:
         model.graph.remove(node, safe=True)
-    for value in [*weights, *(bias for _, bias in adds)]:
+    for value in dict.fromkeys([*weights, *(bias for _, bias in adds)]):  # biases of zeros may be one value
         if value.name is not None and not list(value.uses()):
             del model.graph.initializers[value.name]
 

@@ -3,16 +3,26 @@
 
 from __future__ import annotations
 
-from speccompile.core.specs import GraphSpec
+from collections.abc import Collection
+from dataclasses import replace
+
+from speccompile.core.specs import GraphSpec, compacted_cache_name
 from speccompile.errors import RecipeError
+from speccompile.passes.attach_compaction import attach_compaction_pass
 from speccompile.passes.attach_tail import attach_tail
 from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
+from speccompile.passes.fold_scale import FOLD_SCALE
+from speccompile.passes.half_precision import half_precision_pass
+from speccompile.passes.lint_tensorrt import check_io_pass, lint_pass
 from speccompile.passes.lower_attention import LOWER_ATTENTION
+from speccompile.passes.lower_attention_tensorrt import LOWER_ATTENTION_TENSORRT, static_caches_pass
 from speccompile.passes.merge_heads import MERGE_HEADS
 from speccompile.passes.merge_linears import MERGE_LINEARS
 from speccompile.passes.quantize_blocks import quantize_blocks_pass
 from speccompile.passes.quantize_int8 import QUANTIZE_INT8
+from speccompile.passes.quantize_qdq import quantize_qdq_pass
+from speccompile.passes.tie_weights import TIE_WEIGHTS
 
 # Kernel forms of each weight quantisation on ONNX Runtime's CPU; which is fastest is measured at build time.
 ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
@@ -51,3 +61,48 @@ def onnxruntime_table(spec: GraphSpec, quantization: str, form: str) -> tuple[Pa
 def reference_table(spec: GraphSpec) -> tuple[Pass, ...]:
     """The passes from a neutral decoder to the reference evaluator: nothing is lowered."""
     return (attach_tail(spec), SHARE_COMMON, REMOVE_DEAD)
+
+
+def tensorrt_table(
+    spec: GraphSpec,
+    quantization: str,
+    *,
+    dtype: str,
+    plugins: Collection[str] = (),
+    behind_tail: tuple[Pass, ...] = (),
+    attention: Pass = LOWER_ATTENTION_TENSORRT,
+) -> tuple[Pass, ...]:
+    """The passes from a neutral decoder to TensorRT's ONNX.
+
+    Weights are changed first, while they are float32 and each is used once; then come tail, types and attention.
+
+    Args:
+        spec: a `tensorrt_spec`: the graph's inputs and outputs afterwards.
+        quantization: none, int8, int4 or fp8.
+        dtype: float32, float16 or bfloat16, as in `spec`.
+        plugins: op types whose plugins the parser will find; any other op of ours needs its function body.
+        behind_tail: passes on the whole neutral graph, such as the unrolling of a draft.
+        attention: what lowers CachedAttention.
+
+    Raises:
+        RecipeError: no such quantisation, or not with this dtype.
+    """
+    compacted = {compacted_cache_name(c) for c in spec.caches}
+    compacts = any(t.name in compacted for t in spec.outputs)
+    inner = replace(spec, outputs=tuple(t for t in spec.outputs if t.name not in compacted))
+    quantize = () if quantization == "none" else (MERGE_LINEARS, quantize_qdq_pass(quantization, dtype))
+    return (
+        FOLD_SCALE,
+        *quantize,
+        TIE_WEIGHTS,
+        attach_tail(inner),
+        *behind_tail,
+        static_caches_pass(inner),
+        *(() if dtype == "float32" else (half_precision_pass(inner, dtype),)),
+        attention,
+        *((attach_compaction_pass(spec),) if compacts else ()),
+        SHARE_COMMON,
+        REMOVE_DEAD,
+        check_io_pass(spec),
+        lint_pass(plugins),
+    )

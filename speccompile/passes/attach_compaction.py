@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One KVRollback over all caches behind their updates, where a plugin compacts inside the target's step.
+
+The path comes from the verdict of the same step, so attention has read the caches before they are compacted.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from speccompile.core import specs
+from speccompile.core.specs import GraphSpec, compacted_cache_name, updated_cache_name
+from speccompile.passes.base import Pass
+from speccompile.passes.edit import OPS_DOMAIN, Editor, input_of
+
+
+def attach_compaction(model: ir.Model, spec: GraphSpec) -> int:
+    """Add the node and its outputs behind all others; returns the number of caches.
+
+    Args:
+        model: with the updated caches and `path` among its outputs.
+        spec: its caches are compacted.
+    """
+    outputs = {v.name: v for v in model.graph.outputs}
+    updated = [outputs[updated_cache_name(name)] for name in spec.caches]
+    # TensorRT asks a plugin for the number of its outputs before it shows the inputs.
+    attributes = {"num_caches": len(updated)} if len(updated) > 1 else {}
+    made = Editor(model).op(
+        "KVRollback",
+        *updated,
+        input_of(model, specs.LENGTHS),
+        outputs[specs.PATH],
+        domain=OPS_DOMAIN,
+        num_outputs=len(updated),
+        **attributes,
+    )
+    for name, value, cache in zip(spec.caches, made if len(updated) > 1 else [made], updated, strict=True):
+        value.name, value.shape, value.type = compacted_cache_name(name), cache.shape, cache.type
+        model.graph.outputs.append(value)
+    return len(updated)
+
+
+def attach_compaction_pass(spec: GraphSpec) -> Pass:
+    """The pass for the caches of `spec`."""
+    return Pass("attach_compaction", lambda model: attach_compaction(model, spec))

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CachedAttention -> TensorScatter in place + Attention over the rows in use, for TensorRT.
+
+TensorRT's Attention ignores `nonpad_kv_seqlen` in silence, knows no softcap, and multiplies the whole K cache by a
+`scale`. Without the Slice to the rows in use it copies the cache and repeats K and V for every query head; with it
+one kernel reads the used rows of each kv head. Seen in the layer list of TensorRT-RTX 1.7.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from speccompile.core.specs import KV_ROWS, GraphSpec
+from speccompile.passes.attention_mask import AttentionMasks, size_of, window_of
+from speccompile.passes.base import Pass, Property
+from speccompile.passes.edit import OPS_DOMAIN, Editor, input_of, nodes_of, replace
+from speccompile.passes.lower_attention import ATTENTION_LOWERED
+
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def has_kernel(head_dim: int, dtype: ir.DataType | None) -> bool:
+    """Whether TensorRT's Attention takes heads of this size; others are written out as matrix products.
+
+    (The node attribute TRT_decomposable would say the same, but no other reader of ONNX accepts it.)
+    """
+    return dtype in _HALVES and head_dim % 8 == 0 and 16 <= head_dim <= 256
+
+
+def _find_dynamic_cache(model: ir.Model) -> str | None:
+    for node in nodes_of(model, "TensorScatter"):
+        cache = node.inputs[0]
+        if cache is None or cache.shape is None or not isinstance(cache.shape[2], int):
+            return f"the rows of {None if cache is None else cache.name} are not static"
+    return None
+
+
+CACHES_STATIC = Property("caches_static", _find_dynamic_cache)
+
+
+def make_caches_static(model: ir.Model, spec: GraphSpec) -> int:
+    """Give the caches and their updates the dims of `spec`; returns the number of caches."""
+    dims = {t.name: t.dims for t in (*spec.inputs, *spec.outputs)}
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.shape = ir.Shape(list(dims[str(value.name)]))
+    return len(spec.caches)
+
+
+def static_caches_pass(spec: GraphSpec) -> Pass:
+    """The pass that makes the caches' rows static: TensorRT updates no other caches in place."""
+    return Pass("make_caches_static", lambda model: make_caches_static(model, spec))
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """How one CachedAttention is lowered.
+
+    Args:
+        group: query heads of a kv head that become rows of it; 1 for an Attention node, which knows groups.
+    """
+
+    fused: bool
+    window: int
+    group: int
+    softcap: float
+
+
+def form_of(node: ir.Node, fused: bool | None) -> AttentionForm:
+    cache = node.inputs[3]
+    softcap = node.attributes["softcap"].as_float() if "softcap" in node.attributes else 0.0
+    wanted = has_kernel(size_of(cache, 3), cache.dtype if cache is not None else None) if fused is None else fused
+    if wanted and not softcap:
+        return AttentionForm(True, window_of(node), 1, 0.0)
+    return AttentionForm(False, window_of(node), size_of(node.inputs[0], 1) // size_of(cache, 1), softcap)
+
+
+def _lower(model: ir.Model, node: ir.Node, form: AttentionForm, mask: ir.Value, num_rows: ir.Value) -> None:
+    _, key, value, k_cache, v_cache, lengths, _ = node.inputs
+    edit = Editor(model, node)
+    k_all = edit.op("TensorScatter", k_cache, key, lengths, axis=2, mode="linear")
+    v_all = edit.op("TensorScatter", v_cache, value, lengths, axis=2, mode="linear")
+    k_used, v_used = (edit.op("Slice", c, edit.ints([0]), num_rows, edit.ints([2])) for c in (k_all, v_all))
+    replace(node, attend(edit, node, form, k_used, v_used, mask), k_all, v_all)
+
+
+def attend(
+    edit: Editor, node: ir.Node, form: AttentionForm, k_used: ir.Value, v_used: ir.Value, mask: ir.Value
+) -> ir.Value:
+    """What `node` attends to the rows `k_used` and `v_used` under an additive mask: [batch, nodes, heads, head_dim]."""
+    query, k_cache = node.inputs[0], node.inputs[3]
+    assert query is not None and k_cache is not None and k_cache.dtype is not None
+    dtype, scale = k_cache.dtype, node.attributes["scale"].as_float()
+    if scale != 1:
+        query = edit.op("Mul", query, edit.const(np.float32(scale).astype(dtype.numpy()), "attention.scale"))
+    if form.fused:
+        out = edit.op("Attention", query, k_used, v_used, mask, scale=1.0)
+    else:
+        kv_heads, head_dim = size_of(k_cache, 1), size_of(k_cache, 3)
+        if form.group > 1:
+            query = edit.op("Reshape", query, edit.ints([0, kv_heads, -1, head_dim]))
+        scores = edit.op("MatMul", query, edit.op("Transpose", k_used, perm=[0, 1, 3, 2]))
+        out = edit.op("MatMul", _probs(edit, scores, form, mask, dtype), v_used)
+        if form.group > 1:
+            out = edit.op("Reshape", out, edit.ints([0, kv_heads * form.group, -1, head_dim]))
+    transposed: ir.Value = edit.op("Transpose", out, perm=[0, 2, 1, 3])
+    return transposed
+
+
+def _probs(edit: Editor, scores: ir.Value, form: AttentionForm, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Softmax in float32 of the capped and masked scores."""
+    if form.softcap:
+        cap = edit.const(np.float32(form.softcap).astype(dtype.numpy()), "attention.softcap")
+        scores = edit.op("Mul", edit.op("Tanh", edit.op("Div", scores, cap)), cap)
+    scores = edit.op("Add", scores, mask)
+    if dtype == ir.DataType.FLOAT:
+        probs: ir.Value = edit.op("Softmax", scores, axis=-1)
+        return probs
+    probs = edit.op("Softmax", edit.op("Cast", scores, to=ir.DataType.FLOAT), axis=-1)
+    return edit.op("Cast", probs, to=dtype)  # type: ignore[no-any-return]
+
+
+def lower_attention_tensorrt(model: ir.Model, fused: bool | None = None) -> int:
+    """Lower every CachedAttention; returns their number.
+
+    Args:
+        model: has the input `kv_rows`; dtypes are final.
+        fused: whether Attention nodes are used; None: where `has_kernel` says so.
+    """
+    nodes = nodes_of(model, "CachedAttention", OPS_DOMAIN)
+    if not nodes:
+        return 0
+    cache = nodes[0].inputs[3]
+    assert cache is not None and cache.dtype is not None
+    masks = AttentionMasks(model, nodes[0], input_of(model, KV_ROWS), 0, cache.dtype)
+    forms = [form_of(node, fused) for node in nodes]
+    made = {kind: masks.make(*kind) for kind in dict.fromkeys((f.window, f.group) for f in forms)}
+    for node, form in zip(nodes, forms, strict=True):
+        _lower(model, node, form, made[form.window, form.group], masks.num_rows)
+    return len(nodes)
+
+
+LOWER_ATTENTION_TENSORRT = Pass(
+    "lower_attention_tensorrt", lower_attention_tensorrt, ensures=(ATTENTION_LOWERED, CACHES_STATIC)
+)

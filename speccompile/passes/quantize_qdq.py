@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights to int8 per output channel, int4 in blocks of the input, or fp8 E4M3 per output channel, as Q/DQ.
+
+The weight becomes a constant of few bits behind a DequantizeLinear, which TensorRT fuses into the product (seen in
+the layer list of TensorRT-RTX 1.7.1 for all three, blocks of 16 to 128, float16 and bfloat16); activations stay as
+they are. Embeddings are gathered by rows and stay in the graph's dtype. The LM head goes to int8 under int4, too: it
+decides every token and is read once a step, so four bits would save little and cost most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from speccompile.core.specs import LOGITS
+from speccompile.errors import RecipeError
+from speccompile.passes.base import Pass
+from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of, weight_of
+
+BLOCKS = (128, 64, 32, 16)  # of int4, the first that divides the inputs: larger blocks have fewer scales to read
+# A channel of zeros: any positive scale keeps it 0. In float16 the smallest that is not subnormal.
+MIN_SCALE = {"float32": np.float32(1e-12), "bfloat16": np.float32(1e-12), "float16": np.float32(2**-14)}
+FP8_MAX = np.float32(448)  # of E4M3
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A quantised weight: weight ~ levels * scale.
+
+    Args:
+        levels: [in, out] int8, int4 or float8_e4m3fn.
+        scale: [out] of a channel, or [in / block, out], float32 numbers that the graph's dtype holds exactly.
+    """
+
+    levels: np.ndarray
+    scale: np.ndarray
+
+
+def _rounded_scale(peak: np.ndarray, largest: float, dtype: str) -> np.ndarray:
+    """peak / largest rounded to `dtype`, and up where that would push the peak out of range."""
+    kind = np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype))
+    smallest = MIN_SCALE[dtype]
+    exact = np.maximum(peak / np.float32(largest), smallest).astype(np.float32)
+    scale = exact.astype(kind)
+    above = np.nextafter(scale, np.array(np.inf, kind))
+    return np.where(scale.astype(np.float32) < exact, above, scale).astype(np.float32)
+
+
+def int8_levels(weight: np.ndarray, dtype: str = "float32") -> Levels:
+    """Symmetric int8 per output channel of `weight` [in, out] float32, levels -127..127."""
+    scale = _rounded_scale(np.abs(weight).max(axis=0), 127, dtype)
+    return Levels(np.clip(np.rint(weight / scale), -127, 127).astype(np.int8), scale)
+
+
+def int4_levels(weight: np.ndarray, block: int, dtype: str = "float32") -> Levels:
+    """Symmetric int4 in blocks of `block` inputs of `weight` [in, out] float32, levels -7..7; block divides in."""
+    num_in, num_out = weight.shape
+    rows = weight.reshape(num_in // block, block, num_out)
+    scale = _rounded_scale(np.abs(rows).max(axis=1), 7, dtype)
+    levels = np.clip(np.rint(rows / scale[:, None]), -7, 7).astype(ml_dtypes.int4)
+    return Levels(levels.reshape(num_in, num_out), scale)
+
+
+def fp8_levels(weight: np.ndarray, dtype: str = "float32") -> Levels:
+    """E4M3 per output channel of `weight` [in, out] float32, largest magnitude 448."""
+    scale = _rounded_scale(np.abs(weight).max(axis=0), float(FP8_MAX), dtype)
+    return Levels(np.clip(weight / scale, -FP8_MAX, FP8_MAX).astype(ml_dtypes.float8_e4m3fn), scale)
+
+
+def block_of(num_in: int) -> int | None:
+    """The int4 block for that many inputs; None when none divides them."""
+    return next((b for b in BLOCKS if num_in % b == 0), None)
+
+
+_TYPES = {"int8": ir.DataType.INT8, "int4": ir.DataType.INT4, "fp8": ir.DataType.FLOAT8E4M3FN}
+
+
+def _form_of(quantization: str, num_in: int, is_head: bool) -> str:
+    if quantization == "int4" and (is_head or block_of(num_in) is None):
+        return "int8"
+    return quantization
+
+
+def _maker(form: str, num_in: int, dtype: str) -> Callable[[np.ndarray], Levels]:
+    if form == "int4":
+        return lambda weight: int4_levels(weight, block_of(num_in) or 0, dtype)
+    return lambda weight: {"int8": int8_levels, "fp8": fp8_levels}[form](weight, dtype)
+
+
+def find_head(model: ir.Model) -> ir.Node | None:
+    """The MatMul that makes the logits: the first one on the way up from them."""
+    outputs = {v.name: v for v in model.graph.outputs}
+    value = outputs.get(LOGITS)
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type == "MatMul":
+            return node
+        value = next((v for v in node.inputs if v is not None and v.producer() is not None), None)
+    return None
+
+
+def linears_of(model: ir.Model) -> list[ir.Node]:
+    """The MatMuls with constant weights [in, out]."""
+    nodes = nodes_of(model, "MatMul")
+    return [n for n in nodes if (w := weight_of(n.inputs[1])) is not None and len(w.shape) == 2]
+
+
+def quantize_qdq(model: ir.Model, quantization: str, dtype: str) -> int:
+    """Quantise every linear with constant weights [in, out]; returns their number.
+
+    Args:
+        model: in float32, logits still an output (the LM head is told by them).
+        quantization: int8, int4 or fp8.
+        dtype: the graph's later dtype, which the scales are rounded to before the levels are chosen.
+    """
+    head, nodes = find_head(model), linears_of(model)
+    for node in nodes:
+        value = node.inputs[1]
+        assert value is not None and value.name is not None
+        tensor = weight_of(value)
+        assert tensor is not None
+        num_in, num_out = sizes_of(tensor)
+        form = _form_of(quantization, num_in, node is head)
+        edit = Editor(model, node)
+        levels, scale = _lazy(tensor, form, num_in, num_out, value.name, dtype)
+        attributes = {"axis": 0, "block_size": block_of(num_in)} if form == "int4" else {"axis": 1}
+        weight = edit.op(
+            "DequantizeLinear", edit.const(levels, str(levels.name)), edit.const(scale, str(scale.name)), **attributes
+        )
+        weight.dtype, weight.shape = ir.DataType.FLOAT, ir.Shape([num_in, num_out])
+        out = edit.op("MatMul", node.inputs[0], weight)
+        out.shape, out.dtype = node.outputs[0].shape, node.outputs[0].dtype
+        replace(node, out)
+        if not list(value.uses()):
+            del model.graph.initializers[value.name]
+    return len(nodes)
+
+
+def _lazy(
+    tensor: ir.TensorProtocol, form: str, num_in: int, num_out: int, name: str, dtype: str
+) -> tuple[ir.LazyTensor, ir.LazyTensor]:
+    """Levels and scale as tensors that are computed while they are written, so that no weight is held twice."""
+    make = _maker(form, num_in, dtype)
+    scale_shape = (num_in // (block_of(num_in) or 1), num_out) if form == "int4" else (num_out,)
+
+    def levels() -> ir.TensorProtocol:
+        return ir.tensor(make(tensor.numpy()).levels, dtype=_TYPES[form], name=f"{name}.{form}")
+
+    def scale() -> ir.TensorProtocol:
+        return ir.tensor(make(tensor.numpy()).scale, name=f"{name}.scale")
+
+    return (
+        ir.LazyTensor(levels, _TYPES[form], ir.Shape((num_in, num_out)), name=f"{name}.{form}"),
+        ir.LazyTensor(scale, ir.DataType.FLOAT, ir.Shape(scale_shape), name=f"{name}.scale"),
+    )
+
+
+def quantize_qdq_pass(quantization: str, dtype: str) -> Pass:
+    """The pass for int8, int4 or fp8.
+
+    Raises:
+        RecipeError: no such quantisation, or int4 in a float32 graph, which TensorRT does not fuse.
+    """
+    if quantization not in _TYPES:
+        raise RecipeError("quantization", quantization, f"none, {', '.join(_TYPES)}", "Choose one of these.")
+    if quantization != "int8" and dtype == "float32":
+        todo = "Set target.dtype: float16 or bfloat16."
+        raise RecipeError("quantization", f"{quantization} with dtype float32", "a half-precision dtype", todo)
+    return Pass(f"quantize_qdq_{quantization}", lambda model: quantize_qdq(model, quantization, dtype))
