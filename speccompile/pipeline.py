@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.bundling.checks import check_graph
-from speccompile.bundling.graphs import Graph, compile_graph, find_graph, tune_graph
+from speccompile.bundling.graphs import Graph, compile_graph, compile_options, find_graph, tune_graph
 from speccompile.bundling.manifest import write_bundle_files
 from speccompile.bundling.stage_cache import StageCache, default_cache_folder
 from speccompile.bundling.stages import Progress, StageLog
 from speccompile.bundling.staging import staged_folder
 from speccompile.bundling.tokenizers import check_same_tokenizer, check_tokenizer
 from speccompile.core import registry
+from speccompile.core.specs import spec_from_json
 from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.plan import BuildPlan
 from speccompile.runtime.bundle import MANIFEST, Bundle, read_bundle
@@ -42,7 +43,7 @@ def build(
     _check_place(plan, backend, dest)
     with staged_folder(dest) as folder:
         with log.stage("check checkpoints"):
-            graphs = _check_checkpoints(plan, log)
+            graphs = _check_checkpoints(plan, backend, log)
         place = folder / "graphs"
         place.mkdir()
         records: dict[str, Any] = {}
@@ -50,17 +51,20 @@ def build(
             name = graph.job.name
             graphs[index], records[name] = compile_graph(graph, plan, backend, place / name, cache, log)
         with log.stage(f"compile {ROLLBACK}"):
-            spec = backend.compile_rollback(graphs[0].dims, place / ROLLBACK)
+            options = compile_options(plan, graphs[0].max_rows)
+            spec = backend.compile_rollback(graphs[0].dims, place / ROLLBACK, options)
             records[ROLLBACK] = {"role": ROLLBACK, "spec": spec.json_from_spec()}
         for name, record in records.items():
-            record["file"] = _graph_file(place / name).relative_to(folder).as_posix()
+            record["file"] = (place / name / backend.graph_file).relative_to(folder).as_posix()
         for graph in graphs:
             record = records[graph.job.name]
-            record["tuning"] = tune_graph(graph, plan, backend, folder / record["file"], cache, log)
-        with log.stage("check graphs"):
+            spec, file = spec_from_json(record["spec"]), folder / record["file"]
+            record["tuning"] = tune_graph(graph, spec, plan, backend, file, cache, log)
+        with log.stage("check graphs") as stage:
+            stage.skipped = backend.why_unchecked()
             for graph in graphs:
                 record = records[graph.job.name]
-                record["checks"] = _check_graph(graph, plan, backend, folder / record["file"], record["tuning"])
+                record["checks"] = _check_graph(plan, backend, folder, record, stage.skipped)
         log.current = "bundle"
         progress(log.current)
         write_bundle_files(folder, plan, graphs[0].source.folder, records, log.rows)
@@ -76,14 +80,14 @@ def _check_place(plan: BuildPlan, backend: Any, dest: Path) -> None:
         raise BuildError(str(dest), got, "a bundle to replace, or nothing", "Choose another place with -o.")
 
 
-def _check_checkpoints(plan: BuildPlan, log: StageLog) -> list[Graph]:
+def _check_checkpoints(plan: BuildPlan, backend: Any, log: StageLog) -> list[Graph]:
     log.step(plan.target.name)
-    target = find_graph(plan, plan.target, None)
+    target = find_graph(plan, plan.target, None, backend)
     check_tokenizer(target.source.folder, target.dims, plan.weights)
     graphs = [target]
     for job in plan.drafts:
         log.step(job.name)
-        graphs.append(graph := find_graph(plan, job, target.dims))
+        graphs.append(graph := find_graph(plan, job, target.dims, backend))
         if graph.source.has_tokenizer:
             may_differ = bool(getattr(plan.speculator, "allow_tokenizer_mismatch", False))
             sides = ((target.source.folder, target.dims), (graph.source.folder, graph.dims))
@@ -91,14 +95,13 @@ def _check_checkpoints(plan: BuildPlan, log: StageLog) -> list[Graph]:
     return graphs
 
 
-def _graph_file(folder: Path) -> Path:
-    """The one file of a compiled graph that is not its weights."""
-    (file,) = (f for f in folder.iterdir() if f.suffix != ".data")
-    return file
-
-
-def _check_graph(graph: Graph, plan: BuildPlan, backend: Any, path: Path, tuning: dict[str, Any]) -> dict[str, Any]:
+def _check_graph(
+    plan: BuildPlan, backend: Any, folder: Path, record: dict[str, Any], skipped: str | None
+) -> dict[str, Any]:
+    if skipped is not None:
+        return {"skipped": skipped}
+    path, spec = folder / record["file"], spec_from_json(record["spec"])
     engine = backend.load(
-        path, graph.spec, max_slots=1, max_rows=graph.max_rows, tuning=tuning, device=plan.engine.device
+        path, spec, max_slots=1, max_rows=record["max_rows"], tuning=record["tuning"], device=plan.engine.device
     )
     return check_graph(engine)

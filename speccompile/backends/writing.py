@@ -10,16 +10,30 @@ from typing import Any
 import onnx_ir as ir
 
 from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec
-from speccompile.ops.registry import attach_functions
+from speccompile.ops.registry import Dialect, attach_functions
 from speccompile.passes.base import Pass, histogram_from_model, run_pipeline
 from speccompile.passes.rollback import build_rollback
 from speccompile.passes.save import save_model
 
 
 def lower_and_save(
-    model: ir.Model, table: Sequence[Pass], path: Path, progress: Callable[[str], None] | None = None
+    model: ir.Model,
+    table: Sequence[Pass],
+    path: Path,
+    progress: Callable[[str], None] | None = None,
+    *,
+    dialect: Dialect = "onnx",
+    max_nodes: int = 17,
 ) -> dict[str, Any]:
     """Run `table` on a copy of `model` and write it to `path` with its external data.
+
+    Args:
+        model: left unchanged.
+        table: the passes.
+        path: the .onnx file.
+        progress: called with the name of each pass.
+        dialect: which function bodies are attached, see `attach_functions`.
+        max_nodes: see `attach_functions`.
 
     Returns:
         {"passes": [...], "op_histogram": {"before", "after"}}, JSON-ready.
@@ -31,7 +45,7 @@ def lower_and_save(
     before = histogram_from_model(work)
     traces = run_pipeline(work, table, progress)
     after = histogram_from_model(work)
-    attach_functions(work)
+    attach_functions(work, dialect, max_nodes)
     save_model(work, path)
     passes = [trace.json_from_trace() for trace in traces]
     return {"passes": passes, "op_histogram": {"before": before, "after": after}}

@@ -12,7 +12,7 @@ from speccompile.bundling.digests import digest_from_sources, versions_from_envi
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
 from speccompile.core import registry
-from speccompile.core.jobs import GraphJob, SourceContext
+from speccompile.core.jobs import CompileOptions, GraphJob, SourceContext
 from speccompile.core.protocols import GraphSource
 from speccompile.core.specs import GraphSpec, ModelDims
 from speccompile.errors import BuildError
@@ -69,20 +69,32 @@ def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weight
     Raises:
         CheckpointError, RecipeError: see `GraphSource`.
     """
-    context = SourceContext(weights or plan.weights, plan.engine.max_seq_len, target)
+    engine = plan.engine
+    context = SourceContext(weights or plan.weights, engine.max_seq_len, engine.max_draft_nodes, target)
     source: GraphSource = registry.find_class(job.source)(job, context)
     return source
 
 
-def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None) -> Graph:
+def compile_options(plan: BuildPlan, max_rows: int) -> CompileOptions:
+    """What a graph of the plan is compiled for.
+
+    Args:
+        plan: of the build.
+        max_rows: rows that a sequence may use; 0 for a graph without caches.
+    """
+    nodes = plan.engine.max_draft_nodes + 1
+    # Nodes that pad a ragged batch need rows behind the last that a sequence may use.
+    rows = max_rows + nodes if max_rows else 0
+    return CompileOptions(plan.dtype, plan.engine.max_batch_size, rows, nodes, plan.engine.backend_options())
+
+
+def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend: Any) -> Graph:
     """Find and check the checkpoint of `job`.
 
     Raises:
         CheckpointError: missing, incomplete or damaged.
         RecipeError: its sizes do not go with the target's or with the recipe's.
     """
-    from speccompile.backends.onnxruntime.tune import cpu_name
-
     source = open_source(plan, job, target)
     if plan.weights == "checkpoint":
         source.check()
@@ -95,7 +107,7 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None) -> Grap
         "spec": source.spec().json_from_spec(),
         "backend": plan.engine.backend,
         "device": plan.engine.device,
-        "machine": cpu_name(),  # kernel forms are chosen by measuring
+        "environment": backend.depends_on(compile_options(plan, source.max_rows)),
         "versions": versions_from_environment(),
         "sources": digest_from_sources((*_SOURCES, _folder_of(job.source))),
     }
@@ -124,8 +136,12 @@ def compile_graph(
     def make(dest: Path) -> None:
         with log.stage(f"export {name}"):
             model, dims = _export(graph.source, log)
-        with log.stage(f"compile {name}"):
-            report = backend.compile(model, graph.spec, dest, quantization=graph.job.quantization, progress=log.step)
+        with log.stage(f"compile {name}") as stage:
+            options = compile_options(plan, graph.max_rows)
+            report = backend.compile(
+                model, graph.spec, dest, quantization=graph.job.quantization, options=options, progress=log.step
+            )
+            stage.child_peak_bytes = report.get("peak_rss_bytes", 0)
         write_json(dest / _REPORT, {**report, "dims": asdict(dims)})
 
     if cache.fetch("graphs", graph.key, folder, make):
@@ -138,9 +154,9 @@ def compile_graph(
 
 
 def tune_graph(
-    graph: Graph, plan: BuildPlan, backend: Any, file: Path, cache: StageCache, log: StageLog
+    graph: Graph, spec: GraphSpec, plan: BuildPlan, backend: Any, file: Path, cache: StageCache, log: StageLog
 ) -> dict[str, Any]:
-    """Measure threads and step times of a compiled graph, or take them from the cache.
+    """Measure threads and step times of a compiled graph, whose own spec is given, or take them from the cache.
 
     Raises:
         BuildError: the graph does not run.
@@ -148,11 +164,11 @@ def tune_graph(
     threads = None if plan.engine.threads == "auto" else plan.engine.threads
 
     def make(dest: Path) -> None:
-        write_json(dest / _TUNING, backend.tune(file, graph.spec, threads))
+        write_json(dest / _TUNING, backend.tune(file, spec, threads))
 
     scratch = file.parent / "tuning"
     with log.stage(f"tune {graph.job.name}") as stage:
-        key = digest_from_json({"graph": graph.key, "threads": threads})
+        key = digest_from_json({"graph": graph.key, "threads": threads, "unmeasured": backend.why_unchecked()})
         stage.cached = cache.fetch("tunings", key, scratch, make)
         tuning = read_json(scratch / _TUNING)
         shutil.rmtree(scratch)

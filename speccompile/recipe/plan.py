@@ -199,7 +199,9 @@ def _engine_plan(section: EngineSection, backend: Any) -> EnginePlan:
 
 def _check_forms(backend: Any, recipe: Recipe, drafts: Sequence[GraphJob]) -> None:
     """The dtype and the quantisations are those of the backend."""
-    forms = [("target.quantization", recipe.target.quantization, backend.quantizations)]
+    forms: list[tuple[str, str, tuple[str, ...]]] = [
+        ("target.quantization", recipe.target.quantization, backend.quantizations)
+    ]
     forms += [("speculator.quantization", job.quantization, backend.quantizations) for job in drafts]
     if recipe.target.dtype != "auto":
         forms.append(("target.dtype", recipe.target.dtype, backend.dtypes))

@@ -74,6 +74,9 @@ class FakeBackend:
             progress("save")
         return {"form": "fp32", "forms_measured": {}, "passes": [], "op_histogram": {"before": {"A": 2}, "after": {}}}
 
+    def depends_on(self, options: CompileOptions) -> dict[str, Any]:
+        return {}
+
     def why_unchecked(self) -> str | None:
         return None
 

@@ -90,6 +90,13 @@ class OnnxRuntimeBackend:
         del options
         return save_rollback(dims, dest / GRAPH_FILE)
 
+    def depends_on(self, options: CompileOptions) -> dict[str, Any]:
+        """What else a compiled graph depends on: the machine, as kernel forms are chosen by measuring."""
+        from speccompile.backends.onnxruntime.tune import cpu_name
+
+        del options
+        return {"machine": cpu_name()}
+
     def why_unchecked(self) -> str | None:
         """Why compiled graphs cannot run on the machine that builds them; None: they can, and are checked."""
         return None

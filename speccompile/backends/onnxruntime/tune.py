@@ -13,21 +13,13 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from speccompile.core import specs
+from speccompile.backends.measuring import measure_steps, measured_sizes
 from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.errors import BuildError
-
-NODE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
-CONTEXT = 192  # rows in use while measuring: a typical short context, inside one cache bucket with 16 nodes
-SECONDS_PER_SETTING = 1.5
-MIN_REPEATS, MAX_REPEATS = 5, 40
 
 
 def cpu_name() -> str:
@@ -109,42 +101,9 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads
 def _measure(path: Path, spec: GraphSpec, settings: Mapping[str, Any]) -> dict[str, float]:
     from speccompile.backends.onnxruntime.engine import load_engine
 
-    max_rows = min(CONTEXT + max(NODE_COUNTS), spec.max_rows or sys.maxsize)
-    node_counts = [n for n in NODE_COUNTS if n <= max_rows]
-    context = max_rows - node_counts[-1]
-    # Without caches a step of n nodes is one of n slots.
-    max_slots = 1 if spec.caches else max(node_counts)
+    max_slots, max_rows = measured_sizes(spec)
     engine = load_engine(path, spec, max_slots=max_slots, max_rows=max_rows, settings=settings)
-    feeds = {n: _feeds(spec, n, context) if spec.caches else _heads_feeds(spec, n) for n in node_counts}
-    times: dict[int, list[float]] = {n: [] for n in node_counts}
-    for n in node_counts:
-        engine.run(feeds[n])
-    start = time.perf_counter()
-    while len(times[1]) < MAX_REPEATS:
-        if len(times[1]) >= MIN_REPEATS and time.perf_counter() - start > SECONDS_PER_SETTING:
-            break
-        for n in node_counts:  # interleaved: a slow moment of the machine falls on all sizes
-            begin = time.perf_counter()
-            engine.run(feeds[n])
-            times[n].append((time.perf_counter() - begin) * 1e3)
-    # Noise of a shared machine only adds: a low quantile is nearer to the step itself than the median is.
-    return {str(n): round(float(np.quantile(times[n], 0.2)), 4) for n in node_counts}
-
-
-def _feeds(spec: GraphSpec, num_nodes: int, context: int) -> dict[str, np.ndarray]:
-    tokens = np.random.default_rng(num_nodes).integers(0, spec.vocab_size, (1, num_nodes))
-    feeds = {specs.TOKENS: tokens, specs.LENGTHS: np.array([context])}
-    if any(t.name == specs.SAMPLED_TOKEN for t in spec.outputs):
-        feeds[specs.SCORED_NODES] = np.array([[num_nodes - 1]])
-    return feeds
-
-
-def _heads_feeds(spec: GraphSpec, num_slots: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(num_slots)
-    sizes: dict[Any, Any] = {"batch": num_slots, "nodes": spec.output(specs.SAMPLED_TOKENS).dims[1]}
-    states = rng.normal(size=[sizes.get(d, d) for d in spec.input(specs.HIDDEN).dims])
-    tokens = rng.integers(0, spec.vocab_size, (num_slots, 1))
-    return {specs.TOKENS: tokens, specs.HIDDEN: states.astype(np.float32), specs.START_NODES: tokens[:, 0] * 0}
+    return measure_steps(engine)
 
 
 def main() -> None:

@@ -62,6 +62,11 @@ class ReferenceBackend:
         del options
         return save_rollback(dims, dest / GRAPH_FILE)
 
+    def depends_on(self, options: CompileOptions) -> dict[str, Any]:
+        """What else a graph depends on: nothing."""
+        del options
+        return {}
+
     def why_unchecked(self) -> str | None:
         """Its graphs run everywhere: None."""
         return None

@@ -32,9 +32,10 @@ _INT32 = b"\x07\x80\x01\x00"
 _TEXT = b"\x01\x80\x0c\x80\x01\x00"
 _INT64S = b"\x01\x80\x09\x80\x01\x00"
 _BEHIND_NAME = b"\x1c\x80\x01\x00\x03\x80\x01\x00"
+_PLUGIN, _STRING = b"\x5b\x80\x01\x00", b"\x13\x80\x01\x00"
 _DTYPE, _DIMS, _SIDE = (number + b"\x80\x01\x00" + _INT32 for number in (b"\x0d", b"\x59", b"\x28"))
 _MAX_NAME, _NEAR = 512, 256
-_GRAPH, _MAIN, _SHAPES = b"header {\n", b"\nmain {\n", b"\nshape_main {"
+_GRAPH, _MAIN, _SHAPES, _ANY_ACCELERATOR = b"header {\n", b"\nmain {\n", b"\nshape_main {", b"accelerators={*}"
 # Steps of a compiled graph that are no kernels.
 _NO_KERNELS = frozenset({"signal", "wait", "shape_call", "assert"})
 _STEP = re.compile(rb"^ {1,2}(?P<kind>[a-z_]+)=\{ name=\"?(?P<name>[^\"\s]+)", re.MULTILINE)
@@ -59,6 +60,21 @@ class PlanTensor:
 
 
 @dataclass(frozen=True)
+class PlanPlugin:
+    """A plugin that a plan asks for when it is loaded.
+
+    Args:
+        name, version, namespace: how its creator is found.
+        num_layers: layers of it in one profile.
+    """
+
+    name: str
+    version: str
+    namespace: str
+    num_layers: int
+
+
+@dataclass(frozen=True)
 class PlanFacts:
     """What was recognised in a plan.
 
@@ -70,9 +86,9 @@ class PlanFacts:
         accelerators: GPU architectures named in the compiled graphs.
         tensors: inputs, then outputs, each by name.
         num_profiles: optimization profiles.
-        plugins: plugins by name, with the number of their layers.
-        kernels: for each profile, how often each kernel stands in its graph.
-        scratch_bytes: for each profile, device memory of activations at the largest sizes.
+        plugins: of its layers, by name.
+        kernels: how often each kernel stands in each compiled graph; plugins cut a profile into several graphs.
+        scratch_bytes: device memory of the activations of each compiled graph, at its profile's largest sizes.
     """
 
     size_bytes: int
@@ -82,7 +98,7 @@ class PlanFacts:
     accelerators: tuple[str, ...]
     tensors: tuple[PlanTensor, ...]
     num_profiles: int
-    plugins: dict[str, int]
+    plugins: tuple[PlanPlugin, ...]
     kernels: tuple[dict[str, int], ...]
     scratch_bytes: tuple[int, ...]
 
@@ -116,6 +132,7 @@ def _read(path: Path, data: mmap.mmap) -> PlanFacts:
     engine = data[start : start + length]
     tensors = _read_tensors(engine)
     graphs = _read_graphs(engine)
+    num_profiles = 1 + max([int(m[1]) for t in tensors if (m := _PROFILE.search(t.name))], default=0)
     return PlanFacts(
         size_bytes=len(data),
         version=".".join(str(n) for n in data[0x18:0x1C]),
@@ -123,8 +140,8 @@ def _read(path: Path, data: mmap.mmap) -> PlanFacts:
         weights_bytes=sections[_WEIGHTS][1] if _WEIGHTS in sections else None,
         accelerators=_read_accelerators(graphs),
         tensors=_merge_profiles(tensors),
-        num_profiles=1 + max([int(m[1]) for t in tensors if (m := _PROFILE.search(t.name))], default=0),
-        plugins=_read_plugins(engine),
+        num_profiles=num_profiles,
+        plugins=_read_plugins(engine, num_profiles),
         kernels=tuple(_count_kernels(g) for g in graphs),
         scratch_bytes=tuple(_sum_regions(g) for g in graphs),
     )
@@ -182,12 +199,12 @@ def _merge_profiles(tensors: list[PlanTensor]) -> tuple[PlanTensor, ...]:
 
 
 def _read_graphs(engine: bytes) -> list[bytes]:
-    """The texts of the compiled graphs, one a profile; those of single kernels have no shape program."""
+    """The texts of the compiled graphs; those of single kernels are for any accelerator."""
     found, place = [], engine.find(_GRAPH)
     while place >= 0:
         end = engine.find(b"\0", place)
         text = engine[place : end if end >= 0 else len(engine)]
-        if _MAIN in text and _SHAPES in text:
+        if _MAIN in text and _ANY_ACCELERATOR not in text:
             found.append(text)
         place = engine.find(_GRAPH, place + 1)
     return found
@@ -201,9 +218,30 @@ def _int64(data: bytes, place: int) -> int:
     return int.from_bytes(data[place : place + 8], "little", signed=True)
 
 
-def _read_plugins(engine: bytes) -> dict[str, int]:
-    del engine
-    return {}
+def _read_plugins(engine: bytes, num_profiles: int) -> tuple[PlanPlugin, ...]:
+    """The plugins of all layers. A layer has a record in every profile: name, version and namespace."""
+    counts: Counter[tuple[str, ...]] = Counter()
+    mark = _PLUGIN + _STRING
+    place = engine.find(mark)
+    while place >= 0:
+        texts, at = [], place + len(_PLUGIN)
+        while len(texts) < 3 and (read := _read_string(engine, at)) is not None:
+            text, at = read
+            texts.append(text)
+        if len(texts) == 3:
+            counts[tuple(texts)] += 1
+        place = engine.find(mark, place + 1)
+    return tuple(PlanPlugin(*texts, -(-count // num_profiles)) for texts, count in sorted(counts.items()))
+
+
+def _read_string(engine: bytes, place: int) -> tuple[str, int] | None:
+    """The string field at `place` and where it ends; None where there is none."""
+    length = _int64(engine, place + len(_STRING))
+    first = place + len(_STRING) + 8 + len(_TEXT) + 8
+    is_string = engine.startswith(_STRING, place) and engine.startswith(_TEXT, first - 8 - len(_TEXT))
+    if not is_string or not 0 <= length <= _MAX_NAME or _int64(engine, first - 8) != length:
+        return None
+    return engine[first : first + length].decode(errors="replace"), first + length
 
 
 def _read_accelerators(graphs: list[bytes]) -> tuple[str, ...]:
@@ -214,7 +252,8 @@ def _read_accelerators(graphs: list[bytes]) -> tuple[str, ...]:
 def _count_kernels(graph: bytes) -> dict[str, int]:
     """Kernels by name; one that the runtime chooses, as for matrix products, has its kind for a name."""
     counts: Counter[str] = Counter()
-    for step in _STEP.finditer(graph, graph.find(_MAIN), graph.find(_SHAPES)):
+    end = graph.find(_SHAPES)
+    for step in _STEP.finditer(graph, graph.find(_MAIN), end if end >= 0 else len(graph)):
         kind, name = step["kind"].decode(), step["name"].decode()
         if kind not in _NO_KERNELS:
             counts[name if kind in ("function", "runtime_fusion") else kind] += 1

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TensorRT backend: compile to plans, load them on a GPU. Building with TensorRT-RTX needs none."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.core import specs
+from speccompile.core.jobs import CompileOptions
+from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec, tensorrt_spec
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from speccompile.backends.tensorrt.engine import TrtEngine
+
+PLAN_FILE = "graph.plan"
+LOWERED_FILE = "lowered.onnx"
+_NO_GPU = "no GPU on the machine that built it: plans were built, not run"
+
+
+class TensorRTBackend:
+    """Neutral graphs in, plans and engines out."""
+
+    name = "tensorrt"
+    devices = ("cuda",)
+    dtypes = ("float16", "bfloat16")
+    quantizations = ("none", "int8", "int4", "fp8")
+    graph_file = PLAN_FILE
+
+    def compile(
+        self,
+        model: ir.Model,
+        spec: GraphSpec,
+        dest: Path,
+        *,
+        quantization: str = "none",
+        form: str | None = None,
+        options: CompileOptions | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> dict[str, Any]:
+        """Lower `model` and build `dest/graph.plan`, with its record beside it.
+
+        Args:
+            model: neutral graph from the frontend. Its weights are let go once they are on the disk: the builder's
+                process needs the memory.
+            spec: inputs and outputs of the neutral graph, tail included.
+            dest: folder to write to; made when missing.
+            quantization: none, int8, int4 or fp8.
+            form: not read: TensorRT has one kernel form of each quantisation.
+            options: dtype, sizes and the recipe's fields; one slot of float16 by default.
+            progress: called with passes, stages and "PHASE STEP/STEPS".
+
+        Returns:
+            {"form", "forms_measured": {}, "passes", "op_histogram", "spec": TensorRT's own, "tensorrt": see
+            `records.make_record`, "peak_rss_bytes": of the builder's process}.
+
+        Raises:
+            PassError, BuildError.
+        """
+        from speccompile.backends.tensorrt.plugin_names import PLUGIN_OPS
+        from speccompile.backends.writing import lower_and_save
+        from speccompile.passes.pipelines import tensorrt_table
+
+        del form
+        options = options or CompileOptions("float16", max_rows=spec.max_rows)
+        plugins = PLUGIN_OPS if options.backend.get("plugins", "auto") != "none" else ()
+        verifies = bool(spec.caches) and any(t.name == specs.PATH for t in spec.outputs)
+        own = tensorrt_spec(spec, options.dtype, options.max_rows, compacts=verifies and bool(plugins))
+        table = tensorrt_table(own, quantization, dtype=options.dtype, plugins=plugins)
+        source = dest / LOWERED_FILE
+        report = lower_and_save(model, table, source, progress, dialect="tensorrt", max_nodes=options.max_nodes)
+        _release(model)
+        used = [op for op in plugins if f"speccompile::{op}" in report["op_histogram"]["after"]]
+        record = self._build(source, own, dest, used, quantization, options, progress)
+        return {
+            "form": options.dtype if quantization == "none" else f"{options.dtype} {quantization}",
+            "forms_measured": {},
+            **report,
+            "spec": own.json_from_spec(),
+            "tensorrt": record,
+            "peak_rss_bytes": record["build"]["peak_rss_bytes"],
+        }
+
+    def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
+        """Build the plan that compacts the caches of a model; returns its spec.
+
+        Raises:
+            BuildError.
+        """
+        from speccompile.backends.tensorrt.plugin_names import KV_ROLLBACK
+        from speccompile.ops.registry import attach_functions
+        from speccompile.passes.rollback import build_rollback
+        from speccompile.passes.save import save_model
+
+        options = options or CompileOptions("float16", max_rows=dims.max_positions)
+        own = tensorrt_spec(rollback_spec(dims), options.dtype, options.max_rows)
+        model = build_rollback(own)
+        attach_functions(model, "tensorrt", options.max_nodes)
+        save_model(model, dest / LOWERED_FILE)
+        plugins = [KV_ROLLBACK] if options.backend.get("plugins", "auto") != "none" else []
+        self._build(dest / LOWERED_FILE, own, dest, plugins, "none", options, None)
+        return own
+
+    def _build(
+        self,
+        source: Path,
+        spec: GraphSpec,
+        dest: Path,
+        plugins: list[str],
+        quantization: str,
+        options: CompileOptions,
+        progress: Callable[[str], None] | None,
+    ) -> dict[str, Any]:
+        from speccompile.backends.tensorrt import settings
+        from speccompile.backends.tensorrt.builder import BuildRequest, build_plan
+        from speccompile.backends.tensorrt.profiles import make_profiles
+        from speccompile.backends.tensorrt.records import make_record, write_record
+        from speccompile.backends.tensorrt.shim import load_tensorrt
+
+        flavour = load_tensorrt(options.backend.get("flavour", "auto"))
+        profiles = make_profiles(spec, options)
+        wanted = settings.settings_from_options(flavour.can, spec, options, profiles, plugins, quantization)
+        cache, limit = settings.timing_cache_file(flavour, options), settings.memory_limit(options)
+        request = BuildRequest(source, spec, flavour.name, wanted, cache, limit)
+        built = build_plan(request, dest / PLAN_FILE, progress)
+        record = make_record(source, dest / PLAN_FILE, wanted, profiles, built)
+        write_record(dest / PLAN_FILE, record)
+        if not options.backend.get("keep_onnx", False):
+            for file in (source, source.with_name(f"{source.name}.data")):
+                file.unlink(missing_ok=True)
+        return record
+
+    def depends_on(self, options: CompileOptions) -> dict[str, Any]:
+        """What else a plan depends on: the TensorRT that builds it, its plugins, and the GPU where it measures one."""
+        from speccompile.backends.tensorrt.records import plugin_abi_of
+        from speccompile.backends.tensorrt.shim import find_compute_capabilities, load_tensorrt
+
+        flavour = load_tensorrt(options.backend.get("flavour", "auto"))
+        gpus = [list(pair) for pair in find_compute_capabilities()] if flavour.can.needs_gpu_to_build else []
+        has_plugins = options.backend.get("plugins", "auto") != "none"
+        return {
+            "flavour": flavour.name,
+            "version": flavour.version,
+            "gpus": gpus,
+            "plugins": plugin_abi_of(has_plugins),
+            "options": options.json_from_options(),
+        }
+
+    def why_unchecked(self) -> str | None:
+        """Why plans cannot run on the machine that builds them; None where there is a GPU."""
+        from speccompile.backends.tensorrt.shim import find_compute_capabilities
+
+        return None if find_compute_capabilities() else _NO_GPU
+
+    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None) -> dict[str, Any]:
+        """Measure step times; without a GPU a record that says that nothing was measured, and why."""
+        from speccompile.backends.tensorrt.tune import measure_plan
+
+        del threads
+        why = self.why_unchecked()
+        return measure_plan(path, spec) if why is None else {"measured": False, "why": why}
+
+    def adapt_tuning(
+        self, path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None
+    ) -> dict[str, Any]:
+        """The record for the GPU at hand: see `tune.adapt_tuning`."""
+        from speccompile.backends.tensorrt.tune import adapt_tuning
+
+        del threads
+        return adapt_tuning(path, spec, tuning)
+
+    def load(
+        self,
+        path: Path,
+        spec: GraphSpec,
+        *,
+        max_slots: int,
+        max_rows: int,
+        tuning: Mapping[str, Any],
+        rollback: Path | None = None,
+        device: str = "cuda",
+    ) -> TrtEngine:
+        """Open an engine, after the plan's record was compared with what is here: see `engine.load_engine`.
+
+        Raises:
+            BundleError: another TensorRT, plugin ABI or GPU than the plan was built for, or smaller sizes.
+            BuildError: TensorRT is not installed.
+            RuntimeFault: no GPU.
+        """
+        from speccompile.backends.tensorrt.engine import load_engine
+        from speccompile.backends.tensorrt.records import check_record, read_record
+
+        record = read_record(path)
+        check_record(path, record, max_slots)
+        settings = {**tuning, "flavour": record["flavour"], "plugins": bool(record["plugins"])}
+        return load_engine(
+            path, spec, max_slots=max_slots, max_rows=max_rows, settings=settings, rollback=rollback, device=device
+        )
+
+
+def _release(model: ir.Model) -> None:
+    """Let the weights go: the caller still holds the model, and the builder's process needs the memory."""
+    for value in model.graph.initializers.values():
+        value.const_value = None
+    gc.collect()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a plan, written beside it when it is built and compared when it is loaded."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from speccompile.backends.tensorrt.plan_file import read_plan
+from speccompile.backends.tensorrt.profiles import Profile
+from speccompile.errors import BuildError, BundleError
+
+_REBUILD = "Build the bundle again here, or install what it was built with."
+
+
+def record_file(plan: Path) -> Path:
+    """Where the record of a plan lies."""
+    return plan.with_suffix(".json")
+
+
+def make_record(
+    source: Path,
+    plan: Path,
+    settings: Mapping[str, Any],
+    profiles: Sequence[Profile],
+    built: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The record of a plan that was just built.
+
+    Args:
+        source: the lowered ONNX it was built from.
+        plan: the plan.
+        settings: what the builder was told.
+        profiles: with their dims by name.
+        built: what the builder's process reported.
+
+    Returns:
+        {"flavour", "version", "platform", "compute_capabilities", "plugins", "plugin_abi", "flags", "workspace_gib",
+        "optimization_level", "profiles", "plan_bytes", "weights_bytes": in the plan, "lowered_weights_bytes": in
+        `source`, "plugin_layers", "build": {"stages", "peak_rss_bytes"}}.
+
+    Raises:
+        BuildError: a plugin that was asked for is not in the plan.
+    """
+    facts = read_plan(plan)
+    held = {plugin.name for plugin in facts.plugins}
+    missing = [op for op in settings["plugins"] if op not in held]
+    if missing:
+        got, todo = f"a plan without plugin {missing[0]}", "Report it, or build with engine.plugins: none."
+        raise BuildError(f"building {source.name}", got, f"a plan that holds {', '.join(settings['plugins'])}", todo)
+    return {
+        "flavour": built["flavour"],
+        "version": built["version"],
+        "platform": f"{platform.system().lower()}-{platform.machine()}",
+        "compute_capabilities": list(settings["compute_capabilities"]),
+        "accelerators": list(facts.accelerators),
+        "plugins": list(settings["plugins"]),
+        "plugin_abi": plugin_abi_of(bool(settings["plugins"])),
+        "plugin_layers": {plugin.name: plugin.num_layers for plugin in facts.plugins},
+        "flags": list(settings["flags"]),
+        "workspace_gib": settings["workspace_gib"],
+        "optimization_level": settings["optimization_level"],
+        "profiles": [profile.json_from_profile() for profile in profiles],
+        "plan_bytes": built["plan_bytes"],
+        "weights_bytes": facts.weights_bytes,
+        "lowered_weights_bytes": weights_bytes_of(source),
+        "build": {"stages": built["stages"], "peak_rss_bytes": built["peak_rss_bytes"]},
+    }
+
+
+def weights_bytes_of(source: Path) -> int:
+    """Bytes of the weights of an ONNX file, those inside its subgraphs left out; nothing of them is read."""
+    import onnx_ir as ir
+
+    tensors = [v.const_value for v in ir.load(source).graph.initializers.values()]
+    return sum(t.nbytes for t in tensors if t is not None)
+
+
+def plugin_abi_of(has_plugins: bool) -> dict[str, Any] | None:
+    """What plans with plugins rely on; None for plans without."""
+    if not has_plugins:
+        return None
+    from speccompile.backends.tensorrt.plugins import plugin_abi
+
+    return dict(plugin_abi())
+
+
+def write_record(plan: Path, record: Mapping[str, Any]) -> None:
+    """Write the record beside the plan."""
+    record_file(plan).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def read_record(plan: Path) -> dict[str, Any]:
+    """The record beside a plan.
+
+    Raises:
+        BundleError: it is missing or damaged.
+    """
+    path = record_file(plan)
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as fault:
+        raise BundleError(str(path), str(fault), "the record of the plan", "Build the bundle again.") from fault
+    if not isinstance(record, dict) or not {"flavour", "version", "plugins", "profiles"} <= set(record):
+        raise BundleError(str(path), "something else", "the record of the plan", "Build the bundle again.")
+    return record
+
+
+def check_record(plan: Path, record: Mapping[str, Any], max_slots: int) -> None:
+    """Compare a plan's record with what is installed and with the sizes asked for. Nothing is deserialised.
+
+    Raises:
+        BundleError: another flavour or version, another plugin ABI, a GPU it was not built for, too few slots, or a
+            plan of another size.
+        BuildError: the flavour is not installed.
+    """
+    from speccompile.backends.tensorrt.shim import find_compute_capabilities, load_tensorrt
+
+    flavour = load_tensorrt(str(record["flavour"]))
+    if flavour.version != record["version"]:
+        got, expected = f"{flavour.name} {flavour.version}", f"{record['version']}, which built the plan"
+        raise BundleError(str(plan), got, expected, _REBUILD)
+    machine = f"{platform.system().lower()}-{platform.machine()}"
+    if record.get("platform") != machine:
+        raise BundleError(str(plan), f"a plan for {record.get('platform')}", machine, _REBUILD)
+    abi = plugin_abi_of(bool(record["plugins"]))
+    if abi != record.get("plugin_abi"):
+        raise BundleError(str(plan), f"plugins {abi}", f"{record.get('plugin_abi')}, as in the plan", _REBUILD)
+    named, here = record.get("compute_capabilities", []), find_compute_capabilities()
+    if named and here and not {f"{major}.{minor}" for major, minor in here} & set(named):
+        got = f"a GPU of compute capability {here[0][0]}.{here[0][1]}"
+        todo = "Name it in engine.tensorrt.compute_capabilities and build again."
+        raise BundleError(str(plan), got, f"one of {', '.join(named)}", todo)
+    slots = max(int(p["sizes"]["batch"][2]) for p in record["profiles"])
+    if slots < max_slots:
+        todo = "Build with this engine.max_batch_size."
+        raise BundleError(str(plan), f"profiles of at most {slots} slots", f"{max_slots}", todo)
+    size = plan.stat().st_size
+    if size != record.get("plan_bytes"):
+        raise BundleError(str(plan), f"{size} bytes", f"{record.get('plan_bytes')} bytes", "Build the bundle again.")

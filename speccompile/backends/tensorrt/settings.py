@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a recipe's engine fields to what the builder is told; contradictions with the flavour are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from speccompile.backends.tensorrt.flavours import Capabilities, Flavour
+from speccompile.backends.tensorrt.profiles import Profile
+from speccompile.core.jobs import CompileOptions
+from speccompile.core.specs import GraphSpec
+from speccompile.errors import BuildError
+
+GIB = 1 << 30
+_FP8_FROM = (8, 9)  # the first architecture with FP8 tensor cores
+
+
+def settings_from_options(
+    flavour: Capabilities,
+    spec: GraphSpec,
+    options: CompileOptions,
+    profiles: Sequence[Profile],
+    plugins: Sequence[str],
+    quantization: str = "none",
+) -> dict[str, Any]:
+    """What the child configures TensorRT with, JSON-ready; it goes into the manifest as it is.
+
+    Args:
+        flavour: what the TensorRT at hand can do.
+        spec: the graph's inputs and outputs.
+        options: the recipe's sizes and fields.
+        profiles: of the graph.
+        plugins: op types that become plugins.
+        quantization: of the weights.
+
+    Raises:
+        BuildError: the flavour does not do what a field asks for.
+    """
+    fields = options.backend
+    level = fields.get("optimization_level", "auto")
+    if level != "auto" and not flavour.supports_optimization_level:
+        got, expected = f"{level} with flavour {flavour.name}", "auto, as this flavour has no such levels"
+        raise BuildError("engine.tensorrt.optimization_level", got, expected, "Leave it out.")
+    return {
+        "flags": ["WEIGHT_STREAMING"] if fields.get("weight_streaming", False) else [],
+        "compute_capabilities": _capabilities(flavour, fields.get("compute_capabilities", ()), quantization),
+        "workspace_gib": fields.get("workspace_gib", "auto"),
+        "optimization_level": level,
+        "plugins": list(plugins),
+        "profiles": [profile.shapes(spec) for profile in profiles],
+    }
+
+
+def _capabilities(flavour: Capabilities, wanted: Sequence[str], quantization: str) -> list[str]:
+    where = "engine.tensorrt.compute_capabilities"
+    if wanted and not flavour.supports_compute_capabilities:
+        got = f"{', '.join(wanted)} with flavour {flavour.name}"
+        expected = "nothing: this flavour builds for the GPU it builds on"
+        raise BuildError(where, got, expected, "Leave it out, or build with engine.flavour: tensorrt_rtx.")
+    known = ["{}.{}".format(*pair) for pair in flavour.target_capabilities]
+    unknown = [text for text in wanted if text not in known]
+    if unknown:
+        expected = f"some of {', '.join(known)} with flavour {flavour.name}"
+        raise BuildError(where, unknown[0], expected, "Leave out the others, or build with full TensorRT on that GPU.")
+    if quantization != "fp8":
+        return list(wanted)
+    able = [f"{major}.{minor}" for major, minor in flavour.target_capabilities if (major, minor) >= _FP8_FROM]
+    unable = [text for text in wanted if text not in able]
+    if unable:
+        got = f"{unable[0]} with quantization fp8"
+        raise BuildError(where, got, f"some of {', '.join(able)}", "Leave out the older GPUs, or quantise to int8.")
+    return list(wanted) or able
+
+
+def timing_cache_file(flavour: Flavour, options: CompileOptions) -> Path | None:
+    """Where measured kernels are kept between builds; None where the flavour or the recipe has none."""
+    if not flavour.can.supports_timing_cache or not options.backend.get("timing_cache", True):
+        return None
+    folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile")
+    mark = hashlib.sha256(f"{flavour.name} {flavour.version}".encode()).hexdigest()[:16]
+    return folder / "tensorrt" / f"{mark}.timings"
+
+
+def memory_limit(options: CompileOptions) -> int | None:
+    """Bytes that the builder's process may hold; None: what the machine has."""
+    gib = options.backend.get("max_build_gib", "auto")
+    return None if gib == "auto" else int(gib * GIB)

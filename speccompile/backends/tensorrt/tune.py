@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step of n nodes costs on the GPU at hand; measured at the build where there is one, else at the first load."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from speccompile.backends.measuring import measure_steps, measured_sizes
+from speccompile.backends.tensorrt.records import read_record
+from speccompile.core.specs import GraphSpec
+
+
+def measure_plan(path: Path, spec: GraphSpec) -> dict[str, Any]:
+    """Load a plan and time its steps.
+
+    Returns:
+        {"measured": True, "gpu": name, "step_ms": {nodes: ms at batch 1}}.
+
+    Raises:
+        BundleError, RuntimeFault: see `engine.load_engine`.
+    """
+    from speccompile.backends.tensorrt.engine import load_engine
+
+    record = read_record(path)
+    slots, rows = measured_sizes(spec)
+    slots = min([slots, *(int(p["sizes"]["batch"][2]) for p in record["profiles"])])
+    settings = {"flavour": record["flavour"], "plugins": bool(record["plugins"])}
+    engine = load_engine(path, spec, max_slots=slots, max_rows=rows, settings=settings)
+    return {"measured": True, "gpu": engine.device.properties()["name"], "step_ms": measure_steps(engine)}
+
+
+def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict[str, Any]:
+    """The record for the GPU at hand: a bundle built without a GPU, or for another one, is measured once.
+
+    What was measured is kept in the user's cache folder by plan and GPU.
+
+    Raises:
+        BundleError, RuntimeFault: see `measure_plan`.
+    """
+    from speccompile.backends.tensorrt.device import open_device
+    from speccompile.backends.tensorrt.shim import find_compute_capabilities
+
+    if not find_compute_capabilities():
+        return dict(tuning)  # loading will say that there is no GPU
+    gpu = open_device(0).properties()["name"]
+    if tuning.get("gpu") == gpu:
+        return dict(tuning)
+    digest = hashlib.sha256(f"{_digest_of(path)} {gpu}".encode()).hexdigest()[:32]
+    folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "tuning"
+    kept = folder / f"{digest}.json"
+    if kept.exists():
+        record: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+        return record
+    record = measure_plan(path, spec)
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = kept.with_suffix(f".{os.getpid()}.tmp")
+    fresh.write_text(json.dumps(record), encoding="utf-8")
+    fresh.replace(kept)
+    return record
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
