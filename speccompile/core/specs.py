@@ -55,6 +55,11 @@ def updated_cache_name(cache: str) -> str:
     return f"{cache}.updated"
 
 
+def step_cache_name(cache: str, step: int) -> str:
+    """Name of the output that carries `cache` behind an inner step of an unrolled chain; it aliases its input."""
+    return f"{updated_cache_name(cache)}.{step}"
+
+
 def compacted_cache_name(cache: str) -> str:
     """Name of the output that carries the updated `cache` behind KVRollback; it aliases the same memory."""
     return f"{cache}.compacted"
@@ -197,6 +202,13 @@ _WARP = (
 )
 
 
+_SAMPLED = (
+    TensorSpec(SAMPLED_TOKEN, ("batch",), "int64"),
+    TensorSpec(CONFIDENCE, ("batch",), "float32"),
+    TensorSpec(SAMPLED_PROBS, ("batch", "draft_vocab"), "float32"),
+)
+
+
 def verified_spec(spec: GraphSpec, keep_logits: bool = False) -> GraphSpec:
     """`spec` with a SpecVerify tail: verdicts out; logits stay inside unless kept."""
     inputs = (
@@ -219,12 +231,7 @@ def sampled_spec(spec: GraphSpec) -> GraphSpec:
     `draft_vocab` of the law is 1 (a dummy) when every slot is greedy.
     """
     inputs = (TensorSpec(UNIFORMS, ("batch",), "float32"), *_WARP)
-    outputs = (
-        TensorSpec(SAMPLED_TOKEN, ("batch",), "int64"),
-        TensorSpec(CONFIDENCE, ("batch",), "float32"),
-        TensorSpec(SAMPLED_PROBS, ("batch", "draft_vocab"), "float32"),
-    )
-    return _with_tail(spec, inputs, outputs, keep_logits=False)
+    return _with_tail(spec, inputs, _SAMPLED, keep_logits=False)
 
 
 def heads_spec(name: str, hidden_size: int, vocab_size: int, num_drafts: int) -> GraphSpec:
@@ -253,6 +260,38 @@ def chain_outputs(num_drafts: int) -> tuple[TensorSpec, ...]:
         TensorSpec(CONFIDENCES, ("batch", num_drafts), "float32"),
         TensorSpec(SAMPLED_LAWS, ("batch", num_drafts + 1, "draft_vocab"), "float32"),
     )
+
+
+def is_unrolled(spec: GraphSpec) -> bool:
+    """Whether it is a decoder that drafts a chain in one run (`unrolled_spec`)."""
+    return bool(spec.caches) and any(t.name == SAMPLED_TOKENS for t in spec.outputs)
+
+
+def unrolled_spec(spec: GraphSpec, num_steps: int) -> GraphSpec:
+    """`spec` unrolled: each of `num_steps` steps reads the token that the one before sampled.
+
+    The first step reads `tokens` from row `lengths` on, of which `scored_nodes` [batch, 1] is the last that counts:
+    slots may be ragged. Token i of the chain stands at row lengths + scored_nodes + 1 + i; all rows but the last
+    token's are in the caches afterwards, those of padding are void.
+
+    Args:
+        spec: a `sampled_spec`.
+        num_steps: length of the chain.
+    """
+    swapped = {UNIFORMS: TensorSpec(UNIFORMS, ("batch", num_steps), "float32")}
+    return replace(
+        spec,
+        inputs=tuple(swapped.get(t.name, t) for t in spec.inputs),
+        outputs=(*chain_outputs(num_steps), *spec.outputs[len(_SAMPLED) :]),
+    )
+
+
+def stepwise_spec(spec: GraphSpec) -> GraphSpec:
+    """Inverse of `unrolled_spec`."""
+    swapped = {UNIFORMS: TensorSpec(UNIFORMS, ("batch",), "float32")}
+    num = len(chain_outputs(1))
+    inputs = tuple(swapped.get(t.name, t) for t in spec.inputs)
+    return replace(spec, inputs=inputs, outputs=(*_SAMPLED, *spec.outputs[num:]))
 
 
 def rollback_spec(dims: ModelDims) -> GraphSpec:
