@@ -28,6 +28,7 @@ def spec_verify(
     temperature: Floats,
     top_k: Ints,
     top_p: Floats,
+    d2t: Ints | None = None,
 ) -> tuple[Ints, Ints, Ints]:
     """The numpy twin.
 
@@ -40,10 +41,16 @@ def spec_verify(
         temperature: [batch] float32.
         top_k: [batch] int64.
         top_p: [batch] float32.
+        d2t: [draft_vocab] int64, distinct: the target token of each draft token; None: they are the same. Only the
+            plugin has it as an input (the ninth); it does not matter to deterministic drafts.
 
     Returns:
         path [batch, nodes], num_accepted [batch], next_token [batch], all int64.
     """
+    if d2t is not None and draft_probs.shape[-1] > 1:
+        spread = np.zeros(logits.shape, dtype=np.float32)
+        spread[..., d2t] = draft_probs
+        draft_probs = spread
     tree = TokenTree(tokens, parents, np.full(len(tokens), tokens.shape[1], dtype=np.int64), draft_probs)
     verdict = accept(tree, warp(logits, temperature, top_k, top_p), uniforms)
     return verdict.path, verdict.num_accepted, verdict.next_token

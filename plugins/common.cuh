@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels share: element types, ordered keys, reductions over warps and blocks.
+// No header of CUDA or of C++ is included, so nvcc and NVRTC take the same text; the host build brings host/simulate.h.
+#pragma once
+
+#if defined(SPECCOMPILE_HOST)
+#include "host/simulate.h"
+#endif
+
+namespace speccompile {
+
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+constexpr int WARP = 32;
+
+struct Float16 {
+    unsigned short bits;
+};
+struct BFloat16 {
+    unsigned short bits;
+};
+
+__device__ inline float float_from(float value) { return value; }
+__device__ inline float float_from(BFloat16 value) { return __uint_as_float(static_cast<u32>(value.bits) << 16); }
+__device__ inline float float_from(Float16 value) {
+#if defined(SPECCOMPILE_HOST)
+    return host_float_from_half(value.bits);
+#else
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+    return wide;
+#endif
+}
+
+__device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+// Keys order as the numbers do; -0 and +0 have one key.
+__device__ inline u32 key_from(float value) {
+    const u32 bits = __float_as_uint(value + 0.0f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ inline float float_from_key(u32 key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+template <typename V>
+__device__ inline V warp_sum(V value) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) value += __shfl_xor_sync(ALL_LANES, value, step);
+    return value;
+}
+
+__device__ inline float warp_max(float value) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, step));
+    return value;
+}
+
+// Sum of the lanes up to and with this one.
+template <typename V>
+__device__ inline V warp_scan(V value) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int step = 1; step < WARP; step *= 2) {
+        const V other = __shfl_up_sync(ALL_LANES, value, step);
+        if (lane >= step) value += other;
+    }
+    return value;
+}
+
+// Block-wide forms: every thread gets the result; `scratch` has one entry a warp and is free again on return.
+template <int THREADS, typename V>
+__device__ inline V block_sum(V value, V* scratch) {
+    const int lane = threadIdx.x % WARP;
+    value = warp_sum(value);
+    if (lane == 0) scratch[threadIdx.x / WARP] = value;
+    __syncthreads();
+    value = warp_sum(lane < THREADS / WARP ? scratch[lane] : V(0));
+    __syncthreads();
+    return value;
+}
+
+template <int THREADS>
+__device__ inline float block_max(float value, float* scratch) {
+    const int lane = threadIdx.x % WARP;
+    value = warp_max(value);
+    if (lane == 0) scratch[threadIdx.x / WARP] = value;
+    __syncthreads();
+    value = warp_max(lane < THREADS / WARP ? scratch[lane] : minus_infinity());
+    __syncthreads();
+    return value;
+}
+
+// Sum of the threads before this one; `total` is that of all.
+template <int THREADS, typename V>
+__device__ inline V block_scan(V value, V* scratch, V& total) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const V upto = warp_scan(value);
+    if (lane == WARP - 1) scratch[warp] = upto;
+    __syncthreads();
+    const V warps = warp_scan(lane < THREADS / WARP ? scratch[lane] : V(0));
+    const V before = __shfl_sync(ALL_LANES, warps, warp > 0 ? warp - 1 : 0);
+    total = __shfl_sync(ALL_LANES, warps, WARP - 1);
+    __syncthreads();
+    return (warp > 0 ? before : V(0)) + upto - value;
+}
+
+}  // namespace speccompile
