@@ -42,11 +42,13 @@ class SourceContext:
     Args:
         weights: "checkpoint" or "random".
         max_seq_len: rows that a sequence may use.
+        max_draft_nodes: draft tokens one step may score at most, per slot.
         target: sizes of the target; None for the target itself.
     """
 
     weights: str
     max_seq_len: int
+    max_draft_nodes: int
     target: ModelDims | None = None
 
 

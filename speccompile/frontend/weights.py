@@ -95,15 +95,49 @@ def names_by_address(model: Any) -> dict[int, str]:
 
 def name_weights(graph: ir.Model, names: Mapping[int, str]) -> None:
     """Give initializers the names of the parameters whose memory they are (views transposed included)."""
-    for value in list(graph.graph.initializers.values()):
+    held = graph.graph.initializers
+    for value in list(held.values()):
         tensor = value.const_value
-        raw = getattr(tensor, "raw", None)
-        if isinstance(raw, torch.Tensor):
-            name = names.get(raw.data_ptr())
-        else:
-            name = names.get(raw.ctypes.data) if isinstance(raw, np.ndarray) else None
-        if name is not None and tensor is not None and tensor.size > 1:
-            value.name = name if name not in graph.graph.initializers else f"{name}.transposed"
+        name = names.get(_address(tensor))
+        if name is None or tensor is None or tensor.size <= 1 or value.name == name:
+            continue
+        while name in held:
+            name = f"{name}.transposed"
+        value.name = name
+
+
+def share_weights(graph: ir.Model) -> int:
+    """Let initializers that are the same view of the same memory be one; returns how many went.
+
+    torch gives one to each use of a weight that modules share, and each would be written out.
+    """
+    kept: dict[tuple[Any, ...], ir.Value] = {}
+    before = len(graph.graph.initializers)
+    for name, value in list(graph.graph.initializers.items()):
+        tensor = value.const_value
+        address = _address(tensor)
+        if tensor is None or not address or value.is_graph_output():
+            continue
+        first = kept.setdefault((address, tuple(tensor.shape), _strides(tensor), tensor.dtype), value)
+        if first is not value:
+            value.replace_all_uses_with(first)
+            del graph.graph.initializers[name]
+    return before - len(graph.graph.initializers)
+
+
+def _address(tensor: ir.TensorProtocol | None) -> int:
+    """Where a tensor's memory begins; 0 where that is not known."""
+    raw = getattr(tensor, "raw", None)
+    if isinstance(raw, torch.Tensor):
+        return int(raw.data_ptr())
+    return int(raw.ctypes.data) if isinstance(raw, np.ndarray) else 0
+
+
+def _strides(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    raw = getattr(tensor, "raw", None)
+    if isinstance(raw, torch.Tensor):
+        return tuple(step * raw.element_size() for step in raw.stride())
+    return raw.strides if isinstance(raw, np.ndarray) else ()
 
 
 @contextmanager

@@ -127,12 +127,12 @@ def decode_one(verifier: Verifier, proposer: Proposer, slot: Slot) -> Iterator[l
         slot.plan(verifier.max_seq_len)
         tree = proposer.propose(slots)  # node 0 is the root
         lengths = verifier.lengths[:1]
-        logits = engine.run({TOKENS: tree.tokens, LENGTHS: lengths, TREE_MASK: tree.mask()})[LOGITS]
-        probs = warp(logits, [params.temperature], [params.top_k], [params.top_p])
+        outputs = engine.run({TOKENS: tree.tokens, LENGTHS: lengths, TREE_MASK: tree.mask()})
+        probs = warp(outputs[LOGITS], [params.temperature], [params.top_k], [params.top_p])
         seeds = np.array([params.seed], dtype=np.uint64)
         verdict = accept(tree, probs, tree_uniforms(seeds, slots.root_positions(), tree))
         verifier.commit(tree, verdict)
-        proposer.commit(slots, tree, verdict, {})
+        proposer.commit(slots, tree, verdict, outputs)
         [step] = emit(tree, verdict, slots)
         reason = step.finish_reason
         yield step.tokens

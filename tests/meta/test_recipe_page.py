@@ -40,6 +40,8 @@ def shown(default):
     """A default as the page shows it: as YAML would, in code."""
     if isinstance(default, bool):
         return "`true`" if default else "`false`"
+    if default is None:
+        return "`null`"
     if default == ():
         return "`[]`"
     return f"`{default}`"

@@ -25,6 +25,7 @@ class Config:
         confidence_odds: the odds that a draft token is accepted, over the odds that the draft's confidence in it
             means, before a slot's own verdicts are known; above 1 for a draft that is too modest.
         allow_tokenizer_mismatch: build although draft and target have different tokenizers.
+        config: folder with the draft's config.json, where the hub's is not at hand; for random weights.
 
     Raises:
         RecipeError: a value is out of range.
@@ -38,6 +39,7 @@ class Config:
     min_confidence: float | Literal["auto"] = "auto"
     confidence_odds: float = 2.7
     allow_tokenizer_mismatch: bool = False
+    config: str | None = None
 
     def __post_init__(self) -> None:
         length, floor = self.num_draft_tokens, self.min_confidence

@@ -27,7 +27,7 @@ class DraftModelMethod:
 
     def graph_jobs(self, config: DraftModelConfig) -> tuple[GraphJob, ...]:
         """The draft model."""
-        return (GraphJob(DRAFT, config.model, config.quantization),)
+        return (GraphJob(DRAFT, config.model, config.quantization, config=config.config),)
 
     def make_proposer(
         self, config: DraftModelConfig, engines: Mapping[str, Engine], context: MethodContext

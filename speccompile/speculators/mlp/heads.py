@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The heads in torch, and the module that drafts with all of them at once.
+
+Head i reads the state s (first the target's hidden state of the last accepted position, behind the final norm)
+and the token t before its own:
+
+    s <- gelu(ln_i(proj_i s + (e / w) emb_i[t])),  logits = head_i s,
+    w = 0.5^(0.5 / n),  e = sqrt((1 - w^2) inner / 2),  n = number of heads,
+
+so that by the last head half of the state's magnitude is still that of the target. From Wertheimer et al. 2024,
+"Accelerating Production LLMs with Combined Token/Embedding Speculators" (arXiv 2404.19124), and the published code.
+The norm is an RMS norm with weight and bias, the GELU is the exact one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from speccompile.frontend.attention import gather_nodes
+from speccompile.frontend.sampling import sample_token
+from speccompile.speculators.mlp.sizes import HeadsSizes
+
+EPSILON = 1e-6
+RANDOM_SEED = 0
+
+
+class RmsNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), then weight and bias."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> the same."""
+        return normalise(x) * self.weight + self.bias
+
+
+def normalise(x: torch.Tensor) -> torch.Tensor:
+    """The norm without parameters."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON)
+
+
+class MlpHeads(nn.Module):
+    """All heads of a speculator; its state_dict has the published names without their prefix.
+
+    Args:
+        sizes: of the speculator; shared weights are one parameter under several names.
+    """
+
+    def __init__(self, sizes: HeadsSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        inner, vocab, hidden = sizes.inner_size, sizes.vocab_size, sizes.hidden_size
+        self.emb, self.proj, self.head, self.ln = (nn.ModuleList() for _ in range(4))
+        for i in range(sizes.num_heads):
+            is_own = sizes.shares("head", i) == i
+            self.emb.append(nn.Embedding(vocab, inner) if is_own else self.emb[0])
+            self.head.append(nn.Linear(inner, vocab, bias=False) if is_own else self.head[0])
+            self.ln.append(RmsNorm(inner) if is_own else self.ln[0])
+            is_own = sizes.shares("proj", i) == i
+            width = hidden if i == 0 else inner
+            self.proj.append(nn.Linear(width, inner, bias=False) if is_own else self.proj[1])
+        state_weight = 0.5 ** (0.5 / sizes.num_heads)
+        self.token_weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
+
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The first state of target states [batch, paths, hidden]."""
+        return normalise(hidden) / math.sqrt(2) if self.sizes.scales_input else hidden
+
+    def step(self, index: int, state: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One head.
+
+        Args:
+            index: which one.
+            state: [batch, paths, width]; a path is a chain of drafts, and a chain has one.
+            tokens: [batch, paths] int64, the last token of each.
+
+        Returns:
+            The next state [batch, paths, inner], and logits [batch, paths, vocab].
+        """
+        mixed = self.proj[index](state) + self.token_weight * self.emb[index](tokens)
+        state = functional.gelu(self.ln[index](mixed))
+        return state, self.head[index](state)
+
+
+class MlpDrafter(nn.Module):
+    """The module that is traced: inputs as in `heads_spec`; outputs tokens, confidences and the law of each head."""
+
+    def __init__(self, heads: MlpHeads) -> None:
+        super().__init__()
+        self.heads, self.num_drafts = heads, heads.sizes.num_drafts
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        start_nodes: torch.Tensor,
+        tokens: torch.Tensor,
+        uniforms: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """One chain a slot."""
+        state = self.heads.begin(gather_nodes(hidden, start_nodes[:, None]))
+        drafted, sure, laws = [], [], []
+        for index in range(self.num_drafts):
+            state, logits = self.heads.step(index, state, tokens)
+            token, confidence, law = sample_token(logits, uniforms[:, index], temperature, top_k, top_p)
+            tokens = token[:, None]
+            drafted.append(tokens)
+            sure.append(confidence[:, None])
+            laws.append(law)
+        return (torch.cat(drafted, 1), torch.cat(sure, 1), *laws)
+
+
+def random_heads(sizes: HeadsSizes) -> MlpHeads:
+    """Heads with the same random weights every time, scaled as before training."""
+    with torch.device("meta"):
+        heads = MlpHeads(sizes)
+    heads.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(RANDOM_SEED)
+    with torch.no_grad():
+        for name, parameter in heads.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, sizes.inner_size**-0.5, generator=generator)
+            else:
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+    return heads.eval()
+
+
+def heads_from_weights(sizes: HeadsSizes, weights: Mapping[str, torch.Tensor]) -> MlpHeads:
+    """Heads in float32 from weights by published name without prefix; shared ones under their first head's name."""
+    with torch.device("meta"):
+        heads = MlpHeads(sizes)
+    held = {n: nn.Parameter(weights[n].to(torch.float32), requires_grad=False) for n, _ in heads.named_parameters()}
+    heads.load_state_dict(held, strict=False, assign=True)
+    return heads.eval()

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts a chain in one run of the heads, from the target's hidden state behind the root."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.cutoff import Cutoff, SlotRecord
+from speccompile.core.hidden import TargetStates
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.specs import CONFIDENCES, HIDDEN, SAMPLED_LAWS, SAMPLED_TOKENS, TOKENS, UNIFORMS
+from speccompile.core.tree import Ints, TokenTree
+
+
+class MlpProposer:
+    """See `speccompile.core.protocols.Proposer`.
+
+    Args:
+        engine: the heads (`heads_spec`).
+        cutoff: how many of their tokens to score.
+        log_odds: of acceptance over confidence, for a fresh slot.
+        may_sample: draw drafts from the heads' laws in slots that sample; otherwise drafts are greedy.
+    """
+
+    def __init__(self, engine: Engine, cutoff: Cutoff, log_odds: float, may_sample: bool) -> None:
+        self.engine, self.cutoff, self.may_sample, self._log_odds = engine, cutoff, may_sample, log_odds
+        width, built = engine.spec.input(HIDDEN).dims[2], engine.spec.output(SAMPLED_TOKENS).dims[1]
+        assert isinstance(width, int) and isinstance(built, int)
+        self.num_built = built  # tokens that one run drafts
+        self.states = TargetStates(engine.max_slots, width)
+        self.records = [SlotRecord(log_odds) for _ in range(engine.max_slots)]
+        self._prompts: dict[int, int] = {}  # tokens of each place's prompt
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """Nothing is known of it."""
+        self.states.start(slot)
+        self.records[slot] = SlotRecord(self._log_odds)
+        self._prompts[slot] = len(sequence.tokens)
+
+    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Keep the state behind the last token that was read: the root follows it."""
+        if start + tokens.shape[1] == self._prompts[slot] - 1:
+            self.states.read(slot, outputs[HIDDEN])
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Chains; a slot that cannot or should not draft is padded."""
+        slots = batch.slots
+        roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
+        is_drawn = self.may_sample and not batch.is_greedy
+        able = self.states.known([p for p, slot in enumerate(slots) if slot.max_drafts > 0])
+        drafting = self._worth_drafting(able, len(slots), is_drawn)
+        if not drafting:
+            return TokenTree.roots(roots)
+        feeds: dict[str, Any] = {**self.states.feeds(len(slots)), TOKENS: roots[:, None]}
+        if is_drawn:
+            draws = [batch.draft_uniforms(depth) for depth in range(1, self.num_built + 1)]
+            feeds |= {**batch.warp_feeds(), UNIFORMS: np.stack(draws, axis=1)}
+        outputs = self.engine.run(feeds)
+        probs = np.asarray(outputs[CONFIDENCES]).tolist()
+        chains = [self.records[place].draft(probs[place]) for place in drafting]
+        length = self.cutoff.max_drafts if is_drawn else self.cutoff.length(chains, len(slots))
+        if length == 0:
+            return TokenTree.roots(roots)
+        # Laws go to the target as they stand, so a drawn chain is as wide as they are and padded behind its end.
+        width = self.num_built if is_drawn else length
+        tokens = np.concatenate((roots[:, None], np.asarray(outputs[SAMPLED_TOKENS])[:, :width]), axis=1)
+        num_nodes = np.ones(len(slots), dtype=np.int64)
+        for place in drafting:
+            num_nodes[place] += min(length, slots[place].max_drafts)
+        return TokenTree.chain(tokens, num_nodes, outputs[SAMPLED_LAWS] if is_drawn else None)
+
+    def _worth_drafting(self, able: Sequence[int], num_slots: int, is_drawn: bool) -> Sequence[int]:
+        """Places that draft: each for itself where drafts are drawn, otherwise all of them or none."""
+        rates = [self.records[place].rate for place in able]
+        if is_drawn:
+            return [place for place, rate in zip(able, rates, strict=True) if self.cutoff.pays([rate], 1)]
+        return able if able and self.cutoff.pays(rates, num_slots) else ()
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """Keep the states behind the paths' last nodes, and learn."""
+        accepted = verdict.num_accepted
+        last = accepted if tree.is_chain else verdict.path[np.arange(tree.batch), accepted]
+        self.states.keep(outputs[HIDDEN], last)
+        num_nodes, num_accepted = tree.num_nodes.tolist(), accepted.tolist()
+        for place in range(tree.batch):
+            self.records[place].learn(num_nodes[place] - 1, num_accepted[place])
+
+    def move(self, source: int, dest: int) -> None:
+        """State and lessons go with the slot."""
+        self.states.move(source, dest)
+        self.records[source], self.records[dest] = self.records[dest], self.records[source]
