@@ -7,10 +7,10 @@ BUNDLE ?= bundles/pycode
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format golden bench docs clean
+.PHONY: help setup demo test lint format golden bench gpu-check docs clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Create .venv with speccompile in it (again only when pyproject.toml changed)
 
@@ -45,6 +45,9 @@ bench: $(BUNDLE)/manifest.json  ## Plain, speculative and transformers, interlea
 
 bundles/%/manifest.json: recipes/%.yaml | setup
 	$(BIN)/speccompile build $< -o $(@D)
+
+gpu-check:  ## Check and measure all that needs a CUDA GPU, in the environment at hand; writes docs/gpu.md
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) bench/gpu_check/main.py $(ARGS)
 
 docs: setup  ## Render docs/ to site/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One section in a process of its own: python -m bench.gpu_check.child SECTION WORK ANSWER.json."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_check import report
+from speccompile.errors import SpecCompileError
+
+
+def machine(work: Path) -> dict[str, Any]:
+    """The GPU, asked through cuda-python."""
+    from speccompile.backends.tensorrt.device import open_device
+
+    held = open_device(0).properties()
+    return report.result([report.row("device", held["name"])], machine=held)
+
+
+def kernels(work: Path) -> dict[str, Any]:
+    """The plugins' kernels against their numpy twins and against a copy of the device's memory."""
+    run = importlib.import_module("bench.gpu_check.kernels").run
+    return dict(run())
+
+
+def ort_cuda(work: Path) -> dict[str, Any]:
+    """ONNX Runtime's CUDA provider."""
+    from bench.gpu_check.ort_cuda import run
+
+    return run(work)
+
+
+def tensorrt(work: Path) -> dict[str, Any]:
+    """TensorRT, whichever flavour is installed."""
+    from bench.gpu_check.plans import run
+
+    return run(work)
+
+
+SECTIONS = {"machine": machine, "kernels": kernels, "ort-cuda": ort_cuda, "tensorrt": tensorrt}
+
+
+def main() -> None:
+    section, work, answer = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    try:
+        held = SECTIONS[section](work)
+    except SpecCompileError as fault:
+        held = {"status": report.FAILED, "reason": f"{type(fault).__name__}: {fault}", "rows": []}
+    except ModuleNotFoundError as fault:
+        held = report.not_run(f"no package {fault.name}: pip install it")
+    answer.write_text(json.dumps(held, default=str), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpu-check without a GPU: it says so and writes nothing; results become a table and an exit code; children may die."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.gpu_check import child, decoding, main, report
+from speccompile.backends.tensorrt.shim import find_compute_capabilities
+from speccompile.errors import RuntimeFault
+
+ROOT = Path(__file__).parents[2]
+PAGE = f"# GPU\n\nbefore\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n"
+MACHINE = {
+    "name": "Fake",
+    "compute_capability": [9, 0],
+    "total_bytes": 8 << 30,
+    "free_bytes": 8 << 30,
+    "driver": 13000,
+    "runtime": 13000,
+}
+
+
+@pytest.fixture
+def page(tmp_path):
+    (tmp_path / "gpu.md").write_text(PAGE)
+    return tmp_path / "gpu.md"
+
+
+def test_a_machine_without_cuda_is_told_so_and_the_page_stays(page, tmp_path):
+    if find_compute_capabilities():
+        pytest.skip("this machine has a GPU")
+    command = [sys.executable, ROOT / "bench/gpu_check/main.py", "--work", tmp_path / "work", "--page", page]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "no CUDA device can be used here: RuntimeFault: " in done.stderr and "Nothing was measured" in done.stderr
+    assert page.read_text() == PAGE and not page.with_suffix(".json").exists()
+
+
+def run_main(monkeypatch, page, tmp_path, results, *arguments):
+    held = {"machine": {**report.result([report.row("device", "Fake")]), "machine": MACHINE}, **results}
+    monkeypatch.setattr(main, "run_child", lambda name, work, limit_s: held[name])
+    return main.main(["--work", str(tmp_path / "work"), "--page", str(page), *arguments])
+
+
+PASSED = report.result([report.row("tokens/s, plain", 1234.5678), report.row("equal", "72 | 72", "all", True)])
+FAILED = report.result([report.row("equal", "71 of 72", "all equal", False), report.row("other", 1, "", None)])
+
+
+def test_results_become_a_table_and_a_file(monkeypatch, page, tmp_path):
+    results = {"kernels": PASSED, "ort-cuda": FAILED, "tensorrt": report.not_run("none installed")}
+    assert run_main(monkeypatch, page, tmp_path, results) == 1
+    text = page.read_text()
+    assert text.startswith("# GPU\n\nbefore\n\n") and text.endswith("\n\nafter\n") and "old" not in text
+    assert "- GPU: Fake, sm_90, 8 GiB" in text and "Python 3." in text
+    assert "| tensorrt | not run | none installed |" in text
+    assert "| ort-cuda | failed | wrong: equal |" in text
+    assert "| kernels | tokens/s, plain | 1235 |  |  |" in text
+    assert "| kernels | equal | 72 / 72 | all | ok |" in text and "| all equal | WRONG |" in text
+    kept = json.loads(page.with_suffix(".json").read_text())
+    assert kept["results"]["kernels"]["rows"][0]["got"] == 1234.5678
+
+
+@pytest.mark.parametrize(
+    ("results", "arguments", "code"),
+    [
+        ({"kernels": PASSED, "ort-cuda": PASSED, "tensorrt": PASSED}, (), 0),
+        ({"kernels": PASSED, "ort-cuda": PASSED, "tensorrt": report.not_run("x")}, (), 0),
+        ({"tensorrt": report.not_run("x")}, ("--sections", "tensorrt"), 3),
+        ({"kernels": FAILED, "tensorrt": report.not_run("x")}, ("--sections", "kernels", "tensorrt"), 1),
+        ({"kernels": report.result([])}, ("--sections", "kernels"), 1),
+    ],
+)
+def test_the_exit_code_says_what_became_of_what_was_asked_for(monkeypatch, page, tmp_path, results, arguments, code):
+    assert run_main(monkeypatch, page, tmp_path, results, *arguments) == code
+
+
+def test_a_child_that_dies_or_hangs_leaves_a_result(tmp_path):
+    died = main.run_child("no such section", tmp_path, 60)
+    assert died["status"] == "failed" and "exit code 1" in died["reason"] and "KeyError" in died["reason"]
+    hung = main.run_child("machine", tmp_path, 0.01)
+    assert hung["status"] == "failed" and "no end after 0 s" in hung["reason"]
+
+
+def test_faults_and_missing_packages_of_a_child_are_results(monkeypatch, tmp_path):
+    def fault(work):
+        raise RuntimeFault("cuda:0", "no device", "one", "Get one.")
+
+    def missing(work):
+        raise ModuleNotFoundError("No module named 'x'", name="x")
+
+    for section, function, status, words in (
+        ("kernels", fault, "failed", "RuntimeFault: cuda:0: got no device"),
+        ("tensorrt", missing, "not run", "no package x: pip install it"),
+    ):
+        answer = tmp_path / "answer.json"
+        monkeypatch.setitem(child.SECTIONS, section, function)
+        monkeypatch.setattr(sys, "argv", ["child", section, str(tmp_path), str(answer)])
+        child.main()
+        held = json.loads(answer.read_text())
+        assert held["status"] == status and words in held["reason"]
+
+
+def test_a_section_may_leave_out_what_follows_from_its_rows():
+    rows = [{"what": "error", "got": 3, "expected": "0", "ok": False}, {"what": "GB/s", "got": 900.0}]
+    held = report.completed({"rows": rows, "extra": 1})
+    assert held["status"] == "failed" and held["reason"] == "wrong: error" and held["extra"] == 1
+    assert held["rows"][1] == {"what": "GB/s", "got": 900.0, "expected": "", "ok": None}
+    assert report.completed({"status": "not run", "reason": "why"})["status"] == "not run"
+
+
+def test_the_page_of_the_repository_can_be_written(tmp_path):
+    text = (ROOT / "docs/gpu.md").read_text()
+    assert text.count(report.BEGIN) == text.count(report.END) == 1
+    copy = tmp_path / "gpu.md"
+    copy.write_text(text)
+    report.write_page(copy, {"GPU": "Fake"}, {"kernels": PASSED})
+    assert "- GPU: Fake" in copy.read_text() and "Not run" not in copy.read_text()
+    assert "## How steps run" in copy.read_text()
+
+
+class Told:
+    """A reference that knows the gap."""
+
+    model = None
+
+    def __init__(self, gap):
+        self._gap = gap
+
+    def gap(self, prompt, wanted, got):
+        return self._gap
+
+
+def test_equality_tells_ties_from_faults(monkeypatch):
+    wanted = [{"prompt_ids": [1], "tokens": [2, 3]}, {"prompt_ids": [4], "tokens": [5]}]
+
+    class Engine:
+        def generate(self, prompts, params, batch_size):
+            return [type("R", (), {"tokens": [2, 9]}), type("R", (), {"tokens": [5]})]
+
+    monkeypatch.setattr(decoding.speccompile, "load", lambda bundle, method: Engine())
+    for gap, is_right in ((1e-5, True), (0.3, False), (float("inf"), False)):
+        rows = decoding.equality_rows(Path("b"), wanted, Told(gap), 1e-3)
+        assert len(rows) == 6 and all(r["ok"] is is_right for r in rows)
+        assert rows[0]["got"].startswith("1 of 2 prompts equal, the others part at gaps of up to ")
+
+
+def test_without_torch_the_golden_tokens_are_the_reference(monkeypatch):
+    monkeypatch.setattr(decoding.importlib.util, "find_spec", lambda name: None)
+    reference = decoding.Reference()
+    assert reference.model is None and reference.gap([1], [2], [3]) == float("inf")
+    assert decoding.reference_rows(reference) == decoding.golden_rows()
