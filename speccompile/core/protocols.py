@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,6 @@ from speccompile.core.jobs import GraphJob, MethodContext, SourceContext, Weight
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import GraphSpec
 from speccompile.core.tree import Floats, Ints, TokenTree
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 # By name. A value is an array, or one that stays on a device: that has `shape` and `dtype`, can be fed to an engine
 # as it is, and becomes a host array by `numpy.asarray`.
@@ -178,8 +175,8 @@ class GraphSource(Protocol):
         """Inputs and outputs of the compiled graph, tail included."""
         ...
 
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, Any]:
-        """The neutral graph, and `dims` with what only the weights tell.
+    def export(self, progress: Callable[[str], None]) -> tuple[Any, Any]:
+        """The neutral graph (an `onnx_ir.Model`), and `dims` with what only the weights tell.
 
         Raises:
             CheckpointError, ExportError.
