@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""speccompile inspect: what is in a bundle or in an .onnx file."""
+"""speccompile inspect: what is in a bundle, in an .onnx file or in a TensorRT plan."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from speccompile.cli.inspect_plan import PLAN_SUFFIX, facts_from_plan_file, plan_facts, print_plan
 from speccompile.cli.output import errors_as_json, json_from_error, print_error, print_json
 from speccompile.errors import BundleError, RuntimeFault
 
@@ -21,16 +22,20 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect_command(
-    path: Annotated[Path, typer.Argument(help="A bundle's folder or an .onnx file.")],
+    path: Annotated[Path, typer.Argument(help="A bundle's folder, an .onnx file or a .plan file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Show graphs, inputs and outputs, operators, sizes, and whether the digests hold.
 
-    A bundle whose files do not match its manifest is still shown, with exit code 7.
+    A plan is parsed, never deserialised, which could run code in it. A bundle whose files do not match its manifest
+    is still shown, with exit code 7.
     """
     with errors_as_json(as_json):
         is_graph = path.is_file() and path.suffix == ".onnx"
-        facts, fault = (_facts_from_onnx(path), None) if is_graph else _facts_from_bundle(path)
+        if path.is_file() and path.suffix == PLAN_SUFFIX:
+            facts, fault = facts_from_plan_file(path)
+        else:
+            facts, fault = (_facts_from_onnx(path), None) if is_graph else _facts_from_bundle(path)
     if as_json:
         print_json({**facts, **({} if is_graph else {"fault": fault and json_from_error(fault)})})
     else:
@@ -63,7 +68,7 @@ def _facts_from_bundle(path: Path) -> tuple[dict[str, Any], BundleError | None]:
         "created_at": manifest.get("created_at"),
         "recipe": manifest.get("recipe"),
         "size_bytes": sum(f.get("size_bytes", 0) for f in files.values()),
-        "graphs": {name: _facts_from_record(record, files) for name, record in manifest["graphs"].items()},
+        "graphs": {name: _facts_from_record(path, record, files) for name, record in manifest["graphs"].items()},
         "files": files,
         "tokenizer": manifest.get("tokenizer"),
         "eos_token_ids": manifest.get("eos_token_ids"),
@@ -77,7 +82,7 @@ def _refuse(error: BundleError) -> dict[str, Any]:
     raise error
 
 
-def _facts_from_record(record: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
+def _facts_from_record(path: Path, record: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
     spec = record.get("spec", {})
     folder = str(record.get("file", "")).rpartition("/")[0]
     size = sum(f.get("size_bytes", 0) for name, f in files.items() if name.startswith(f"{folder}/"))
@@ -88,7 +93,18 @@ def _facts_from_record(record: dict[str, Any], files: dict[str, Any]) -> dict[st
         "inputs": spec.get("inputs", []),
         "outputs": spec.get("outputs", []),
         "op_histogram": record.get("op_histogram", {}),
+        **_facts_of_plan(path / str(record.get("file", ""))),
     }
+
+
+def _facts_of_plan(file: Path) -> dict[str, Any]:
+    """What the plan of a bundle's graph holds; nothing for graphs that are no plans, or damaged ones."""
+    if file.suffix != PLAN_SUFFIX:
+        return {}
+    try:
+        return {"plan": plan_facts(file)[0]}
+    except BundleError:  # the bundle's digests say so already
+        return {}
 
 
 def _facts_from_onnx(path: Path) -> dict[str, Any]:
@@ -152,6 +168,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
         ops = graph["op_histogram"].get("after", {})
         if ops:
             console.print("operators: " + ", ".join(f"{op} {count}" for op, count in ops.items()))
+        if "plan" in graph:
+            print_plan(console, graph["plan"])
 
 
 def _without_repeats(tensors: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

@@ -17,6 +17,8 @@ from rich.text import Text
 
 from speccompile.errors import SpecCompileError
 
+_BAR_CELLS = 24
+
 
 def print_error(error: SpecCompileError) -> None:
     """The four parts of an error, on stderr."""
@@ -49,6 +51,17 @@ def errors_as_json(wanted: bool) -> Iterator[None]:
         raise typer.Exit(error.exit_code) from error
 
 
+def text_from_step(message: str) -> Text:
+    """A step such as "PHASE 3/12" with a bar for the share that is done; any other message as it is."""
+    phase, _, share = message.rpartition(" ")
+    done, slash, total = share.partition("/")
+    if not slash or not done.isdigit() or not total.isdigit() or int(total) == 0:
+        return Text(message)
+    filled = round(_BAR_CELLS * min(int(done) / int(total), 1.0))
+    bar = ("━" * filled, "green"), ("━" * (_BAR_CELLS - filled), "dim")
+    return Text.assemble(f"{phase} ", *bar, f" {share}")
+
+
 @contextlib.contextmanager
 def live_stages() -> Iterator[Callable[[str], None]]:
     """A callback for "STAGE" and "STAGE: STEP": a spinner on a terminal, a line for each stage elsewhere."""
@@ -72,7 +85,7 @@ def live_stages() -> Iterator[Callable[[str], None]]:
             elif stage != current:
                 finish()
                 current, start = stage, time.perf_counter()
-            status.update(message)
+            status.update(text_from_step(message))
 
         yield report
         finish()
