@@ -267,6 +267,15 @@ def is_unrolled(spec: GraphSpec) -> bool:
     return bool(spec.caches) and any(t.name == SAMPLED_TOKENS for t in spec.outputs)
 
 
+def chain_rows(spec: GraphSpec) -> int:
+    """Cache rows that a run writes behind those of its nodes: of all drafts of a chain but the last."""
+    if not is_unrolled(spec):
+        return 0
+    num_steps = spec.output(SAMPLED_TOKENS).dims[1]
+    assert isinstance(num_steps, int)
+    return num_steps - 1
+
+
 def unrolled_spec(spec: GraphSpec, num_steps: int) -> GraphSpec:
     """`spec` unrolled: each of `num_steps` steps reads the token that the one before sampled.
 

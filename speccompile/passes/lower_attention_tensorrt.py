@@ -69,6 +69,7 @@ class AttentionForm:
 
 
 def form_of(node: ir.Node, fused: bool | None) -> AttentionForm:
+    """The form of one CachedAttention; `fused` as in `lower_attention_tensorrt`."""
     cache = node.inputs[3]
     softcap = node.attributes["softcap"].as_float() if "softcap" in node.attributes else 0.0
     wanted = has_kernel(size_of(cache, 3), cache.dtype if cache is not None else None) if fused is None else fused

@@ -47,7 +47,8 @@ class _Binding:
         for name, address in zip(caches.names, caches.addresses, strict=True):
             start = address + first_slot * caches.slot_bytes
             self.io.bind_input(name, engine.device, 0, np.float32, shape, start)
-            self.io.bind_output(updated_cache_name(name), engine.device, 0, np.float32, shape, start)
+            for output in engine.cache_outputs[name]:
+                self.io.bind_output(output, engine.device, 0, np.float32, shape, start)
 
     def fill(self, feeds: Mapping[str, np.ndarray]) -> None:
         """Copy `feeds` in; inputs that an earlier step set and this one leaves out become neutral again."""
@@ -89,6 +90,10 @@ class OrtEngine:
         _, kv_heads, _, head_dim = spec.input(spec.caches[0]).dims if spec.caches else (0, 0, 0, 0)
         assert isinstance(kv_heads, int) and isinstance(head_dim, int)
         buffers = CacheBuffers if device == "cpu" else DeviceBuffers
+        self.chain_rows = specs.chain_rows(spec)
+        # An unrolled draft gives out its caches behind every step, lest ONNX Runtime copy what it keeps to itself.
+        names = [t.name for t in session.get_outputs()]
+        self.cache_outputs = {c: [n for n in names if n.startswith(updated_cache_name(c))] for c in spec.caches}
         self.caches = buffers(spec.caches, kv_heads, head_dim, max_slots, max_rows)
         self._bindings: dict[tuple[int, ...], _Binding] = {}
 
@@ -96,7 +101,7 @@ class OrtEngine:
         """See `speccompile.core.protocols.Engine.run`."""
         batch, nodes = feeds[specs.TOKENS].shape
         if self.spec.caches:
-            rows = int(feeds[specs.LENGTHS].max()) + nodes
+            rows = int(feeds[specs.LENGTHS].max()) + nodes + self.chain_rows
             if rows > self.caches.rows:
                 self._grow(rows)
         if first_slot + batch > self.max_slots:
@@ -221,8 +226,10 @@ def load_engine(
 
 
 def _check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None:
-    got = [t.name for t in (*session.get_inputs(), *session.get_outputs())]
     wanted = [t.name for t in (*spec.inputs, *spec.outputs)]
+    inner = tuple(f"{updated_cache_name(c)}." for c in spec.caches)
+    outputs = [t.name for t in session.get_outputs() if not (inner and t.name.startswith(inner))]
+    got = [*(t.name for t in session.get_inputs()), *outputs]
     if got != wanted:
         differing = sorted(set(got) ^ set(wanted)) or got
         raise BundleError(str(path), f"tensors {differing}", "those of the manifest", "Build the bundle again.")

@@ -38,7 +38,7 @@ class ReferenceEngine:
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
         sizes = sizes_from_feeds(self.spec, feeds)
-        rows = int(feeds[specs.LENGTHS].max()) + sizes["nodes"] if self.caches else 0
+        rows = int(feeds[specs.LENGTHS].max()) + sizes["nodes"] + specs.chain_rows(self.spec) if self.caches else 0
         slots = first_slot + sizes["batch"]
         if rows > self.max_rows or slots > self.max_slots:
             raise RuntimeFault(
