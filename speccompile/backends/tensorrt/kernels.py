@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the plugins' CUDA sources for a GPU, once a machine, and launch them on raw pointers.
+
+nvcc is taken where there is one, else NVRTC through cuda-python. What is compiled lies in the user's cache folder
+under the digest of sources, compiler and options.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from speccompile.backends.tensorrt.launches import (
+    DTYPES,
+    KVRollbackArgs,
+    Launch,
+    SpecVerifyArgs,
+    rollback_args,
+    rollback_launches,
+    rollback_vector_bytes,
+    verify_launches,
+)
+from speccompile.backends.tensorrt.plugin_names import KV_ROLLBACK, SPEC_VERIFY
+from speccompile.errors import BuildError, RuntimeFault
+
+SOURCES = {SPEC_VERIFY: "spec_verify/kernel.cuh", KV_ROLLBACK: "kv_rollback/kernel.cuh"}
+_OPTIONS = ("-std=c++17",)
+_INSTALL = "Install CUDA's nvcc (or pip install nvidia-cuda-nvrtc), or build with engine.plugins: none."
+
+
+def find_sources() -> Path:
+    """The folder of the kernels: in the package when it was installed, beside it in a checkout.
+
+    Raises:
+        BuildError: it is in neither place.
+    """
+    package = Path(__file__).parents[2]
+    places = (package / "plugin_sources", package.parent / "plugins")
+    for place in places:
+        if (place / "common.cuh").is_file():
+            return place
+    raise BuildError("plugins", "no kernel sources", f"them in {places[0]} or {places[1]}", "Install speccompile anew.")
+
+
+@functools.cache
+def sources_digest() -> str:
+    """SHA-256 of the kernels' sources, names counted."""
+    root, digest = find_sources(), hashlib.sha256()
+    for path in sorted(root.rglob("*.cuh")):
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def find_nvcc() -> Path | None:
+    """nvcc on the PATH, under CUDA_HOME or CUDA_PATH, or of NVIDIA's wheel; None where there is none."""
+    found = shutil.which("nvcc")
+    places = [Path(found)] if found else []
+    places += [Path(os.environ[name]) / "bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    spec = importlib.util.find_spec("nvidia")
+    for folder in [] if spec is None else spec.submodule_search_locations or []:
+        places += sorted(Path(folder).glob("*/bin/nvcc"))
+    return next((place for place in places if os.access(place, os.X_OK)), None)
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels lie: `kernels` in $SPECCOMPILE_CACHE or ~/.cache/speccompile."""
+    return Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "kernels"
+
+
+def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin") -> bytes:
+    """The kernels of an op, from the cache or compiled now (about 6 s for SpecVerify).
+
+    Args:
+        op: SpecVerify or KVRollback.
+        capability: (major, minor) of the GPU.
+        kind: cubin, or ptx for a GPU of this generation or a later one.
+
+    Raises:
+        BuildError: there is no compiler, or it fails; its first lines are in the message.
+    """
+    nvcc = find_nvcc()
+    compiler = _nvcc_version(nvcc) if nvcc else f"nvrtc {_load_nvrtc().nvrtcVersion()[1:]}"
+    arch = f"{'sm' if kind == 'cubin' else 'compute'}_{capability[0]}{capability[1]}"
+    identity = "\n".join((sources_digest(), compiler, arch, *_OPTIONS))
+    name = f"{op}-{arch}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.{kind}"
+    place = cache_folder() / name
+    if place.is_file():
+        return place.read_bytes()
+    code = _run_nvcc(nvcc, op, arch, kind) if nvcc else _run_nvrtc(op, arch, kind)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+        file.write(code)
+    Path(file.name).replace(place)
+    return code
+
+
+@functools.cache
+def _nvcc_version(nvcc: Path) -> str:
+    return subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _run_nvcc(nvcc: Path, op: str, arch: str, kind: str) -> bytes:
+    root = find_sources()
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / f"kernels.{kind}"
+        command = [str(nvcc), *_OPTIONS, "-x", "cu", f"-arch={arch}", f"-{kind}", f"-I{root}"]
+        command += [str(root / SOURCES[op]), "-o", str(output)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise _compile_error(op, arch, done.stderr)
+        return output.read_bytes()
+
+
+def _load_nvrtc() -> Any:
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as fault:  # cuda-python finds the library when the first function is called
+        raise BuildError("plugins", f"no nvcc, and no NVRTC: {fault}", "one of them", _INSTALL) from fault
+    return nvrtc
+
+
+def _run_nvrtc(op: str, arch: str, kind: str) -> bytes:
+    nvrtc, root = _load_nvrtc(), find_sources()
+    headers = {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*.cuh"))}
+    names = [name.encode() for name in headers]
+    _, program = nvrtc.nvrtcCreateProgram(
+        headers[SOURCES[op]], b"kernel.cu", len(headers), list(headers.values()), names
+    )
+    options = [option.encode() for option in (*_OPTIONS, f"-arch={arch}")]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(status) != 0:
+        log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise _compile_error(op, arch, log.decode(errors="replace"))
+    get_size, get = {
+        "cubin": (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN),
+        "ptx": (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX),
+    }[kind]
+    code = bytes(get_size(program)[1])
+    get(program, code)
+    nvrtc.nvrtcDestroyProgram(program)
+    return code
+
+
+def _compile_error(op: str, arch: str, log: str) -> BuildError:
+    lines = " | ".join(line for line in log.splitlines() if "error" in line)[:600] or log[:600]
+    todo = "Use a CUDA that knows this GPU, or build with engine.plugins: none."
+    return BuildError(f"plugins: {op} for {arch}", lines, "a compiled kernel", todo)
+
+
+class KernelModule:
+    """The kernels of one op on the current CUDA context's device.
+
+    Args:
+        code: cubin or PTX.
+    """
+
+    def __init__(self, code: bytes) -> None:
+        self._driver = importlib.import_module("cuda.bindings.driver")
+        self._library = self._call("cuLibraryLoadData", code, [], [], 0, [], [], 0)
+        self._kernels: dict[str, Any] = {}
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        status, *results = getattr(self._driver, function)(*arguments)
+        if int(status) != 0:
+            name = self._driver.cuGetErrorName(status)[1].decode()
+            raise RuntimeFault(f"plugins, {function}", name, "success", "Update the NVIDIA driver, or report this.")
+        return results[0] if results else None
+
+    def launch(self, launch: Launch, arguments: Sequence[Any], stream: int) -> None:
+        """Enqueue a kernel; does not wait.
+
+        Args:
+            launch: what and how large.
+            arguments: ctypes objects, one per kernel parameter; they are read before this returns.
+            stream: CUDA stream as an integer.
+        """
+        if launch.kernel not in self._kernels:
+            kernel = self._call("cuLibraryGetKernel", self._library, launch.kernel.encode())
+            self._kernels[launch.kernel] = self._driver.CUfunction(int(kernel))
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+        block = (launch.threads, 1, 1)
+        self._call(
+            "cuLaunchKernel",
+            self._kernels[launch.kernel],
+            *launch.grid,
+            *block,
+            launch.shared_bytes,
+            stream,
+            ctypes.addressof(pointers),
+            0,
+        )
+
+
+@functools.cache
+def load_module(op: str, capability: tuple[int, int]) -> KernelModule:
+    """The op's kernels for GPUs of that capability; compiled and loaded once a process."""
+    return KernelModule(compile_kernels(op, capability))
+
+
+def current_capability() -> tuple[int, int]:
+    """(major, minor) of the device of the calling thread's CUDA context.
+
+    Raises:
+        RuntimeFault: cuda-python is not installed, or there is no context.
+    """
+    try:
+        driver = importlib.import_module("cuda.bindings.driver")
+    except ImportError as fault:
+        raise RuntimeFault("CUDA", str(fault), "the package cuda-python", "Run: pip install cuda-python.") from fault
+    status, device = driver.cuCtxGetDevice()
+    if int(status) != 0:
+        raise RuntimeFault("CUDA", f"no current device ({status})", "a CUDA context", "Open the device first.")
+    attributes = driver.CUdevice_attribute
+    major = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)[1]
+    minor = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)[1]
+    return int(major), int(minor)
+
+
+def launch_verify(args: SpecVerifyArgs, stream: int) -> None:
+    """SpecVerify on the current device: two launches.
+
+    Args:
+        args: pointers and sizes; the workspace has `launches.verify_workspace_bytes`.
+        stream: CUDA stream as an integer.
+    """
+    module = load_module(SPEC_VERIFY, current_capability())
+    for launch in verify_launches(args.batch, args.nodes, args.vocab, DTYPES[args.dtype]):
+        module.launch(launch, (args,), stream)
+
+
+def launch_rollback(
+    caches: Sequence[int], shape: Sequence[int], dtype: str, lengths: int, path: int, depth: int, stream: int
+) -> None:
+    """KVRollback on the current device: one launch for every 480 caches.
+
+    Args:
+        caches: device addresses.
+        shape: [slots in use, kv_heads, max_seq, head_dim].
+        dtype: of the caches.
+        lengths: device address of [slots] int64.
+        path: device address of [slots, depth] int64.
+        depth: entries of a path.
+        stream: CUDA stream as an integer.
+    """
+    batch, kv_heads, max_seq, head_dim = shape
+    columns = head_dim * (4 if dtype == "float32" else 2) // rollback_vector_bytes(head_dim, dtype, caches)
+    module = load_module(KV_ROLLBACK, current_capability())
+    for launch, group in rollback_launches(caches, batch, kv_heads, head_dim, dtype):
+        args: KVRollbackArgs = rollback_args(group, lengths, path, depth, kv_heads, max_seq, columns)
+        module.launch(launch, (args,), stream)
