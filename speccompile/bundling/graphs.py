@@ -141,7 +141,7 @@ def compile_graph(
             report = backend.compile(
                 model, graph.spec, dest, quantization=graph.job.quantization, options=options, progress=log.step
             )
-            stage.child_peak_bytes = report.get("peak_rss_bytes", 0)
+            stage.joint_peak_bytes = report.get("peak_rss_bytes", 0)
         write_json(dest / _REPORT, {**report, "dims": asdict(dims)})
 
     if cache.fetch("graphs", graph.key, folder, make):

@@ -21,13 +21,13 @@ class Stage:
     Args:
         name: e.g. "compile target".
         cached: the result came from the cache.
-        child_peak_bytes: the most memory that a process of its own held.
+        joint_peak_bytes: the most memory that this process and one it started held together.
         skipped: why nothing was done.
     """
 
     name: str
     cached: bool = False
-    child_peak_bytes: int = 0
+    joint_peak_bytes: int = 0
     skipped: str | None = None
 
 
@@ -38,7 +38,7 @@ class StageLog:
     Args:
         progress: called with "STAGE" as a stage begins and "STAGE: STEP" for the steps inside it.
         rows: {"name", "seconds", "peak_rss_bytes", "cached"} of the finished stages, in order; "skipped" gives the
-            reason where nothing was done. The peak is the larger one of this process and of one it started.
+            reason where nothing was done. The peak counts a process that the stage started.
     """
 
     progress: Progress
@@ -54,7 +54,7 @@ class StageLog:
         start = time.perf_counter()
         yield stage
         seconds = round(time.perf_counter() - start, 3)
-        peak = max(read_peak_rss(), stage.child_peak_bytes)
+        peak = max(read_peak_rss(), stage.joint_peak_bytes)
         row = {"name": name, "seconds": seconds, "peak_rss_bytes": peak, "cached": stage.cached}
         self.rows.append(row if stage.skipped is None else {**row, "skipped": stage.skipped})
 

@@ -56,7 +56,7 @@ class TensorRTBackend:
 
         Returns:
             {"form", "forms_measured": {}, "passes", "op_histogram", "spec": TensorRT's own, "tensorrt": see
-            `records.make_record`, "peak_rss_bytes": of the builder's process}.
+            `records.make_record`, "peak_rss_bytes": of both processes}.
 
         Raises:
             PassError, BuildError.
@@ -82,7 +82,7 @@ class TensorRTBackend:
             **report,
             "spec": own.json_from_spec(),
             "tensorrt": record,
-            "peak_rss_bytes": record["build"]["peak_rss_bytes"],
+            "peak_rss_bytes": record["build"]["peak_rss_bytes"] + record["build"]["parent_rss_bytes"],
         }
 
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:

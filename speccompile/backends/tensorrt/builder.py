@@ -89,12 +89,13 @@ def build_plan(
         command: the child's command line, without the number of the pipe for its events.
 
     Returns:
-        {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "flavour", "version", "peak_rss_bytes"}.
+        {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "flavour", "version", "peak_rss_bytes",
+        "parent_rss_bytes": what this process held meanwhile}.
 
     Raises:
         BuildError: the graph is refused, the builder failed, crashed or ran out of memory; with the end of its log.
     """
-    fresh = dest.with_name(f".{dest.name}.new")
+    fresh, parent = dest.with_name(f".{dest.name}.new"), read_memory("VmRSS") or 0
     # The child's own temporary files go with this folder, however the child ends.
     with tempfile.TemporaryDirectory(prefix="speccompile-build-") as scratch:
         printed = Path(scratch) / "printed"
@@ -107,7 +108,7 @@ def build_plan(
         finally:
             fresh.unlink(missing_ok=True)
     peak = max([child.peak_bytes, *(s["peak_rss_bytes"] for s in child.result["stages"])])
-    return {**child.result, "peak_rss_bytes": peak}
+    return {**child.result, "peak_rss_bytes": peak, "parent_rss_bytes": parent}
 
 
 def _run(

@@ -220,7 +220,7 @@ def _int64(data: bytes, place: int) -> int:
 
 def _read_plugins(engine: bytes, num_profiles: int) -> tuple[PlanPlugin, ...]:
     """The plugins of all layers. A layer has a record in every profile: name, version and namespace."""
-    counts: Counter[tuple[str, ...]] = Counter()
+    counts: Counter[tuple[str, str, str]] = Counter()
     mark = _PLUGIN + _STRING
     place = engine.find(mark)
     while place >= 0:
@@ -229,9 +229,10 @@ def _read_plugins(engine: bytes, num_profiles: int) -> tuple[PlanPlugin, ...]:
             text, at = read
             texts.append(text)
         if len(texts) == 3:
-            counts[tuple(texts)] += 1
+            counts[texts[0], texts[1], texts[2]] += 1
         place = engine.find(mark, place + 1)
-    return tuple(PlanPlugin(*texts, -(-count // num_profiles)) for texts, count in sorted(counts.items()))
+    rows = sorted(counts.items())
+    return tuple(PlanPlugin(*texts, num_layers=-(-count // num_profiles)) for texts, count in rows)
 
 
 def _read_string(engine: bytes, place: int) -> tuple[str, int] | None:
