@@ -132,7 +132,7 @@ def quantize_qdq(model: ir.Model, quantization: str, dtype: str) -> int:
         )
         weight.dtype, weight.shape = ir.DataType.FLOAT, ir.Shape([num_in, num_out])
         out = edit.op("MatMul", node.inputs[0], weight)
-        out.shape, out.dtype = node.outputs[0].shape, node.outputs[0].dtype
+        out.shape, out.type = node.outputs[0].shape, node.outputs[0].type
         replace(node, out)
         if not list(value.uses()):
             del model.graph.initializers[value.name]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 
 from speccompile.core.specs import HIDDEN, LOGITS, ModelDims

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights as Q/DQ: errors bounded by the step of the grid, scales that the graph's dtype holds, and who is left out."""
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from speccompile.core.specs import LOGITS
+from speccompile.errors import RecipeError
+from speccompile.passes.edit import Editor, add_input
+from speccompile.passes.quantize_qdq import (
+    block_of,
+    fp8_levels,
+    int4_levels,
+    int8_levels,
+    quantize_qdq,
+    quantize_qdq_pass,
+)
+
+DTYPES = ["float32", "float16", "bfloat16"]
+
+
+def random_weight(num_in: int, num_out: int) -> np.ndarray:
+    rng = np.random.default_rng(num_in + num_out)
+    return (rng.standard_normal((num_in, num_out)) * rng.uniform(0.01, 3, num_out)).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_errs_by_half_a_step_at_most(dtype: str) -> None:
+    weight = random_weight(96, 33)
+    got = int8_levels(weight, dtype)
+    assert got.levels.dtype == np.int8 and got.scale.shape == (33,)
+    error = np.abs(got.levels.astype(np.float64) * got.scale - weight)
+    assert (error <= got.scale / 2 * (1 + 1e-6)).all()
+    # Rounding a scale up costs one unit in the last place of the dtype, and half a level of room.
+    ulp = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+    assert (got.scale <= np.abs(weight).max(axis=0) / 127 * (1 + 2 * ulp)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_int4_errs_by_half_a_step_of_its_block(block: int, dtype: str) -> None:
+    weight = random_weight(256, 17)
+    got = int4_levels(weight, block, dtype)
+    assert got.levels.dtype == ml_dtypes.int4 and got.scale.shape == (256 // block, 17)
+    steps = np.repeat(got.scale, block, axis=0)
+    error = np.abs(got.levels.astype(np.float64) * steps - weight)
+    assert (error <= steps / 2 * (1 + 1e-6)).all()
+    assert np.abs(got.levels.astype(np.int8)).max() == 7
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_fp8_errs_by_a_sixteenth_of_the_weight_or_a_subnormal_step(dtype: str) -> None:
+    weight = random_weight(128, 9)
+    got = fp8_levels(weight, dtype)
+    assert got.levels.dtype == ml_dtypes.float8_e4m3fn and np.isfinite(got.levels.astype(np.float32)).all()
+    error = np.abs(got.levels.astype(np.float64) * got.scale - weight)
+    # Three mantissa bits: half a unit is 2^-4 of the number; below 2^-6 the step is 2^-9.
+    assert (error <= np.maximum(np.abs(weight) * 2.0**-4, got.scale * 2.0**-10) * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("make", [int8_levels, lambda w, d: int4_levels(w, 16, d), fp8_levels])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_are_numbers_of_the_dtype_and_zeros_stay_zero(make, dtype: str) -> None:
+    weight = random_weight(32, 5)
+    weight[:, 2] = 0
+    weight[:, 3] = 1e-9  # below float16's normal numbers once divided by the levels
+    got = make(weight, dtype)
+    kind = {"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype)
+    np.testing.assert_array_equal(got.scale.astype(kind).astype(np.float32), got.scale)
+    assert (got.scale > 0).all()
+    assert (got.levels.astype(np.float32)[:, 2] == 0).all()
+
+
+def test_blocks_are_the_largest_that_divide() -> None:
+    assert [block_of(n) for n in (5120, 13824, 192, 96, 48, 40)] == [128, 128, 64, 32, 16, None]
+
+
+def make_model(num_in: int, hidden: int, vocab: int) -> ir.Model:
+    """x -> two linears -> LM head behind a factor, as some families have it."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 24}, name="graph")
+    model = ir.Model(graph, ir_version=12)
+    x = add_input(model, "x", ["batch", "nodes", num_in], "float32")
+    edit = Editor(model)
+    up = edit.op("MatMul", x, edit.const(random_weight(num_in, hidden), "up"))
+    down = edit.op("MatMul", up, edit.const(random_weight(hidden, num_in), "down"))
+    head = edit.op("MatMul", down, edit.const(random_weight(num_in, vocab), "head"))
+    logits = edit.op("Mul", head, edit.const(np.float32(0.5), "factor"))
+    logits.name, logits.type = LOGITS, ir.TensorType(ir.DataType.FLOAT)
+    logits.shape = ir.Shape(["batch", "nodes", vocab])
+    graph.outputs.append(logits)
+    return model
+
+
+def types_of(model: ir.Model) -> dict[str, ir.DataType]:
+    return {
+        str(v.name): v.dtype
+        for v in model.graph.initializers.values()
+        if v.dtype in (ir.DataType.INT4, ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN)
+    }
+
+
+def test_int4_leaves_the_head_and_odd_sizes_to_int8() -> None:
+    model = make_model(64, 40, 97)
+    assert quantize_qdq(model, "int4", "float16") == 3
+    assert types_of(model) == {
+        "up.int4": ir.DataType.INT4,
+        "down.int8": ir.DataType.INT8,  # nothing divides its 40 inputs
+        "head.int8": ir.DataType.INT8,
+    }
+    assert {"up", "down", "head"}.isdisjoint(model.graph.initializers)
+    node = next(n for n in model.graph if n.op_type == "DequantizeLinear")
+    assert node.attributes["block_size"].as_int() == 64 and node.attributes["axis"].as_int() == 0
+
+
+def relative_error(model: ir.Model) -> float:
+    """The expected relative error of the product of all linears, each independent: root of the sum of squares."""
+    total = 0.0
+    for name in ("up", "down", "head"):
+        node = next(n for n in model.graph if n.op_type == "DequantizeLinear" and n.inputs[0].name.startswith(name))
+        levels, scale = (v.const_value.numpy().astype(np.float64) for v in node.inputs)
+        exact = random_weight(*levels.shape)
+        if scale.ndim == 2:
+            scale = np.repeat(scale, len(levels) // len(scale), axis=0)
+        total += (np.linalg.norm(levels * scale - exact) / np.linalg.norm(exact)) ** 2
+    return float(np.sqrt(total))
+
+
+@pytest.mark.parametrize(("quantization", "largest"), [("int8", 0.02), ("int4", 0.2), ("fp8", 0.05)])
+def test_products_err_as_much_as_their_weights(quantization: str, largest: float) -> None:
+    model, exact = make_model(64, 48, 97), make_model(64, 48, 97)
+    quantize_qdq(model, quantization, "float32")
+    x = np.random.default_rng(0).standard_normal((2, 16, 64)).astype(np.float32)
+    got, wanted = (
+        ort.InferenceSession(ir.to_proto(m).SerializeToString(), providers=["CPUExecutionProvider"]).run(
+            None, {"x": x}
+        )[0]
+        for m in (model, exact)
+    )
+    error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+    expected = relative_error(model)
+    assert expected < largest
+    assert expected / 2 < error < 2 * expected
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    with pytest.raises(RecipeError, match=r"quantization: got nf4; expected none, int8, int4, fp8"):
+        quantize_qdq_pass("nf4", "float16")
+    with pytest.raises(RecipeError, match=r"got int4 with dtype float32; .*Set target.dtype: float16"):
+        quantize_qdq_pass("int4", "float32")
