@@ -97,6 +97,13 @@ class Batch(Protocol):
         """[batch] float32: the draws that decide draft tokens at `depth` (1 = child of the root)."""
         ...
 
+    def sibling_uniforms(self, depth: int, num: int) -> Floats:
+        """[batch, num] float32: the draws that decide the siblings behind a node at `depth`, in their order.
+
+        The first column is `draft_uniforms(depth)`. Nodes of one depth share their draws: at most one is kept.
+        """
+        ...
+
 
 class Proposer(Protocol):
     """Drafts tokens. Knows nothing of the target but its tokens, verdicts and, if asked for, hidden states.

@@ -18,6 +18,7 @@ ACCEPT_LANE = 0  # accept draw of a first child; later siblings use SIBLING_LANE
 TARGET_LANE = 1  # recovered, bonus or plain draw from the target's law
 DRAFT_LANE = 2  # the draft's own draw
 SIBLING_LANE = 16
+DRAFT_SIBLING_LANE = 1 << 20  # the draft's draws of later siblings: this + rank
 
 # Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)

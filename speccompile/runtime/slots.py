@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core import sampling as laws
-from speccompile.core.sampling import SamplingParams, tree_uniforms, uniforms, warp_inputs
+from speccompile.core.sampling import DRAFT_SIBLING_LANE, SamplingParams, tree_uniforms, uniforms, warp_inputs
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.runtime.stats import SlotStats
@@ -186,6 +186,15 @@ class Slots:
             if slot.table is not None:
                 at = len(slot.tokens) + depth - 1
                 draws[place] = slot.table.rows(at, at + 1)[2, 0]
+        return draws
+
+    def sibling_uniforms(self, depth: int, num: int) -> Floats:
+        """See `Batch.sibling_uniforms`."""
+        draws = np.zeros((len(self.slots), num), dtype=np.float32)
+        draws[:, 0] = self.draft_uniforms(depth)
+        if num > 1 and not self.is_greedy:
+            places = self.root_positions()[:, None] + np.full(num - 1, depth)
+            draws[:, 1:] = uniforms(self._seeds, places, DRAFT_SIBLING_LANE + np.arange(1, num))
         return draws
 
     def tree_uniforms(self, tree: TokenTree) -> Floats:

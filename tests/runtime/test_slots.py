@@ -51,6 +51,13 @@ def test_a_draft_token_is_drawn_at_the_position_it_will_stand_at(slots):
         assert got[1] == 0
 
 
+def test_siblings_have_draws_of_their_own(slots):
+    got = slots.sibling_uniforms(2, 4)
+    np.testing.assert_array_equal(got[:, 0], slots.draft_uniforms(2))
+    assert len(set(got[0].tolist() + slots.sibling_uniforms(3, 4)[0].tolist())) == 8
+    np.testing.assert_array_equal(slots.sibling_uniforms(2, 2), got[:, :2])
+
+
 def test_only_warps_that_do_something_are_fed(slots):
     assert slots.warp_feeds().keys() == {"temperature"}
     assert not slots.is_greedy
