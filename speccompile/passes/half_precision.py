@@ -43,6 +43,11 @@ def _retype(value: ir.Value, dtype: ir.DataType, shape: ir.Shape | None) -> None
     value.type, value.shape = ir.TensorType(dtype), shape
 
 
+def _is_computed(value: ir.Value) -> bool:
+    """Whether it is no constant."""
+    return value.is_graph_input() or not value.is_initializer()
+
+
 class _Converter:
     def __init__(self, model: ir.Model, dtype: ir.DataType) -> None:
         self.model, self.dtype = model, dtype
@@ -78,7 +83,7 @@ class _Converter:
     def island(self, node: ir.Node) -> None:
         """Put a float32 operator between casts."""
         for index, value in enumerate(node.inputs):
-            if value is not None and not value.is_initializer():
+            if value is not None and _is_computed(value):
                 node.replace_input_with(index, self.widen(value, node))
         for out in [o for o in node.outputs if o.dtype == _FLOAT]:
             uses = list(out.uses())
@@ -92,6 +97,12 @@ class _Converter:
                 if output is out:
                     half.name, out.name = out.name, f"{out.name}.float32"
                     self.model.graph.outputs[position] = half
+
+    def keep(self, node: ir.Node) -> None:
+        """An operator on draws, temperatures or laws, which stay float32."""
+        for index, value in enumerate(node.inputs):
+            if value is not None and _is_computed(value):
+                node.replace_input_with(index, self.widen(value, node))
 
     def plain(self, node: ir.Node) -> None:
         """Any other operator: float32 becomes half."""
@@ -138,6 +149,9 @@ def convert_precision(model: ir.Model, spec: GraphSpec, dtype: str) -> int:
             continue
         if node.domain == "" and node.op_type in FLOAT32_OPS:
             converter.island(node)
+            continue
+        if any(_is_computed(v) and v.dtype == _FLOAT for v in node.inputs if v is not None):
+            converter.keep(node)
             continue
         count += any(o.dtype == _FLOAT for o in node.outputs)
         converter.plain(node)

@@ -77,6 +77,16 @@ def test_a_weight_beyond_float16_is_refused_by_name() -> None:
         model.graph.initializers["w.float16"].const_value.numpy()
 
 
+def test_what_is_sampled_with_and_from_stays_float32() -> None:
+    body = f"a = MatMul({HIDDEN}, w) t = Unsqueeze(temperature, axis) c = Exp(t) {LOGITS} = Mul(a, c)"
+    model = make(body, w=rng(64, 64), axis=np.array([1]))
+    convert_precision(model, SPEC, "bfloat16")
+    kinds = {n.op_type: n.outputs[0].dtype for n in model.graph}
+    assert kinds["MatMul"] == ir.DataType.BFLOAT16
+    assert kinds["Unsqueeze"] == kinds["Exp"] == kinds["Mul"] == ir.DataType.FLOAT
+    assert ops(model)["Cast"] == 1  # the product is widened, the logits are float32 then
+
+
 def test_angles_that_are_computed_are_refused() -> None:
     model = make(f"{LOGITS} = Cos({HIDDEN})")
     with pytest.raises(PassError, match=r"got Cos node .* that computes angles at run time; expected rotary tables"):
