@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mock target with hidden states, and heads that read them.
+
+A state is the number of a context, so heads that are given a wrong, stale or misplaced one draft behind another
+text, and notice: the context and the root must be a prefix of a text that the test knows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from speccompile.core.sampling import draw, warp
+from speccompile.core.specs import (
+    CONFIDENCES,
+    HIDDEN,
+    LENGTHS,
+    SAMPLED_LAWS,
+    SAMPLED_TOKENS,
+    START_NODES,
+    TEMPERATURE,
+    TOKENS,
+    TOP_K,
+    TOP_P,
+    TREE_MASK,
+    UNIFORMS,
+    heads_spec,
+)
+from speccompile.core.tree import chain_mask
+from tests.mock_lm import VOCAB, MockEngine, MockLM
+
+WIDTH = 2
+STALE = -1.0
+
+
+class OnDevice:
+    """What an engine on a GPU gives: `shape`, and a copy when asked for, which is counted."""
+
+    num_copies = 0
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __array__(self, dtype=None, copy=None):
+        OnDevice.num_copies += 1
+        return np.array(self.array, dtype=dtype)
+
+
+class MockTarget(MockEngine):
+    """Gives `hidden` [batch, nodes, WIDTH] as well, on a device; valid until its next run."""
+
+    def __init__(self, model: MockLM, max_slots: int, max_seq_len: int, headroom: int) -> None:
+        super().__init__(model, "target", max_slots, max_seq_len, headroom)
+        self.contexts: list[np.ndarray] = []
+
+    def run(self, feeds, first_slot=0):
+        outputs = super().run(feeds, first_slot)  # writes STALE's like over what it gave before
+        tokens, lengths = feeds[TOKENS], feeds[LENGTHS]
+        mask = feeds.get(TREE_MASK, chain_mask(*tokens.shape))
+        hidden = np.zeros((*tokens.shape, WIDTH), dtype=np.float32)
+        for b, node in np.ndindex(*tokens.shape):
+            row = self.cache[first_slot + b]
+            self.contexts.append(np.concatenate((row[: lengths[b]], tokens[b][mask[b, node]])))
+            hidden[b, node] = len(self.contexts) - 1
+        self._outputs = {**outputs, HIDDEN: hidden}
+        return {**outputs, HIDDEN: OnDevice(hidden)}
+
+
+class MockHeads:
+    """Heads that draft `num_drafts` tokens with a language model of their own, from the states of `target`."""
+
+    def __init__(self, model: MockLM, target: MockTarget, num_drafts: int, max_slots: int) -> None:
+        self.model, self.target, self.num_drafts, self.max_slots = model, target, num_drafts, max_slots
+        self.spec = heads_spec("heads", WIDTH, VOCAB, num_drafts)
+        self.max_rows = self.num_runs = 0
+        self.read: list[list[int]] = []  # text behind which each row of the last run drafted
+
+    def run(self, feeds, first_slot=0):
+        self.num_runs += 1
+        hidden, start, tokens = feeds[HIDDEN], feeds[START_NODES], feeds[TOKENS]
+        hidden = hidden.array if isinstance(hidden, OnDevice) else hidden
+        batch = len(tokens)
+        assert hidden.shape[0] == batch and tokens.shape == (batch, 1) and start.shape == (batch,)
+        heat = feeds.get(TEMPERATURE, np.zeros(batch, np.float32))
+        warping = (heat, feeds.get(TOP_K, np.zeros(batch, np.int64)), feeds.get(TOP_P, np.ones(batch)))
+        draws = feeds.get(UNIFORMS, np.zeros((batch, self.num_drafts), np.float32))
+        drafted = np.zeros((batch, self.num_drafts), np.int64)
+        sure, laws = drafted.astype(np.float32), np.zeros((batch, self.num_drafts + 1, VOCAB), np.float32)
+        texts = [self._text(hidden[b, start[b], 0], tokens[b, 0]) for b in range(batch)]
+        self.read = [list(map(int, text)) for text in texts]
+        for i in range(self.num_drafts):
+            logits = np.stack([self.model.logits(text) for text in texts])
+            law = warp(logits[:, None], *warping)[:, 0]
+            drafted[:, i], laws[:, i + 1] = draw(law, draws[:, i]), law
+            plain = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            plain /= plain.sum(axis=-1, keepdims=True)
+            sure[:, i] = plain[np.arange(batch), drafted[:, i]]
+            texts = [np.append(text, token) for text, token in zip(texts, drafted[:, i], strict=True)]
+        return {SAMPLED_TOKENS: drafted, CONFIDENCES: sure, SAMPLED_LAWS: laws if heat.any() else laws[:, :, :1]}
+
+    def _text(self, number: float, root: int) -> np.ndarray:
+        # Rows of slots that have no state yet hold zeros; what they draft is not used.
+        return np.append(self.target.contexts[int(number)], root)
+
+    def reset(self, rows=1): ...
+
+    def move_slot(self, source, dest): ...

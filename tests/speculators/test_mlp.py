@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting with heads on the target's hidden state: whatever they draft, the text is the target's."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from speccompile.core.jobs import MethodContext, StepCosts
+from speccompile.core.sampling import SamplingParams, warp
+from speccompile.errors import RecipeError
+from speccompile.runtime.loop import decode, decode_one
+from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.verifier import Verifier
+from speccompile.speculators.mlp.config import Config
+from speccompile.speculators.mlp.method import HEADS, MlpMethod
+from tests.mock_lm import VOCAB, MockLM
+from tests.speculators.hidden_lm import MockHeads, MockTarget, OnDevice
+
+TARGET = MockLM(seed=21, sharpness=1.2)
+DRAFT = TARGET.blurred(seed=22, blur=0.5)
+MAX_SEQ = 96
+NUM_HEADS = 3
+CHEAP = {"target": StepCosts(((1, 10.0), (16, 11.0))), HEADS: StepCosts(((1, 0.1),))}
+DEAR = {"target": StepCosts(((1, 1.0), (16, 30.0))), HEADS: StepCosts(((1, 2.0),))}
+CONFIGS = [{}, {"num_draft_tokens": 2}, {"num_draft_tokens": 1}, {"min_confidence": 0.3}, {"drafts": "greedy"}]
+
+
+def make(costs=None, slots=4, chunk=5, **config):
+    """(verifier, proposer, heads)."""
+    target = MockTarget(TARGET, slots, MAX_SEQ, headroom=9)
+    heads = MockHeads(DRAFT, target, NUM_HEADS, slots)
+    context = MethodContext(slots, MAX_SEQ, 8, costs or {})
+    proposer = MlpMethod().make_proposer(Config("heads", **config), {HEADS: heads}, context)
+    return Verifier(target, MAX_SEQ, chunk), proposer, heads
+
+
+def run(verifier, proposer, prompts, params, batch):
+    waiting = [Slot(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+    for _ in decode(verifier, proposer, Slots(waiting, batch)):
+        pass
+    return waiting
+
+
+def some_prompts(num, seed=0, low=1, high=14):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, size=rng.integers(low, high)).tolist() for _ in range(num)]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize("costs", [None, CHEAP, DEAR])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_greedy_text_is_the_targets_own(config, costs, batch):
+    verifier, proposer, _ = make(costs, **config)
+    prompts = some_prompts(7)
+    params = [SamplingParams(max_new_tokens=n) for n in (30, 1, 2, 17, 25, 3, 200)]
+    slots = run(verifier, proposer, prompts, params, batch)
+    for slot, prompt, asked in zip(slots, prompts, params, strict=True):
+        num = min(asked.max_new_tokens, MAX_SEQ + 1 - len(prompt))
+        assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, num)
+    if costs is CHEAP:
+        assert sum(s.stats.json_from_stats()["num_accepted"] for s in slots) > 50
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_same_seed_gives_same_text_in_any_batch(config):
+    prompts = some_prompts(6, seed=5)
+    asked = [(1.0, 0, 1.0), (0.7, 5, 1.0), (0.0, 0, 1.0), (1.3, 0, 0.8), (1.0, 4, 0.9), (0.5, 0, 1.0)]
+    params = [
+        SamplingParams(max_new_tokens=25, temperature=t, top_k=k, top_p=p, seed=i) for i, (t, k, p) in enumerate(asked)
+    ]
+    texts = []
+    for batch, chunk in ((1, 3), (4, 5), (3, 128)):
+        verifier, proposer, _ = make(CHEAP, chunk=chunk, **config)
+        texts.append([slot.tokens for slot in run(verifier, proposer, prompts, params, batch)])
+    assert texts[0] == texts[1] == texts[2]
+    oracle, proposer, _ = make(CHEAP, slots=1, **config)
+    slot = Slot(0, prompts[1], params[1], frozenset(), None)
+    for _ in decode_one(oracle, proposer, slot):
+        pass
+    assert slot.tokens == texts[0][1]
+
+
+# Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
+@pytest.mark.parametrize(("config", "costs"), [({}, None), ({}, CHEAP), ({"drafts": "greedy"}, CHEAP)])
+def test_three_sampled_tokens_follow_the_targets_law(config, costs):
+    num, prompt, heat, top_k = 3000, [3, 1, 4], 0.9, 4
+    verifier, proposer, _ = make(costs, slots=20, **config)
+    params = [SamplingParams(max_new_tokens=4, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
+    slots = run(verifier, proposer, [prompt] * num, params, 20)
+    expected = {(): float(num)}
+    for _ in range(3):
+        laws = {p: warp(TARGET.logits(np.array([*prompt, *p]))[None], [heat], [top_k], [1.0])[0] for p in expected}
+        expected = {
+            (*p, int(t)): mass * float(laws[p][t]) for p, mass in expected.items() for t in np.flatnonzero(laws[p])
+        }
+    counts = Counter(tuple(slot.tokens[3:6]) for slot in slots)
+    assert set(counts) <= set(expected)
+    common = [path for path, mass in expected.items() if mass >= 8]
+    rest = num - sum(expected[path] for path in common)
+    got = [*(counts[path] for path in common), num - sum(counts[path] for path in common)]
+    assert chisquare(got, [*(expected[path] for path in common), rest], sum_check=False).pvalue > 1e-4
+    drafts = sum(slot.stats.num_draft_tokens for slot in slots)
+    accepted = sum(slot.stats.json_from_stats()["num_accepted"] for slot in slots)
+    assert num < drafts and 0.2 * drafts < accepted < drafts
+
+
+def test_the_law_test_would_notice_laws_of_another_draft():
+    """The same with the heads' laws shifted by one token: the text no longer follows the target."""
+    num, prompt = 1500, [3, 1, 4]
+    verifier, proposer, heads = make(None, slots=20)
+    right = heads.run
+
+    def wrong(feeds, first_slot=0):
+        outputs = right(feeds)
+        return {**outputs, "sampled_laws": np.roll(outputs["sampled_laws"], 1, axis=2)}
+
+    heads.run = wrong
+    params = [SamplingParams(max_new_tokens=2, temperature=0.9, seed=s) for s in range(num)]
+    slots = run(verifier, proposer, [prompt] * num, params, 20)
+    law = warp(TARGET.logits(np.array(prompt))[None], [0.9], [0], [1.0])[0].astype(np.float64)
+    counts = np.bincount([slot.tokens[3] for slot in slots], minlength=VOCAB)
+    seen = law * num >= 5
+    assert chisquare(counts[seen], law[seen] * num, sum_check=False).pvalue < 1e-4
+
+
+def test_heads_draft_behind_the_slots_own_text_and_states_stay_on_the_device():
+    verifier, proposer, heads = make(None)
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10, 11, 12]]
+    params = [SamplingParams(max_new_tokens=30)] * 4
+    waiting = Slots([Slot(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))], 4)
+    steps = decode(verifier, proposer, waiting)
+    copies = []
+    propose = proposer.propose
+
+    def watched(batch):
+        before = heads.num_runs
+        tree = propose(batch)
+        if heads.num_runs > before:
+            for place, slot in enumerate(batch.slots):
+                if tree.num_nodes[place] > 1:
+                    assert heads.read[place] == slot.tokens
+        copies.append(OnDevice.num_copies)
+        return tree
+
+    proposer.propose = watched
+    for _ in range(6):
+        next(steps)
+    assert copies[1:] == copies[1:2] * 5  # prompts are copied, steps are not
+    assert heads.num_runs == 6
+
+
+def test_a_prompt_of_one_token_drafts_from_its_second_step_on():
+    verifier, proposer, heads = make(None)
+    [slot] = run(verifier, proposer, [[3]], [SamplingParams(max_new_tokens=12)], 1)
+    outcomes = slot.stats.outcomes
+    assert sum(count for (drafts, _), count in outcomes.items() if drafts == 0) >= 1
+    assert heads.num_runs >= 2 and slot.tokens[1:] == TARGET.greedy([3], 12)
+
+
+def test_drawn_drafts_are_all_scored_and_padded_to_the_laws_width():
+    verifier, proposer, _ = make(CHEAP)
+    slots = Slots([Slot(0, [1, 2, 3], SamplingParams(max_new_tokens=3, temperature=1.0), frozenset(), None)], 1)
+    trees = []
+    propose = proposer.propose
+    proposer.propose = lambda batch: trees.append(propose(batch)) or trees[-1]
+    for _ in decode(verifier, proposer, slots):
+        pass
+    assert trees[0].tokens.shape == (1, 1 + NUM_HEADS) and trees[0].draft_probs.shape[:2] == (1, 1 + NUM_HEADS)
+    assert trees[0].num_nodes.tolist() == [3]  # two drafts fit before the end, the third is padding
+
+
+def test_an_abandoned_run_leaves_nothing_behind():
+    verifier, proposer, _ = make(None)
+    params = [SamplingParams(max_new_tokens=20)] * 2
+    steps = decode(verifier, proposer, Slots([Slot(0, [1, 2, 3], params[0], frozenset(), None)], 4))
+    next(steps)
+    prompts = [[9, 8], [7]]
+    for slot, prompt in zip(run(verifier, proposer, prompts, params, 2), prompts, strict=True):
+        assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, 20)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_draft_tokens", 0), ("drafts", "beam"), ("min_confidence", 1.0), ("confidence_odds", 0)]
+)
+def test_bad_fields_are_refused(field, value):
+    with pytest.raises(RecipeError, match=rf"speculator\.{field}: got"):
+        Config("heads", **{field: value})
