@@ -85,7 +85,14 @@ def compile_options(plan: BuildPlan, max_rows: int) -> CompileOptions:
     nodes = plan.engine.max_draft_nodes + 1
     # Nodes that pad a ragged batch need rows behind the last that a sequence may use.
     rows = max_rows + nodes if max_rows else 0
-    return CompileOptions(plan.dtype, plan.engine.max_batch_size, rows, nodes, plan.engine.backend_options())
+    return CompileOptions(
+        dtype=plan.dtype,
+        max_slots=plan.engine.max_batch_size,
+        max_rows=rows,
+        max_nodes=nodes,
+        backend=plan.engine.backend_options(),
+        consumes_model=True,
+    )
 
 
 def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend: Any) -> Graph:

@@ -77,6 +77,7 @@ class CompileOptions:
         max_rows: cache rows of each, those of a step's nodes behind the last sequence row included; 0: no cache.
         max_nodes: most nodes of one step that drafts are scored in, the root included.
         backend: the recipe's fields of the chosen backend, JSON-ready; each backend reads its own.
+        consumes_model: the caller needs the model no more: its weights may be let go while it is compiled.
     """
 
     dtype: str = "float32"
@@ -84,6 +85,7 @@ class CompileOptions:
     max_rows: int = 0
     max_nodes: int = 1
     backend: Mapping[str, Any] = field(default_factory=dict)
+    consumes_model: bool = False
 
     def json_from_options(self) -> dict[str, Any]:
         """A JSON-ready dict."""
@@ -114,6 +116,10 @@ class StepCosts:
             least = min(least, ms)
             points.append((nodes, least))
         return cls(tuple(reversed(points)))
+
+    def shared_by(self, num_tokens: int) -> StepCosts:
+        """What each of `num_tokens` costs that one step makes."""
+        return StepCosts(tuple((nodes, ms / num_tokens) for nodes, ms in self.ms_by_nodes))
 
     def ms(self, nodes: int) -> float:
         """Milliseconds of a step of `nodes` nodes: piecewise linear, then with the mean slope of all points."""

@@ -45,8 +45,8 @@ class TensorRTBackend:
         """Lower `model` and build `dest/graph.plan`, with its record beside it.
 
         Args:
-            model: neutral graph from the frontend. Its weights are let go once they are on the disk: the builder's
-                process needs the memory.
+            model: neutral graph from the frontend; left unchanged, but for `options.consumes_model`: then its weights
+                are let go once they are on the disk, as the builder's process needs the memory.
             spec: inputs and outputs of the neutral graph, tail included.
             dest: folder to write to; made when missing.
             quantization: none, int8, int4 or fp8.
@@ -73,7 +73,8 @@ class TensorRTBackend:
         table = tensorrt_table(own, quantization, dtype=options.dtype, plugins=plugins)
         source = dest / LOWERED_FILE
         report = lower_and_save(model, table, source, progress, dialect="tensorrt", max_nodes=options.max_nodes)
-        _release(model)
+        if options.consumes_model:
+            _release(model)
         used = [op for op in plugins if f"speccompile::{op}" in report["op_histogram"]["after"]]
         record = self._build(source, own, dest, used, quantization, options, progress)
         return {
@@ -204,6 +205,11 @@ class TensorRTBackend:
 
 def _release(model: ir.Model) -> None:
     """Let the weights go: the caller still holds the model, and the builder's process needs the memory."""
-    for value in model.graph.initializers.values():
-        value.const_value = None
+    import onnx_ir as ir
+
+    # onnx-ir 1.1: the inputs' reference counts keep values that were replaced long ago, with their weights.
+    counted = [v for held in gc.get_referents(model.graph.inputs) if isinstance(held, dict) for v in held]
+    for value in [*model.graph.initializers.values(), *counted]:
+        if isinstance(value, ir.Value):
+            value.const_value = None
     gc.collect()

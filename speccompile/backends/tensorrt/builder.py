@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,15 @@ class _Child:
     peak_bytes: int = 0
 
 
+def child_command() -> list[str]:
+    """The child's command line, without the number of the pipe for its events."""
+    return [sys.executable, "-m", CHILD]
+
+
 def build_plan(
     request: BuildRequest,
     dest: Path,
     progress: Callable[[str], None] | None = None,
-    command: Sequence[str] = (sys.executable, "-m", CHILD),
 ) -> dict[str, Any]:
     """Build a plan.
 
@@ -86,7 +90,6 @@ def build_plan(
         request: what to build.
         dest: the plan's file; its folder exists.
         progress: called with "STAGE" and "PHASE STEP/STEPS".
-        command: the child's command line, without the number of the pipe for its events.
 
     Returns:
         {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "flavour", "version", "peak_rss_bytes",
@@ -101,7 +104,7 @@ def build_plan(
         printed = Path(scratch) / "printed"
         try:
             with printed.open("wb") as output:
-                child = _run(request, fresh, progress, command, output, scratch)
+                child = _run(request, fresh, progress, output, scratch)
             _check_end(request, child, printed)
             assert child.result is not None
             os.replace(fresh, dest)
@@ -115,7 +118,6 @@ def _run(
     request: BuildRequest,
     plan: Path,
     progress: Callable[[str], None] | None,
-    command: Sequence[str],
     output: Any,
     scratch: str,
 ) -> _Child:
@@ -124,7 +126,7 @@ def _run(
     os.set_blocking(reader, False)
     try:
         process = subprocess.Popen(
-            [*command, str(writer)],
+            [*child_command(), str(writer)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

@@ -224,7 +224,8 @@ def _read_plugins(engine: bytes, num_profiles: int) -> tuple[PlanPlugin, ...]:
     mark = _PLUGIN + _STRING
     place = engine.find(mark)
     while place >= 0:
-        texts, at = [], place + len(_PLUGIN)
+        texts: list[str] = []
+        at = place + len(_PLUGIN)
         while len(texts) < 3 and (read := _read_string(engine, at)) is not None:
             text, at = read
             texts.append(text)
