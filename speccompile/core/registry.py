@@ -20,6 +20,20 @@ METHODS = {
     "mlp": "speccompile.speculators.mlp.method:MlpMethod",
     "ngram": "speccompile.speculators.ngram.method:NgramMethod",
 }
+# Layouts of checkpoints, by method. A layout is told by the first that claims it.
+FORMATS = {
+    "medusa": "speccompile.speculators.medusa.formats:FORMATS",
+    "mlp": "speccompile.speculators.mlp.formats:FORMATS",
+    "eagle3": "speccompile.speculators.eagle3.formats:FORMATS",
+    "eagle": "speccompile.speculators.eagle.formats:FORMATS",
+    "glide": "speccompile.speculators.glide.formats:FORMATS",
+    "prophet": "speccompile.speculators.prophet.formats:FORMATS",
+}
+
+# How a method's speculator is trained (`core.training.Trainer`).
+TRAINERS = {
+    "medusa": "speccompile.speculators.medusa.training:MedusaTrainer",
+}
 
 
 def _load(kind: str, table: dict[str, str], name: str) -> Any:
@@ -52,3 +66,17 @@ def method(name: str) -> Any:
         RecipeError: there is none; the nearest name is suggested.
     """
     return _load("speculator.method", METHODS, name)
+
+
+def load_formats() -> tuple[Any, ...]:
+    """Layouts of all methods' checkpoints, those of each with ours first."""
+    return tuple(layout for name in FORMATS.values() for layout in find_class(name))
+
+
+def trainer(name: str) -> Any:
+    """How the speculator of the method of that name is trained.
+
+    Raises:
+        RecipeError: it cannot be trained, or there is no such method; the nearest name is suggested.
+    """
+    return _load("training.method", TRAINERS, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,17 @@ _ITEM_BITS = {
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor in a file: its dtype under the format's name, and its shape."""
+    """A tensor in a file.
+
+    Args:
+        dtype: under the format's name.
+        shape: of the tensor.
+        start_bytes: where its bytes begin, from the beginning of the file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    start_bytes: int = field(default=0, compare=False)
 
     @property
     def size(self) -> int:
@@ -62,7 +69,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     header.pop("__metadata__", None)
     tensors, end_bytes = {}, 0
     for name, fields in header.items():
-        tensors[name], end = _parse_tensor(path, name, fields)
+        tensors[name], end = _parse_tensor(path, name, fields, 8 + length)
         end_bytes = max(end_bytes, end)
     expected_bytes = 8 + length + end_bytes
     if size_bytes != expected_bytes:
@@ -71,7 +78,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     return tensors
 
 
-def _parse_tensor(path: Path, name: str, fields: Any) -> tuple[TensorHeader, int]:
+def _parse_tensor(path: Path, name: str, fields: Any, base_bytes: int) -> tuple[TensorHeader, int]:
     try:
         dtype, shape = str(fields["dtype"]), tuple(int(d) for d in fields["shape"])
         start, end = (int(o) for o in fields["data_offsets"])
@@ -81,7 +88,7 @@ def _parse_tensor(path: Path, name: str, fields: Any) -> tuple[TensorHeader, int
         raise _damaged(path, f"{name} of the unknown dtype {dtype}")
     if (end - start) * 8 != math.prod(shape) * _ITEM_BITS[dtype] or start < 0 or min(shape, default=0) < 0:
         raise _damaged(path, f"{end - start} bytes for {name}", f"{dtype} of shape {list(shape)}")
-    return TensorHeader(dtype, shape), end
+    return TensorHeader(dtype, shape, base_bytes + start), end
 
 
 def _damaged(path: Path, got: str, expected: str = "a whole safetensors file") -> CheckpointError:

@@ -54,9 +54,12 @@ def test_there_is_no_relative_import_and_no_blanket_except():
 def test_a_method_is_named_only_in_its_folder_and_in_the_registry(method):
     home = ROOT / "speccompile/speculators" / method
     others = [path for path in PACKAGE if home not in path.parents]
-    named = {str(p.relative_to(ROOT)): len(re.findall(rf"\b{method}\b", p.read_text())) for p in others}
-    # The registry line has the name as its key and in its module path.
-    assert {name: count for name, count in named.items() if count} == {"speccompile/core/registry.py": 2}
+    # Checkpoints of Llama-like layers have weights called mlp.gate_proj and so on.
+    pattern = re.compile(rf"\b{method}\b(?!\.(gate|up|down)_proj)")
+    assert short(p for p in others if pattern.search(p.read_text())) == ["speccompile/core/registry.py"]
+    # Each registry line has the name as its key and in its module path.
+    lines = (ROOT / "speccompile/core/registry.py").read_text().splitlines()
+    assert {len(pattern.findall(line)) for line in lines} == {0, 2}
 
 
 @pytest.mark.parametrize("name", sorted([*METHODS, *BACKENDS]))

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""speccompile convert: a speculator's checkpoint in another layout of its method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from speccompile.cli.doctor import parse_overrides
+from speccompile.cli.output import errors_as_json, print_json
+from speccompile.errors import CheckpointError, RecipeError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command(name="convert")(convert_command)
+
+
+def convert_command(
+    speculator: Annotated[str, typer.Argument(help="A speculator's folder or hub id.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; new or empty.")],
+    layout: Annotated[str, typer.Option("--to", help="ours, speculators, vllm, ...: a layout of its method.")] = "ours",
+    target: Annotated[str | None, typer.Option("--target", help="The model that it is for: folder or hub id.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE instead of its config's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Write a speculator in our layout or in another public one; nothing is written when the doctor finds an error.
+
+    With a target, rows of the vocabulary that only pad it are cut, and the layouts that name their target name it.
+    """
+    from speccompile.bundling.staging import staged_folder
+    from speccompile.core.registry import load_formats
+    from speccompile.frontend.checkpoint import resolve_checkpoint
+    from speccompile.frontend.convert import convertible, layout_named, write_case
+    from speccompile.frontend.doctor import find_target, open_known
+    from speccompile.frontend.tensor_files import SPECULATOR_FILES
+
+    with errors_as_json(as_json):
+        _check_place(output)
+        formats = load_formats()
+        folder = resolve_checkpoint(speculator, SPECULATOR_FILES)
+        aim = find_target(target) if target else None
+        case = open_known(folder, formats, aim, parse_overrides(overrides or []))
+        written = layout_named(layout, formats, case.layout.method)
+        if errors := convertible(case):
+            first, others = errors[0], len(errors) - 1
+            more = f" ({others} more)" if others else ""
+            todo = f"{first.todo} `speccompile doctor {speculator}` lists every finding{more}."
+            raise CheckpointError(first.where, first.got, first.expected, todo)
+        with staged_folder(output) as place:
+            write_case(place, written, case)
+    if as_json:
+        print_json({"folder": str(output), "from": case.layout.name, "to": written.name})
+    else:
+        Console(soft_wrap=True, highlight=False).print(f"{case.layout.label} -> {written.label}: {output}")
+
+
+def _check_place(output: Path) -> None:
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise RecipeError(f"-o {output}", "a place that is taken", "a new or empty folder", "Choose another folder.")

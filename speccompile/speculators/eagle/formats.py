@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout of EAGLE-1 and EAGLE-2 drafters, which is ours. Needs no torch but where weights are read.
+
+The first layer has no norm before its attention, and there is no LM head: the target's is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.frontend.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
+from speccompile.frontend.doctor import read_speculator
+from speccompile.frontend.findings import Finding
+from speccompile.frontend.key_checks import COMMON
+from speccompile.frontend.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+
+if TYPE_CHECKING:
+    import torch
+
+_LAYER = "layers.{layer}"
+_FIRST_NORM = "layers.0.input_layernorm.weight"
+
+
+def _derive(sizes: Sizes) -> None:
+    derive_decoder(sizes)
+    sizes["target_hidden"] = sizes["hidden"]
+    sizes["two_hidden"] = times(2, sizes["hidden"])
+
+
+def _check_first_norm(case: Case) -> Iterator[Finding]:
+    """A norm before the first attention, which other loaders drop in silence."""
+    key = case.prefix + _FIRST_NORM
+    if key in case.files.headers:
+        todo = "It is a variant that was trained with this norm: dropping it would change every draft."
+        yield finding("error", case.place(key), "a norm in the first layer", "none, as the layer has none", todo)
+
+
+def _check_head(case: Case) -> Iterator[Finding]:
+    """An LM head of its own, which the layout does not have."""
+    key = case.prefix + "lm_head.weight"
+    if key in case.files.headers:
+        todo = "The target's LM head is used; if this one was trained, the drafter is of another kind."
+        yield finding("error", case.place(key), "an LM head", "none: the target's head reads the features", todo)
+
+
+def _ours(case: Case) -> dict[str, Any]:
+    sizes = case.sizes
+    return {
+        **decoder_config(case.config),
+        "model_type": "eagle",
+        "num_hidden_layers": sizes["num_layers"],
+        "vocab_size": sizes["vocab"],
+        "bias": bool(sizes["has_bias"]),
+    }
+
+
+def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
+    return dict(config)
+
+
+FORMATS = (
+    Format(
+        "eagle/ours",
+        "EAGLE-1 or 2 drafter",
+        "eagle",
+        (
+            *decoder_sizes(),
+            Size("vocab", ("vocab_size",), stored=((r"^embed_tokens\.weight$", 0),)),
+            Size("num_layers", ("num_hidden_layers",), count=r"^layers\.(\d+)\."),
+            flag("has_bias", "bias", present=r"^fc\.bias$"),
+        ),
+        (
+            Row("embed_tokens.weight", ("vocab", "hidden")),
+            Row("fc.weight", ("hidden", "two_hidden")),
+            Row("fc.bias", ("hidden",), need="has_bias"),
+            *decoder_rows("layers.0", has_input_norm=False),
+            *decoder_rows(_LAYER, (("layer", "num_layers", 1),)),
+        ),
+        (*COMMON, Check("eagle.first_norm", _check_first_norm), Check("eagle.lm_head", _check_head)),
+        marks=(r"^fc\.(weight|bias)$", r"^layers\.0\.self_attn\.q_proj\.weight$"),
+        without=(r"(^|\.)midlayer\.", r"hidden_norm", r"(^|\.)(d2t|t2d)$", r"cross_attn", r"^norm\.weight$"),
+        prefixes=("", "model."),
+        ignored=(r"rotary_emb\.inv_freq$", r"layers\.0\.input_layernorm\.weight$", r"(^|\.)lm_head\.weight$"),
+        derive=_derive,
+        ours=_ours,
+        config=_config,
+    ),
+)
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Config and weights in our layout; see `frontend.doctor.read_speculator`."""
+    return read_speculator(folder, FORMATS)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config of the speculators format (vLLM project) for an EAGLE-3 drafter, and back. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from speccompile.errors import CheckpointError
+from speccompile.frontend.decoder_rows import decoder_config
+from speccompile.frontend.findings import Finding
+from speccompile.frontend.layouts import Case, Target, finding, lookup
+
+SCOPE = "transformer_layer_config."
+VERSION = "0.3.0"  # of the format that is written
+NUM_DRAFTS = 3  # that vLLM makes unless it is told otherwise
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+def check_config(case: Case) -> Iterator[Finding]:
+    """The parts that vLLM refuses to load without."""
+    todo = "Complete config.json: vLLM does not load it without."
+    if not isinstance(case.config.get("transformer_layer_config"), Mapping):
+        yield finding("error", case.config_place("transformer_layer_config"), "nothing", "the layer's config", todo)
+    algorithm = lookup(case.config, "speculators_config.algorithm")
+    if algorithm != "eagle3":
+        where = case.config_place("speculators_config.algorithm")
+        yield finding("error", where, repr(algorithm), "'eagle3', as speculators_model_type says", todo)
+    methods = lookup(case.config, "speculators_config.proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], Mapping) else {}
+    if not isinstance(first.get("speculative_tokens"), int):
+        where = case.config_place("speculators_config.proposal_methods")
+        yield finding("error", where, repr(methods), "a method with its speculative_tokens", todo)
+    if not lookup(case.config, "speculators_config.verifier.name_or_path"):
+        where = case.config_place("speculators_config.verifier.name_or_path")
+        yield finding("error", where, "nothing", "the target's name", todo)
+
+
+def check_residual(case: Case) -> Iterator[Finding]:
+    """A switch whose default differs between those who read the format."""
+    if not isinstance(case.config.get("norm_before_residual"), bool):
+        where, got = case.config_place("norm_before_residual"), repr(case.config.get("norm_before_residual"))
+        todo = "vLLM takes true, the speculators library false: give what it was trained with, in config.json or --set."
+        yield finding("error", where, got, "true or false", todo)
+
+
+def ours_from_config(case: Case) -> dict[str, Any]:
+    """Our config."""
+    config, sizes = case.config, case.sizes
+    layer = config["transformer_layer_config"]
+    ours = {
+        **decoder_config(layer),
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": sizes["num_layers"],
+        "draft_vocab_size": sizes["draft_vocab"],
+        "target_hidden_size": sizes["target_hidden"],
+        "norm_before_residual": config["norm_before_residual"],
+        "norm_before_fc": bool(sizes["has_input_norm"]),
+        "tie_word_embeddings": False,
+        "base_model_name_or_path": lookup(config, "speculators_config.verifier.name_or_path"),
+    }
+    return ours if config.get(_LAYERS) is None else {**ours, _LAYERS: config[_LAYERS]}
+
+
+def config_from_ours(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
+    """The config of the speculators format.
+
+    Args:
+        config: ours.
+        target: names the verifier; without it the config must.
+
+    Raises:
+        CheckpointError: neither does.
+    """
+    name = target.name if target is not None else config.get("base_model_name_or_path")
+    if not name:
+        todo = "Give the target with --target."
+        raise CheckpointError("config.json (base_model_name_or_path)", "nothing", "the target's name", todo)
+    layer = {k: v for k, v in decoder_config(config).items() if v is not None}
+    kept = {_LAYERS: config[_LAYERS]} if config.get(_LAYERS) is not None else {}
+    hidden, target_hidden = config["hidden_size"], config.get("target_hidden_size") or config["hidden_size"]
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": NUM_DRAFTS,
+                    "accept_tolerance": 0.0,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {
+                "name_or_path": name,
+                "architectures": list(target.config.get("architectures") or []) if target is not None else [],
+            },
+        },
+        "transformer_layer_config": {**layer, "model_type": "llama", "tie_word_embeddings": False},
+        "draft_vocab_size": config["draft_vocab_size"],
+        "norm_before_residual": bool(config.get("norm_before_residual", False)),
+        "norm_before_fc": bool(config.get("norm_before_fc", False)),
+        "target_hidden_size": None if hidden == target_hidden else target_hidden,
+        **kept,
+    }
