@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes of weights a plan will hold, from counts alone. Kernels come on top, for each profile.
+
+The forms are those of the lowering: embeddings in the graph's dtype, linear layers quantised, an LM head in int8
+under int4 as well, and an LM head that is tied to the embedding stored once where nothing is quantised.
+"""
+
+from __future__ import annotations
+
+from speccompile.core.jobs import WeightCounts
+from speccompile.core.specs import DTYPE_BYTES
+
+INT4_BLOCK = 128  # inputs that share a scale, where that divides them
+
+
+def predicted_weight_bytes(
+    counts: WeightCounts, quantization: str, dtype: str, *, num_head: int = 0, is_tied: bool = False
+) -> int:
+    """Bytes of the weights in a plan.
+
+    Scales of channels, and what norms and rotary tables need in float32 beyond the dtype, are left out: less than one
+    percent from a hidden size of 256 on.
+
+    Args:
+        counts: the graph's weights.
+        quantization: none, int8, int4 or fp8.
+        dtype: of the graph: float32, float16 or bfloat16.
+        num_head: weights of the LM head, counted in `counts.num_linear`; 0: there is none.
+        is_tied: whether the LM head is the embedding.
+    """
+    scalar = DTYPE_BYTES[dtype]
+    linear = {"none": float(scalar), "int8": 1.0, "fp8": 1.0, "int4": 0.5 + scalar / INT4_BLOCK}[quantization]
+    head = 0.0 if is_tied and quantization == "none" else max(linear, 1.0)
+    num_body = counts.num_linear - num_head
+    return int(num_body * linear + num_head * head + counts.num_plain * scalar)

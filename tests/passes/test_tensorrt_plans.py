@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every form of a lowered decoder becomes a plan, with the kernels and the weights that the lowering is for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX builds without a GPU: pip install 'speccompile[tensorrt-rtx]'")
+
+from speccompile.backends.tensorrt.backend import LOWERED_FILE, PLAN_FILE, TensorRTBackend
+from speccompile.backends.tensorrt.plan_file import PlanFacts, read_plan
+from speccompile.backends.tensorrt.sizes import predicted_weight_bytes
+from speccompile.core.jobs import CompileOptions, WeightCounts
+from speccompile.core.specs import ModelDims, decoder_spec, verified_spec
+from tests.frontend.families import CONFIGS
+
+CONFIG: dict[str, Any] = {
+    **CONFIGS["llama2"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+}
+HEAD = CONFIG["vocab_size"] * CONFIG["hidden_size"]
+FORMS = [(q, d) for q in ("none", "int8", "int4") for d in ("float16", "bfloat16")] + [("fp8", "float16")]
+# Families whose form differs: a softcap; experts.
+FAMILIES = ["gemma2", "mixtral"]
+
+
+def export(config: dict[str, Any], folder: Path) -> tuple[ir.Model, ModelDims]:
+    from speccompile.frontend.export import export_decoder
+
+    (folder / "config.json").write_text(json.dumps(config))
+    return export_decoder(folder, weights="random", max_seq_len=48)
+
+
+def compile_target(
+    model: ir.Model, dims: ModelDims, dest: Path, quantization: str, dtype: str, plugins: str = "auto"
+) -> tuple[dict[str, Any], PlanFacts]:
+    options = CompileOptions(dtype, 2, 56, 8, {"plugins": plugins, "flavour": "tensorrt_rtx", "keep_onnx": True})
+    spec = verified_spec(decoder_spec("target", dims))
+    report = TensorRTBackend().compile(model.clone(), spec, dest, quantization=quantization, options=options)
+    return report, read_plan(dest / PLAN_FILE)
+
+
+def counts_of(model: ir.Model) -> WeightCounts:
+    held = {v.name: v.const_value.size for v in model.graph.initializers.values()}
+    linear = sum(held[n.inputs[1].name] for n in model.graph if n.op_type == "MatMul")
+    return WeightCounts(sum(held.values()), linear, sum(held.values()) - linear)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[ir.Model, ModelDims]:
+    return export(CONFIG, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), FORMS)
+def test_every_form_builds_with_its_kernels_and_its_weights(
+    llama: tuple[ir.Model, ModelDims], tmp_path: Path, quantization: str, dtype: str
+) -> None:
+    model, dims = llama
+    report, facts = compile_target(model, dims, tmp_path, quantization, dtype)
+    assert report["tensorrt"]["plugin_layers"] == {"SpecVerify": 1, "KVRollback": 1}
+    main = [k for k in facts.kernels if any("mha" in name for name in k)]
+    assert len(main) == facts.num_profiles == 2
+    for kernels in main:
+        # Fused attention in every layer, on kv heads: nothing repeats K or V, nothing copies a whole cache.
+        assert sum(count for name, count in kernels.items() if "_gemm_mha" in name) == dims.num_layers
+        # (Seen without the slice: __myl_Move, __myl_ReshReplReshMove and __myl_ReshReplReshMoveTran in each layer.)
+        assert not [name for name in kernels if name == "__myl_Move" or name.startswith("__myl_ReshRepl")], kernels
+        quantised = sum(count for name, count in kernels.items() if "MulCast" in name and "Fc" in name)
+        # QKV in one, O, gate and up in one, down, and the LM head.
+        assert quantised == (0 if quantization == "none" else 4 * dims.num_layers + 1), kernels
+    lowered = ir.load(tmp_path / LOWERED_FILE)
+    arithmetic = sum(v.const_value.nbytes for v in lowered.graph.initializers.values())
+    assert facts.weights_bytes == pytest.approx(arithmetic, rel=0.05)
+    predicted = predicted_weight_bytes(counts_of(model), quantization, dtype, num_head=HEAD)
+    assert facts.weights_bytes == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_families_build(name: str, tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 1} if name == "mixtral" else {}
+    model, dims = export({**CONFIGS[name], **layers}, tmp_path)
+    _, facts = compile_target(model, dims, tmp_path, "int8" if name == "mixtral" else "none", "bfloat16")
+    assert {p.name for p in facts.plugins} == {"SpecVerify", "KVRollback"}
