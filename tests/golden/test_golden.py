@@ -10,10 +10,18 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, rollback_spec, sampled_spec, verified_spec
+from speccompile.core.specs import (
+    GraphSpec,
+    ModelDims,
+    decoder_spec,
+    rollback_spec,
+    sampled_spec,
+    tensorrt_spec,
+    verified_spec,
+)
 from speccompile.frontend.export import export_decoder
 from speccompile.passes.base import Pass, histogram_from_model, run_pipeline
-from speccompile.passes.pipelines import ORT_QUANTIZATION, onnxruntime_table, reference_table
+from speccompile.passes.pipelines import ORT_QUANTIZATION, onnxruntime_table, reference_table, tensorrt_table
 from speccompile.passes.rollback import build_rollback
 
 FOLDER = Path(__file__).parent
@@ -118,6 +126,36 @@ def test_lowered_graph(neutral: tuple[str, ir.Model, ModelDims]) -> None:
 def test_reference_trace(neutral: tuple[str, ir.Model, ModelDims]) -> None:
     name, model, dims = neutral
     check(f"{name}-reference", text_from_trace(model.clone(), reference_table(specs_of(dims)["target"])))
+
+
+def tensorrt_specs_of(dims: ModelDims) -> dict[str, tuple[GraphSpec, tuple[str, ...]]]:
+    """By name: TensorRT's spec, and the plugins at hand."""
+    plain = specs_of(dims)
+    compacts = tensorrt_spec(plain["target"], "float16", 72, compacts=True)
+    return {
+        "target with plugins": (compacts, ("SpecVerify", "KVRollback")),
+        "target with bodies": (tensorrt_spec(plain["target"], "float16", 72), ()),
+        "draft": (tensorrt_spec(plain["draft"], "float16", 72), ()),
+    }
+
+
+def test_tensorrt_traces(neutral: tuple[str, ir.Model, ModelDims]) -> None:
+    name, model, dims = neutral
+    text = ""
+    for kind, (spec, plugins) in tensorrt_specs_of(dims).items():
+        for quantization in ("none", "int8", "int4", "fp8"):
+            table = tensorrt_table(spec, quantization, dtype="float16", plugins=plugins)
+            text += f"== {kind} {quantization}\n{text_from_trace(model.clone(), table)}"
+    check(f"{name}-tensorrt", text)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_tensorrt_graph(neutral: tuple[str, ir.Model, ModelDims], quantization: str) -> None:
+    name, model, dims = neutral
+    spec, plugins = tensorrt_specs_of(dims)["target with plugins"]
+    work = model.clone()
+    run_pipeline(work, tensorrt_table(spec, quantization, dtype="float16", plugins=plugins))
+    check(f"{name}-tensorrt-target-{quantization}", text_from_model(work))
 
 
 def test_rollback_graph() -> None:
