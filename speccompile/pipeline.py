@@ -13,7 +13,7 @@ from speccompile.bundling.stage_cache import StageCache, default_cache_folder
 from speccompile.bundling.stages import Progress, StageLog
 from speccompile.bundling.staging import staged_folder
 from speccompile.bundling.tokenizers import check_same_tokenizer, check_tokenizer
-from speccompile.core import registry
+from speccompile.core.devices import backend_on
 from speccompile.core.specs import spec_from_json
 from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.plan import BuildPlan
@@ -39,7 +39,7 @@ def build(
     dest = dest.absolute()
     log = StageLog(progress)
     cache = StageCache(default_cache_folder()) if cache is None else cache
-    backend = registry.backend(plan.engine.backend)
+    backend = backend_on(plan.engine.backend, plan.engine.device)
     _check_place(plan, backend, dest)
     with staged_folder(dest) as folder:
         with log.stage("check checkpoints"):

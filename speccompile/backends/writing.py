@@ -24,6 +24,7 @@ def lower_and_save(
     *,
     dialect: Dialect = "onnx",
     max_nodes: int = 17,
+    finish: Sequence[Pass] = (),
 ) -> dict[str, Any]:
     """Run `table` on a copy of `model` and write it to `path` with its external data.
 
@@ -34,6 +35,7 @@ def lower_and_save(
         progress: called with the name of each pass.
         dialect: which function bodies are attached, see `attach_functions`.
         max_nodes: see `attach_functions`.
+        finish: passes on the graph with its bodies attached.
 
     Returns:
         {"passes": [...], "op_histogram": {"before", "after"}}, JSON-ready.
@@ -46,6 +48,7 @@ def lower_and_save(
     traces = run_pipeline(work, table, progress)
     after = histogram_from_model(work)
     attach_functions(work, dialect, max_nodes)
+    traces += run_pipeline(work, finish, progress)
     save_model(work, path)
     passes = [trace.json_from_trace() for trace in traces]
     return {"passes": passes, "op_histogram": {"before": before, "after": after}}

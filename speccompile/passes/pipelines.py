@@ -14,15 +14,18 @@ from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.fold_scale import FOLD_SCALE
 from speccompile.passes.half_precision import half_precision_pass
+from speccompile.passes.inline_bodies import INLINE_BODIES
 from speccompile.passes.lint_tensorrt import check_io_pass, lint_pass
 from speccompile.passes.lower_attention import LOWER_ATTENTION
 from speccompile.passes.lower_attention_tensorrt import LOWER_ATTENTION_TENSORRT, static_caches_pass
 from speccompile.passes.lower_draft_tensorrt import LOWER_DRAFT_TENSORRT
 from speccompile.passes.merge_heads import MERGE_HEADS
 from speccompile.passes.merge_linears import MERGE_LINEARS
+from speccompile.passes.pad_integers import PAD_INTEGERS
 from speccompile.passes.quantize_blocks import quantize_blocks_pass
 from speccompile.passes.quantize_int8 import QUANTIZE_INT8
 from speccompile.passes.quantize_qdq import quantize_qdq_pass
+from speccompile.passes.shapes_on_device import SHAPES_ON_DEVICE
 from speccompile.passes.tie_weights import TIE_WEIGHTS
 from speccompile.passes.unroll_draft import expose_cache_steps_pass, unroll_draft_pass
 
@@ -32,6 +35,9 @@ ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
     "int8": {"rowq8": (QUANTIZE_INT8,), "blocks32": (quantize_blocks_pass(8),)},
     "int4": {"blocks32": (quantize_blocks_pass(4),)},
 }
+
+# What follows on CUDA once bodies are attached: without it nodes on the CPU and copies keep CUDA graphs away.
+ORT_CUDA_FINISH = (INLINE_BODIES, PAD_INTEGERS, SHAPES_ON_DEVICE, REMOVE_DEAD)
 
 
 def onnxruntime_table(spec: GraphSpec, quantization: str, form: str) -> tuple[Pass, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from speccompile.core import registry
+from speccompile.core.devices import backend_on
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine
 from speccompile.core.sampling import SamplingParams
@@ -99,7 +100,7 @@ def _method_config(section: Mapping[str, Any], override: str | Mapping[str, Any]
 
 def _tuning(bundle: Bundle, graph: str, backend: str) -> dict[str, Any]:
     """The record in the bundle, or one measured on this machine when the bundle was built on another."""
-    record, loader = bundle.graphs[graph].get("tuning", {}), registry.backend(backend)
+    record, loader = bundle.graphs[graph].get("tuning", {}), backend_on(backend, _device(bundle))
     threads = bundle.recipe["engine"].get("threads") if graph == TARGET else None
     fixed = threads if isinstance(threads, int) else None
     tuning: dict[str, Any] = loader.adapt_tuning(bundle.graph_path(graph), bundle.graph_spec(graph), record, fixed)
@@ -123,16 +124,20 @@ def _load_engine(bundle: Bundle, graph: str, backend: str, context: MethodContex
     # Nodes that pad a ragged batch need rows behind the last that a sequence may use.
     max_rows = context.seq_lens[graph] + context.max_draft_nodes + 1
     rollback = bundle.graph_path(ROLLBACK) if graph == TARGET and ROLLBACK in bundle.graphs else None
-    engine: Engine = registry.backend(backend).load(
+    engine: Engine = backend_on(backend, _device(bundle)).load(
         bundle.graph_path(graph),
         bundle.graph_spec(graph),
         max_slots=context.max_slots,
         max_rows=max_rows,
         tuning=tuning,
         rollback=rollback,
-        device=bundle.recipe["engine"].get("device", "cpu"),
+        device=_device(bundle),
     )
     return engine
+
+
+def _device(bundle: Bundle) -> str:
+    return str(bundle.recipe["engine"].get("device", "cpu"))
 
 
 def _defaults(decoding: Mapping[str, Any]) -> SamplingParams:

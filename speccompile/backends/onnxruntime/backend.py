@@ -23,10 +23,16 @@ class OnnxRuntimeBackend:
     """Neutral graphs in, ONNX Runtime engines out."""
 
     name = "onnxruntime"
-    devices = ("cpu", "cuda")
+    devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes = ("float32",)
     quantizations = ("none", "int8", "int4")
     graph_file = GRAPH_FILE
+
+    def for_device(self, device: str) -> OnnxRuntimeBackend:
+        """The backend of that device: graphs are lowered, measured and loaded in another way on a GPU."""
+        from speccompile.backends.onnxruntime.cuda_backend import OrtCudaBackend
+
+        return self if device == "cpu" else OrtCudaBackend()
 
     def compile(
         self,
@@ -129,6 +135,5 @@ class OnnxRuntimeBackend:
         """Open an engine: see `speccompile.backends.onnxruntime.engine.load_engine`."""
         from speccompile.backends.onnxruntime.engine import load_engine
 
-        return load_engine(
-            path, spec, max_slots=max_slots, max_rows=max_rows, settings=tuning, rollback=rollback, device=device
-        )
+        del device
+        return load_engine(path, spec, max_slots=max_slots, max_rows=max_rows, settings=tuning, rollback=rollback)

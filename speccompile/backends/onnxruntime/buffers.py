@@ -8,10 +8,9 @@ once a bucket, never once a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import onnxruntime as ort
 
 from speccompile.core.buckets import bucket_rows
 
@@ -80,59 +79,3 @@ class CacheBuffers:
         for flat in self._flat:
             view = self._view(flat, self.rows)
             view[dest] = view[source]
-
-
-class DeviceBuffers(CacheBuffers):
-    """The same caches in a GPU's memory.
-
-    Growing, shrinking and moving slots go through the host: they happen once a bucket or a request, not once a step.
-    """
-
-    def __init__(self, names: Sequence[str], kv_heads: int, head_dim: int, max_slots: int, max_rows: int) -> None:
-        super().__init__(names, kv_heads, head_dim, max_slots, max_rows)
-        self._values = [ort.OrtValue.ortvalue_from_numpy(flat, "cuda", 0) for flat in self._flat]
-        self.addresses = [value.data_ptr() for value in self._values]
-        self._host_bytes = self.num_bytes
-        self._flat = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes reserved, all caches together."""
-        return super().num_bytes if self._flat else self._host_bytes
-
-    def _on_host(self, change: Callable[[], object]) -> None:
-        """Run `change` on host copies of the caches, one after another, and write them back."""
-        for value in self._values:
-            self._flat = [value.numpy()]
-            change()
-            value.update_inplace(self._flat[0])
-        self._flat = []
-
-    def grow(self, rows: int) -> bool:
-        """See `CacheBuffers.grow`."""
-        return self._resize(rows, super().grow)
-
-    def shrink(self, rows: int) -> bool:
-        """See `CacheBuffers.shrink`."""
-        return self._resize(rows, super().shrink)
-
-    def _resize(self, rows: int, change: Callable[[int], bool]) -> bool:
-        before, after = self.rows, self.rows
-
-        def once() -> None:
-            nonlocal after
-            self.rows = before  # each cache starts from the same view
-            change(rows)
-            after = self.rows
-
-        self._on_host(once)
-        self.rows = after
-        return after != before
-
-    def move_slot(self, source: int, dest: int) -> None:
-        """See `CacheBuffers.move_slot`."""
-        self._on_host(lambda: CacheBuffers.move_slot(self, source, dest))
-
-    def view(self, index: int) -> np.ndarray:
-        """A host copy of cache `index`; writing to it changes nothing."""
-        return self._view(self._values[index].numpy(), self.rows)

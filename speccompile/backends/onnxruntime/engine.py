@@ -8,19 +8,34 @@ calls `run_with_iobinding`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
-from speccompile.backends.onnxruntime.buffers import CacheBuffers, DeviceBuffers
+from speccompile.backends.onnxruntime.buffers import CacheBuffers
 from speccompile.core import specs
 from speccompile.core.neutral import neutral_value, shape_from_dims, sizes_from_feeds
 from speccompile.core.specs import GraphSpec, updated_cache_name
 from speccompile.errors import BundleError, RuntimeFault
 
+_CPU = ("CPUExecutionProvider",)
+# What ONNX Runtime raises where it cannot open a graph or a provider; they share no base class but Exception.
+FAULTS = (
+    RuntimeError,
+    ValueError,
+    ort_state.EPFail,
+    ort_state.Fail,
+    ort_state.InvalidArgument,
+    ort_state.InvalidGraph,
+    ort_state.InvalidProtobuf,
+    ort_state.NoSuchFile,
+    ort_state.NotImplemented,
+    ort_state.RuntimeException,
+)
 MAX_BINDINGS = 512  # shapes seen come from few node counts, batches and buckets; a leak would show here
 
 
@@ -46,9 +61,9 @@ class _Binding:
         shape = (sizes["batch"], caches.kv_heads, caches.rows, caches.head_dim)
         for name, address in zip(caches.names, caches.addresses, strict=True):
             start = address + first_slot * caches.slot_bytes
-            self.io.bind_input(name, engine.device, 0, np.float32, shape, start)
+            self.io.bind_input(name, "cpu", 0, np.float32, shape, start)
             for output in engine.cache_outputs[name]:
-                self.io.bind_output(output, engine.device, 0, np.float32, shape, start)
+                self.io.bind_output(output, "cpu", 0, np.float32, shape, start)
 
     def fill(self, feeds: Mapping[str, np.ndarray]) -> None:
         """Copy `feeds` in; inputs that an earlier step set and this one leaves out become neutral again."""
@@ -70,7 +85,6 @@ class OrtEngine:
         spec: its inputs and outputs.
         max_slots, max_rows: capacity of the caches.
         rollback: session of the rollback graph of the same model, for trees.
-        device: cpu or cuda, where the caches lie.
     """
 
     def __init__(
@@ -80,21 +94,19 @@ class OrtEngine:
         max_slots: int,
         max_rows: int,
         rollback: ort.InferenceSession | None = None,
-        device: str = "cpu",
     ) -> None:
-        self.session, self.spec, self.rollback, self.device = session, spec, rollback, device
+        self.session, self.spec, self.rollback = session, spec, rollback
         self.max_slots, self.max_rows = max_slots, max_rows
         num = len(spec.caches)
         self.plain_inputs = spec.inputs[: len(spec.inputs) - num]
         self.plain_outputs = spec.outputs[: len(spec.outputs) - num]
         _, kv_heads, _, head_dim = spec.input(spec.caches[0]).dims if spec.caches else (0, 0, 0, 0)
         assert isinstance(kv_heads, int) and isinstance(head_dim, int)
-        buffers = CacheBuffers if device == "cpu" else DeviceBuffers
         self.chain_rows = specs.chain_rows(spec)
         # An unrolled draft gives out its caches behind every step, lest ONNX Runtime copy what it keeps to itself.
         names = [t.name for t in session.get_outputs()]
         self.cache_outputs = {c: [n for n in names if n.startswith(updated_cache_name(c))] for c in spec.caches}
-        self.caches = buffers(spec.caches, kv_heads, head_dim, max_slots, max_rows)
+        self.caches = CacheBuffers(spec.caches, kv_heads, head_dim, max_slots, max_rows)
         self._bindings: dict[tuple[int, ...], _Binding] = {}
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
@@ -160,8 +172,8 @@ class OrtEngine:
         for name, array in arrays.items():
             io.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
         for name, address in zip(caches.names, caches.addresses, strict=True):
-            io.bind_input(name, self.device, 0, np.float32, shape, address)
-            io.bind_output(updated_cache_name(name), self.device, 0, np.float32, shape, address)
+            io.bind_input(name, "cpu", 0, np.float32, shape, address)
+            io.bind_output(updated_cache_name(name), "cpu", 0, np.float32, shape, address)
         self.rollback.run_with_iobinding(io)
 
 
@@ -181,24 +193,29 @@ def session_options(settings: Mapping[str, Any]) -> ort.SessionOptions:
     return options
 
 
-def open_session(path: Path, settings: Mapping[str, Any], device: str = "cpu") -> ort.InferenceSession:
+def open_session(path: Path, settings: Mapping[str, Any], providers: Sequence[Any] = _CPU) -> ort.InferenceSession:
     """Open a lowered graph.
 
+    Args:
+        path: the ONNX file.
+        settings: a tuning record.
+        providers: as `onnxruntime.InferenceSession` takes them, the wanted one first.
+
     Raises:
-        BundleError: ONNX Runtime cannot load it, or the device's provider is not there.
+        BundleError: ONNX Runtime cannot load it, or the wanted provider is not there.
     """
-    wanted = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}[device]
     try:
-        session = ort.InferenceSession(str(path), session_options(settings), providers=wanted)
-    except (RuntimeError, ValueError) as fault:
+        session = ort.InferenceSession(str(path), session_options(settings), providers=list(providers))
+    except FAULTS as fault:
         raise BundleError(
             str(path), str(fault), "a graph that ONNX Runtime loads", "Build the bundle again."
         ) from fault
-    if session.get_providers()[0] != wanted[0]:  # ONNX Runtime falls back to the CPU in silence
+    wanted = providers[0] if isinstance(providers[0], str) else providers[0][0]
+    if session.get_providers()[0] != wanted:  # ONNX Runtime falls back to the CPU in silence
         raise BundleError(
             str(path),
             f"providers {session.get_providers()}",
-            wanted[0],
+            wanted,
             "Install onnxruntime-gpu and the CUDA libraries it names, or set engine.device: cpu.",
         )
     return session
@@ -212,20 +229,24 @@ def load_engine(
     max_rows: int,
     settings: Mapping[str, Any],
     rollback: Path | None = None,
-    device: str = "cpu",
 ) -> OrtEngine:
-    """Open a graph and allocate its caches.
+    """Open a graph on the CPU and allocate its caches.
 
     Raises:
         BundleError: the graph cannot be opened, or its inputs and outputs are not those of `spec`.
     """
-    session = open_session(path, settings, device)
-    _check_io(path, spec, session)
-    compactor = open_session(rollback, {**settings, "threads": 1}, device) if rollback is not None else None
-    return OrtEngine(session, spec, max_slots, max_rows, compactor, device)
+    session = open_session(path, settings)
+    check_io(path, spec, session)
+    compactor = open_session(rollback, {**settings, "threads": 1}) if rollback is not None else None
+    return OrtEngine(session, spec, max_slots, max_rows, compactor)
 
 
-def _check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None:
+def check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None:
+    """Compare a session's inputs and outputs with its spec.
+
+    Raises:
+        BundleError: they differ.
+    """
     wanted = [t.name for t in (*spec.inputs, *spec.outputs)]
     inner = tuple(f"{updated_cache_name(c)}." for c in spec.caches)
     outputs = [t.name for t in session.get_outputs() if not (inner and t.name.startswith(inner))]
@@ -235,4 +256,4 @@ def _check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> Non
         raise BundleError(str(path), f"tensors {differing}", "those of the manifest", "Build the bundle again.")
 
 
-__all__ = ["OrtEngine", "load_engine", "open_session", "session_options"]
+__all__ = ["FAULTS", "OrtEngine", "check_io", "load_engine", "open_session", "session_options"]

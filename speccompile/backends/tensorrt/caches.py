@@ -8,7 +8,8 @@ from typing import cast
 
 from speccompile.backends.tensorrt.arrays import item_bytes
 from speccompile.backends.tensorrt.device import ALIGNMENT, Device
-from speccompile.core.specs import GraphSpec, compacted_cache_name, updated_cache_name
+from speccompile.core import specs
+from speccompile.core.specs import GraphSpec, TensorSpec, compacted_cache_name, updated_cache_name
 from speccompile.errors import BundleError
 
 
@@ -62,3 +63,15 @@ class Caches:
         for memory in self._memories:
             start = memory.address
             self.device.copy(start + dest * self.slot_bytes, start + source * self.slot_bytes, self.slot_bytes)
+
+
+def rollback_spec_of(spec: GraphSpec) -> GraphSpec:
+    """The spec of the plan or graph that compacts the caches of `spec`."""
+    caches = tuple(spec.input(name) for name in spec.caches)
+    inputs = (
+        TensorSpec(specs.LENGTHS, ("batch",), "int64"),
+        TensorSpec(specs.PATH, ("batch", "scored"), "int64"),
+        *caches,
+    )
+    outputs = tuple(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches)
+    return GraphSpec("rollback", inputs, outputs, spec.caches)

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from speccompile.backends.tensorrt.caches import Caches
-from speccompile.backends.tensorrt.device import Device, open_device, ordinal_from_name
+from speccompile.backends.tensorrt.caches import Caches, rollback_spec_of
+from speccompile.backends.tensorrt.device import open_device, ordinal_from_name
 from speccompile.backends.tensorrt.flavours import Flavour
 from speccompile.backends.tensorrt.loading import Plan
 from speccompile.backends.tensorrt.runner import Runner
@@ -18,7 +18,7 @@ from speccompile.backends.tensorrt.shim import load_tensorrt
 from speccompile.core import specs
 from speccompile.core.buckets import bucket_rows
 from speccompile.core.neutral import sizes_from_feeds
-from speccompile.core.specs import GraphSpec, TensorSpec, compacted_cache_name, updated_cache_name
+from speccompile.core.specs import GraphSpec, compacted_cache_name
 from speccompile.errors import BundleError, RuntimeFault
 
 KV = "kv"  # the dim of `kv_rows`
@@ -54,9 +54,7 @@ class TrtEngine:
         names = {t.name for t in plan.spec.outputs}
         self.compacts_in_step = any(compacted_cache_name(c) in names for c in plan.spec.caches)
         self._reads_kv = any(t.name == specs.KV_ROWS for t in plan.spec.inputs)
-        # A graph that drafts a chain writes the rows of all drafts but the last behind those of its nodes.
-        chains = [t.dims[1] for t in plan.spec.outputs if t.name == specs.SAMPLED_TOKENS and plan.spec.caches]
-        self._chain_rows = max([int(dim) - 1 for dim in chains], default=0)
+        self._chain_rows = specs.chain_rows(plan.spec)
 
     @property
     def num_bytes(self) -> int:
@@ -107,18 +105,6 @@ class TrtEngine:
             )
         sizes = {"batch": path.shape[0], "scored": path.shape[1]}
         self.rollback.run({specs.LENGTHS: lengths, specs.PATH: path}, sizes)
-
-
-def rollback_spec_of(spec: GraphSpec) -> GraphSpec:
-    """The spec of the plan that compacts the caches of `spec`."""
-    caches = tuple(spec.input(name) for name in spec.caches)
-    inputs = (
-        TensorSpec(specs.LENGTHS, ("batch",), "int64"),
-        TensorSpec(specs.PATH, ("batch", "scored"), "int64"),
-        *caches,
-    )
-    outputs = tuple(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches)
-    return GraphSpec("rollback", inputs, outputs, spec.caches)
 
 
 def load_engine(
@@ -172,4 +158,4 @@ def _check_rows(path: Path, spec: GraphSpec, max_rows: int) -> None:
         raise BundleError(str(path), f"caches of {rows} rows", f"at least {max_rows}", todo)
 
 
-__all__ = ["Device", "TrtEngine", "load_engine", "rollback_spec_of"]
+__all__ = ["TrtEngine", "load_engine"]

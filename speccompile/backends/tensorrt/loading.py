@@ -119,12 +119,17 @@ class Plan:
             weakref.finalize(self, _keep, cache, kept)
         return config
 
-    def make_context(self, profile: Profile) -> Any:
+    def make_context(self, profile: Profile, is_kept: bool = False) -> Any:
         """An execution context for one profile. All contexts share one scratch memory: they run one after another.
+
+        Args:
+            profile: of this plan.
+            is_kept: does not matter here.
 
         Raises:
             RuntimeFault: TensorRT makes none.
         """
+        del is_kept
         strategy = self.flavour.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self.engine.create_execution_context(self._config if self._config is not None else strategy)
         if context is None:

@@ -5,18 +5,39 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 from speccompile.backends.tensorrt.arrays import DeviceArray
 from speccompile.backends.tensorrt.caches import Caches
-from speccompile.backends.tensorrt.loading import Plan, Profile
+from speccompile.backends.tensorrt.device import Device
+from speccompile.backends.tensorrt.loading import Profile
 from speccompile.backends.tensorrt.steps import Region, Step
-from speccompile.core.specs import compacted_cache_name, updated_cache_name
+from speccompile.core.specs import GraphSpec, compacted_cache_name, updated_cache_name
 from speccompile.errors import RuntimeFault
 
 MAX_STEPS = 512  # shapes seen come from few node counts, batches and buckets
 MAX_CONTEXTS = 32  # each keeps some memory of its own
 MAX_GRAPH_NODES = 64  # chunks of a prompt take milliseconds: a graph would save nothing
+
+
+class Executable(Protocol):
+    """What a runner needs of a plan: `loading.Plan`, or a session of ONNX Runtime on CUDA."""
+
+    spec: GraphSpec
+    device: Device
+    captures_itself: bool  # its contexts make CUDA graphs of their own
+
+    def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
+        """The profile that takes these shapes."""
+        ...
+
+    def make_context(self, profile: Profile, is_kept: bool = False) -> Any:
+        """An execution context; one that is kept runs one combination of shapes and addresses only."""
+        ...
+
+    def fail(self, wanted: str, got: str) -> NoReturn:
+        """Raise a RuntimeFault."""
+        ...
 
 
 class Runner:
@@ -29,7 +50,7 @@ class Runner:
         settings: `cuda_graphs` (default true), `max_contexts`.
     """
 
-    def __init__(self, plan: Plan, caches: Caches | None, kv_address: int, settings: Mapping[str, Any]) -> None:
+    def __init__(self, plan: Executable, caches: Caches | None, kv_address: int, settings: Mapping[str, Any]) -> None:
         self.plan, self.device, self.caches, self.kv_address = plan, plan.device, caches, kv_address
         names = () if caches is None else caches.names
         kept = {n for c in names for n in (c, updated_cache_name(c), compacted_cache_name(c))}
@@ -115,7 +136,7 @@ class Runner:
         if len(self._owners) >= self.max_contexts:
             oldest, _ = self._owners.popitem(last=False)
             oldest.graph, oldest.context, oldest.num_runs = None, None, 0
-        step.context = self.plan.make_context(step.profile)
+        step.context = self.plan.make_context(step.profile, is_kept=True)
         step.bind(step.context)
         self._owners[step] = None
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from speccompile.backends.tensorrt import engine as engine_module
+from speccompile.backends.tensorrt.caches import rollback_spec_of
 from speccompile.backends.tensorrt.device import Device
 from speccompile.core.specs import tensorrt_spec
 from tests.backends.tensorrt.fake_cuda import FakeCuda
@@ -59,7 +60,7 @@ class Lab:
         graph, spec, rollback = compiled
         spec = tensorrt_spec(spec, dtype, rows, compacts=compacts)
         profiles = profiles_of(rows)
-        compactor = self.plan(rollback, engine_module.rollback_spec_of(spec), profiles)
+        compactor = self.plan(rollback, rollback_spec_of(spec), profiles)
         return engine_module.load_engine(
             self.plan(graph, spec, profiles),
             spec,

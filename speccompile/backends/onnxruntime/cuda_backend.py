@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ONNX Runtime backend where `engine.device` is cuda."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.backends.onnxruntime.backend import GRAPH_FILE, OnnxRuntimeBackend
+from speccompile.core.jobs import CompileOptions
+from speccompile.core.specs import GraphSpec
+from speccompile.errors import RecipeError, RuntimeFault
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from speccompile.backends.onnxruntime.cuda_engine import OrtCudaEngine
+
+_FORMS = {"none": "fp32", "int8": "blocks32", "int4": "blocks32"}  # those with CUDA kernels
+_NO_GPU = "no GPU on the machine that built it: graphs were lowered, not run"
+
+
+class OrtCudaBackend(OnnxRuntimeBackend):
+    """Branch-free bodies, shapes kept on the device, CUDA graphs; see `OnnxRuntimeBackend`."""
+
+    devices = ("cuda",)
+
+    def compile(
+        self,
+        model: ir.Model,
+        spec: GraphSpec,
+        dest: Path,
+        *,
+        quantization: str = "none",
+        form: str | None = None,
+        options: CompileOptions | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> dict[str, Any]:
+        """Lower `model` and write `dest/graph.onnx`: see `OnnxRuntimeBackend.compile`; no form is measured.
+
+        Raises:
+            PassError, BuildError.
+            RecipeError: a form without CUDA kernels.
+        """
+        from speccompile.backends.writing import lower_and_save
+        from speccompile.passes.pipelines import ORT_CUDA_FINISH, onnxruntime_table
+
+        form = form or _FORMS.get(quantization, quantization)
+        if form not in _FORMS.values():
+            expected = f"one of {', '.join(sorted(set(_FORMS.values())))} with engine.device: cuda"
+            raise RecipeError("quantization", f"{quantization}/{form}", expected, "Choose one of these.")
+        table = onnxruntime_table(spec, quantization, form)
+        max_nodes = (options or CompileOptions(max_nodes=17)).max_nodes
+        report = lower_and_save(
+            model,
+            table,
+            dest / GRAPH_FILE,
+            progress,
+            dialect="tensorrt",
+            max_nodes=max_nodes,
+            finish=ORT_CUDA_FINISH,
+        )
+        return {"form": form, "forms_measured": {}, **report}
+
+    def depends_on(self, options: CompileOptions) -> dict[str, Any]:
+        """The sizes: bodies are unrolled over the nodes of a tree."""
+        return {"max_nodes": options.max_nodes}
+
+    def why_unchecked(self) -> str | None:
+        """Why graphs cannot run here; None where there is a GPU that CUDA and ONNX Runtime can use."""
+        from speccompile.backends.tensorrt.device import open_device
+
+        try:
+            open_device(0)
+        except RuntimeFault:
+            return _NO_GPU
+        return None
+
+    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None) -> dict[str, Any]:
+        """Step times on the GPU; without one a record that says that nothing was measured, and why."""
+        from speccompile.backends.measuring import measure_steps, measured_sizes
+        from speccompile.backends.tensorrt.device import open_device
+
+        del threads
+        why = self.why_unchecked()
+        if why is not None:
+            return {"measured": False, "why": why}
+        slots, rows = measured_sizes(spec)
+        engine = self.load(path, spec, max_slots=slots, max_rows=rows, tuning={}, device="cuda")
+        return {"measured": True, "gpu": open_device(0).properties()["name"], "step_ms": measure_steps(engine)}
+
+    def adapt_tuning(
+        self, path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None
+    ) -> dict[str, Any]:
+        """The record as it is, or one measured now where it was made without a GPU or on another one."""
+        from speccompile.backends.tensorrt.device import open_device
+
+        if self.why_unchecked() is not None:
+            return dict(tuning)  # loading will say what is missing
+        if tuning.get("gpu") == open_device(0).properties()["name"]:
+            return dict(tuning)
+        return self.tune(path, spec, threads)
+
+    def load(  # type: ignore[override]
+        self,
+        path: Path,
+        spec: GraphSpec,
+        *,
+        max_slots: int,
+        max_rows: int,
+        tuning: Mapping[str, Any],
+        rollback: Path | None = None,
+        device: str = "cuda",
+    ) -> OrtCudaEngine:
+        """Open an engine: see `speccompile.backends.onnxruntime.cuda_engine.load_cuda_engine`."""
+        from speccompile.backends.onnxruntime.cuda_engine import load_cuda_engine
+
+        return load_cuda_engine(
+            path, spec, max_slots=max_slots, max_rows=max_rows, settings=tuning, rollback=rollback, device=device
+        )

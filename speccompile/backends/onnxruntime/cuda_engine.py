@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ONNX Runtime sessions on CUDA behind the same runner that TensorRT plans have.
+
+A session stands in the place of a plan: its "execution contexts" are bindings to device addresses. So inputs cross
+in one copy, small outputs come back in another, large ones stay on the device, and caches are bound in place. Where
+the session may capture CUDA graphs, a binding that is kept gets a graph of its own (`gpu_graph_id`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import numpy as np
+import onnxruntime as ort
+
+from speccompile.backends.onnxruntime.engine import FAULTS, check_io, open_session
+from speccompile.backends.tensorrt.arrays import item_bytes
+from speccompile.backends.tensorrt.caches import Caches, rollback_spec_of
+from speccompile.backends.tensorrt.device import Device, Memory, open_device, ordinal_from_name
+from speccompile.backends.tensorrt.loading import Profile
+from speccompile.backends.tensorrt.runner import Runner
+from speccompile.core import specs
+from speccompile.core.buckets import bucket_rows
+from speccompile.core.neutral import sizes_from_feeds
+from speccompile.core.specs import GraphSpec, updated_cache_name
+from speccompile.errors import BundleError, RuntimeFault
+
+_REFUSAL = "cannot use the graph capture feature"
+NO_GRAPH = -1  # ONNX Runtime's `gpu_graph_id` of a run that is neither captured nor replayed
+
+
+class GrowingCaches(Caches):
+    """Caches whose view grows with the rows in use: ONNX Runtime's Attention reads every row it is given.
+
+    Rows are laid out anew on the device, once a bucket.
+
+    Args:
+        device: where they lie.
+        spec: of the graph, with a dynamic number of cache rows.
+        max_slots, max_rows: capacity.
+    """
+
+    def __init__(self, device: Device, spec: GraphSpec, max_slots: int, max_rows: int) -> None:
+        self.device, self.names, self.max_slots, self.max_rows = device, spec.caches, max_slots, max_rows
+        first = spec.input(spec.caches[0])
+        self.kv_heads, self.head_dim = cast(int, first.dims[1]), cast(int, first.dims[3])
+        self.dtype = first.dtype
+        self._memories = [device.allocate_zeroed(max_slots * self._slot_bytes(max_rows)) for _ in self.names]
+        self._scratch: Memory | None = None
+        self._lay_out(bucket_rows(1, max_rows))
+
+    def _slot_bytes(self, rows: int) -> int:
+        return self.kv_heads * rows * self.head_dim * item_bytes(self.dtype)
+
+    def _lay_out(self, rows: int) -> None:
+        self.rows = rows
+        self.dims = (self.kv_heads, rows, self.head_dim)
+        self.slot_bytes = self._slot_bytes(rows)
+
+    def resize(self, rows: int) -> bool:
+        """Make the view the bucket of `rows`, keeping as many rows of every slot; returns whether it changed."""
+        new = bucket_rows(max(rows, 1), self.max_rows)
+        if new == self.rows:
+            return False
+        row_bytes = self.head_dim * item_bytes(self.dtype)
+        pitches = new * row_bytes, self.rows * row_bytes
+        used = self.max_slots * self.slot_bytes
+        if self._scratch is None or self._scratch.num_bytes < used:
+            self._scratch = self.device.allocate(used)
+        source = self._scratch.address
+        for memory in self._memories:  # one after another on the stream, so they share the scratch memory
+            self.device.copy(source, memory.address, used)
+            # Rows behind the old ones hold other rows' leftovers: finite numbers, masked like any unused row.
+            self.device.copy_rows(
+                memory.address, pitches[0], source, pitches[1], min(pitches), self.max_slots * self.kv_heads
+            )
+        self.device.synchronize()
+        self._scratch = None
+        self._lay_out(new)
+        return True
+
+
+class SessionContext:
+    """What a step needs of an execution context (see `speccompile.backends.tensorrt.steps`), over a session.
+
+    Args:
+        plan: whose session it binds.
+        graph_id: of the CUDA graph it may capture; `NO_GRAPH`: none.
+    """
+
+    def __init__(self, plan: SessionPlan, graph_id: int) -> None:
+        self.plan = plan
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+        self._io: Any = None
+        self._options = ort.RunOptions()
+        self._options.add_run_config_entry("gpu_graph_id", str(graph_id))
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Any shape will do."""
+        self._shapes[name], self._io = shape, None
+        return True
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        """On the device."""
+        self._addresses[name], self._io = address, None
+        return True
+
+    def infer_shapes(self) -> list[str]:
+        """Nothing is left open."""
+        return []
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        """Of an input as it was set, of an output by the names of its dims."""
+        if name in self._shapes:
+            return self._shapes[name]
+        sizes: dict[Any, int] = {}
+        for tensor in self.plan.spec.inputs:
+            sizes |= {d: n for d, n in zip(tensor.dims, self._shapes[tensor.name], strict=True) if isinstance(d, str)}
+        sizes.setdefault("draft_vocab", self.plan.spec.vocab_size)  # laws come out whole
+        return tuple(sizes[d] if isinstance(d, str) else d for d in self.plan.spec.output(name).dims)
+
+    def _bind(self) -> Any:
+        io, plan = self.plan.session.io_binding(), self.plan
+        for tensors, bind in ((plan.spec.inputs, io.bind_input), (plan.spec.outputs, io.bind_output)):
+            for tensor in tensors:
+                shape, address = self.get_tensor_shape(tensor.name), self._addresses[tensor.name]
+                dtype = np.dtype(tensor.dtype).type
+                for name in plan.names_of.get(tensor.name, [tensor.name]):
+                    bind(name, plan.place, plan.device.ordinal, dtype, shape, address)
+        return io
+
+    def execute_async_v3(self, stream: int) -> bool:
+        """Run; the session has a stream of its own, so what was put on ours is waited for, and the run as well."""
+        del stream
+        if self._io is None:
+            self._io = self._bind()
+        self.plan.device.synchronize()
+        try:
+            self.plan.session.run_with_iobinding(self._io, self._options)
+        except FAULTS as fault:
+            self.plan.fail("a step that runs", str(fault))
+        return True
+
+
+class SessionPlan:
+    """What a runner needs of a plan, over a session.
+
+    Args:
+        session: of the lowered graph.
+        spec: its inputs and outputs.
+        device: where it runs.
+        has_graphs: the session captures CUDA graphs.
+    """
+
+    place = "cuda"  # ONNX Runtime's name of the device
+    captures_itself = True
+
+    def __init__(self, session: ort.InferenceSession, spec: GraphSpec, device: Device, has_graphs: bool) -> None:
+        self.session, self.spec, self.device, self.has_graphs = session, spec, device, has_graphs
+        self._ids = itertools.count(1)
+        # An unrolled draft gives out its caches behind every step, lest ONNX Runtime copy what it keeps to itself.
+        updates, names = [updated_cache_name(c) for c in spec.caches], [t.name for t in session.get_outputs()]
+        self.names_of = {u: [n for n in names if n == u or n.startswith(f"{u}.")] for u in updates}
+
+    def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
+        """There is but one, and it takes everything."""
+        del shapes
+        return Profile(0, {})
+
+    def make_context(self, profile: Profile, is_kept: bool = False) -> SessionContext:
+        """One that is kept for a combination of shapes has a graph of its own."""
+        del profile
+        return SessionContext(self, next(self._ids) if is_kept and self.has_graphs else NO_GRAPH)
+
+    def fail(self, wanted: str, got: str) -> NoReturn:
+        """Raise a RuntimeFault."""
+        raise RuntimeFault(f"engine {self.spec.name}", got, wanted, "See ONNX Runtime's message.")
+
+
+class OrtCudaEngine:
+    """See `speccompile.core.protocols.Engine`; small outputs are numpy arrays, large ones `DeviceArray`s.
+
+    Args:
+        plan: the session.
+        max_slots, max_rows: capacity of the caches.
+        settings: see `speccompile.backends.tensorrt.runner.Runner`.
+        rollback: session of the rollback graph of the same model, for trees.
+    """
+
+    def __init__(
+        self,
+        plan: SessionPlan,
+        max_slots: int,
+        max_rows: int,
+        settings: Mapping[str, Any],
+        rollback: SessionPlan | None = None,
+    ) -> None:
+        self.plan, self.spec, self.device = plan, plan.spec, plan.device
+        self.max_slots, self.max_rows = max_slots, max_rows
+        self.chain_rows = specs.chain_rows(plan.spec)
+        self.caches = GrowingCaches(plan.device, plan.spec, max_slots, max_rows) if plan.spec.caches else None
+        self.runner = Runner(plan, self.caches, 0, settings)
+        self.rollback = None if rollback is None else Runner(rollback, self.caches, 0, settings)
+
+    def run(self, feeds: Mapping[str, Any], first_slot: int = 0) -> Mapping[str, np.ndarray]:
+        """See `speccompile.core.protocols.Engine.run`."""
+        sizes = sizes_from_feeds(self.spec, feeds)
+        last = first_slot + sizes["batch"]
+        if last > self.max_slots:
+            raise RuntimeFault(
+                f"engine {self.spec.name}",
+                f"slots {first_slot} to {last - 1}",
+                f"slots below {self.max_slots}",
+                "Build with a larger engine.max_batch_size.",
+            )
+        if self.caches is not None:
+            rows = int(np.asarray(feeds[specs.LENGTHS]).max()) + sizes["nodes"] + self.chain_rows
+            if rows > self.max_rows:
+                raise RuntimeFault(
+                    f"engine {self.spec.name}",
+                    f"{rows} cache rows",
+                    f"at most {self.max_rows}",
+                    "Shorten the prompt or max_new_tokens, or build with a larger engine.max_seq_len.",
+                )
+            if rows > self.caches.rows:
+                self._resize(rows)
+        return cast(Mapping[str, np.ndarray], self.runner.run(feeds, sizes, first_slot))
+
+    def _resize(self, rows: int) -> None:
+        self.device.activate()
+        assert self.caches is not None
+        if self.caches.resize(rows):
+            for runner in (self.runner, self.rollback):
+                if runner is not None:
+                    runner.forget_steps()
+
+    def reset(self, rows: int = 1) -> None:
+        """Shrink the view to what `rows` rows need. Called when no slot is in use."""
+        if self.caches is not None and bucket_rows(max(rows, 1), self.max_rows) < self.caches.rows:
+            self._resize(rows)
+
+    def move_slot(self, source: int, dest: int) -> None:
+        """See `speccompile.core.protocols.Engine.move_slot`."""
+        if source != dest and self.caches is not None:
+            self.device.activate()
+            self.caches.move_slot(source, dest)
+            self.device.synchronize()
+
+    def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
+        """See `speccompile.core.protocols.Engine.compact`."""
+        if self.rollback is None:
+            raise RuntimeFault(
+                f"engine {self.spec.name}",
+                "a tree to roll back",
+                "a rollback graph in the bundle",
+                "Build the bundle again; this one was made for chains.",
+            )
+        sizes = {"batch": path.shape[0], "scored": path.shape[1]}
+        self.rollback.run({specs.LENGTHS: lengths, specs.PATH: path}, sizes)
+
+
+def load_cuda_engine(
+    path: Path,
+    spec: GraphSpec,
+    *,
+    max_slots: int,
+    max_rows: int,
+    settings: Mapping[str, Any],
+    rollback: Path | None = None,
+    device: str = "cuda",
+) -> OrtCudaEngine:
+    """Open a graph that was lowered for CUDA, and allocate its caches on the device.
+
+    Args:
+        path: the ONNX file.
+        spec: its inputs and outputs.
+        max_slots: capacity of the caches.
+        max_rows: capacity of the caches.
+        settings: those of `Runner`.
+        rollback: the graph that compacts trees.
+        device: cuda or cuda:N.
+
+    Raises:
+        BundleError: the graph cannot be opened, or ONNX Runtime has no CUDA provider.
+        RuntimeFault: no GPU, no cuda-python, or not enough memory.
+    """
+    gpu = open_device(ordinal_from_name(device))
+    plan = open_plan(path, spec, gpu, settings)
+    compactor = None if rollback is None else open_plan(rollback, rollback_spec_of(spec), gpu, settings)
+    return OrtCudaEngine(plan, max_slots, max_rows, settings, compactor)
+
+
+def open_plan(path: Path, spec: GraphSpec, device: Device, settings: Mapping[str, Any]) -> SessionPlan:
+    """A session on CUDA, with CUDA graphs where ONNX Runtime takes the graph for that.
+
+    Raises:
+        BundleError: see `open_session`.
+    """
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()  # finds CUDA's libraries where pip or torch put them
+    wants_graphs = bool(settings.get("cuda_graphs", True))
+    try:
+        session = open_session(path, settings, _providers(device, wants_graphs))
+    except BundleError as fault:
+        if not wants_graphs or _REFUSAL not in fault.got:
+            raise
+        wants_graphs = False
+        session = open_session(path, settings, _providers(device, wants_graphs))
+    check_io(path, spec, session)
+    return SessionPlan(session, spec, device, wants_graphs)
+
+
+def _providers(device: Device, has_graphs: bool) -> list[Any]:
+    # TF32 rounds float32 products to 10 bits: a step of many nodes would no longer give each what a single step does.
+    options = {"device_id": str(device.ordinal), "use_tf32": "0", "enable_cuda_graph": str(int(has_graphs))}
+    return [("CUDAExecutionProvider", options), "CPUExecutionProvider"]

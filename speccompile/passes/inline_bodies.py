@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Function bodies become part of the main graph, with types and shapes of all that is known."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from speccompile.passes.base import Pass, Property
+
+
+def _find_call(model: ir.Model) -> str | None:
+    called = {n.op_identifier() for n in model.graph.all_nodes()} & set(model.functions)
+    return f"calls of {sorted(name for _, name, _ in called)} are left" if called else None
+
+
+BODIES_INLINED = Property("no function is called", _find_call)
+
+
+def inline_bodies(model: ir.Model) -> int:
+    """Inline every call; returns how many functions went."""
+    count = len(model.functions)
+    common.InlinePass()(model)
+    common.ShapeInferencePass()(model)
+    return count - len(model.functions)
+
+
+INLINE_BODIES = Pass("inline_bodies", inline_bodies, ensures=(BODIES_INLINED,))

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes a graph fit for ONNX Runtime's CUDA graphs keeps its function and its promises."""
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+from speccompile.core import specs
+from speccompile.core.neutral import neutral_value, shape_from_dims
+from speccompile.core.specs import decoder_spec, sampled_spec, verified_spec
+from speccompile.errors import PassError
+from speccompile.ops.registry import attach_functions
+from speccompile.passes.base import run_pipeline
+from speccompile.passes.inline_bodies import INLINE_BODIES
+from speccompile.passes.pad_integers import INTEGERS_PADDED, PAD_INTEGERS
+from speccompile.passes.pipelines import ORT_CUDA_FINISH, onnxruntime_table
+from speccompile.passes.shapes_on_device import NO_CROSSINGS, SHAPES_ON_DEVICE, host_values
+
+
+def session(model):
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
+
+
+@pytest.fixture(scope="module")
+def lowered(neutral):
+    """role -> the target or draft with branch-free bodies."""
+    model, dims = neutral
+
+    def make(role):
+        decoder = decoder_spec(role, dims)
+        spec = sampled_spec(decoder) if role == "draft" else verified_spec(decoder, keep_logits=True)
+        work = model.clone()
+        run_pipeline(work, onnxruntime_table(spec, "none", "fp32"))
+        attach_functions(work, "tensorrt", 6)
+        return work, spec
+
+    return make
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_the_finished_graph_gives_the_same_bits(lowered, role):
+    before, spec = lowered(role)
+    after = before.clone()
+    traces = {t.name: t.num_rewrites for t in run_pipeline(after, ORT_CUDA_FINISH)}
+    assert traces["inline_bodies"] > 1 and traces["shapes_on_device"] >= 1
+    assert (traces["pad_integers"] > 0) == (role == "target")
+    assert not after.functions and {n.op_type for n in after.graph}.isdisjoint({"If", "Loop", "Scan"})
+    rng = np.random.default_rng(5)
+    theirs, ours = session(before), session(after)
+    for nodes, draft_vocab, heat in ((1, 1, 0.0), (5, 1, 0.7), (4, 97, 0.9)):
+        sizes = {"batch": 2, "nodes": nodes, "scored": 1 if role == "draft" else nodes, "max_seq": 128}
+        sizes["draft_vocab"] = draft_vocab
+        feeds = {t.name: neutral_value(t.name, shape_from_dims(t, sizes), t.dtype) for t in spec.inputs}
+        feeds[specs.TOKENS] = rng.integers(0, 97, (2, nodes))
+        feeds[specs.LENGTHS] = np.array([7, 20])
+        feeds[specs.TEMPERATURE] = np.full(2, heat, np.float32)
+        feeds[specs.UNIFORMS] = rng.random(feeds[specs.UNIFORMS].shape, np.float32)
+        if draft_vocab > 1 and specs.DRAFT_PROBS in feeds:
+            laws = rng.random((2, nodes, 97), np.float32)
+            feeds[specs.DRAFT_PROBS] = laws / laws.sum(-1, keepdims=True)
+        for got, wanted in zip(ours.run(None, feeds), theirs.run(None, feeds), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def graph_of(nodes, inputs, outputs, **initializers):
+    """A model of ONNX nodes, with types and shapes inferred."""
+    held = [
+        helper.make_tensor(n, TensorProto.INT64, np.shape(v), np.ravel(v).tolist()) for n, v in initializers.items()
+    ]
+    values = [[helper.make_tensor_value_info(*row) for row in rows] for rows in (inputs, outputs)]
+    graph = helper.make_graph(nodes, "g", *values, held)
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11))
+    INLINE_BODIES.run(model)
+    return model
+
+
+def test_a_number_of_a_shape_that_meets_data_goes_through_a_range():
+    nodes = [
+        helper.make_node("Shape", ["x"], ["size"], start=0, end=1),
+        helper.make_node("Sub", ["size", "one"], ["last"]),
+        helper.make_node("Gather", ["x", "last"], ["row"]),
+        helper.make_node("Mul", ["x", "last"], ["scaled"]),
+        helper.make_node("Expand", ["one", "size"], ["ones"]),
+        helper.make_node("Greater", ["size", "one"], ["is_long"]),
+        helper.make_node("Where", ["is_long", "x", "scaled"], ["chosen"]),
+    ]
+    inputs = [("x", TensorProto.INT64, ["n"])]
+    outputs = [("row", TensorProto.INT64, [1]), ("ones", TensorProto.INT64, None), ("chosen", TensorProto.INT64, ["n"])]
+    model = graph_of(nodes, inputs, outputs, one=[1])
+    assert {v.name for v in host_values(model)} == {"size", "last", "is_long"}
+    assert NO_CROSSINGS.find_fault(model) is not None
+    before, x = session(model), np.array([4, 5, 6])
+    assert SHAPES_ON_DEVICE.run(model) == 2  # `last` once for both of its readers; Expand takes `size` where it is
+    assert [n.op_type for n in model.graph].count("Range") == 2
+    for values in (x, x[:1]):
+        for got, wanted in zip(session(model).run(None, {"x": values}), before.run(None, {"x": values}), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+    assert SHAPES_ON_DEVICE.run(model) == 0
+
+
+def test_several_numbers_at_once_are_refused():
+    nodes = [helper.make_node("Shape", ["x"], ["size"]), helper.make_node("Add", ["size", "y"], ["z"])]
+    inputs = [("x", TensorProto.INT64, ["n", "m"]), ("y", TensorProto.INT64, [2])]
+    model = graph_of(nodes, inputs, [("z", TensorProto.INT64, [2])])
+    with pytest.raises(PassError, match=r"size .*read by Add; expected one number"):
+        SHAPES_ON_DEVICE.run(model)
+
+
+@pytest.mark.parametrize("with_fill", [True, False])
+def test_integers_are_padded_exactly_and_floats_left_alone(with_fill):
+    fill = ["fill"] if with_fill else []
+    nodes = [helper.make_node("Pad", ["x", "pads", *fill], ["y"]), helper.make_node("Pad", ["f", "pads"], ["g"])]
+    inputs = [("x", TensorProto.INT64, ["n"]), ("f", TensorProto.FLOAT, ["n"])]
+    outputs = [("y", TensorProto.INT64, ["m"]), ("g", TensorProto.FLOAT, ["m"])]
+    model = graph_of(nodes, inputs, outputs, pads=[1, 2], fill=-7)
+    feeds = {"x": np.array([3, -(2**52), 2**52 + 1]), "f": np.array([1, 2, 3], np.float32)}
+    wanted = session(model).run(None, feeds)
+    assert PAD_INTEGERS.run(model) == 1 and INTEGERS_PADDED.find_fault(model) is None
+    for got, known in zip(session(model).run(None, feeds), wanted, strict=True):
+        np.testing.assert_array_equal(got, known)
+    assert PAD_INTEGERS.run(model) == 0
