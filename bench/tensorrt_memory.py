@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory and size of TensorRT builds of random Llamas, over their weights: the factors that --dry-run predicts with.
 
-    python bench/tensorrt_memory.py [--sizes 1024x2 2048x2 4096x2 5120x2] [--quantizations none int8 int4] [--json F]
+    python bench/tensorrt_memory.py [--sizes 1024x2 2048x2 4096x2 5120x2] [--quantizations none int8 int4]
+        [--weights random|checkpoint] [--json F]
 
 Every row is a build of its own (speccompile build, no cache) from a config that is written for it. "held" is what the
 parent process holds while the builder works; factors are least squares over the rows of a quantisation.
@@ -27,15 +28,19 @@ CONFIG = {
 MIB = 2**20
 
 
-def write_recipe(folder: Path, hidden: int, layers: int, quantization: str) -> Path:
-    """A config.json of heads of 128 and a recipe that builds it with random weights."""
+def write_recipe(folder: Path, hidden: int, layers: int, quantization: str, weights: str) -> Path:
+    """A config.json of heads of 128, with weights in float16 where asked for, and a recipe that builds it."""
     heads = hidden // 128
     sizes = {"hidden_size": hidden, "intermediate_size": hidden * 27 // 10, "num_hidden_layers": layers}
     config = {**CONFIG, **sizes, "num_attention_heads": heads, "num_key_value_heads": heads}
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text(json.dumps(config))
+    if weights == "checkpoint":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        LlamaForCausalLM(LlamaConfig(**config)).half().save_pretrained(folder / "model")
     recipe = {
-        "target": {"model": str(folder / "model"), "weights": "random", "quantization": quantization},
+        "target": {"model": str(folder / "model"), "weights": weights, "quantization": quantization},
         "engine": {"backend": "tensorrt", "plugins": "none", "max_batch_size": 4, "max_seq_len": 2048},
     }
     path = folder / "recipe.yaml"
@@ -43,10 +48,10 @@ def write_recipe(folder: Path, hidden: int, layers: int, quantization: str) -> P
     return path
 
 
-def measure(hidden: int, layers: int, quantization: str) -> dict[str, int | float | str]:
+def measure(hidden: int, layers: int, quantization: str, weights: str) -> dict[str, int | float | str]:
     """Build once and read the manifest."""
     with tempfile.TemporaryDirectory() as scratch:
-        recipe = write_recipe(Path(scratch), hidden, layers, quantization)
+        recipe = write_recipe(Path(scratch), hidden, layers, quantization, weights)
         bundle = Path(scratch) / "bundle"
         command = [sys.executable, "-m", "speccompile", "build", str(recipe), "-o", str(bundle), "--no-cache"]
         subprocess.run(command, check=True, capture_output=True)
@@ -62,6 +67,7 @@ def measure(hidden: int, layers: int, quantization: str) -> dict[str, int | floa
         "weights_in_plan": record["weights_bytes"],
         "plan": record["plan_bytes"],
         "export_peak": stages["export target"]["peak_rss_bytes"],
+        "lowering_peak": record["build"]["lowering_peak_bytes"],
         "held": record["build"]["parent_rss_bytes"],
         "builder_peak": record["build"]["peak_rss_bytes"],
         "seconds": record["build"]["stages"][-1]["seconds"],
@@ -80,18 +86,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", default=["1024x2", "2048x2", "4096x2", "5120x2"])
     parser.add_argument("--quantizations", nargs="+", default=["none", "int8", "int4"])
+    parser.add_argument("--weights", choices=["random", "checkpoint"], default="random")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
     for quantization in arguments.quantizations:
         for size in arguments.sizes:
             hidden, layers = (int(n) for n in size.split("x"))
-            row = measure(hidden, layers, quantization)
+            row = measure(hidden, layers, quantization, arguments.weights)
             rows.append(row)
             cells = (f"{k} {v / MIB:.0f}" for k, v in row.items() if isinstance(v, int) and v > MIB and k != "params")
             print(f"{quantization} {size}: {', '.join(cells)} MiB, {row['seconds']} s", flush=True)
         own = [row for row in rows if row["quantization"] == quantization]
-        for of, over in (("builder_peak", "weights"), ("plan", "weights"), ("export_peak", "params")):
+        pairs = (
+            ("builder_peak", "weights"),
+            ("plan", "weights"),
+            ("export_peak", "params"),
+            ("lowering_peak", "params"),
+        )
+        for of, over in pairs:
             constant, factor = fit(own, of, over)
             print(f"  {of} = {constant / MIB:.0f} MiB + {factor:.3f} x {over}", flush=True)
     if arguments.json:

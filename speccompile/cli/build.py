@@ -78,22 +78,24 @@ def _build(plan: BuildPlan, dest: Path, no_cache: bool) -> Bundle:
 
 def _predictions(plan: BuildPlan) -> dict[str, Any]:
     from speccompile.bundling.graphs import open_source
+    from speccompile.core import registry
     from speccompile.frontend.checkpoint import read_config
     from speccompile.recipe.predict import predict, predict_counts
 
-    graphs, target = {}, None
+    graphs, target, backend = {}, None, registry.backend(plan.engine.backend)
     for job in plan.jobs:
         source = open_source(plan, job, target, weights="random")
         counts, slots = source.counts(), plan.engine.max_batch_size
         if counts is None:
             config = read_config(source.folder)
-            prediction = predict(config, source.dims, job.quantization, slots, source.max_rows)
+            sizes = (slots, source.max_rows, backend, plan.dtype)
+            prediction = predict(config, source.dims, job.quantization, *sizes)
         else:
-            prediction = predict_counts(counts, job.quantization)
+            prediction = predict_counts(counts, job.quantization, backend=backend, dtype=plan.dtype)
         target = target or source.dims
         graphs[job.name] = prediction.json_from_prediction()
     total = {
-        "bundle_bytes": sum(g["weights_bytes"] for g in graphs.values()),
+        "bundle_bytes": sum(g["file_bytes"] for g in graphs.values()),
         "runtime_bytes": sum(g["weights_bytes"] + g["cache_bytes"] for g in graphs.values()),
         "build_peak_bytes": max(g["build_peak_bytes"] for g in graphs.values()),
     }
@@ -109,9 +111,11 @@ def _print_plan(plan: BuildPlan, prediction: dict[str, Any]) -> None:
         for key, value in keys.items():
             table.add_row(f"{section}.{key}", Text(str(value)))
     console.print(table)
-    sizes = Table("graph", "parameters", "weights", "caches", "build peak", box=None, header_style="dim")
+    columns = {"weights": "weights_bytes", "file": "file_bytes", "caches": "cache_bytes"}
+    columns |= {"export peak": "export_peak_bytes", "builder peak": "builder_peak_bytes"}
+    sizes = Table("graph", "parameters", *columns, box=None, header_style="dim")
     for name, graph in prediction["graphs"].items():
-        cells = (text_from_bytes(graph[k]) for k in ("weights_bytes", "cache_bytes", "build_peak_bytes"))
+        cells = (text_from_bytes(graph[k]) if graph[k] else "" for k in columns.values())
         sizes.add_row(name, f"{graph['num_params'] / 1e6:.1f} M", *cells)
     total = {k: text_from_bytes(v) for k, v in prediction["total"].items()}
     console.print(sizes)

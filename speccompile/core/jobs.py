@@ -60,11 +60,32 @@ class WeightCounts:
         num_params: parameters of the checkpoint.
         num_linear: weights in linear layers, whose form a quantisation changes.
         num_plain: the others: embeddings, norms, tables.
+        num_head: of `num_linear`, those of an LM head that a backend may treat in its own way.
+        is_tied: whether that head is the embedding.
     """
 
     num_params: int
     num_linear: int
     num_plain: int
+    num_head: int = 0
+    is_tied: bool = False
+
+
+@dataclass(frozen=True)
+class BuildSizes:
+    """What a backend predicts of a graph.
+
+    Args:
+        weights_bytes: weights of the compiled graph.
+        file_bytes: of what is written, weights included.
+        export_peak_bytes: resident memory while it is exported and lowered.
+        builder_peak_bytes: resident memory while the builder works, in a process of its own; 0: there is none.
+    """
+
+    weights_bytes: int
+    file_bytes: int
+    export_peak_bytes: int
+    builder_peak_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes and memory of a build before it is made, from config.json alone.
 
-The figures follow the layout of the compiled graphs: embeddings stay in float32, linear layers have the recipe's
-weight form, and an LM head is a linear layer even where the checkpoint ties it to the embedding.
+Weights are counted here; what they weigh and what building holds is the backend's to say. An LM head is a linear
+layer even where the checkpoint ties it to the embedding.
 """
 
 from __future__ import annotations
@@ -11,17 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from speccompile.core.jobs import WeightCounts
+from speccompile.core.jobs import BuildSizes, WeightCounts
 from speccompile.core.specs import ModelDims
 
-# Bytes of a weight, in the larger one of its kernel forms: a block of 32 has one float32 scale.
-_WEIGHT_BYTES = {"none": 4.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32}
-_FLOAT_BYTES = 4
 # Families whose feed-forward has two matrices; the others gate it with a third.
 _UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "starcoder2", "phi", "gpt_neo", "gptj", "codegen"})
 _LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo"})
-# Beside torch's copy an export holds what passes rewrite (at most 0.3 of the weights) and the libraries themselves.
-_EXPORT_FACTOR, _LIBRARY_BYTES = 2.3, 700 * 2**20
 
 
 @dataclass(frozen=True)
@@ -32,14 +27,20 @@ class Prediction:
         num_params: parameters of the checkpoint.
         num_linear: weights in linear layers of the graph, the LM head included.
         weights_bytes: size of the compiled graph's weights.
+        file_bytes: of the compiled graph, weights included.
         cache_bytes: key and value caches, all slots and rows.
-        build_peak_bytes: resident memory while it is exported.
+        export_peak_bytes: resident memory while it is exported and lowered.
+        builder_peak_bytes: resident memory while a builder's own process works; 0 where there is none.
+        build_peak_bytes: the larger one of these two.
     """
 
     num_params: int
     num_linear: int
     weights_bytes: int
+    file_bytes: int
     cache_bytes: int
+    export_peak_bytes: int
+    builder_peak_bytes: int
     build_peak_bytes: int
 
     def json_from_prediction(self) -> dict[str, int]:
@@ -47,15 +48,25 @@ class Prediction:
         return asdict(self)
 
 
-def predict(config: Mapping[str, Any], dims: ModelDims, quantization: str, slots: int, rows: int) -> Prediction:
+def predict(
+    config: Mapping[str, Any],
+    dims: ModelDims,
+    quantization: str,
+    slots: int,
+    rows: int,
+    backend: Any = None,
+    dtype: str = "float32",
+) -> Prediction:
     """Predict a decoder.
 
     Args:
         config: parsed config.json.
         dims: its sizes.
-        quantization: none, int8 or int4.
+        quantization: one of the backend's.
         slots: sequences decoded at once.
         rows: cache rows of each.
+        backend: whose `predict` weighs it; None: float32 graphs of ONNX.
+        dtype: of activations and caches.
     """
     head = dims.vocab_size * dims.hidden_size
     layers = dims.num_layers * (_attention(dims) + _feed_forward(config, dims))
@@ -63,25 +74,42 @@ def predict(config: Mapping[str, Any], dims: ModelDims, quantization: str, slots
     if dims.model_type in _LEARNED_POSITIONS:
         embedding += dims.max_positions * dims.hidden_size
     norms = (2 * dims.num_layers + 1) * dims.hidden_size
-    num_params = layers + embedding + norms + (0 if _is_tied(config, dims) else head)
-    num_linear = layers + head
+    is_tied = _is_tied(config, dims)
+    num_params = layers + embedding + norms + (0 if is_tied else head)
     # Sine and cosine of every position are tables in the graph.
     tables = 0 if dims.model_type in _LEARNED_POSITIONS else rows * dims.head_dim
-    counts = WeightCounts(num_params, num_linear, embedding + norms + tables)
-    return predict_counts(counts, quantization, slots * rows * dims.cache_row_bytes)
+    counts = WeightCounts(num_params, layers + head, embedding + norms + tables, head, is_tied)
+    cache_bytes = slots * rows * dims.cache_row_bytes_in(dtype)
+    return predict_counts(counts, quantization, cache_bytes, backend, dtype)
 
 
-def predict_counts(counts: WeightCounts, quantization: str, cache_bytes: int = 0) -> Prediction:
+def predict_counts(
+    counts: WeightCounts, quantization: str, cache_bytes: int = 0, backend: Any = None, dtype: str = "float32"
+) -> Prediction:
     """Predict a graph of which the weights are counted.
 
     Args:
         counts: its weights.
-        quantization: none, int8 or int4.
+        quantization: one of the backend's.
         cache_bytes: key and value caches, all slots and rows.
+        backend: see `predict`.
+        dtype: see `predict`.
     """
-    weights_bytes = int(counts.num_linear * _WEIGHT_BYTES[quantization]) + _FLOAT_BYTES * counts.num_plain
-    build_peak_bytes = int(counts.num_params * _FLOAT_BYTES * _EXPORT_FACTOR) + _LIBRARY_BYTES
-    return Prediction(counts.num_params, counts.num_linear, weights_bytes, cache_bytes, build_peak_bytes)
+    from speccompile.backends.predicting import predict_float32
+
+    sizes: BuildSizes = (
+        predict_float32(counts, quantization) if backend is None else backend.predict(counts, quantization, dtype)
+    )
+    return Prediction(
+        num_params=counts.num_params,
+        num_linear=counts.num_linear,
+        weights_bytes=sizes.weights_bytes,
+        file_bytes=sizes.file_bytes,
+        cache_bytes=cache_bytes,
+        export_peak_bytes=sizes.export_peak_bytes,
+        builder_peak_bytes=sizes.builder_peak_bytes,
+        build_peak_bytes=max(sizes.export_peak_bytes, sizes.builder_peak_bytes),
+    )
 
 
 def _attention(dims: ModelDims) -> int:

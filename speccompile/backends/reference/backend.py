@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.core.jobs import CompileOptions
+from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.specs import GraphSpec, ModelDims
 from speccompile.errors import RecipeError
 
@@ -61,6 +61,13 @@ class ReferenceBackend:
 
         del options
         return save_rollback(dims, dest / GRAPH_FILE)
+
+    def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
+        """Sizes of a graph and the memory of its build: see `predict_float32`."""
+        from speccompile.backends.predicting import predict_float32
+
+        del dtype
+        return predict_float32(counts, quantization)
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
         """What else a graph depends on: nothing."""

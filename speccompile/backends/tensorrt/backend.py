@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.core import specs
-from speccompile.core.jobs import CompileOptions
+from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec, tensorrt_spec
 
 if TYPE_CHECKING:
@@ -134,6 +134,12 @@ class TensorRTBackend:
             for file in (source, source.with_name(f"{source.name}.data")):
                 file.unlink(missing_ok=True)
         return record
+
+    def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
+        """Sizes of a plan and the memory of its build: see `sizes.predict_sizes`."""
+        from speccompile.backends.tensorrt.sizes import predict_sizes
+
+        return predict_sizes(counts, quantization, dtype)
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
         """What else a plan depends on: the TensorRT that builds it, its plugins, and the GPU where it measures one."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.tensorrt.shim import text_from_lines
-from speccompile.core.memory import read_memory
+from speccompile.core.memory import read_memory, read_peak_rss
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError
 
@@ -93,12 +93,13 @@ def build_plan(
 
     Returns:
         {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "flavour", "version", "peak_rss_bytes",
-        "parent_rss_bytes": what this process held meanwhile}.
+        "parent_rss_bytes": what this process held meanwhile, "lowering_peak_bytes": its most before}.
 
     Raises:
         BuildError: the graph is refused, the builder failed, crashed or ran out of memory; with the end of its log.
     """
-    fresh, parent = dest.with_name(f".{dest.name}.new"), read_memory("VmRSS") or 0
+    fresh = dest.with_name(f".{dest.name}.new")
+    before = {"parent_rss_bytes": read_memory("VmRSS") or 0, "lowering_peak_bytes": read_peak_rss()}
     # The child's own temporary files go with this folder, however the child ends.
     with tempfile.TemporaryDirectory(prefix="speccompile-build-") as scratch:
         printed = Path(scratch) / "printed"
@@ -111,7 +112,7 @@ def build_plan(
         finally:
             fresh.unlink(missing_ok=True)
     peak = max([child.peak_bytes, *(s["peak_rss_bytes"] for s in child.result["stages"])])
-    return {**child.result, "peak_rss_bytes": peak, "parent_rss_bytes": parent}
+    return {**child.result, **before, "peak_rss_bytes": peak}
 
 
 def _run(

@@ -40,7 +40,7 @@ def make_record(
     Returns:
         {"flavour", "version", "platform", "compute_capabilities", "plugins", "plugin_abi", "flags", "workspace_gib",
         "optimization_level", "profiles", "plan_bytes", "weights_bytes": in the plan, "lowered_weights_bytes": in
-        `source`, "plugin_layers", "build": {"stages", "peak_rss_bytes", "parent_rss_bytes"}}.
+        `source`, "plugin_layers", "build": {"stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes"}}.
 
     Raises:
         BuildError: a plugin that was asked for is not in the plan.
@@ -67,7 +67,7 @@ def make_record(
         "plan_bytes": built["plan_bytes"],
         "weights_bytes": facts.weights_bytes,
         "lowered_weights_bytes": weights_bytes_of(source),
-        "build": {key: built[key] for key in ("stages", "peak_rss_bytes", "parent_rss_bytes")},
+        "build": {k: built[k] for k in ("stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes")},
     }
 
 
