@@ -16,7 +16,7 @@ from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import BundleError
-from speccompile.runtime.bundle import Bundle, read_bundle
+from speccompile.runtime.bundle import Bundle, check_files, read_bundle
 from speccompile.runtime.spec_engine import Generation, SpecEngine, Stream
 from speccompile.runtime.stats import TimedEngine
 
@@ -41,7 +41,7 @@ def load(
         threads: threads of the target's engine; None: as measured when it was built.
         method: another speculation method than the recipe's, as a name or as a speculator section; it can use
             the graphs that are in the bundle.
-        verify: compare every file with its digest.
+        verify: compare every file with its digest; done in any case where opening a graph can run code in it.
 
     Raises:
         BundleError: the bundle is incomplete or was changed, or the method needs a graph that is not in it.
@@ -58,6 +58,8 @@ def load(
         todo = f"Build a bundle whose recipe has speculator.method: {name}."
         raise BundleError(str(bundle.path), f"no graph {missing[0]!r}", f"the graphs of method {name}", todo)
     backend = backend or sizes["backend"]
+    if not verify and getattr(backend_on(backend, _device(bundle)), "runs_code_on_load", False):
+        check_files(bundle.path, bundle.manifest["files"])
     graphs = [TARGET, *(job.name for job in jobs)]
     tunings = {graph: _tuning(bundle, graph, backend) for graph in graphs}
     context = _context(bundle, tunings)

@@ -14,7 +14,8 @@ from speccompile.bundling.stage_cache import StageCache
 from speccompile.errors import BundleError
 from speccompile.pipeline import build
 from speccompile.runtime.bundle import digest_from_manifest, read_bundle
-from tests.pipeline.fakes import make_plan
+from speccompile.runtime.engine import load
+from tests.pipeline.fakes import FakeBackend, make_plan
 
 FILES = (
     "graphs/target/graph.onnx",
@@ -140,3 +141,15 @@ def test_a_manifest_that_points_to_unlisted_files_is_refused(bundle: Path, where
 def test_a_key_of_another_type_is_refused(bundle: Path) -> None:
     edit_manifest(bundle, lambda m: m.update(graphs=[]), sign=True)
     assert refused(bundle).where.endswith("(graphs)")
+
+
+def test_graphs_that_run_code_are_compared_whatever_was_asked(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan may carry a library: nothing of it is opened before its digest holds."""
+    opened: list[Path] = []
+    monkeypatch.setattr(FakeBackend, "load", lambda self, path, *_, **__: opened.append(path), raising=False)
+    monkeypatch.setattr(FakeBackend, "runs_code_on_load", True, raising=False)
+    graph = bundle / "graphs/target/graph.onnx"
+    graph.write_bytes(graph.read_bytes()[::-1])
+    with pytest.raises(BundleError, match=r"graph\.onnx: got sha256"):
+        load(bundle, verify=False)
+    assert opened == []

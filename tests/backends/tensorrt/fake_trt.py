@@ -264,13 +264,14 @@ class FakeContext:
 
     def _execute(self):
         spec = self.engine.spec
-        rows = self.shapes[specs.KV_ROWS][0] if specs.KV_ROWS in self.shapes else None
+        knows_rows = specs.KV_ROWS in {t.name for t in self.engine.session.get_inputs()}  # a graph lowered for TensorRT
+        rows = self.shapes[specs.KV_ROWS][0] if specs.KV_ROWS in self.shapes and not knows_rows else None
         feeds = {}
         for tensor in spec.inputs:
             array = self._view(tensor.name)
             if tensor.name in spec.caches:
                 feeds[tensor.name] = np.ascontiguousarray(array[:, :, :rows], np.float32)
-            elif tensor.name != specs.KV_ROWS:
+            elif tensor.name != specs.KV_ROWS or knows_rows:
                 half = tensor.dtype in ("float16", "bfloat16")
                 feeds[tensor.name] = array.astype(np.float32) if half else array.copy()
         names = [t.name for t in self.engine.session.get_outputs()]

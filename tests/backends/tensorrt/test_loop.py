@@ -4,9 +4,16 @@
 import numpy as np
 import pytest
 
+from speccompile.backends.writing import lower_and_save
+from speccompile.core import specs
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
+from speccompile.core.specs import decoder_spec, rollback_spec, sampled_spec, tensorrt_spec, verified_spec
 from speccompile.core.tree import TokenTree
+from speccompile.ops.registry import attach_functions
+from speccompile.passes.pipelines import tensorrt_table
+from speccompile.passes.rollback import build_rollback
+from speccompile.passes.save import save_model
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.draft_model.config import Config as DraftConfig
@@ -119,3 +126,37 @@ def test_sampled_tokens_equal_onnxruntimes(monkeypatch, tmp_path, compiled, make
         assert [r.tokens for r in got] == wanted["mixed"]
     else:
         assert sum(r.stats["num_accepted"] for r in got) > 5
+
+
+@pytest.fixture(scope="module")
+def lowered(neutral, tmp_path_factory):
+    """role -> (graph in TensorRT's form without plugins, neutral spec, rollback graph), all float32."""
+    model, dims = neutral
+    folder = tmp_path_factory.mktemp("lowered")
+    rollback = build_rollback(tensorrt_spec(rollback_spec(dims), "float32", ROWS + SPARE))
+    attach_functions(rollback, "tensorrt", SPARE)
+    save_model(rollback, folder / "rollback.onnx")
+    made = {}
+    for role in ("target", "draft"):
+        decoder = decoder_spec(role, dims)
+        spec = sampled_spec(decoder) if role == "draft" else verified_spec(decoder, keep_logits=True)
+        table = tensorrt_table(tensorrt_spec(spec, "float32", ROWS + SPARE), "none", dtype="float32")
+        lower_and_save(model, table, folder / f"{role}.onnx", dialect="tensorrt", max_nodes=SPARE)
+        made[role] = (folder / f"{role}.onnx", spec, folder / "rollback.onnx")
+    return made
+
+
+@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model", "tree"])
+def test_graphs_lowered_for_tensorrt_give_onnxruntimes_tokens(monkeypatch, tmp_path, lowered, make, wanted, kind):
+    """What the parser gets is what runs here: static caches, kv_rows, bodies without branches."""
+    lab = Lab(monkeypatch, tmp_path)
+    known = [p + t for p, t in zip(PROMPTS, wanted["greedy"], strict=True)]
+    loaded = {role: lambda role=role: lab.load(lowered[role], rows=ROWS + SPARE) for role in lowered}
+    engine = make(kind, loaded["target"], loaded["draft"], known)
+    for batch_size in (1, SLOTS):
+        results = engine.generate(PROMPTS, GREEDY, batch_size=batch_size)
+        assert [r.tokens for r in results] == wanted["greedy"]
+    target, rows = lab.load(lowered["target"], rows=ROWS + SPARE), np.array([PROMPTS[1]])
+    laws = lab.load(lowered["draft"], rows=ROWS + SPARE).run({specs.TOKENS: rows, specs.LENGTHS: np.zeros(1, np.int64)})
+    assert laws[specs.SAMPLED_PROBS].shape == (1, 97)
+    assert target.run({specs.TOKENS: rows, specs.LENGTHS: np.zeros(1, np.int64)})[specs.PATH].shape == rows.shape

@@ -56,7 +56,7 @@ class Lab:
         max_rows: int | None = None,
         **settings: Any,
     ) -> Any:
-        """An engine of what `compiled` gave for ONNX Runtime: (graph, spec, rollback graph)."""
+        """An engine of (graph, neutral spec, rollback graph), be they lowered for ONNX Runtime or for TensorRT."""
         graph, spec, rollback = compiled
         spec = tensorrt_spec(spec, dtype, rows, compacts=compacts)
         profiles = profiles_of(rows)
