@@ -6,8 +6,16 @@ STAMP  := $(VENV)/.set-up
 BUNDLE ?= bundles/pycode
 ARGS   ?=
 
+# The C++ plugin library: TensorRT's headers (in no wheel), GPUs by compute capability, where it goes.
+TENSORRT_INCLUDE_DIR ?= $(dir $(firstword $(wildcard \
+  $(addsuffix /NvInfer.h,/usr/include /usr/include/x86_64-linux-gnu /usr/include/aarch64-linux-gnu /usr/local/tensorrt/include))))
+PLUGIN_ARCHS   ?= 80 86 89 90 100 120
+PLUGIN_LIBRARY ?= build/libspeccompile_plugins.so
+NVCC           ?= nvcc
+PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp plugins/library.cpp
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format golden bench gpu-check docs clean
+.PHONY: help setup demo test lint format golden bench gpu-check docs plugins clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +60,17 @@ gpu-check:  ## Check and measure all that needs a CUDA GPU, in the environment a
 docs: setup  ## Render docs/ to site/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
+
+plugins: $(PLUGIN_LIBRARY)  ## Build the C++ plugin library (TENSORRT_INCLUDE_DIR=... names TensorRT's headers)
+
+$(PLUGIN_LIBRARY): $(PLUGIN_SOURCES) $(wildcard plugins/*.h plugins/*.cuh plugins/*/*.h plugins/*/*.cuh)
+	@test -f "$(TENSORRT_INCLUDE_DIR)/NvInfer.h" || \
+	  { echo "TensorRT's headers are not at '$(TENSORRT_INCLUDE_DIR)': make plugins TENSORRT_INCLUDE_DIR=..." >&2; exit 1; }
+	@mkdir -p $(@D)
+	$(NVCC) -std=c++17 -O3 -shared -cudart static -Xcompiler -fPIC,-fvisibility=hidden -Iplugins \
+	  -isystem $(TENSORRT_INCLUDE_DIR) $(foreach a,$(PLUGIN_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
+	  -gencode arch=compute_$(lastword $(PLUGIN_ARCHS)),code=compute_$(lastword $(PLUGIN_ARCHS)) \
+	  -x cu $(PLUGIN_SOURCES) -o $@
 
 clean:  ## Remove what the other targets made, the venv excepted
 	rm -rf bundles build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -13,6 +13,8 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
+inline constexpr i64 divide_up(i64 value, i64 by) { return (value + by - 1) / by; }
+
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int WARP = 32;
 

@@ -2,8 +2,8 @@
 // The kernels as a library of the CPU, for tests: the same sources, launched by host_launch.
 #include "host/simulate.h"
 
-#include "kv_rollback/kernel.cuh"
-#include "spec_verify/kernel.cuh"
+#include "kv_rollback/launches.h"
+#include "spec_verify/launches.h"
 
 using namespace speccompile;
 
@@ -16,6 +16,17 @@ unsigned long host_params_bytes(int is_rollback) { return is_rollback ? sizeof(K
 unsigned long long host_workspace_bytes(const SpecVerifyParams* params) {
     const Workspace space(*params);
     return reinterpret_cast<u64>(space.inverse + params->vocab) - reinterpret_cast<u64>(params->workspace);
+}
+
+// What the C++ plugin asks for: workspace with and without a map, blocks of the scan, shared bytes of the second launch.
+void host_verify_launches(long long batch, long long nodes, long long vocab, unsigned long long* sizes) {
+    sizes[0] = verify_workspace_bytes(batch, nodes, vocab, true);
+    sizes[1] = verify_workspace_bytes(batch, nodes, vocab, false);
+    sizes[2] = scan_blocks(batch, nodes, vocab);
+    sizes[3] = settle_shared_bytes(vocab);
+}
+int host_rollback_unit(long long row_bytes, void* const* caches, int count) {
+    return rollback_vector_bytes(row_bytes, caches, count);
 }
 
 void host_divide(const float* x, float divisor, float* quotients, long long count) {
@@ -34,16 +45,12 @@ void host_spec_verify(const SpecVerifyParams* params, unsigned scan_blocks, unsi
 }
 
 void host_spec_verify_single(const SpecVerifyParams* params, unsigned long shared_bytes, unsigned seed) {
-    const auto run = [=](auto kernel) {
-        host_launch({unsigned(params->batch)}, SETTLE_THREADS, shared_bytes, seed, [=] {
-            kernel(params->logits, params->tokens, params->parents, params->draft_probs, params->uniforms,
-                   params->temperature, params->top_k, params->top_p, params->batch, params->nodes, params->vocab,
-                   params->draft_vocab, params->path, params->num_accepted, params->next_token);
-        });
-    };
-    if (params->dtype == Dtype::F32) run(spec_verify_single_f32);
-    if (params->dtype == Dtype::F16) run(spec_verify_single_f16);
-    if (params->dtype == Dtype::BF16) run(spec_verify_single_bf16);
+    host_launch({unsigned(params->batch)}, SETTLE_THREADS, shared_bytes, seed, [=] {
+        spec_verify_single(params->logits, params->tokens, params->parents, params->draft_probs, params->uniforms,
+                           params->temperature, params->top_k, params->top_p, params->batch, params->nodes,
+                           params->vocab, params->draft_vocab, static_cast<int>(params->dtype), params->path,
+                           params->num_accepted, params->next_token);
+    });
 }
 
 void host_kv_rollback(const KVRollbackParams* params, int vector_bytes, unsigned x, unsigned y, unsigned z, unsigned seed) {

@@ -104,7 +104,6 @@ __device__ inline void settle_rows(const SpecVerifyParams& params, Shared& share
 }
 
 // Grid: one block a slot, which reads the rows that it reaches. No d2t, no workspace.
-template <typename T>
 __device__ inline void verify_slot(const SpecVerifyParams& params, Shared& shared) {
     const int chunks = num_chunks(params.vocab), slot = blockIdx.x;
     double* masses = static_cast<double*>(dynamic_shared());
@@ -112,9 +111,10 @@ __device__ inline void verify_slot(const SpecVerifyParams& params, Shared& share
     Verdict verdict{params.path + static_cast<i64>(slot) * params.nodes};
     for (int node = 0; node >= 0;) {
         Work work(params, shared, tops, masses, slot, node);
-        const Row<T> row(params, work.row.row);
-        for (int first = threadIdx.x / WARP; first < chunks; first += SETTLE_WARPS * CHUNKS_IN_FLIGHT)
-            scan_chunks(row, first, SETTLE_WARPS, chunks, params.temperature[slot], tops, masses);
+        work.row.with([&](const auto& row) {
+            for (int first = threadIdx.x / WARP; first < chunks; first += SETTLE_WARPS * CHUNKS_IN_FLIGHT)
+                scan_chunks(row, first, SETTLE_WARPS, chunks, params.temperature[slot], tops, masses);
+        });
         __syncthreads();
         verdict.add(node);
         const Outcome outcome = settle(work);
@@ -132,23 +132,24 @@ extern "C" __global__ void __launch_bounds__(speccompile::SETTLE_THREADS, 1)
     speccompile::settle_rows(params, shared);
 }
 
-#define SPECCOMPILE_VERIFY(SUFFIX, TYPE, DTYPE)                                                            \
-    extern "C" __global__ void __launch_bounds__(speccompile::SCAN_THREADS)                                \
-        spec_verify_scan_##SUFFIX(const __grid_constant__ speccompile::SpecVerifyParams params) {          \
-        speccompile::scan<TYPE>(params);                                                                   \
-    }                                                                                                      \
-    extern "C" __global__ void __launch_bounds__(speccompile::SETTLE_THREADS, 1) spec_verify_single_##SUFFIX( \
-        const void* logits, const long long* tokens, const long long* parents, const float* draft_probs,   \
-        const float* uniforms, const float* temperature, const long long* top_k, const float* top_p,       \
-        int batch, int nodes, int vocab, int draft_vocab, long long* path, long long* num_accepted,        \
-        long long* next_token) {                                                                           \
-        __shared__ speccompile::Shared shared;                                                             \
-        const speccompile::SpecVerifyParams params = {                                                     \
-            logits, tokens, parents, draft_probs, uniforms, temperature, top_k, top_p, nullptr, path,      \
-            num_accepted, next_token, nullptr, batch, nodes, vocab, draft_vocab, DTYPE};                   \
-        speccompile::verify_slot<TYPE>(params, shared);                                                    \
+// Arguments one by one, inputs, sizes, outputs: the order in which TensorRT's ahead-of-time Python plugins give them.
+extern "C" __global__ void __launch_bounds__(speccompile::SETTLE_THREADS, 1) spec_verify_single(
+    const void* logits, const long long* tokens, const long long* parents, const float* draft_probs,
+    const float* uniforms, const float* temperature, const long long* top_k, const float* top_p, int batch, int nodes,
+    int vocab, int draft_vocab, int dtype, long long* path, long long* num_accepted, long long* next_token) {
+    __shared__ speccompile::Shared shared;
+    const speccompile::SpecVerifyParams params = {
+        logits, tokens, parents, draft_probs, uniforms, temperature, top_k, top_p, nullptr, path, num_accepted,
+        next_token, nullptr, batch, nodes, vocab, draft_vocab, static_cast<speccompile::Dtype>(dtype)};
+    speccompile::verify_slot(params, shared);
+}
+
+#define SPECCOMPILE_SCAN(SUFFIX, TYPE)                                                            \
+    extern "C" __global__ void __launch_bounds__(speccompile::SCAN_THREADS)                       \
+        spec_verify_scan_##SUFFIX(const __grid_constant__ speccompile::SpecVerifyParams params) { \
+        speccompile::scan<TYPE>(params);                                                          \
     }
 
-SPECCOMPILE_VERIFY(f32, float, speccompile::Dtype::F32)
-SPECCOMPILE_VERIFY(f16, speccompile::Float16, speccompile::Dtype::F16)
-SPECCOMPILE_VERIFY(bf16, speccompile::BFloat16, speccompile::Dtype::BF16)
+SPECCOMPILE_SCAN(f32, float)
+SPECCOMPILE_SCAN(f16, speccompile::Float16)
+SPECCOMPILE_SCAN(bf16, speccompile::BFloat16)

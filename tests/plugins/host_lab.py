@@ -101,7 +101,7 @@ def verify(
     )
     args.logits = logits.address
     if is_single:
-        shared = single_launch(batch, nodes, vocab, dtype).shared_bytes
+        shared = single_launch(batch, nodes, vocab).shared_bytes
         library.host_spec_verify_single(ctypes.byref(args), ctypes.c_ulong(shared), seed)
     else:
         scan, settle = verify_launches(batch, nodes, vocab, dtype)

@@ -154,7 +154,9 @@ def _run_nvrtc(op: str, arch: str, kind: str) -> bytes:
 
 
 def _compile_error(op: str, arch: str, log: str) -> BuildError:
-    lines = " | ".join(line for line in log.splitlines() if "error" in line)[:600] or log[:600]
+    lines = (
+        " | ".join(line for line in log.splitlines() if "error" in line or "fatal" in line)[:600] or log.strip()[:600]
+    )
     todo = "Use a CUDA that knows this GPU, or build with engine.plugins: none."
     return BuildError(f"plugins: {op} for {arch}", lines, "a compiled kernel", todo)
 

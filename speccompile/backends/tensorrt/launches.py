@@ -116,12 +116,11 @@ def verify_launches(batch: int, nodes: int, vocab: int, dtype: str) -> tuple[Lau
     )
 
 
-def single_launch(batch: int, nodes: int, vocab: int, dtype: str) -> Launch:
+def single_launch(batch: int, nodes: int, vocab: int) -> Launch:
     """SpecVerify as one launch without workspace, for plugins of one kernel; arguments and errors as above."""
     _check("SpecVerify", "nodes", nodes, MAX_NODES)
     _check("SpecVerify", "vocab", vocab, MAX_VOCAB)
-    name = f"spec_verify_single_{SUFFIXES[dtype]}"
-    return Launch(name, (batch, 1, 1), SETTLE_THREADS, _settle_shared_bytes(vocab))
+    return Launch("spec_verify_single", (batch, 1, 1), SETTLE_THREADS, _settle_shared_bytes(vocab))
 
 
 def rollback_vector_bytes(head_dim: int, dtype: str, pointers: Sequence[int]) -> int:

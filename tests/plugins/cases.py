@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of SpecVerify for the kernels' tests, beside the random ones of tests/ops/op_lab."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from speccompile.ops.spec_verify import spec_verify
+from tests.ops.op_lab import Case, is_at_boundary, same
+from tests.plugins.host_lab import NUMPY_DTYPES
+
+CHAIN, TREE = (-1, 0, 1, 2), (-1, 0, 0, 1, 1, 0, 2)
+Run = Callable[[Mapping[str, np.ndarray]], Sequence[np.ndarray]]
+
+
+def in_dtype(case: Case, dtype: str) -> Case:
+    """The case with logits that `dtype` holds exactly, still as float32 (the twin's type)."""
+    return {**case, "logits": case["logits"].astype(NUMPY_DTYPES[dtype]).astype(np.float32)}
+
+
+def as_dtype(case: Case, dtype: str) -> Case:
+    return {**case, "logits": case["logits"].astype(NUMPY_DTYPES[dtype])}
+
+
+def wide_case(
+    rng: np.random.Generator, vocab: int, batch: int, form: Sequence[int], *, spread: float, dtype: str, **warp: float
+) -> Case:
+    """Deterministic drafts over a large vocabulary; about half of the slots have their whole first path accepted."""
+    nodes = len(form)
+    case = {
+        "logits": (rng.normal(size=(batch, nodes, vocab)) * spread).astype(np.float32),
+        "tokens": rng.integers(0, vocab, (batch, nodes)),
+        "parents": np.broadcast_to(np.array(form), (batch, nodes)).copy(),
+        "draft_probs": np.zeros((batch, nodes, 1), np.float32),
+        "uniforms": rng.random((batch, nodes, 2)).astype(np.float32),
+        "temperature": np.full(batch, warp.get("temperature", 1.0), np.float32),
+        "top_k": np.full(batch, int(warp.get("top_k", 0))),
+        "top_p": np.full(batch, warp.get("top_p", 1.0), np.float32),
+    }
+    case = in_dtype(case, dtype)
+    lucky = rng.random(batch) < 0.5
+    for _ in range(nodes):  # one more node of each path gets the token that is drawn before it
+        path, num_accepted, next_token = spec_verify(**case)
+        for slot in np.flatnonzero(lucky):
+            end = path[slot, num_accepted[slot]]
+            children = [n for n in range(nodes) if form[n] == end]
+            if children:
+                case["tokens"][slot, children[0]] = next_token[slot]
+    return case
+
+
+def assert_same(run: Run, case: Case, **also: np.ndarray) -> bool:
+    """The verdicts of `run` are the twin's; True when they differ at a boundary of a draw or of top_p."""
+    got, expected = run(case), spec_verify(**case, **also)
+    assert [(a.dtype, a.shape) for a in got] == [(a.dtype, a.shape) for a in expected]
+    if same(got, expected):
+        return False
+    for name, one, other in zip(("path", "num_accepted", "next_token"), got, expected, strict=True):
+        if not np.array_equal(one, other):
+            place = tuple(int(i) for i in np.argwhere(one != other)[0])
+            assert is_at_boundary(case), f"{name}{list(place)}: {one[place]}, expected {other[place]}"
+    return True

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel compiles for the GPUs that are promised, within the limits of registers and shared memory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from speccompile.backends.tensorrt import kernels, launches
+from speccompile.backends.tensorrt.plugin_names import KV_ROLLBACK, PLUGIN_OPS, SPEC_VERIFY
+from speccompile.errors import BuildError
+
+NVCC = kernels.find_nvcc()
+ARCHS = ("sm_80", "sm_90", "sm_120")
+ENTRIES = {
+    SPEC_VERIFY: {
+        "spec_verify_settle",
+        "spec_verify_single",
+        *(f"spec_verify_scan_{t}" for t in ("f32", "f16", "bf16")),
+    },
+    KV_ROLLBACK: {f"kv_rollback_{unit}" for unit in (16, 4, 2)},
+}
+needs_nvcc = pytest.mark.skipif(
+    NVCC is None, reason="NO NVCC: the CUDA kernels WERE NOT COMPILED. Install CUDA's nvcc."
+)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("op", PLUGIN_OPS)
+def test_kernels_compile(op: str, tmp_path: Path) -> None:
+    root = kernels.find_sources()
+    for arch in ARCHS:
+        command = [str(NVCC), *kernels._OPTIONS, "-x", "cu", f"-arch={arch}", "-cubin", "-Xptxas", "-v", f"-I{root}"]
+        command += [str(root / kernels.SOURCES[op]), "-o", str(tmp_path / "kernels.cubin")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "warning" not in done.stderr
+        used = {}
+        for entry, report in re.findall(
+            r"Compiling entry function '(\w+)'(.*?ptxas info    : Used [^\n]*)", done.stderr, re.S
+        ):
+            registers = int(re.findall(r"Used (\d+) registers", report)[0])
+            shared = int((re.findall(r"(\d+) bytes smem", report) or ["0"])[0])
+            used[entry] = (registers, shared)
+        assert set(used) == ENTRIES[op]
+        for entry, (registers, shared) in used.items():
+            is_settling = entry.startswith(("spec_verify_settle", "spec_verify_single"))
+            threads = launches.SETTLE_THREADS if is_settling else launches.SCAN_THREADS
+            dynamic = launches.single_launch(1, 1, launches.MAX_VOCAB).shared_bytes if is_settling else 0
+            assert registers * threads <= 65536, entry
+            assert shared + dynamic <= 48 * 1024, entry  # more would have to be asked for at every launch
+            if entry.startswith(("spec_verify_scan", "kv_rollback")):
+                assert registers <= 64, entry  # 32 warps of a multiprocessor stay resident
+
+
+@needs_nvcc
+def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
+    code = kernels.compile_kernels(KV_ROLLBACK, (9, 0))
+    (kept,) = (tmp_path / "kernels").iterdir()
+    assert kept.name.startswith("KVRollback-sm_90-") and kept.read_bytes() == code
+    kept.write_bytes(b"kept")
+    assert kernels.compile_kernels(KV_ROLLBACK, (9, 0)) == b"kept"
+    assert b".entry kv_rollback_16" in kernels.compile_kernels(KV_ROLLBACK, (9, 0), "ptx")
+
+
+@needs_nvcc
+def test_a_gpu_that_nvcc_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
+    with pytest.raises(BuildError, match=r"plugins: KVRollback for sm_999: got .*sm_999.*; expected a compiled kernel"):
+        kernels.compile_kernels(KV_ROLLBACK, (99, 9))
+    assert not (tmp_path / "kernels").exists()
+
+
+def test_a_compiler_is_looked_for_in_cuda_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").write_text("")
+    assert kernels.find_nvcc() != tmp_path / "bin/nvcc"
+    (tmp_path / "bin/nvcc").chmod(0o755)
+    assert kernels.find_nvcc() == tmp_path / "bin/nvcc"
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_nvrtc(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(kernels, "find_nvcc", lambda: None)
+    monkeypatch.setattr(kernels.importlib, "import_module", no_nvrtc)
+    with pytest.raises(
+        BuildError, match=r"plugins: got no nvcc, and no NVRTC: .*; expected one of them\. Install CUDA's"
+    ):
+        kernels.compile_kernels(KV_ROLLBACK, (9, 0))
+
+
+def test_the_digest_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    tree = tmp_path / "plugins"
+    shutil.copytree(kernels.find_sources(), tree)
+    monkeypatch.setattr(kernels, "find_sources", lambda: tree)
+    first = kernels.sources_digest.__wrapped__()
+    assert first == kernels.sources_digest()
+    (tree / "common.cuh").write_text((tree / "common.cuh").read_text() + "// \n")
+    assert kernels.sources_digest.__wrapped__() != first
+
+
+def test_the_wheel_carries_the_sources() -> None:
+    hatchling = pytest.importorskip("hatchling.build", reason="hatchling is not installed: the wheel WAS NOT BUILT")
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = Path(folder) / hatchling.build_wheel(folder)
+        names = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {p.relative_to(kernels.find_sources()) for p in kernels.find_sources().rglob("*.cuh")}
+    assert {f"speccompile/plugin_sources/{name}" for name in wanted} <= names

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of launches in Python is that of the headers, and sizes beyond the kernels are refused."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import pytest
+
+from speccompile.backends.tensorrt import launches
+from speccompile.backends.tensorrt.launches import KVRollbackArgs, SpecVerifyArgs, verify_launches
+from speccompile.errors import RuntimeFault
+from tests.plugins import host_lab
+
+
+def test_argument_structs_are_those_of_the_kernels() -> None:
+    kernels = host_lab.kernels()
+    kernels.host_params_bytes.restype = ctypes.c_ulong
+    assert kernels.host_params_bytes(0) == ctypes.sizeof(SpecVerifyArgs)
+    assert kernels.host_params_bytes(1) == ctypes.sizeof(KVRollbackArgs) <= 4096
+    for struct, header in ((SpecVerifyArgs, "spec_verify/layout.cuh"), (KVRollbackArgs, "kv_rollback/kernel.cuh")):
+        text = (host_lab.PLUGINS / header).read_text()
+        (body,) = re.findall(r"struct \w+Params \{(.*?)\n\};", text, re.DOTALL)
+        names = re.findall(r"(\w+)(?:\[\w+\])?;", body)
+        assert names == [name for name, *_ in struct._fields_]
+
+
+@pytest.mark.parametrize(("batch", "nodes", "vocab"), [(1, 1, 1), (8, 8, 128256), (64, 16, 152064), (3, 5, 257)])
+def test_workspace_bytes(batch: int, nodes: int, vocab: int) -> None:
+    kernels = host_lab.kernels()
+    kernels.host_workspace_bytes.restype = ctypes.c_ulonglong
+    args = SpecVerifyArgs(workspace=1 << 20, batch=batch, nodes=nodes, vocab=vocab)
+    bytes_in_header = kernels.host_workspace_bytes(ctypes.byref(args))
+    assert bytes_in_header == launches.verify_workspace_bytes(batch, nodes, vocab, has_map=True)
+    assert bytes_in_header - 4 * vocab == launches.verify_workspace_bytes(batch, nodes, vocab)
+
+
+@pytest.mark.parametrize(("batch", "nodes", "vocab"), [(1, 1, 1), (8, 8, 128256), (700, 1, 3), (3, 5, 257)])
+def test_the_plugin_library_does_the_same_arithmetic(batch: int, nodes: int, vocab: int) -> None:
+    sizes = (ctypes.c_ulonglong * 4)()
+    host_lab.kernels().host_verify_launches(*(ctypes.c_longlong(n) for n in (batch, nodes, vocab)), sizes)
+    scan, settle = verify_launches(batch, nodes, vocab, "float16")
+    with_map, without = (launches.verify_workspace_bytes(batch, nodes, vocab, flag) for flag in (True, False))
+    assert list(sizes) == [with_map, without, scan.grid[0], settle.shared_bytes]
+    for row_bytes, pointers in ((256, [4096, 16]), (256, [4096, 8]), (6, [64]), (12, [64])):
+        unit = host_lab.kernels().host_rollback_unit(
+            ctypes.c_longlong(row_bytes), (ctypes.c_void_p * len(pointers))(*pointers), len(pointers)
+        )
+        assert unit == launches.rollback_vector_bytes(row_bytes // 2, "float16", pointers)
+
+
+def test_constants_are_those_of_the_headers() -> None:
+    text = "".join(path.read_text() for path in sorted(host_lab.PLUGINS.rglob("*.cuh")))
+    for name in (
+        "CHUNK",
+        "CHUNKS_IN_FLIGHT",
+        "SCAN_THREADS",
+        "SETTLE_THREADS",
+        "ROLLBACK_THREADS",
+        "WARP",
+        "MAX_NODES",
+    ):
+        assert str(getattr(launches, name)) in re.findall(rf"constexpr int {name} = (\d+);", text), name
+    assert re.findall(r"constexpr int MAX_CACHES = (\d+);", text) == [str(launches.MAX_CACHES)]
+    assert re.findall(r"constexpr int MAX_CHUNKS = (\d+);", text) == [str(launches.MAX_VOCAB // launches.CHUNK)]
+
+
+def test_grids() -> None:
+    scan, settle = verify_launches(8, 8, 128256, "float16")  # 501 chunks, 126 warps a row, 8 warps a block
+    assert (scan.kernel, scan.grid) == ("spec_verify_scan_f16", (8 * 8 * 126 // 8, 1, 1))
+    assert (settle.grid, settle.threads, settle.shared_bytes) == ((64, 1, 1), 512, 501 * 12)
+    assert verify_launches(1, 1, 1, "float32")[0].grid == (1, 1, 1)
+    assert launches.single_launch(8, 8, 128256).grid == (8, 1, 1)
+
+
+@pytest.mark.parametrize(("nodes", "vocab", "name"), [(257, 100, "nodes"), (4, 524289, "vocab"), (0, 100, "nodes")])
+def test_what_the_kernels_cannot_hold_is_refused(nodes: int, vocab: int, name: str) -> None:
+    with pytest.raises(
+        RuntimeFault, match=rf"SpecVerify\.{name}: got {nodes if name == 'nodes' else vocab}; expected 1"
+    ):
+        verify_launches(1, nodes, vocab, "float16")

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SpecVerify's kernels, run on the CPU, take the decisions of the numpy twin."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speccompile.ops.spec_verify import spec_verify
+from tests.ops.op_lab import same, verify_case
+from tests.plugins import host_lab
+from tests.plugins.cases import CHAIN, TREE, as_dtype, assert_same, in_dtype, wide_case
+
+KINDS = list(itertools.product(("greedy", "sampled", "mixed"), (True, False), (True, False)))
+VOCABS = (1, 2, 5, 97, 255, 256, 257, 1025)  # a chunk has 256 entries, a warp four chunks
+DTYPES = ("float32", "float16", "bfloat16")
+CUTS = [
+    {},
+    {"top_k": 1},
+    {"top_k": 50},
+    {"top_p": 0.9},
+    {"top_k": 50, "top_p": 0.95},
+    {"top_k": 3000},
+    {"temperature": 0},
+]
+
+
+@pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_cases(dtype: str, is_single: bool) -> None:
+    kernels, rng = host_lab.kernels(), np.random.default_rng(DTYPES.index(dtype))
+    num_accepted = num_at_boundary = 0
+    for number in range(96):
+        heat, is_chain, has_laws = KINDS[number % len(KINDS)]
+        vocab = int(rng.choice(VOCABS[3:] if has_laws else VOCABS))
+        case = in_dtype(verify_case(rng, vocab, is_chain=is_chain, has_laws=has_laws, heat=heat), dtype)
+
+        def run(feeds, number=number):  # type: ignore[no-untyped-def]
+            return host_lab.verify(kernels, as_dtype(feeds, dtype), is_single=is_single, seed=number)
+
+        num_at_boundary += assert_same(run, case)
+        num_accepted += int(spec_verify(**case)[1].sum())
+    assert num_at_boundary <= 1
+    assert num_accepted > 96
+
+
+@pytest.mark.parametrize("warp", CUTS, ids=str)
+@pytest.mark.parametrize("spread", [0.3, 3.0])  # flat and peaked
+def test_a_large_vocabulary(spread: float, warp: dict[str, float]) -> None:
+    kernels, rng = host_lab.kernels(), np.random.default_rng(3)
+    num_at_boundary = 0
+    for dtype, form in (("float16", CHAIN), ("float32", TREE[:4])):
+        case = wide_case(rng, 152064, 2, form, spread=spread, dtype=dtype, **warp)
+        num_at_boundary += assert_same(
+            lambda feeds, dtype=dtype: host_lab.verify(kernels, as_dtype(feeds, dtype)),  # type: ignore[misc]
+            case,
+        )
+    assert num_at_boundary == 0
+
+
+@pytest.mark.parametrize(("batch", "vocab"), [(64, 97), (33, 513), (1, 128256), (3, 50257)])  # 50257: no vector loads
+def test_batches(batch: int, vocab: int) -> None:
+    rng = np.random.default_rng(batch)
+    case = wide_case(rng, vocab, batch, TREE if batch > 3 else (-1, 0), spread=2.0, dtype="bfloat16", top_p=0.9)
+    assert not assert_same(lambda feeds: host_lab.verify(host_lab.kernels(), as_dtype(feeds, "bfloat16")), case)
+    if batch > 3:
+        assert spec_verify(**case)[1].max() == 2  # whole paths are among them
+
+
+@pytest.mark.parametrize("has_laws", [True, False])
+def test_zero_residual_mass(has_laws: bool) -> None:
+    """A one-hot target and a draft law equal to it, with a draft outside both."""
+    logits = np.full((1, 3, 5), -50, np.float32)
+    logits[0, :, 2] = 50
+    case = {
+        "logits": logits,
+        "tokens": np.array([[0, 1, 3]]),
+        "parents": np.array([[-1, 0, 0]]),
+        "draft_probs": np.eye(5, dtype=np.float32)[[[2, 2, 2]]] if has_laws else np.zeros((1, 3, 1), np.float32),
+        "uniforms": np.full((1, 3, 2), 0.999999, np.float32),
+        "temperature": np.array([1.0], np.float32),
+        "top_k": np.array([1]),
+        "top_p": np.array([1.0], np.float32),
+    }
+    for is_single in (False, True):
+        outputs = host_lab.verify(host_lab.kernels(), case, is_single=is_single)
+        assert [o.tolist() for o in outputs] == [[[0, -1, -1]], [0], [2]]
+
+
+def test_no_drafts_and_a_parent_that_prefill_left_at_the_root() -> None:
+    case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_laws=False, heat="greedy")
+    case = {n: a[:, :1] if a.ndim > 1 else a for n, a in case.items()}
+    case["parents"] = np.full_like(case["parents"], 510)
+    path, num_accepted, next_token = host_lab.verify(host_lab.kernels(), case)
+    assert (path == 0).all() and (num_accepted == 0).all()
+    np.testing.assert_array_equal(next_token, case["logits"][:, 0].argmax(-1))
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_draft_vocabulary_map(is_sorted: bool) -> None:
+    rng, accepted = np.random.default_rng(11), 0
+    for number in range(24):
+        case = verify_case(
+            rng, 300, is_chain=number % 2 == 0, has_laws=True, heat=("sampled", "mixed")[number // 2 % 2]
+        )
+        d2t = rng.permutation(300)[:90]
+        d2t = np.sort(d2t) if is_sorted else d2t
+        laws = case["draft_probs"][..., d2t] + np.float32(1e-4)
+        case["draft_probs"] = (laws / laws.sum(-1, keepdims=True)).astype(np.float32)
+        drafts = d2t[rng.integers(0, 90, case["tokens"].shape)]
+        case["tokens"] = np.where(rng.random(drafts.shape) < 0.5, drafts, case["tokens"])
+        got = host_lab.verify(host_lab.kernels(), case, d2t=d2t, seed=number)
+        expected = spec_verify(**case, d2t=d2t)
+        assert same(got, expected), number
+        accepted += int(expected[1].sum())
+    assert accepted > 10
+
+
+def test_the_twin_spreads_draft_laws_over_the_target_vocabulary() -> None:
+    case = verify_case(np.random.default_rng(2), 64, is_chain=False, has_laws=True, heat="sampled")
+    order = np.random.default_rng(3).permutation(64)
+    narrow = {**case, "draft_probs": case["draft_probs"][..., order]}
+    assert same(spec_verify(**narrow, d2t=order), spec_verify(**case))
+    plain = {**case, "draft_probs": np.zeros((*case["tokens"].shape, 1), np.float32)}
+    assert same(spec_verify(**plain, d2t=order), spec_verify(**plain))
+
+
+def test_ties_are_broken_by_index() -> None:
+    """All logits equal: top_p keeps the first ones, top_k keeps all, greedy takes the first."""
+    case = wide_case(np.random.default_rng(0), 1024, 3, (-1,), spread=0.0, dtype="float32")
+    case["temperature"] = np.array([1, 1, 0], np.float32)
+    case["top_p"], case["top_k"] = np.array([0.5, 1, 1], np.float32), np.array([0, 7, 0])
+    case["uniforms"][:, 0, 1] = [0.999, 0.999, 0.5]
+    assert host_lab.verify(host_lab.kernels(), case)[2].tolist() == [511, 1022, 0]
+    assert not assert_same(lambda feeds: host_lab.verify(host_lab.kernels(), feeds), case)
+
+
+@given(data=st.data())
+@settings(max_examples=120, deadline=None, derandomize=True, database=None)
+def test_small_cases_with_many_ties(data: st.DataObject) -> None:
+    nodes, vocab = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    levels = st.sampled_from([-2.0, -0.0, 0.0, 1.0, 1.5])
+    row = st.lists(levels, min_size=vocab, max_size=vocab)
+    parents = [-1] + [data.draw(st.integers(-1, node - 1)) for node in range(1, nodes)]
+    grid = st.integers(0, 63).map(lambda i: (i + 0.37) / 64)  # off the fractions that equal masses make
+    case = {
+        "logits": np.array([[data.draw(row) for _ in range(nodes)]], np.float32),
+        "tokens": np.array([[data.draw(st.integers(0, vocab - 1)) for _ in range(nodes)]]),
+        "parents": np.array([parents]),
+        "draft_probs": np.zeros((1, nodes, 1), np.float32),
+        "uniforms": np.array([[[data.draw(grid), data.draw(grid)] for _ in range(nodes)]], np.float32),
+        "temperature": np.array([data.draw(st.sampled_from([0.0, 0.5, 1.0, 1.3]))], np.float32),
+        "top_k": np.array([data.draw(st.integers(0, vocab + 1))]),
+        "top_p": np.array([data.draw(st.sampled_from([1.0, 0.97, 0.61, 0.29, 0.03]))], np.float32),
+    }
+    if vocab > 1 and data.draw(st.booleans()):
+        weights = np.array(data.draw(st.lists(st.integers(0, 5), min_size=nodes * vocab, max_size=nodes * vocab)))
+        laws = (weights + 1e-3).reshape(1, nodes, vocab)
+        case["draft_probs"] = (laws / laws.sum(-1, keepdims=True)).astype(np.float32)
+    for is_single in (False, True):
+        assert_same(lambda feeds, s=is_single: host_lab.verify(host_lab.kernels(), feeds, is_single=s), case)
+
+
+def test_the_result_does_not_depend_on_the_order_of_threads_and_blocks() -> None:
+    case = verify_case(np.random.default_rng(8), 1025, is_chain=False, has_laws=True, heat="sampled")
+    first = host_lab.verify(host_lab.kernels(), case, seed=0)
+    for seed in range(1, 6):
+        assert same(host_lab.verify(host_lab.kernels(), case, seed=seed), first)
+
+
+@pytest.mark.parametrize("options", [("-DSPECCOMPILE_SETTLE_THREADS=64",), ("-DSPECCOMPILE_SETTLE_THREADS=1024",)])
+def test_other_block_sizes(options: tuple[str, ...]) -> None:
+    """Loops over chunks and bins that one turn covers at 512 threads."""
+    kernels, rng = host_lab.kernels(*options), np.random.default_rng(4)
+    for number in range(24):
+        heat, is_chain, has_laws = KINDS[number % len(KINDS)]
+        vocab = 17000 if number in (6, 7) else 300  # 67 chunks, more than 64 threads
+        case = verify_case(rng, vocab, is_chain=is_chain, has_laws=has_laws, heat=heat)
+        assert_same(lambda feeds: host_lab.verify(kernels, feeds), case)
+
+
+def test_division_is_that_of_float32() -> None:
+    import ctypes
+
+    rng = np.random.default_rng(6)
+    for divisor in (1.0, 0.7, 0.1, 1.9999999, 3.0, 1e-3, 1e-30, 1e30):
+        bits = rng.integers(0, 2**32, 200000, dtype=np.uint32)
+        x = np.concatenate((bits.view(np.float32), rng.normal(size=200000).astype(np.float32), np.float32([0, -0.0])))
+        x = np.ascontiguousarray(x[~np.isnan(x)])
+        got = np.empty_like(x)
+        host_lab.kernels().host_divide(
+            x.ctypes.data_as(ctypes.c_void_p), ctypes.c_float(divisor), got.ctypes.data_as(ctypes.c_void_p), len(x)
+        )
+        with np.errstate(over="ignore", under="ignore"):
+            np.testing.assert_array_equal(got, x / np.float32(divisor))
