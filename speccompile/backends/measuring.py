@@ -23,7 +23,7 @@ def measured_sizes(spec: GraphSpec) -> tuple[int, int]:
     """(slots, cache rows) of the engine that `measure_steps` needs."""
     # Without caches a step of n nodes is one of n slots.
     max_slots = 1 if spec.caches else max(NODE_COUNTS)
-    return max_slots, min(CONTEXT + max(NODE_COUNTS), spec.max_rows or sys.maxsize)
+    return max_slots, min(CONTEXT + max(NODE_COUNTS) + specs.chain_rows(spec), spec.max_rows or sys.maxsize)
 
 
 def measure_steps(engine: Engine) -> dict[str, float]:
@@ -32,8 +32,8 @@ def measure_steps(engine: Engine) -> dict[str, float]:
     Returns:
         {nodes: milliseconds at batch 1}; for a graph without caches, slots take the place of nodes.
     """
-    spec, max_rows = engine.spec, engine.max_rows
-    most = engine.max_rows if spec.caches else engine.max_slots
+    spec, max_rows = engine.spec, engine.max_rows - specs.chain_rows(engine.spec)
+    most = max_rows if spec.caches else engine.max_slots
     node_counts = [n for n in NODE_COUNTS if n <= most]
     context = max_rows - node_counts[-1]
     feeds = {n: _feeds(spec, n, context) if spec.caches else _heads_feeds(spec, n) for n in node_counts}
@@ -55,7 +55,7 @@ def measure_steps(engine: Engine) -> dict[str, float]:
 def _feeds(spec: GraphSpec, num_nodes: int, context: int) -> dict[str, np.ndarray]:
     tokens = np.random.default_rng(num_nodes).integers(0, spec.vocab_size, (1, num_nodes))
     feeds = {specs.TOKENS: tokens, specs.LENGTHS: np.array([context])}
-    if any(t.name == specs.SAMPLED_TOKEN for t in spec.outputs):
+    if {specs.SAMPLED_TOKEN, specs.SAMPLED_TOKENS} & {t.name for t in spec.outputs}:
         feeds[specs.SCORED_NODES] = np.array([[num_nodes - 1]])
     return feeds
 

@@ -29,8 +29,8 @@ def check_graph(engine: Engine) -> dict[str, Any]:
     if spec.caches and spec.max_rows < MIN_ROWS:
         return {}
     outputs = {t.name for t in spec.outputs}
-    if specs.SAMPLED_TOKENS in outputs and not spec.caches:
-        return check_heads(engine)
+    if specs.SAMPLED_TOKENS in outputs:
+        return check_chain(engine) if spec.caches else check_heads(engine)
     return check_target(engine) if specs.PATH in outputs else check_draft(engine)
 
 
@@ -75,6 +75,30 @@ def check_draft(engine: Engine) -> dict[str, Any]:
     if not 0.0 < confidence <= 1.0 + 1e-5:
         raise BuildError(f"check {engine.spec.name}", f"confidence {confidence}", "a probability", _TODO)
     return {"num_tokens": 1}
+
+
+def check_chain(engine: Engine) -> dict[str, Any]:
+    """Draft behind a prompt, greedily; then read prompt and chain as a new prompt but for the last token.
+
+    Returns:
+        {"num_tokens": drafts of one run, 0 where the caches are too small; "num_equal": 1 where the last token
+        behind prompt and chain is that of the chain: always, where a step of many nodes has a single step's numbers}.
+
+    Raises:
+        BuildError: a token outside the vocabulary, or a confidence that is no probability.
+    """
+    num_drafts = specs.chain_rows(engine.spec) + 1
+    if engine.spec.max_rows < _NUM_PROMPT + 2 * num_drafts:
+        return {"num_tokens": 0, "num_equal": 0}
+    prompt, chains = _prompt(engine), []
+    for _ in range(2):
+        last = _int([prompt.shape[1] - 1])
+        step = engine.run({specs.TOKENS: prompt, specs.LENGTHS: _int(0), specs.SCORED_NODES: last})
+        chains.append([_token(engine, step[specs.SAMPLED_TOKENS][:, i]) for i in range(num_drafts)])
+        for confidence in step[specs.CONFIDENCES][0].tolist():
+            _check_unit(engine, "confidence", confidence, 0.0)
+        prompt = np.concatenate((_prompt(engine), _int(chains[0][:-1])), axis=1) if num_drafts > 1 else prompt
+    return {"num_tokens": num_drafts, "num_equal": int(chains[1][0] == chains[0][-1])}
 
 
 def check_heads(engine: Engine) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
-from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, sampled_spec, verified_spec
+from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, sampled_spec, unrolled_spec, verified_spec
 from speccompile.errors import RecipeError
 from speccompile.frontend.checkpoint import check_checkpoint, layers_key, read_config, read_dims
 from speccompile.frontend.folders import digests_from_checkpoint, find_folder
@@ -23,7 +23,10 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "generation_config.
 
 
 class DecoderSource:
-    """See `speccompile.core.protocols.GraphSource`. Options of the job: `num_layers`, and keywords of `decoder_spec`.
+    """See `speccompile.core.protocols.GraphSource`.
+
+    Options of the job are keywords of `decoder_spec`, `num_layers` (build with fewer layers) and `num_steps` (unroll
+    the draft: one run drafts a chain of so many tokens).
 
     Args:
         job: its model.
@@ -36,6 +39,7 @@ class DecoderSource:
         self.job, self.context = job, context
         options = dict(job.options)
         self.num_layers: int | None = options.pop("num_layers", None)
+        self.num_steps: int | None = options.pop("num_steps", None)
         self.outputs: dict[str, Any] = options
         self.role = "target" if context.target is None else "draft"
         self.folder = find_folder(job, context.weights)
@@ -66,9 +70,11 @@ class DecoderSource:
         return None
 
     def spec(self) -> GraphSpec:
-        """The target verifies, a draft samples."""
+        """The target verifies, a draft samples: one token, or with the option `num_steps` a chain of them."""
         plain = replace(decoder_spec(self.job.name, self.dims, **self.outputs), max_rows=self.max_rows)
-        return verified_spec(plain) if self.context.target is None else sampled_spec(plain)
+        if self.context.target is None:
+            return verified_spec(plain)
+        return sampled_spec(plain) if self.num_steps is None else unrolled_spec(sampled_spec(plain), self.num_steps)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ModelDims]:
         """See `speccompile.frontend.export.export_decoder`."""

@@ -8,6 +8,9 @@ from typing import Literal
 
 from speccompile.errors import RecipeError
 
+ENGINE_FORMS = ("auto", "stepwise", "unrolled")
+UNROLLED_LENGTH = 4  # drafts of an unrolled chain where the recipe leaves the length to measurement
+
 
 @dataclass(frozen=True)
 class Config:
@@ -24,6 +27,9 @@ class Config:
             `auto`: 0 with a fixed draft length, and the measured costs decide otherwise.
         confidence_odds: the odds that a draft token is accepted, over the odds that the draft's confidence in it
             means, before a slot's own verdicts are known; above 1 for a draft that is too modest.
+        engine_form: `stepwise`: one run of the draft's engine a token, so that drafting ends where it no longer pays;
+            `unrolled`: one run a chain, whose length is fixed when the engine is built; `auto`: stepwise, which was
+            the faster one where both were measured (ONNX Runtime's CPU; neither was measured on a GPU).
         allow_tokenizer_mismatch: build although draft and target have different tokenizers.
         config: folder with the draft's config.json, where the hub's is not at hand; for random weights.
 
@@ -38,6 +44,7 @@ class Config:
     drafts: Literal["auto", "greedy", "sampled"] = "auto"
     min_confidence: float | Literal["auto"] = "auto"
     confidence_odds: float = 2.7
+    engine_form: Literal["auto", "stepwise", "unrolled"] = "auto"
     allow_tokenizer_mismatch: bool = False
     config: str | None = None
 
@@ -48,6 +55,7 @@ class Config:
             ("max_draft_tokens", 1 <= self.max_draft_tokens <= 64, self.max_draft_tokens, "1 to 64"),
             ("drafts", self.drafts in ("auto", "greedy", "sampled"), self.drafts, "auto, greedy or sampled"),
             ("min_confidence", floor == "auto" or 0 <= float(floor) < 1, floor, "auto, or 0 to below 1"),
+            ("engine_form", self.engine_form in ENGINE_FORMS, self.engine_form, ", ".join(ENGINE_FORMS)),
             ("confidence_odds", 0.02 <= self.confidence_odds <= 50, self.confidence_odds, "0.02 to 50"),
         )
         for name, is_right, got, expected in checks:
@@ -58,3 +66,10 @@ class Config:
     def max_length(self) -> int:
         """Longest draft that this configuration can make."""
         return self.max_draft_tokens if self.num_draft_tokens == "auto" else self.num_draft_tokens
+
+    @property
+    def num_steps(self) -> int:
+        """Drafts that one run of the draft's engine makes."""
+        if self.engine_form != "unrolled":
+            return 1
+        return min(self.max_length, UNROLLED_LENGTH) if self.num_draft_tokens == "auto" else self.max_length

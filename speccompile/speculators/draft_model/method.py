@@ -8,9 +8,11 @@ from typing import Any
 
 from speccompile.core.jobs import GraphJob, MethodContext
 from speccompile.core.protocols import Engine
+from speccompile.core.specs import chain_rows, is_unrolled
 from speccompile.speculators.draft_model.config import Config as DraftModelConfig
 from speccompile.speculators.draft_model.policy import LengthPolicy
 from speccompile.speculators.draft_model.proposer import DraftModelProposer
+from speccompile.speculators.draft_model.unrolled import UnrolledProposer
 
 DRAFT = "draft"  # the graph's name in the bundle
 
@@ -27,13 +29,16 @@ class DraftModelMethod:
 
     def graph_jobs(self, config: DraftModelConfig) -> tuple[GraphJob, ...]:
         """The draft model."""
-        return (GraphJob(DRAFT, config.model, config.quantization, config=config.config),)
+        options = (("num_steps", config.num_steps),) if config.engine_form == "unrolled" else ()
+        return (GraphJob(DRAFT, config.model, config.quantization, options=options, config=config.config),)
 
     def make_proposer(
         self, config: DraftModelConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftModelProposer:
-        """The proposer over the draft's engine; its length policy reads the measured costs."""
-        costs = context.costs
-        policy = LengthPolicy(config, costs.get("target"), costs.get(DRAFT), context.max_draft_nodes)
+        """The proposer for the form that the draft was built in; its length policy reads the measured costs."""
+        engine, costs = engines[DRAFT], context.costs
+        form = UnrolledProposer if is_unrolled(engine.spec) else DraftModelProposer
+        draft_costs = costs[DRAFT].shared_by(chain_rows(engine.spec) + 1) if DRAFT in costs else None
+        policy = LengthPolicy(config, costs.get("target"), draft_costs, context.max_draft_nodes)
         max_rows = context.seq_lens.get(DRAFT, context.max_seq_len)
-        return DraftModelProposer(engines[DRAFT], policy, max_rows, may_sample=config.drafts != "greedy")
+        return form(engine, policy, max_rows, may_sample=config.drafts != "greedy")

@@ -81,7 +81,7 @@ class DraftModelProposer:
                 laws[:, depth] = outputs[SAMPLED_PROBS]
             drafting = self._extend(rows, slots, drafting, outputs)
             if not drafting:
-                return _chains(rows, laws)
+                return chains(rows, laws)
             feeds = self._next_feeds(rows, [place for _, places in drafting for place in places])
             depth += 1
 
@@ -197,7 +197,8 @@ class DraftModelProposer:
         self.plans[source], self.plans[dest] = self.plans[dest], self.plans[source]
 
 
-def _chains(rows: list[list[int]], laws: Floats | None) -> TokenTree:
+def chains(rows: list[list[int]], laws: Floats | None) -> TokenTree:
+    """The tokens of each slot as ragged chains; `laws` [batch, nodes or more, vocab] as `TokenTree.draft_probs`."""
     if len(rows) == 1:
         tokens, num_nodes = np.array(rows, dtype=np.int64), None
     else:
