@@ -23,8 +23,8 @@ struct KVRollbackParams {
 
 // One thread owns one column of a head: it reads a group of rows, then writes it, groups in rising order. A row that is
 // read later lies behind every row written before (path[i] >= i and rising), so nothing is lost and no barrier is needed.
-template <typename V>
-__device__ inline void move_rows(const KVRollbackParams& params) {
+template <typename V, typename Params>
+__device__ inline void move_rows(void* cache, const Params& params) {
     const int slot = blockIdx.y;
     const i64* path = params.path + static_cast<i64>(slot) * params.depth;
     const int lane = threadIdx.x % WARP;
@@ -40,7 +40,7 @@ __device__ inline void move_rows(const KVRollbackParams& params) {
     if (column >= params.kv_heads * params.row_vectors) return;
     const int head = column / params.row_vectors;
     const i64 start = params.lengths[slot];
-    V* rows = static_cast<V*>(params.caches[blockIdx.z]) + column % params.row_vectors +
+    V* rows = static_cast<V*>(cache) + column % params.row_vectors +
               ((static_cast<i64>(slot) * params.kv_heads + head) * params.max_seq + start) * params.row_vectors;
     const i64 room = start < 0 ? 0 : params.max_seq - start;
     for (int first = 0; first < params.depth; first += ROWS_IN_FLIGHT) {
@@ -62,10 +62,10 @@ __device__ inline void move_rows(const KVRollbackParams& params) {
 
 }  // namespace speccompile
 
-#define SPECCOMPILE_ROLLBACK(NAME, VECTOR)                                                       \
-    extern "C" __global__ void __launch_bounds__(speccompile::ROLLBACK_THREADS)                  \
-        NAME(const __grid_constant__ speccompile::KVRollbackParams params) {                     \
-        speccompile::move_rows<VECTOR>(params);                                                  \
+#define SPECCOMPILE_ROLLBACK(NAME, VECTOR)                                      \
+    extern "C" __global__ void __launch_bounds__(speccompile::ROLLBACK_THREADS) \
+        NAME(const __grid_constant__ speccompile::KVRollbackParams params) {    \
+        speccompile::move_rows<VECTOR>(params.caches[blockIdx.z], params);      \
     }
 
 SPECCOMPILE_ROLLBACK(kv_rollback_16, uint4)

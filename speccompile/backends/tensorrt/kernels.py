@@ -77,13 +77,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "kernels"
 
 
-def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin") -> bytes:
+def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", wrapper: str = "") -> bytes:
     """The kernels of an op, from the cache or compiled now (about 6 s for SpecVerify).
 
     Args:
         op: SpecVerify or KVRollback.
         capability: (major, minor) of the GPU.
         kind: cubin, or ptx for a GPU of this generation or a later one.
+        wrapper: CUDA source that stands behind the kernels.
 
     Raises:
         BuildError: there is no compiler, or it fails; its first lines are in the message.
@@ -91,12 +92,13 @@ def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin") -
     nvcc = find_nvcc()
     compiler = _nvcc_version(nvcc) if nvcc else f"nvrtc {_load_nvrtc().nvrtcVersion()[1:]}"
     arch = f"{'sm' if kind == 'cubin' else 'compute'}_{capability[0]}{capability[1]}"
-    identity = "\n".join((sources_digest(), compiler, arch, *_OPTIONS))
+    identity = "\n".join((sources_digest(), compiler, arch, *_OPTIONS, wrapper))
     name = f"{op}-{arch}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.{kind}"
     place = cache_folder() / name
     if place.is_file():
         return place.read_bytes()
-    code = _run_nvcc(nvcc, op, arch, kind) if nvcc else _run_nvrtc(op, arch, kind)
+    source = f'#include "{SOURCES[op]}"\n{wrapper}'
+    code = _run_nvcc(nvcc, op, arch, kind, source) if nvcc else _run_nvrtc(op, arch, kind, source)
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
         file.write(code)
@@ -109,12 +111,20 @@ def _nvcc_version(nvcc: Path) -> str:
     return subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def _run_nvcc(nvcc: Path, op: str, arch: str, kind: str) -> bytes:
-    root = find_sources()
+def _run_nvcc(nvcc: Path, op: str, arch: str, kind: str, source: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / f"kernels.{kind}"
-        command = [str(nvcc), *_OPTIONS, "-x", "cu", f"-arch={arch}", f"-{kind}", f"-I{root}"]
-        command += [str(root / SOURCES[op]), "-o", str(output)]
+        output, unit = Path(folder) / f"kernels.{kind}", Path(folder) / "kernels.cu"
+        unit.write_text(source)
+        command = [
+            str(nvcc),
+            *_OPTIONS,
+            f"-arch={arch}",
+            f"-{kind}",
+            f"-I{find_sources()}",
+            str(unit),
+            "-o",
+            str(output),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise _compile_error(op, arch, done.stderr)
@@ -130,13 +140,11 @@ def _load_nvrtc() -> Any:
     return nvrtc
 
 
-def _run_nvrtc(op: str, arch: str, kind: str) -> bytes:
+def _run_nvrtc(op: str, arch: str, kind: str, source: str) -> bytes:
     nvrtc, root = _load_nvrtc(), find_sources()
     headers = {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*.cuh"))}
     names = [name.encode() for name in headers]
-    _, program = nvrtc.nvrtcCreateProgram(
-        headers[SOURCES[op]], b"kernel.cu", len(headers), list(headers.values()), names
-    )
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", len(headers), list(headers.values()), names)
     options = [option.encode() for option in (*_OPTIONS, f"-arch={arch}")]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(status) != 0:
