@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -105,6 +106,8 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
     source = open_source(plan, job, target)
     if plan.weights == "checkpoint":
         source.check()
+    options = compile_options(plan, source.max_rows)
+    backend.check(source.spec(), options, job.quantization)
     depends_on = {
         "checkpoint": source.digests(),
         "weights": plan.weights,
@@ -114,7 +117,7 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
         "spec": source.spec().json_from_spec(),
         "backend": plan.engine.backend,
         "device": plan.engine.device,
-        "environment": backend.depends_on(compile_options(plan, source.max_rows)),
+        "environment": backend.depends_on(options),
         "versions": versions_from_environment(),
         "sources": digest_from_sources((*_SOURCES, _folder_of(job.source))),
     }
@@ -149,6 +152,8 @@ def compile_graph(
                 model, graph.spec, dest, quantization=graph.job.quantization, options=options, progress=log.step
             )
             stage.joint_peak_bytes = report.get("peak_rss_bytes", 0)
+        del model
+        gc.collect()  # weights lie in cycles, and the next graph needs the room
         write_json(dest / _REPORT, {**report, "dims": asdict(dims)})
 
     if cache.fetch("graphs", graph.key, folder, make):

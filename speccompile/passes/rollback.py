@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache compaction graph: one KVRollback a cache, nothing else."""
+"""The cache compaction graph: KVRollback and nothing else, one node a cache or one for all."""
 
 from __future__ import annotations
 
@@ -10,14 +10,24 @@ from speccompile.core.specs import GraphSpec, updated_cache_name
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
 
 
-def build_rollback(spec: GraphSpec) -> ir.Model:
-    """The graph that `rollback_spec` describes."""
+def build_rollback(spec: GraphSpec, joined: bool = False) -> ir.Model:
+    """The graph that `rollback_spec` describes.
+
+    Args:
+        spec: its inputs and outputs.
+        joined: one node over all caches, which a plugin compacts in one launch; no function body takes several.
+    """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 24, OPS_DOMAIN: 1}, name=spec.name)
     model = ir.Model(graph, ir_version=11)
     values = {t.name: add_input(model, t.name, t.dims, t.dtype) for t in spec.inputs}
-    edit = Editor(model)
-    for name in spec.caches:
-        out = edit.op("KVRollback", values[name], values[specs.LENGTHS], values[specs.PATH], domain=OPS_DOMAIN)
-        out.name, out.shape, out.type = updated_cache_name(name), values[name].shape, values[name].type
-        graph.outputs.append(out)
+    lengths, path, edit = values[specs.LENGTHS], values[specs.PATH], Editor(model)
+    groups = [spec.caches] if joined else [(name,) for name in spec.caches]
+    for names in groups:
+        caches = [values[name] for name in names]
+        num = len(names)
+        attributes = {"num_caches": num} if num > 1 else {}
+        made = edit.op("KVRollback", *caches, lengths, path, domain=OPS_DOMAIN, num_outputs=num, **attributes)
+        for name, out in zip(names, made if num > 1 else [made], strict=True):
+            out.name, out.shape, out.type = updated_cache_name(name), values[name].shape, values[name].type
+            graph.outputs.append(out)
     return model

@@ -74,6 +74,9 @@ class FakeBackend:
             progress("save")
         return {"form": "fp32", "forms_measured": {}, "passes": [], "op_histogram": {"before": {"A": 2}, "after": {}}}
 
+    def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
+        pass
+
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
         return {}
 

@@ -62,6 +62,9 @@ class ReferenceBackend:
         del options
         return save_rollback(dims, dest / GRAPH_FILE)
 
+    def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
+        """Refuse what cannot be compiled before anything is exported: nothing more than the recipe's own checks."""
+
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
         """Sizes of a graph and the memory of its build: see `predict_float32`."""
         from speccompile.backends.predicting import predict_float32

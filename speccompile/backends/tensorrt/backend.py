@@ -30,6 +30,7 @@ class TensorRTBackend:
     dtypes = ("float16", "bfloat16")
     quantizations = ("none", "int8", "int4", "fp8")
     graph_file = PLAN_FILE
+    runs_code_on_load = True  # a plan may carry a library, whose constructors run when it is deserialised
 
     def compile(
         self,
@@ -99,10 +100,11 @@ class TensorRTBackend:
 
         options = options or CompileOptions("float16", max_rows=dims.max_positions)
         own = tensorrt_spec(rollback_spec(dims), options.dtype, options.max_rows)
-        model = build_rollback(own)
-        attach_functions(model, "tensorrt", options.max_nodes)
-        save_model(model, dest / LOWERED_FILE)
         plugins = [KV_ROLLBACK] if options.backend.get("plugins", "auto") != "none" else []
+        model = build_rollback(own, joined=bool(plugins))
+        if not plugins:
+            attach_functions(model, "tensorrt", options.max_nodes)
+        save_model(model, dest / LOWERED_FILE)
         self._build(dest / LOWERED_FILE, own, dest, plugins, "none", options, None)
         return own
 
@@ -134,6 +136,21 @@ class TensorRTBackend:
             for file in (source, source.with_name(f"{source.name}.data")):
                 file.unlink(missing_ok=True)
         return record
+
+    def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
+        """Refuse what cannot be built before anything is exported.
+
+        Raises:
+            BuildError: TensorRT is not installed, or profiles or fields do not go with the graph or the flavour.
+        """
+        from speccompile.backends.tensorrt import settings
+        from speccompile.backends.tensorrt.profiles import make_profiles
+        from speccompile.backends.tensorrt.shim import load_tensorrt
+
+        flavour = load_tensorrt(options.backend.get("flavour", "auto"))
+        own = tensorrt_spec(spec, options.dtype, options.max_rows)
+        profiles = make_profiles(own, options)
+        settings.settings_from_options(flavour.can, own, options, profiles, (), quantization)
 
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
         """Sizes of a plan and the memory of its build: see `sizes.predict_sizes`."""

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles follow from the graph and the sizes; the recipe may widen them, and choose what is fastest."""
+
+import pytest
+
+from speccompile.backends.tensorrt.profiles import make_profiles
+from speccompile.core.jobs import CompileOptions
+from speccompile.core.specs import (
+    GraphSpec,
+    ModelDims,
+    TensorSpec,
+    decoder_spec,
+    rollback_spec,
+    sampled_spec,
+    tensorrt_spec,
+    verified_spec,
+)
+from speccompile.errors import BuildError
+
+DIMS = ModelDims("llama", 97, 64, 2, 4, 2, 16, 512)
+ROWS = 500
+
+
+def options(**fields):
+    return CompileOptions("float16", max_slots=8, max_rows=ROWS, max_nodes=17, backend=fields)
+
+
+def target():
+    return tensorrt_spec(verified_spec(decoder_spec("target", DIMS)), "float16", ROWS)
+
+
+def test_a_decoder_has_a_profile_for_prompts_and_one_for_steps():
+    prefill, decode = make_profiles(target(), options())
+    assert prefill.sizes["batch"] == (1, 1, 1)
+    assert prefill.sizes["nodes"] == (1, 128, 128)
+    assert decode.sizes["batch"] == (1, 8, 8)
+    assert decode.sizes["nodes"] == (1, 17, 17)
+    assert decode.sizes["kv"] == (1, ROWS // 2, ROWS)
+    assert decode.sizes["draft_vocab"] == (1, 1, DIMS.vocab_size)
+
+
+def test_shapes_have_static_dims_and_leave_static_inputs_out():
+    shapes = make_profiles(target(), options())[1].shapes(target())
+    assert shapes["k_cache.0"] == ((1, 2, ROWS, 16), (8, 2, ROWS, 16), (8, 2, ROWS, 16))
+    assert shapes["kv_rows"] == ((1,), (250,), (500,))
+    assert shapes["uniforms"] == ((1, 1, 2), (8, 17, 2), (8, 17, 2))
+    static = GraphSpec("g", (TensorSpec("x", (2, 3), "float16"),), ())
+    assert make_profiles(static, options())[0].shapes(static) == {}
+
+
+def test_a_draft_scores_one_node():
+    spec = tensorrt_spec(sampled_spec(decoder_spec("draft", DIMS)), "float16", ROWS)
+    assert [p.sizes["scored"] for p in make_profiles(spec, options())] == [(1, 1, 1), (1, 1, 1)]
+
+
+def test_a_graph_without_tokens_has_one_profile():
+    (step,) = make_profiles(tensorrt_spec(rollback_spec(DIMS), "float16", ROWS), options())
+    assert step.name == "step"
+    assert step.sizes["scored"] == (1, 17, 17)
+
+
+def test_the_recipe_may_widen_and_choose():
+    wished = options(decode={"batch": (1, 4, 16), "nodes": (1, 5, 32), "kv": "auto"})
+    decode = make_profiles(target(), wished)[1]
+    assert (decode.sizes["batch"], decode.sizes["nodes"]) == ((1, 4, 16), (1, 5, 32))
+
+
+@pytest.mark.parametrize(
+    ("profile", "dim", "wish", "expected"),
+    [
+        ("decode", "nodes", (1, 4, 16), "a range that holds 1 to 17"),
+        ("decode", "batch", (2, 4, 8), "a range that holds 1 to 8"),
+        ("prefill", "nodes", (1, 64, 100), "a range that holds 1 to 128"),
+        ("decode", "kv", (1, 100, 501), "at most the 500 cache rows of target"),
+    ],
+)
+def test_a_profile_that_the_runtime_would_leave_is_refused(profile, dim, wish, expected):
+    with pytest.raises(BuildError) as caught:
+        make_profiles(target(), options(**{profile: {dim: wish}}))
+    assert caught.value.where == f"engine.tensorrt.{profile}.{dim}"
+    assert caught.value.got == str(list(wish))
+    assert caught.value.expected == expected
+
+
+def test_a_short_cache_has_a_short_prefill():
+    small = CompileOptions("float16", 1, 40, 9)
+    assert make_profiles(target(), small)[0].sizes["nodes"] == (1, 40, 40)
+
+
+def test_a_dim_that_nobody_sizes_is_an_error():
+    odd = GraphSpec("g", (TensorSpec("x", ("surprise",), "float16"),), ())
+    with pytest.raises(BuildError, match="dim 'surprise'"):
+        make_profiles(odd, options())

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of a recipe that the TensorRT at hand does not know are refused, with what it knows."""
+
+import pytest
+
+from speccompile.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
+from speccompile.backends.tensorrt.settings import memory_limit, settings_from_options
+from speccompile.core.jobs import CompileOptions
+from speccompile.core.specs import GraphSpec
+from speccompile.errors import BuildError
+
+SPEC = GraphSpec("g", (), ())
+
+
+def settings(flavour, quantization="none", **fields):
+    return settings_from_options(flavour, SPEC, CompileOptions(backend=fields), (), (), quantization)
+
+
+def test_defaults_leave_everything_to_the_flavour():
+    made = settings(TENSORRT_RTX)
+    assert made["compute_capabilities"] == []
+    assert made["flags"] == []
+    assert (made["workspace_gib"], made["optimization_level"]) == ("auto", "auto")
+
+
+def test_fields_arrive():
+    made = settings(TENSORRT_RTX, compute_capabilities=("8.9", "12.0"), weight_streaming=True, workspace_gib=2.0)
+    assert made["compute_capabilities"] == ["8.9", "12.0"]
+    assert made["flags"] == ["WEIGHT_STREAMING"]
+    assert made["workspace_gib"] == 2.0
+    assert settings(TENSORRT, optimization_level=5)["optimization_level"] == 5
+
+
+@pytest.mark.parametrize(
+    ("flavour", "quantization", "fields", "where", "expected"),
+    [
+        (TENSORRT_RTX, "none", {"compute_capabilities": ("9.0",)}, "compute_capabilities", "some of 7.5, 8.0"),
+        (TENSORRT, "none", {"compute_capabilities": ("8.9",)}, "compute_capabilities", "the GPU it builds on"),
+        (TENSORRT_RTX, "none", {"optimization_level": 3}, "optimization_level", "no such levels"),
+        (TENSORRT_RTX, "fp8", {"compute_capabilities": ("8.6",)}, "compute_capabilities", "some of 8.9, 12.0, 12.1"),
+    ],
+)
+def test_what_the_flavour_does_not_do_is_refused(flavour, quantization, fields, where, expected):
+    with pytest.raises(BuildError) as caught:
+        settings(flavour, quantization, **fields)
+    assert caught.value.where == f"engine.tensorrt.{where}"
+    assert expected in caught.value.expected
+
+
+def test_fp8_is_built_for_the_gpus_that_have_it():
+    assert settings(TENSORRT_RTX, "fp8")["compute_capabilities"] == ["8.9", "12.0", "12.1"]
+
+
+def test_a_limit_of_memory_is_in_bytes():
+    assert memory_limit(CompileOptions(backend={"max_build_gib": 1.5})) == 3 << 29
+    assert memory_limit(CompileOptions()) is None
