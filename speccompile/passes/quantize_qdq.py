@@ -9,9 +9,6 @@ decides every token and is read once a step, so four bits would save little and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
@@ -22,53 +19,45 @@ from speccompile.passes.base import Pass
 from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of, weight_of
 
 BLOCKS = (128, 64, 32, 16)  # of int4, the first that divides the inputs: larger blocks have fewer scales to read
-# A channel of zeros: any positive scale keeps it 0. In float16 the smallest that is not subnormal.
-MIN_SCALE = {"float32": np.float32(1e-12), "bfloat16": np.float32(1e-12), "float16": np.float32(2**-14)}
-FP8_MAX = np.float32(448)  # of E4M3
+# A channel of zeros: any positive scale keeps it 0. Float16's subnormals serve while they have four bits.
+MIN_SCALE = {"float32": np.float32(1e-12), "bfloat16": np.float32(1e-12), "float16": np.float32(2**-20)}
+LARGEST = {"int8": np.float32(127), "int4": np.float32(7), "fp8": np.float32(448)}  # levels; symmetric
+
+_TYPES = {"int8": ir.DataType.INT8, "int4": ir.DataType.INT4, "fp8": ir.DataType.FLOAT8E4M3FN}
 
 
-@dataclass(frozen=True)
-class Levels:
-    """A quantised weight: weight ~ levels * scale.
-
-    Args:
-        levels: [in, out] int8, int4 or float8_e4m3fn.
-        scale: [out] of a channel, or [in / block, out], float32 numbers that the graph's dtype holds exactly.
-    """
-
-    levels: np.ndarray
-    scale: np.ndarray
-
-
-def _rounded_scale(peak: np.ndarray, largest: float, dtype: str) -> np.ndarray:
+def _rounded_scale(peak: np.ndarray, largest: np.float32, dtype: str) -> np.ndarray:
     """peak / largest rounded to `dtype`, and up where that would push the peak out of range."""
     kind = np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype))
     smallest = MIN_SCALE[dtype]
-    exact = np.maximum(peak / np.float32(largest), smallest).astype(np.float32)
+    exact = np.maximum(peak / largest, smallest).astype(np.float32)
     scale = exact.astype(kind)
     above = np.nextafter(scale, np.array(np.inf, kind))
-    return np.where(scale.astype(np.float32) < exact, above, scale).astype(np.float32)
+    rounded: np.ndarray = np.where(scale.astype(np.float32) < exact, above, scale).astype(np.float32)
+    return rounded
 
 
-def int8_levels(weight: np.ndarray, dtype: str = "float32") -> Levels:
-    """Symmetric int8 per output channel of `weight` [in, out] float32, levels -127..127."""
-    scale = _rounded_scale(np.abs(weight).max(axis=0), 127, dtype)
-    return Levels(np.clip(np.rint(weight / scale), -127, 127).astype(np.int8), scale)
+def scale_of(weight: np.ndarray, form: str, dtype: str) -> np.ndarray:
+    """The scales of `weight` [in, out] float32: [out], or [in / block, out] for int4; numbers that `dtype` holds."""
+    if form == "int4":
+        block = block_of(len(weight))
+        assert block is not None
+        weight = weight.reshape(-1, block, weight.shape[1])
+        return _rounded_scale(np.abs(weight).max(axis=1), LARGEST[form], dtype)
+    return _rounded_scale(np.abs(weight).max(axis=0), LARGEST[form], dtype)
 
 
-def int4_levels(weight: np.ndarray, block: int, dtype: str = "float32") -> Levels:
-    """Symmetric int4 in blocks of `block` inputs of `weight` [in, out] float32, levels -7..7; block divides in."""
-    num_in, num_out = weight.shape
-    rows = weight.reshape(num_in // block, block, num_out)
-    scale = _rounded_scale(np.abs(rows).max(axis=1), 7, dtype)
-    levels = np.clip(np.rint(rows / scale[:, None]), -7, 7).astype(ml_dtypes.int4)
-    return Levels(levels.reshape(num_in, num_out), scale)
-
-
-def fp8_levels(weight: np.ndarray, dtype: str = "float32") -> Levels:
-    """E4M3 per output channel of `weight` [in, out] float32, largest magnitude 448."""
-    scale = _rounded_scale(np.abs(weight).max(axis=0), float(FP8_MAX), dtype)
-    return Levels(np.clip(weight / scale, -FP8_MAX, FP8_MAX).astype(ml_dtypes.float8_e4m3fn), scale)
+def levels_of(weight: np.ndarray, scale: np.ndarray, form: str) -> np.ndarray:
+    """The nearest levels [in, out]: int8 in -127..127, int4 in -7..7, or float8_e4m3fn up to 448."""
+    if form == "int4":
+        rows = weight.reshape(len(scale), -1, weight.shape[1]) / scale[:, None]
+        ratios = rows.reshape(weight.shape)
+    else:
+        ratios = weight / scale
+    kind = _TYPES[form].numpy()
+    nearest = ratios if form == "fp8" else np.rint(ratios)
+    levels: np.ndarray = np.clip(nearest, -LARGEST[form], LARGEST[form]).astype(kind)
+    return levels
 
 
 def block_of(num_in: int) -> int | None:
@@ -76,19 +65,10 @@ def block_of(num_in: int) -> int | None:
     return next((b for b in BLOCKS if num_in % b == 0), None)
 
 
-_TYPES = {"int8": ir.DataType.INT8, "int4": ir.DataType.INT4, "fp8": ir.DataType.FLOAT8E4M3FN}
-
-
 def _form_of(quantization: str, num_in: int, is_head: bool) -> str:
     if quantization == "int4" and (is_head or block_of(num_in) is None):
         return "int8"
     return quantization
-
-
-def _maker(form: str, num_in: int, dtype: str) -> Callable[[np.ndarray], Levels]:
-    if form == "int4":
-        return lambda weight: int4_levels(weight, block_of(num_in) or 0, dtype)
-    return lambda weight: {"int8": int8_levels, "fp8": fp8_levels}[form](weight, dtype)
 
 
 def find_head(model: ir.Model) -> ir.Node | None:
@@ -143,14 +123,15 @@ def _lazy(
     tensor: ir.TensorProtocol, form: str, num_in: int, num_out: int, name: str, dtype: str
 ) -> tuple[ir.LazyTensor, ir.LazyTensor]:
     """Levels and scale as tensors that are computed while they are written, so that no weight is held twice."""
-    make = _maker(form, num_in, dtype)
     scale_shape = (num_in // (block_of(num_in) or 1), num_out) if form == "int4" else (num_out,)
 
     def levels() -> ir.TensorProtocol:
-        return ir.tensor(make(tensor.numpy()).levels, dtype=_TYPES[form], name=f"{name}.{form}")
+        weight = tensor.numpy()
+        found = levels_of(weight, scale_of(weight, form, dtype), form)
+        return ir.tensor(found, dtype=_TYPES[form], name=f"{name}.{form}")
 
     def scale() -> ir.TensorProtocol:
-        return ir.tensor(make(tensor.numpy()).scale, name=f"{name}.scale")
+        return ir.tensor(scale_of(tensor.numpy(), form, dtype), name=f"{name}.scale")
 
     return (
         ir.LazyTensor(levels, _TYPES[form], ir.Shape((num_in, num_out)), name=f"{name}.{form}"),

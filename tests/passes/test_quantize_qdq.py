@@ -10,14 +10,7 @@ import pytest
 from speccompile.core.specs import LOGITS
 from speccompile.errors import RecipeError
 from speccompile.passes.edit import Editor, add_input
-from speccompile.passes.quantize_qdq import (
-    block_of,
-    fp8_levels,
-    int4_levels,
-    int8_levels,
-    quantize_qdq,
-    quantize_qdq_pass,
-)
+from speccompile.passes.quantize_qdq import block_of, levels_of, quantize_qdq, quantize_qdq_pass, scale_of
 
 DTYPES = ["float32", "float16", "bfloat16"]
 
@@ -30,48 +23,51 @@ def random_weight(num_in: int, num_out: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_errs_by_half_a_step_at_most(dtype: str) -> None:
     weight = random_weight(96, 33)
-    got = int8_levels(weight, dtype)
-    assert got.levels.dtype == np.int8 and got.scale.shape == (33,)
-    error = np.abs(got.levels.astype(np.float64) * got.scale - weight)
-    assert (error <= got.scale / 2 * (1 + 1e-6)).all()
-    # Rounding a scale up costs one unit in the last place of the dtype, and half a level of room.
+    scale = scale_of(weight, "int8", dtype)
+    levels = levels_of(weight, scale, "int8")
+    assert levels.dtype == np.int8 and scale.shape == (33,)
+    error = np.abs(levels.astype(np.float64) * scale - weight)
+    assert (error <= scale / 2 * (1 + 1e-6)).all()
+    # Rounding a scale up costs one unit in the last place of the dtype.
     ulp = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
-    assert (got.scale <= np.abs(weight).max(axis=0) / 127 * (1 + 2 * ulp)).all()
+    assert (scale <= np.abs(weight).max(axis=0) / 127 * (1 + 2 * ulp)).all()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
-def test_int4_errs_by_half_a_step_of_its_block(block: int, dtype: str) -> None:
-    weight = random_weight(256, 17)
-    got = int4_levels(weight, block, dtype)
-    assert got.levels.dtype == ml_dtypes.int4 and got.scale.shape == (256 // block, 17)
-    steps = np.repeat(got.scale, block, axis=0)
-    error = np.abs(got.levels.astype(np.float64) * steps - weight)
+@pytest.mark.parametrize(("num_in", "block"), [(48, 16), (96, 32), (192, 64), (256, 128)])
+def test_int4_errs_by_half_a_step_of_its_block(num_in: int, block: int, dtype: str) -> None:
+    weight = random_weight(num_in, 17)
+    scale = scale_of(weight, "int4", dtype)
+    levels = levels_of(weight, scale, "int4")
+    assert levels.dtype == ml_dtypes.int4 and scale.shape == (num_in // block, 17)
+    steps = np.repeat(scale, block, axis=0)
+    error = np.abs(levels.astype(np.float64) * steps - weight)
     assert (error <= steps / 2 * (1 + 1e-6)).all()
-    assert np.abs(got.levels.astype(np.int8)).max() == 7
+    assert np.abs(levels.astype(np.int8)).max() == 7
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_fp8_errs_by_a_sixteenth_of_the_weight_or_a_subnormal_step(dtype: str) -> None:
+def test_fp8_errs_by_a_sixteenth_of_the_weight_or_half_a_subnormal_step(dtype: str) -> None:
     weight = random_weight(128, 9)
-    got = fp8_levels(weight, dtype)
-    assert got.levels.dtype == ml_dtypes.float8_e4m3fn and np.isfinite(got.levels.astype(np.float32)).all()
-    error = np.abs(got.levels.astype(np.float64) * got.scale - weight)
+    scale = scale_of(weight, "fp8", dtype)
+    levels = levels_of(weight, scale, "fp8")
+    assert levels.dtype == ml_dtypes.float8_e4m3fn and np.isfinite(levels.astype(np.float32)).all()
+    error = np.abs(levels.astype(np.float64) * scale - weight)
     # Three mantissa bits: half a unit is 2^-4 of the number; below 2^-6 the step is 2^-9.
-    assert (error <= np.maximum(np.abs(weight) * 2.0**-4, got.scale * 2.0**-10) * (1 + 1e-6)).all()
+    assert (error <= np.maximum(np.abs(weight) * 2.0**-4, scale * 2.0**-10) * (1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize("make", [int8_levels, lambda w, d: int4_levels(w, 16, d), fp8_levels])
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scales_are_numbers_of_the_dtype_and_zeros_stay_zero(make, dtype: str) -> None:
+def test_scales_are_numbers_of_the_dtype_and_zeros_stay_zero(form: str, dtype: str) -> None:
     weight = random_weight(32, 5)
     weight[:, 2] = 0
     weight[:, 3] = 1e-9  # below float16's normal numbers once divided by the levels
-    got = make(weight, dtype)
+    scale = scale_of(weight, form, dtype)
     kind = {"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype)
-    np.testing.assert_array_equal(got.scale.astype(kind).astype(np.float32), got.scale)
-    assert (got.scale > 0).all()
-    assert (got.levels.astype(np.float32)[:, 2] == 0).all()
+    np.testing.assert_array_equal(scale.astype(kind).astype(np.float32), scale)
+    assert (scale > 0).all()
+    assert (levels_of(weight, scale, form).astype(np.float32)[:, 2] == 0).all()
 
 
 def test_blocks_are_the_largest_that_divide() -> None:
