@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from onnx import defs
-from onnxscript import values
+from onnxscript import optimizer, values
 from torch import nn
 
 from speccompile.core.specs import GraphSpec, TensorSpec
@@ -64,9 +64,21 @@ def trace_module(
             ) from fault
     assert program is not None
     model = program.model
+    _free_rules()
     _declare_io(model, spec)
     _drop_metadata(model)
     return model
+
+
+def _free_rules() -> None:
+    """Give onnxscript's rewrite rules a graph of one node.
+
+    Each keeps the last node it looked at for as long as the process lives, and with it a whole graph with its
+    weights: gigabytes that the next export would be short of.
+    """
+    x, y = (ir.Value(name=n, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1])) for n in "xy")
+    node = ir.Node("", "Neg", [x], outputs=[y])
+    optimizer.optimize(ir.Model(ir.Graph([x], [y], nodes=[node], opset_imports={"": OPSET}), ir_version=IR_VERSION))
 
 
 @contextmanager
