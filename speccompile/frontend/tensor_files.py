@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,8 @@ from speccompile.frontend.safetensors import TensorHeader, read_header
 if TYPE_CHECKING:
     import torch
 
-SPECULATOR_FILES = ("*.json", "*.safetensors", "*.pt", "*.bin", "*.pth", "tokenizer*", "LICENSE*", "README.md")
+# What a build reads of a speculator; all of it is in the digests.
+SPECULATOR_FILES = ("config.json", "*.index.json", "*.safetensors", "*.pt", "*.bin", "*.pth")
 _PICKLES = (".pt", ".bin", ".pth")
 # What trainers leave beside the weights.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "trainer_state")
@@ -140,7 +142,9 @@ def _load_pickle(path: Path) -> dict[str, Any]:
                 raise
             loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
     except pickle.UnpicklingError as fault:
-        got = f"a pickle that torch's weights-only reader refuses ({_first_line(fault)})"
+        wanted = re.search(r"GLOBAL ([\w.]+)", str(fault))
+        why = f"it asks for {wanted[1]}" if wanted else "it is no pickle of tensors"
+        got = f"a pickle that torch's weights-only reader refuses: {why}"
         raise CheckpointError(str(path), got, "a pickle of tensors alone", todo) from fault
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as fault:
         got = f"a file that cannot be read ({_first_line(fault)})"

@@ -131,7 +131,7 @@ def damage_twice(folder: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut": (damage_cut, "the file is truncated"),
-    "code": (damage_pickle, "torch's weights-only reader refuses"),
+    "code": (damage_pickle, "weights-only reader refuses: it asks for getattr"),
     "code in a zip": (damage_zip, "torch's weights-only reader refuses"),
     "half a pickle": (damage_zip_cut, "a file that cannot be read"),
     "no tensors": (damage_other_things, "other things than tensors"),

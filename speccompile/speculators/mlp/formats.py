@@ -15,17 +15,10 @@ from speccompile.frontend.doctor import read_speculator
 from speccompile.frontend.findings import Finding
 from speccompile.frontend.key_checks import COMMON
 from speccompile.frontend.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
-from speccompile.speculators.mlp.sizes import MODEL_TYPE, PREFIX
+from speccompile.speculators.mlp.sizes import MODEL_TYPE, PREFIX, WEIGHTS
 
 if TYPE_CHECKING:
     import torch
-
-_KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("emb.{head}.weight", ("vocab", "inner")),
-    ("head.{head}.weight", ("vocab", "inner")),
-    ("ln.{head}.weight", ("inner",)),
-    ("ln.{head}.bias", ("inner",)),
-)
 
 
 def _derive(sizes: Sizes) -> None:
@@ -35,13 +28,11 @@ def _derive(sizes: Sizes) -> None:
 
 def _rows() -> tuple[Row, ...]:
     rows = [Row("proj.0.weight", ("inner", "hidden"))]
-    for template, dims in (*_KINDS, ("proj.{head}.weight", ("inner", "inner"))):
-        first = 1 if template.startswith("proj") else 0
+    for kind, dims, first in WEIGHTS:
+        own, template = kind.format(first), kind.format("{head}")
         rows.append(Row(template, dims, (("head", "num_heads", first),), need="!is_tied"))
-        if first == 0 or template.startswith("proj"):
-            own = template.format(head=first)
-            rows.append(Row(own, dims, need="is_tied"))
-            rows.append(Row(template, dims, (("head", "num_heads", first + 1),), need="is_tied", fallback=own))
+        rows.append(Row(own, dims, need="is_tied"))
+        rows.append(Row(template, dims, (("head", "num_heads", first + 1),), need="is_tied", fallback=own))
     return tuple(rows)
 
 

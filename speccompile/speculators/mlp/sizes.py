@@ -15,6 +15,14 @@ from speccompile.frontend.checkpoint import read_config
 
 MODEL_TYPE = "mlp_speculator"
 PREFIX = "speculator."
+# (template, dims of all heads but the first of the projections, the first head of those that may share it)
+WEIGHTS: tuple[tuple[str, tuple[str, ...], int], ...] = (
+    ("emb.{}.weight", ("vocab", "inner"), 0),
+    ("proj.{}.weight", ("inner", "inner"), 1),
+    ("head.{}.weight", ("vocab", "inner"), 0),
+    ("ln.{}.weight", ("inner",), 0),
+    ("ln.{}.bias", ("inner",), 0),
+)
 
 
 @dataclass(frozen=True)
@@ -49,13 +57,11 @@ class HeadsSizes:
 
     def weights(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
         """(kind, head, shape) of every weight of all heads, shared ones included."""
-        inner = self.inner_size
+        known = {"vocab": self.vocab_size, "inner": self.inner_size}
         for head in range(self.num_heads):
-            yield "emb.{}.weight", head, (self.vocab_size, inner)
-            yield "proj.{}.weight", head, (inner, self.hidden_size if head == 0 else inner)
-            yield "head.{}.weight", head, (self.vocab_size, inner)
-            yield "ln.{}.weight", head, (inner,)
-            yield "ln.{}.bias", head, (inner,)
+            for kind, dims, first in WEIGHTS:
+                shape = tuple(known[d] for d in dims)
+                yield kind, head, shape if head >= first else (self.inner_size, self.hidden_size)
 
     def shares(self, kind: str, head: int) -> int:
         """The head whose weight of that kind `head` uses."""
