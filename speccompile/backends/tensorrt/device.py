@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from speccompile.errors import RuntimeFault
 
 ALIGNMENT = 256  # bytes; what cudaMalloc gives and TensorRT asks of every address
+_ON_CPU = "build with engine.backend: onnxruntime and engine.device: cpu"
 _TODO = {
     "cudaErrorMemoryAllocation": "Lower engine.max_batch_size or engine.max_seq_len, or free memory of the GPU.",
-    "cudaErrorNoDevice": "Use a machine with an NVIDIA GPU, or engine.backend: onnxruntime with engine.device: cpu.",
-    "cudaErrorInsufficientDriver": "Install an NVIDIA driver that is as new as CUDA 13, or use engine.device: cpu.",
+    "cudaErrorNoDevice": f"Use a machine with an NVIDIA GPU, or {_ON_CPU}.",
+    "cudaErrorInsufficientDriver": f"Install an NVIDIA driver that is as new as CUDA 13, or {_ON_CPU}.",
     "cudaErrorInvalidDevice": "Name a device that is there: cuda:0 is the first one.",
 }
 _ANY_FAULT = "See the message; if it comes again, run with CUDA_LAUNCH_BLOCKING=1 to find the step it belongs to."
