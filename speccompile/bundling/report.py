@@ -30,7 +30,7 @@ def html_from_manifest(manifest: Mapping[str, Any]) -> str:
         "<h2>Recipe</h2>",
         _table(
             ("key", "value"),
-            [(f"{section}.{key}", value) for section, keys in recipe.items() for key, value in keys.items()],
+            dotted_keys(recipe),
         ),
         "<h2>Stages</h2>",
         _stages(manifest["stages"]),
@@ -44,6 +44,14 @@ def html_from_manifest(manifest: Mapping[str, Any]) -> str:
     parts += ["<h2>Versions</h2>", _table(("package", "version"), manifest["versions"].items())]
     head = f"<meta charset=utf-8><title>{_text(title)}</title><style>{_STYLE}</style>"
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+
+
+def dotted_keys(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """("section.key", value) of every key of a recipe, sections inside sections opened."""
+    rows: list[tuple[str, Any]] = []
+    for key, value in recipe.items():
+        rows += dotted_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return rows
 
 
 def text_from_bytes(size: float) -> str:
@@ -67,6 +75,8 @@ def _graph(name: str, graph: Mapping[str, Any]) -> str:
     if passes := graph.get("passes"):
         columns = ("name", "num_rewrites", "num_nodes_before", "num_nodes_after", "time_ms")
         parts.append(_table(columns, [[_number(p[c]) for c in columns] for p in passes]))
+    if record := graph.get("tensorrt"):
+        parts.append(_plan(record))
     tuning = graph.get("tuning") or {}
     tried = tuning.get("tried") or []
     if tried:
@@ -85,6 +95,16 @@ def _graph(name: str, graph: Mapping[str, Any]) -> str:
     return "".join(parts)
 
 
+def _plan(record: Mapping[str, Any]) -> str:
+    opened = ("profiles", "build", "plugin_layers", "plugin_abi")
+    rows = [(k, ", ".join(map(str, v)) if isinstance(v, list) else v) for k, v in record.items() if k not in opened]
+    for profile in record["profiles"]:
+        sizes = ", ".join(f"{dim} {'/'.join(map(str, size))}" for dim, size in profile["sizes"].items())
+        rows.append((f"profile {profile['name']}", sizes))
+    stages = [(s["name"], s["seconds"], text_from_bytes(s["peak_rss_bytes"])) for s in record["build"]["stages"]]
+    return _table(("plan", ""), rows) + _table(("builder", "seconds", "peak memory"), stages)
+
+
 def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
     longest = max((s["seconds"] for s in stages), default=0) or 1
     rows = []
@@ -92,6 +112,7 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
         width = 12 * stage["seconds"] / longest
         bar = f"<span class='bar{' cached' * stage['cached']}' style='width:{width:.2f}rem'></span>"
         memory = "from the cache" if stage["cached"] else text_from_bytes(stage["peak_rss_bytes"])
+        memory = stage.get("skipped", memory)
         cells = (_text(stage["name"]), f"{stage['seconds']:.2f} s", _text(memory), bar)
         rows.append("<tr>" + "".join(f"<td{' class=n' * (i == 1)}>{c}</td>" for i, c in enumerate(cells)) + "</tr>")
     return f"<table><tr><th>stage<th class=n>time<th>peak memory<th></tr>{''.join(rows)}</table>"

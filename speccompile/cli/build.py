@@ -103,13 +103,12 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
 
 
 def _print_plan(plan: BuildPlan, prediction: dict[str, Any]) -> None:
-    from speccompile.bundling.report import text_from_bytes
+    from speccompile.bundling.report import dotted_keys, text_from_bytes
 
     console = Console()
     table = Table("key", Column("value", overflow="fold"), box=None, header_style="dim")
-    for section, keys in plan.recipe_from_plan().items():
-        for key, value in keys.items():
-            table.add_row(f"{section}.{key}", Text(str(value)))
+    for key, value in dotted_keys(plan.recipe_from_plan()):
+        table.add_row(key, Text(str(value)))
     console.print(table)
     columns = {"weights": "weights_bytes", "file": "file_bytes", "caches": "cache_bytes"}
     columns |= {"export peak": "export_peak_bytes", "builder peak": "builder_peak_bytes"}
