@@ -145,7 +145,8 @@ def _run_nvrtc(op: str, arch: str, kind: str, source: str) -> bytes:
     headers = {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*.cuh"))}
     names = [name.encode() for name in headers]
     _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", len(headers), list(headers.values()), names)
-    options = [option.encode() for option in (*_OPTIONS, f"-arch={arch}")]
+    # NVRTC knows no host: lambdas and constants are the device's.
+    options = [option.encode() for option in (*_OPTIONS, "-default-device", f"-arch={arch}")]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(status) != 0:
         log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What gpu-check demands of the kernels, tried on their build for the CPU."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from bench.gpu_check import kernels
+from speccompile.ops.spec_verify import spec_verify
+from tests.plugins import host_lab
+
+
+def _cases():  # type: ignore[no-untyped-def]
+    return kernels.check_cases(vocabs=(500,), batches=(2,))
+
+
+def _on_cpu(case: kernels.Case, dtype: str):  # type: ignore[no-untyped-def]
+    kind = host_lab.NUMPY_DTYPES[dtype]
+    return host_lab.verify(host_lab.kernels(), {**case, "logits": case["logits"].astype(kind)})
+
+
+def test_the_kernels_pass_the_check() -> None:
+    (row,) = kernels.check_verify(_on_cpu, _cases())
+    assert row["ok"] is True, row
+    assert row["got"].startswith("16 of 16 equal")
+
+
+def test_a_wrong_kernel_does_not() -> None:
+    def wrong(case: kernels.Case, dtype: str):  # type: ignore[no-untyped-def]
+        path, num_accepted, next_token = _on_cpu(case, dtype)
+        return path, num_accepted, next_token + 1
+
+    (row,) = kernels.check_verify(wrong, _cases())
+    assert row["ok"] is False and "vocab 500, batch 2" in row["got"]
+
+
+def test_nothing_checked_is_not_a_pass() -> None:
+    assert kernels.check_verify(_on_cpu, iter(()))[0]["ok"] is False
+
+
+def test_the_cases_accept_refuse_and_hold_in_every_dtype() -> None:
+    kept = [spec_verify(**case)[1] for _, case in _cases()]
+    assert max(k.max() for k in kept) >= 3 and min(k.min() for k in kept) == 0
+    for _, case in _cases():
+        for kind in (np.float16, ml_dtypes.bfloat16):
+            np.testing.assert_array_equal(case["logits"].astype(kind).astype(np.float32), case["logits"])
+        bits = kernels.bits_from_floats(case["logits"], "bfloat16")
+        np.testing.assert_array_equal(bits.view(ml_dtypes.bfloat16).astype(np.float32), case["logits"])
+
+
+@pytest.mark.parametrize(("nodes", "expected"), [(1, [0]), (7, [0, 0, 0, 1, 1, 2, 2])])
+def test_trees(nodes: int, expected: list[int]) -> None:
+    assert [max(p, 0) for p in kernels.tree_parents(nodes, is_chain=False)] == expected
