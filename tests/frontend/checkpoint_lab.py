@@ -265,6 +265,30 @@ def glide_tied(folder: Path) -> Path:
     return glide_ours(folder, tied=True)
 
 
+def prophet_ours(folder: Path, *, uses_target: bool = True, tied: bool = False) -> Path:
+    width = HIDDEN if uses_target else SMALL
+    shapes: dict[str, tuple[int, ...]] = {"input_proj.weight": (width, HIDDEN), "norm.weight": (width,)}
+    shapes |= {} if uses_target else {"embed_tokens.weight": (VOCAB, width)}
+    shapes |= {} if uses_target or tied else {"lm_head.weight": (VOCAB, width)}
+    for i in range(2):
+        shapes |= layer_shapes(f"layers.{i}", width, width)
+    config = {
+        "model_type": "prophet", "vocab_size": VOCAB, "target_hidden_size": HIDDEN, "hidden_size": width,
+        "intermediate_size": INNER, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "horizon": 8, "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5, "uses_target_embeddings": uses_target, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    return save(folder, config, draw(shapes))
+
+
+def prophet_small(folder: Path) -> Path:
+    return prophet_ours(folder, uses_target=False)
+
+
+def prophet_tied(folder: Path) -> Path:
+    return prophet_ours(folder, uses_target=False, tied=True)
+
+
 def write_sparse(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Path:
     """Weights in bfloat16 of which the header alone takes room on the disk."""
     folder.mkdir(parents=True)
@@ -301,4 +325,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "eagle3-speculators": (eagle3_speculators, "eagle3/speculators"),
     "glide": (glide_ours, "glide/ours"),
     "glide-tied": (glide_tied, "glide/ours"),
+    "prophet": (prophet_ours, "prophet/ours"),
+    "prophet-small": (prophet_small, "prophet/ours"),
+    "prophet-tied": (prophet_tied, "prophet/ours"),
 }

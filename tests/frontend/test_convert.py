@@ -25,6 +25,7 @@ PAIRS = [
     ("mlp-first-copies", "ours"), ("eagle-two-layers", "ours"), ("eagle-pickle", "ours"), ("eagle3", "speculators"),
     ("eagle3-specforge", "speculators"), ("eagle3-whole", "speculators"), ("eagle3-numbered", "ours"),
     ("eagle3-speculators", "ours"), ("eagle3-speculators", "numbered"), ("glide", "ours"), ("glide-tied", "ours"),
+    ("prophet", "ours"), ("prophet-small", "ours"), ("prophet-tied", "ours"),
 ]  # fmt: skip
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speccompile.core.registry import load_formats
+from speccompile.core.registry import TRAINERS, load_formats, trainer
+from speccompile.core.training import TargetParts
 from speccompile.errors import CheckpointError
 from speccompile.frontend import doctor
 from speccompile.frontend.doctor import examine
@@ -26,6 +27,7 @@ from tests.frontend.traps import TRAPS
 
 FORMATS = load_formats()
 NUM_TOKENS = 36
+SIZES: dict[str, dict[str, Any]] = {}  # of what is trained, by method, where the defaults do not fit a tiny target
 
 
 def look(folder: Path, target: Path, **options: Any) -> Report:
@@ -260,3 +262,17 @@ def test_a_method_refuses_with_a_hint_at_the_doctor(tmp_path: Path) -> None:
     lab.edit(folder, lambda held: held.pop("0.0.linear.weight"))
     with pytest.raises(CheckpointError, match=r"`speccompile doctor .*` lists every finding \(1 more\)"):
         read(folder)
+
+
+@pytest.mark.parametrize("method", sorted(TRAINERS))
+def test_what_training_writes_is_sound_and_ours(method: str, tmp_path: Path) -> None:
+    hidden, vocab = 96, 64
+    config = {**lab.LLAMA, "hidden_size": hidden, "vocab_size": vocab, "num_attention_heads": 6, "head_dim": 16}
+    generator = torch.Generator().manual_seed(5)
+    tables = [torch.randn((vocab, hidden), generator=generator) for _ in range(2)]
+    parts = TargetParts(config, *tables, torch.ones(vocab, dtype=torch.int64))
+    made = trainer(method)
+    made.make(made.Config(**SIZES.get(method, {})), parts, None).save(tmp_path)
+    target = lab.write_target(tmp_path / "target", **config)
+    report = look(tmp_path, target)
+    assert [f.text() for f in report.errors] == [] and report.format == f"{method}/ours"

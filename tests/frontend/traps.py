@@ -324,4 +324,14 @@ TRAPS = {
         put("fc.weight", lambda t: -torch.zeros_like(t)),
         severity="warning",
     ),
+    "the target's embeddings in another width": Trap(
+        lab.prophet_small,
+        "prophet.width",
+        "got 8 with the target's embeddings; expected 16",
+        config(uses_target_embeddings=True),
+        also=("keys.extra",),
+    ),
+    "a head that the config ties away": Trap(
+        lab.prophet_small, "keys.extra", r"lm_head\.weight", config(tie_word_embeddings=True)
+    ),
 }

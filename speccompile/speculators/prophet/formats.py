@@ -1,34 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout of Prophet drafters, which is our own: there is no public one. Needs no torch but where weights are read.
 
-A small causal transformer with Llama's keys. Its first input is the target's hidden state through `input_proj`, which
-a drafter as wide as its target may leave out.
+A small causal transformer with Llama's keys. Its first input is the target's hidden state through `input_proj`; with
+`uses_target_embeddings` it has neither embeddings nor an LM head of its own, and is as wide as its target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.frontend.decoder_rows import decoder_rows, decoder_sizes, derive_decoder
 from speccompile.frontend.doctor import read_speculator
+from speccompile.frontend.findings import Finding
 from speccompile.frontend.key_checks import COMMON
-from speccompile.frontend.layouts import Case, Format, Row, Size, Sizes, Target, flag
+from speccompile.frontend.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
 
 if TYPE_CHECKING:
     import torch
 
-_LAYER, _OVER = "layers.{layer}", (("layer", "num_layers", 0),)
+MODEL_TYPE = "prophet"
 
 
 def _derive(sizes: Sizes) -> None:
     derive_decoder(sizes)
-    sizes["is_wide"] = int(sizes["hidden"] == sizes["target_hidden"])
+    sizes["has_tables"] = int(not sizes["uses_target"])
+    sizes["has_head"] = int(not sizes["uses_target"] and not sizes["is_tied"])
+
+
+def _check_width(case: Case) -> Iterator[Finding]:
+    """The target's embeddings are read as they are."""
+    width, wanted = case.sizes.get("hidden"), case.sizes.get("target_hidden")
+    if case.sizes["uses_target"] and width != wanted:
+        where, got = case.config_place("hidden_size"), f"{width} with the target's embeddings"
+        todo = "Correct config.json: a narrower drafter has embeddings of its own."
+        yield finding("error", where, got, f"{wanted}, the target's hidden size", todo)
 
 
 def _ours(case: Case) -> dict[str, Any]:
-    return dict(case.config)
+    sizes = case.sizes
+    return {
+        **case.config,
+        "model_type": MODEL_TYPE,
+        "num_key_value_heads": sizes["num_kv_heads"],
+        "head_dim": sizes["head_dim"],
+        "uses_target_embeddings": bool(sizes["uses_target"]),
+        "tie_word_embeddings": bool(sizes["is_tied"]),
+    }
 
 
 def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
@@ -45,19 +64,20 @@ FORMATS = (
             Size("vocab", ("vocab_size",), stored=((r"^embed_tokens\.weight$", 0),)),
             Size("num_layers", ("num_hidden_layers",), count=r"^layers\.(\d+)\."),
             Size("target_hidden", ("target_hidden_size",), stored=((r"^input_proj\.weight$", 1),)),
+            Size("horizon", ("horizon",)),
+            flag("uses_target", "uses_target_embeddings"),
             flag("is_tied", "tie_word_embeddings"),
         ),
         (
-            Row("input_proj.weight", ("hidden", "target_hidden"), need="!is_wide"),
-            Row("input_proj.weight", ("hidden", "target_hidden"), need="is_wide", is_optional=True),
-            Row("embed_tokens.weight", ("vocab", "hidden")),
-            *decoder_rows(_LAYER, _OVER),
+            Row("input_proj.weight", ("hidden", "target_hidden")),
+            *decoder_rows("layers.{layer}", (("layer", "num_layers", 0),)),
             Row("norm.weight", ("hidden",)),
-            Row("lm_head.weight", ("vocab", "hidden"), need="!is_tied"),
-            Row("lm_head.weight", ("vocab", "hidden"), need="is_tied", fallback="embed_tokens.weight"),
+            Row("embed_tokens.weight", ("vocab", "hidden"), need="has_tables"),
+            Row("lm_head.weight", ("vocab", "hidden"), need="has_head"),
         ),
-        COMMON,
-        config_marks=(("model_type", "prophet"),),
+        (*COMMON, Check("prophet.width", _check_width)),
+        marks=(r"^input_proj\.weight$",),
+        config_marks=(("model_type", MODEL_TYPE),),
         derive=_derive,
         ours=_ours,
         config=_config,
