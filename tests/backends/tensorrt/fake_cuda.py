@@ -112,7 +112,7 @@ class FakeCuda:
     def place_of(self, address, size):
         """`device`, `pinned` or `host`: where all these bytes lie."""
         for name, held in (("device", self.device), ("pinned", self.pinned)):
-            for start, memory in held.items():
+            for start, memory in list(held.items()):  # a finaliser may free memory meanwhile
                 if start <= address < start + memory.nbytes:
                     assert address + size <= start + memory.nbytes, "runs over the end of an allocation"
                     return name
