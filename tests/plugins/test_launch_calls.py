@@ -61,7 +61,7 @@ def test_spec_verify_is_two_launches(launched) -> None:  # type: ignore[no-untyp
         kernels.launch_verify(args, 30)
     assert driver.names == ["spec_verify_scan_f16", "spec_verify_settle"]  # looked up once
     assert [launch[0] for launch in driver.launches] == driver.names * 2
-    name, grid, block, shared, stream, seen = driver.launches[1]
+    _, grid, block, shared, stream, seen = driver.launches[1]
     assert (grid, block, shared, stream) == ((64, 1, 1), (512, 1, 1), 501 * 12, 30)
     assert (seen.logits, seen.next_token, seen.vocab, seen.dtype) == (1 << 40, 99, 128256, 1)
 
