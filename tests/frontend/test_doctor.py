@@ -27,7 +27,8 @@ from tests.frontend.traps import TRAPS
 
 FORMATS = load_formats()
 NUM_TOKENS = 36
-SIZES: dict[str, dict[str, Any]] = {}  # of what is trained, by method, where the defaults do not fit a tiny target
+# Of what is trained, by method, where the defaults do not fit a tiny target.
+SIZES: dict[str, dict[str, Any]] = {"eagle3": {"layers": (0, 2, 4), "draft_vocab_size": 48}}
 
 
 def look(folder: Path, target: Path, **options: Any) -> Report:

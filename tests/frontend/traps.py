@@ -334,4 +334,14 @@ TRAPS = {
     "a head that the config ties away": Trap(
         lab.prophet_small, "keys.extra", r"lm_head\.weight", config(tie_word_embeddings=True)
     ),
+    "queries of other positions than the keys": Trap(
+        lab.glide_ours,
+        "glide.positions",
+        r"got nothing; expected 500000\.0, the rope_theta of",
+        target={"rope_theta": 500000.0},
+        severity="warning",
+    ),
+    "queries of another target's positions": Trap(
+        lab.glide_ours, "glide.positions", r"got 500000\.0; expected 10000\.0", config(large_rope_theta=500000.0)
+    ),
 }

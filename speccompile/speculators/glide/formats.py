@@ -16,12 +16,13 @@ from speccompile.frontend.decoder_rows import decoder_config, decoder_rows, deco
 from speccompile.frontend.doctor import read_speculator
 from speccompile.frontend.findings import Finding
 from speccompile.frontend.key_checks import COMMON
-from speccompile.frontend.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.frontend.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag, lookup
 
 if TYPE_CHECKING:
     import torch
 
 _LAYER, _OVER = "model.layers.{layer}", (("layer", "num_layers", 0),)
+PUBLISHED_THETA = 10000.0  # of the queries' positions, whatever the target's is
 _OWN_KEYS = r"cross_attn\.(k|v)_proj\."
 
 
@@ -71,6 +72,24 @@ def _check_groups(case: Case) -> Iterator[Finding]:
         yield finding("warning", where, got, expected, todo)
 
 
+def _check_positions(case: Case) -> Iterator[Finding]:
+    """The queries are rotated as the keys in the target's cache are."""
+    config = case.target.config if case.target is not None else {}
+    want = lookup(config, "rope_parameters.rope_theta") or config.get("rope_theta")
+    stated, where = case.config.get("large_rope_theta"), case.config_place("large_rope_theta")
+    if case.target is None or want is None or float(want) == float(stated or PUBLISHED_THETA):
+        return
+    expected = f"{want}, the rope_theta of {case.target.name}"
+    if stated is not None:
+        todo = "It was trained for another target: give the model that it belongs to."
+        yield finding("error", where, str(stated), expected, todo)
+    else:
+        todo = (
+            f"Published code rotates queries by {PUBLISHED_THETA:g}. Say so in config.json if it was trained otherwise."
+        )
+        yield finding("warning", where, "nothing", expected, todo)
+
+
 def _ours(case: Case) -> dict[str, Any]:
     sizes = case.sizes
     large_kv_heads = sizes["large_kv_heads"] or (case.target.dims.num_kv_heads if case.target else 0)
@@ -83,6 +102,7 @@ def _ours(case: Case) -> dict[str, Any]:
         "large_hidden_size": sizes["target_hidden"],
         "large_num_attention_heads": sizes["large_heads"],
         "large_head_dim": sizes["large_head_dim"],
+        "large_rope_theta": case.config.get("large_rope_theta", PUBLISHED_THETA),
         **({"large_num_key_value_heads": large_kv_heads} if large_kv_heads else {}),
     }
 
@@ -120,6 +140,7 @@ FORMATS = (
             Check("glide.own_keys", _check_own_keys),
             Check("glide.heads", _check_heads),
             Check("glide.groups", _check_groups),
+            Check("glide.positions", _check_positions),
         ),
         marks=(r"cross_attn\.",),
         config_marks=(),
