@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "speccompile needs Python 3.11 or newer; $(PYTHON) is older. Try: make setup PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[build,ort,tensorrt-rtx,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[build,ort,tensorrt-rtx,train,dev]'
 	@touch $@
 
 demo: setup  ## Build recipes/pycode.yaml, generate live, compare plain with speculative decoding

@@ -32,7 +32,11 @@ FORMATS = {
 
 # How a method's speculator is trained (`core.training.Trainer`).
 TRAINERS = {
+    "mlp": "speccompile.speculators.mlp.training:MlpTrainer",
     "medusa": "speccompile.speculators.medusa.training:MedusaTrainer",
+    "prophet": "speccompile.speculators.prophet.training:ProphetTrainer",
+    "eagle3": "speccompile.speculators.eagle3.training:Eagle3Trainer",
+    "glide": "speccompile.speculators.glide.training:GlideTrainer",
 }
 
 

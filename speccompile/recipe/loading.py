@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from speccompile.core import registry
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import Recipe, recipe_model
+from speccompile.recipe.training import TrainingSection
 
 KeyPath = tuple[str, ...]
 MODEL_KEY = "model"  # in every section, a key of this name is a folder or a hub id
@@ -220,8 +221,9 @@ def _expectation(fault: Mapping[str, Any]) -> str:
 def _known_keys(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
     for name, info in model.model_fields.items():
         yield (*prefix, name)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from _known_keys(info.annotation, (*prefix, name))
+        for kind in (info.annotation, *get_args(info.annotation)):  # a section, or a section or none
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _known_keys(kind, (*prefix, name))
 
 
 def _hint_for_key(path: KeyPath, known: set[KeyPath], siblings: Sequence[str]) -> str:
@@ -253,7 +255,26 @@ def _with_folders(raw: RawRecipe, recipe: Recipe) -> Recipe:
                 found[key] = find(raw, (name, key), value)
         if found:
             changed[name] = section.model_copy(update=found)
+    if recipe.training is not None:
+        changed["training"] = _with_paths(raw, recipe.training)
     return recipe.model_copy(update=changed)
+
+
+def _with_paths(raw: RawRecipe, section: TrainingSection) -> TrainingSection:
+    """Texts and the weights to start with must exist; the output is beside the recipe, or as an override says."""
+    key = ("training", "output")
+    found: dict[str, Any] = {"output": str(_places(raw, key, Path(section.output).expanduser())[0].resolve())}
+    if section.start is not None:
+        found["start"] = _find_path(raw, ("training", "start"), section.start)
+    files = tuple(_find_path(raw, ("training", "text", "files"), file) for file in section.text.files)
+    return section.model_copy(update={**found, "text": section.text.model_copy(update={"files": files})})
+
+
+def _find_path(raw: RawRecipe, key: KeyPath, path: str) -> str:
+    for candidate in _places(raw, key, Path(path).expanduser()):
+        if candidate.exists():
+            return str(candidate.resolve())
+    raise RecipeError(raw.where(key), f"{path!r}, which does not exist", "a file or folder", "Correct the path.")
 
 
 def _places(raw: RawRecipe, path: KeyPath, given: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from speccompile.core import registry
+from speccompile.recipe.training import TrainingSection
 
 Quantization = Literal["none", "int8", "int4", "fp8"]
 Range = tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
@@ -144,6 +145,7 @@ class Recipe(Section):
     speculator: SpeculatorSection = Field(default_factory=lambda: SpeculatorSection(method="none"))
     engine: EngineSection = Field(default_factory=lambda: EngineSection.model_validate({}))
     decoding: DecodingSection = Field(default_factory=lambda: DecodingSection.model_validate({}))
+    training: TrainingSection | None = Field(None, description="How a speculator is trained for the target.")
 
 
 def speculator_section(method: str) -> type[Section]:

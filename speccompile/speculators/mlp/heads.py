@@ -84,9 +84,13 @@ class MlpHeads(nn.Module):
         Returns:
             The next state [batch, paths, inner], and logits [batch, paths, vocab].
         """
-        mixed = self.proj[index](state) + self.token_weight * self.emb[index](tokens)
-        state = functional.gelu(self.ln[index](mixed))
+        state = self.advance(index, state, tokens)
         return state, self.head[index](state)
+
+    def advance(self, index: int, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The next state of `step`, which is all of it but the LM head."""
+        mixed = self.proj[index](state) + self.token_weight * self.emb[index](tokens)
+        return functional.gelu(self.ln[index](mixed))
 
 
 class MlpDrafter(nn.Module):

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the training of a speculator reads from the target, and what a trainable gives back.
+
+Tensors are torch's; they are typed as Any, as importing this module needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class TargetNeeds:
+    """Which outputs of the target a trainable reads.
+
+    Args:
+        hidden: what the LM head reads.
+        layers: residual streams behind these decoder layers.
+        caches: K and V of the last decoder layer.
+    """
+
+    hidden: bool = False
+    layers: tuple[int, ...] = ()
+    caches: bool = False
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """What a trainable may take over from the frozen target.
+
+    Args:
+        config: the target's config.json.
+        embeddings: [vocab, hidden] float32.
+        lm_head: [vocab, hidden] float32.
+        token_counts: [vocab] int64, how often the training text has each token.
+        norm: [hidden] float32, weight of the norm in front of the LM head; None where it is no RMS norm.
+        layers: parameters of each decoder layer by their names in it, float32; they may be where a layer begins.
+    """
+
+    config: Mapping[str, Any]
+    embeddings: Tensor
+    lm_head: Tensor
+    token_counts: Tensor
+    norm: Tensor = None
+    layers: tuple[Mapping[str, Tensor], ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Windows of text with what the target made of them; row p of all belongs to the token at position p.
+
+    Args:
+        tokens: [batch, nodes] int64.
+        law_tokens: [batch, nodes, kept] int64, the most probable tokens behind each position, the best first.
+        law_probs: [batch, nodes, kept] float32, their probabilities; the rest of the law is left out.
+        hidden: [batch, nodes, hidden], where wanted.
+        layers: [batch, nodes, hidden] by layer, where wanted.
+        k_cache: [batch, kv_heads, nodes, head_dim], where wanted: keys with their positions rotated in.
+        v_cache: alike.
+        seed: of draws that the trainable makes for this batch.
+    """
+
+    tokens: Tensor
+    law_tokens: Tensor
+    law_probs: Tensor
+    hidden: Tensor = None
+    layers: Mapping[int, Tensor] = field(default_factory=dict)
+    k_cache: Tensor = None
+    v_cache: Tensor = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Teacher-forced guesses: what the vocabulary projection reads, and whose law each shall imitate.
+
+    Args:
+        states: [rows, depth, width]; a row is a start, its depths are the drafts one behind the other.
+        labels: [rows, depth] int64, position in the flattened [batch * nodes] whose law is the label; -1: none.
+        projections: one [draft_vocab, width] for each depth; the same tensor where depths share it.
+        d2t: [draft_vocab] int64, the target's token of each draft token; None where the vocabularies are one.
+    """
+
+    states: Tensor
+    labels: Tensor
+    projections: tuple[Tensor, ...]
+    d2t: Tensor = None
+
+
+class Trainable(Protocol):
+    """A torch module whose parameters that require gradients are trained.
+
+    Its numbers teacher-forced (`forward`) are those of drafting step by step (`draft`).
+    """
+
+    num_positions: int  # drafts of a chain that are trained
+
+    def __call__(self, batch: TrainingBatch) -> Drafted:
+        """The guesses for a batch."""
+        ...
+
+    def draft(self, batch: TrainingBatch, num: int) -> Tensor:
+        """A greedy chain behind one sequence, [num] int64.
+
+        Args:
+            batch: of one sequence; `tokens` ends with the root, which all else has no row of yet.
+            num: drafts wanted.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the public checkpoint layout: config.json and model.safetensors in bfloat16."""
+        ...
+
+
+class Trainer(Protocol):
+    """How a method's speculator is trained. Importing it needs no torch."""
+
+    Config: type[Any]  # frozen dataclass: the sizes, the recipe's `training.heads`
+
+    def needs(self, config: Any, target: Mapping[str, Any]) -> TargetNeeds:
+        """What it reads from a target with this config.json."""
+        ...
+
+    def make(self, config: Any, parts: TargetParts, start: Path | None) -> Trainable:
+        """New weights, or those of the checkpoint `start`.
+
+        Raises:
+            RecipeError: the sizes do not go with the target's.
+            CheckpointError: `start` does not hold what `config` says.
+        """
+        ...

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of a speculator's weights: config.json beside one model.safetensors in bfloat16."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from speccompile.errors import CheckpointError
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def write_heads(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write both files; floats become bfloat16, integers and booleans stay.
+
+    Args:
+        folder: exists.
+        config: JSON-ready.
+        tensors: by public name.
+    """
+    held = {k: (v.to(torch.bfloat16) if v.is_floating_point() else v) for k, v in tensors.items()}
+    save_file({k: v.detach().cpu().contiguous() for k, v in held.items()}, folder / WEIGHTS, {"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+
+
+def read_heads(folder: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of model.safetensors, floats in float32.
+
+    Args:
+        folder: with model.safetensors.
+        wanted: names and shapes that must be there, and no others.
+
+    Raises:
+        CheckpointError: no such file, a missing or left-over tensor, another shape.
+    """
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(str(path), "no such file", "the weights of a speculator", "Check the folder.")
+    held = load_file(path)
+    missing, extra = sorted(set(wanted) - set(held)), sorted(set(held) - set(wanted))
+    wrong = sorted(k for k in set(held) & set(wanted) if held[k].shape != wanted[k].shape)
+    todo = "Config and weights do not belong together: correct config.json, or fetch the folder again."
+    for names, got in ((missing, "missing"), (extra, "left over"), (wrong, "of another shape")):
+        if names:
+            expected = f"{len(wanted)} tensors as {CONFIG} implies"
+            raise CheckpointError(str(path), f"{names[0]} {got} ({len(names)} such tensors)", expected, todo)
+    return {k: (v.float() if v.is_floating_point() else v) for k, v in held.items()}

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frozen plan of a training run."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, create_model
+
+from speccompile.core import registry
+from speccompile.errors import RecipeError
+from speccompile.recipe.models import Recipe, Section
+from speccompile.recipe.training import TrainingSection
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Everything a training run needs to know, decided.
+
+    Args:
+        target: checkpoint folder or hub id of the target.
+        trainer: the method's `core.training.Trainer`.
+        heads: its `Config`.
+        output: folder of the result.
+        section: the recipe's section, as validated.
+    """
+
+    target: str
+    trainer: Any
+    heads: Any
+    output: Path
+    section: TrainingSection
+
+    def json_from_plan(self) -> dict[str, Any]:
+        """What decides the curve, JSON-ready."""
+        section = self.section.model_dump(mode="json", exclude={"output", "save_every", "threads"})
+        return {"target": self.target, **section, "heads": dataclasses.asdict(self.heads)}
+
+
+def resolve_training(recipe: Recipe, output: Path | None = None) -> TrainingPlan:
+    """Decide everything. Pure.
+
+    Args:
+        recipe: with a section `training`; its paths are resolved.
+        output: instead of the recipe's.
+
+    Raises:
+        RecipeError: no such section, a wrong key or value of `training.heads`, keys that contradict each other.
+    """
+    section = recipe.training
+    if section is None:
+        todo = "See docs/training.md and recipes/train/."
+        raise RecipeError("training", "no such section", "a recipe that says what to train", todo)
+    generated = section.generated
+    if generated.steps and generated.prompt_tokens >= generated.seq_len:
+        got = f"{generated.prompt_tokens} with seq_len {generated.seq_len}"
+        raise RecipeError("training.generated.prompt_tokens", got, "room for new tokens", "Lower it.")
+    if not section.plain.steps and not generated.steps:
+        raise RecipeError("training.plain.steps", "0 in both stages", "at least one step", "Raise one of them.")
+    trainer = registry.trainer(section.method)
+    heads = _heads_config(trainer.Config, section.heads)
+    return TrainingPlan(recipe.target.model, trainer, heads, output or Path(section.output), section)
+
+
+def _heads_config(config: type[Any], given: dict[str, Any]) -> Any:
+    hints = typing.get_type_hints(config)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        fields[field.name] = (hints[field.name], Field(... if field.default is dataclasses.MISSING else field.default))
+    model = create_model("heads", __base__=Section, **fields)
+    try:
+        checked = model.model_validate(given, strict=False)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        key = ".".join(("training.heads", *(str(part) for part in fault["loc"])))
+        got = "an unknown key" if fault["type"] == "extra_forbidden" else repr(fault.get("input"))
+        expected = f"one of {', '.join(fields)}" if fault["type"] == "extra_forbidden" else str(fault["msg"])
+        raise RecipeError(key, got, expected, "Correct the recipe.") from error
+    return config(**{name: getattr(checked, name) for name in fields})

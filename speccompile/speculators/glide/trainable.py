@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GLIDE drafter under training: the text in blocks, as drafting goes through it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from speccompile.core.training import Drafted, TargetParts, TrainingBatch
+from speccompile.frontend.heads_file import write_heads
+from speccompile.frontend.layers import take_over
+from speccompile.speculators.glide.heads import Glide, GlideSizes
+
+
+class TrainableGlide(nn.Module):
+    """See `speccompile.core.training.Trainable`.
+
+    Args:
+        drafter: the drafter.
+        block: drafts of a block.
+    """
+
+    def __init__(self, drafter: Glide, block: int) -> None:
+        super().__init__()
+        self.drafter, self.num_positions = drafter, block
+
+    def forward(self, batch: TrainingBatch) -> Drafted:
+        """Blocks of `block` tokens, the first of each its root; where they begin is drawn for each sequence.
+
+        At drafting time the target has read what stands in front of the root. So a token in a block sees the target's
+        rows in front of its block, and the drafter's own rows up to itself.
+        """
+        count, nodes = batch.tokens.shape
+        generator = torch.Generator().manual_seed(batch.seed % 2**31)
+        shift = torch.randint(self.num_positions, (count, 1), generator=generator)
+        places = torch.arange(nodes)[None]
+        depth = (places + shift) % self.num_positions  # [batch, nodes], 0 at roots
+        roots = places - depth
+        sees = places[:, None, :] < roots[:, :, None]  # [batch, nodes, target rows]
+        # Nothing stands in front of the first block: its rows see one row, and are no starts.
+        sees[..., 0] = True
+        causal = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+        target = (batch.k_cache.float(), batch.v_cache.float())
+        states, _ = self.drafter(batch.tokens, places, None, causal, target, sees[:, None])
+        return self._by_blocks(states, roots)
+
+    def _by_blocks(self, states: torch.Tensor, roots: torch.Tensor) -> Drafted:
+        _, nodes, width = states.shape
+        is_root = (roots == torch.arange(nodes)) & (roots > 0)
+        row, root = is_root.nonzero().T
+        ahead = root[:, None] + torch.arange(self.num_positions)
+        flat = row[:, None] * nodes + ahead.clamp(max=nodes - 1)
+        labels = torch.where(ahead < nodes, flat, -1)
+        projections = (self.drafter.model.embed_tokens.weight,) * self.num_positions
+        return Drafted(states.reshape(-1, width)[flat], labels, projections)
+
+    @torch.no_grad()
+    def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
+        """Read the text as the first token of a block each, then draft with a growing cache of its own."""
+        nodes = batch.tokens.shape[1]
+        places = torch.arange(nodes)[None]
+        target = (batch.k_cache.float(), batch.v_cache.float())
+        sees = places[:, None, : nodes - 1] < places[:, :, None]
+        sees[..., 0] = True
+        causal = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+        states, held = self.drafter(batch.tokens, places, None, causal, target, sees[:, None])
+        drafted, state = [], states[:, -1]
+        for step in range(num):
+            token = (state @ self.drafter.model.embed_tokens.weight.T).argmax(-1)
+            drafted.append(token[0])
+            if step + 1 < num:
+                position = torch.full((1, 1), nodes + step)
+                new, held = self.drafter(token[:, None], position, held, None, target, None)
+                state = new[:, -1]
+        return torch.stack(drafted)
+
+    def save(self, folder: Path) -> None:
+        """ColossalAI's layout."""
+        write_heads(folder, config_from_sizes(self.drafter.sizes), self.drafter.state_dict())
+
+
+def config_from_sizes(sizes: GlideSizes) -> dict[str, Any]:
+    """The config.json of a drafter of these sizes."""
+    return {
+        "architectures": ["GlideLlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": sizes.rms_norm_eps,
+        "rope_theta": sizes.rope_theta,
+        "vocab_size": sizes.vocab_size,
+        "tie_word_embeddings": True,
+        "large_hidden_size": sizes.target_hidden_size,
+        "large_num_attention_heads": sizes.target_heads,
+        "large_head_dim": sizes.target_head_dim,
+        "large_num_key_value_heads": sizes.target_kv_heads,
+        "large_rope_theta": sizes.target_rope_theta,
+    }
+
+
+def begin_drafter(sizes: GlideSizes, parts: TargetParts) -> Glide:
+    """The target's embeddings and norm; its last layers, whose attention both attentions begin as."""
+    drafter = Glide(sizes)
+    with torch.no_grad():
+        if parts.lm_head.shape == drafter.model.embed_tokens.weight.shape:
+            drafter.model.embed_tokens.weight.copy_(parts.lm_head)
+        if parts.norm is not None and parts.norm.shape == drafter.model.norm.weight.shape:
+            drafter.model.norm.weight.copy_(parts.norm)
+    for layer, weights in zip(drafter.model.layers, parts.layers[-len(drafter.model.layers) :], strict=False):
+        take_over(layer, weights)
+        take_over(layer.cross_attn, {k.removeprefix("self_attn."): v for k, v in parts.layers[-1].items()})
+    if parts.layers:
+        take_over(drafter.model.layers[0].self_attn, {
+            k.removeprefix("self_attn."): v for k, v in parts.layers[0].items()
+        })  # fmt: skip
+        take_over(drafter.model.layers[0].input_layernorm, {"weight": parts.layers[0]["input_layernorm.weight"]})
+    return drafter

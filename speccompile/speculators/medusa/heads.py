@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Medusa heads in torch: residual blocks x + SiLU(W x + b) and an LM head each.
+
+Head i reads the target's final-normed state behind the last accepted position, whose own LM head gives the root,
+and guesses the token i + 1 places behind the root. After Cai et al. 2024, "Medusa" (arXiv 2401.10774).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class HeadsSizes:
+    """Sizes of the heads.
+
+    Args:
+        hidden_size: of the target.
+        vocab_size: of the target.
+        num_heads: tokens that are guessed.
+        num_layers: residual blocks of a head.
+        uses_target_lm_head: the heads' last layer is the target's LM head, and not in the checkpoint.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_layers: int
+    uses_target_lm_head: bool
+
+    def config_from_sizes(self) -> dict[str, Any]:
+        """The config.json of a checkpoint, with the published names."""
+        return {
+            "model_type": "medusa",
+            "medusa_num_heads": self.num_heads,
+            "medusa_num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "original_lm_head": self.uses_target_lm_head,
+        }
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., hidden]."""
+        return x + functional.silu(self.linear(x))
+
+
+class MedusaHeads(nn.ModuleList):
+    """One stack a head; the names of its state_dict are the published ones, `{head}.{layer}...`.
+
+    Args:
+        sizes: of the heads.
+    """
+
+    def __init__(self, sizes: HeadsSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        for _ in range(sizes.num_heads):
+            stack: list[nn.Module] = [ResidualBlock(sizes.hidden_size) for _ in range(sizes.num_layers)]
+            if not sizes.uses_target_lm_head:
+                stack.append(nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False))
+            self.append(nn.ModuleList(stack))
+
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the LM heads read: hidden [..., hidden] -> [..., heads, hidden]."""
+        states = []
+        for stack in self:
+            state = hidden
+            for block in list(stack)[: self.sizes.num_layers]:
+                state = block(state)
+            states.append(state)
+        return torch.stack(states, dim=-2)
+
+    def projections(self, target_lm_head: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """[vocab, hidden] of each head: its own, or the target's for all."""
+        if self.sizes.uses_target_lm_head:
+            assert target_lm_head is not None
+            return (target_lm_head,) * self.sizes.num_heads
+        return tuple(stack[self.sizes.num_layers].weight for stack in self)
+
+    def forward(self, hidden: torch.Tensor, target_lm_head: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of all heads: hidden [batch, hidden] -> [batch, heads, vocab]."""
+        projections = self.projections(target_lm_head)
+        states = self.states(hidden)
+        return torch.stack([states[:, i] @ projections[i].T for i in range(len(projections))], dim=1)

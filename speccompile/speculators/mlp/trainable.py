@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An MLP speculator under training: every position of the text is a start, heads read the text's own tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from speccompile.core.training import Drafted, TargetParts, TrainingBatch
+from speccompile.frontend.heads_file import read_heads, write_heads
+from speccompile.speculators.mlp.heads import MlpHeads, heads_from_weights, random_heads
+from speccompile.speculators.mlp.sizes import MODEL_TYPE, PREFIX, HeadsSizes
+
+
+class TrainableMlp(nn.Module):
+    """See `speccompile.core.training.Trainable`."""
+
+    def __init__(self, heads: MlpHeads) -> None:
+        super().__init__()
+        self.heads, self.num_positions = heads.requires_grad_().train(), heads.sizes.num_heads
+
+    def forward(self, batch: TrainingBatch) -> Drafted:
+        """Head i reads the token i + 1 places behind the start, and imitates the law behind that token."""
+        count, nodes = batch.tokens.shape
+        starts = nodes - 1  # the last position has no root
+        state, states, labels = self.heads.begin(batch.hidden[:, :starts].float()), [], []
+        places = torch.arange(starts)
+        for i in range(self.num_positions):
+            ahead = places + 1 + i
+            state = self.heads.advance(i, state, batch.tokens[:, ahead.clamp(max=nodes - 1)])
+            states.append(state)
+            flat = torch.arange(count)[:, None] * nodes + ahead
+            labels.append(torch.where(ahead < nodes, flat, -1))
+        projections = tuple(self.heads.head[i].weight for i in range(self.num_positions))
+        return Drafted(torch.stack(states, 2).flatten(0, 1), torch.stack(labels, 2).flatten(0, 1), projections)
+
+    @torch.no_grad()
+    def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
+        """One head behind the other on their own tokens."""
+        state, token, drafted = self.heads.begin(batch.hidden[:, -1:].float()), batch.tokens[:, -1:], []
+        for i in range(num):
+            state, logits = self.heads.step(i, state, token)
+            token = logits.argmax(-1)
+            drafted.append(token[0, 0])
+        return torch.stack(drafted)
+
+    def save(self, folder: Path) -> None:
+        """The published layout; a tied speculator holds the first copy of what is shared."""
+        sizes = self.heads.sizes
+        tensors = {PREFIX + name: tensor for name, tensor in self.heads.named_parameters()}
+        write_heads(folder, config_from_sizes(sizes), tensors)
+
+
+def config_from_sizes(sizes: HeadsSizes) -> dict[str, Any]:
+    """The config.json of a speculator of these sizes."""
+    return {
+        "model_type": MODEL_TYPE,
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "vocab_size": sizes.vocab_size,
+        "emb_dim": sizes.hidden_size,
+        "inner_dim": sizes.inner_size,
+        "n_predict": sizes.num_heads,
+        "top_k_tokens_per_head": [max(1, 5 - i) for i in range(sizes.num_heads)],
+        "n_candidates": 5,
+        "tie_weights": sizes.is_tied,
+        "scale_input": sizes.scales_input,
+    }
+
+
+def begin_heads(sizes: HeadsSizes, parts: TargetParts) -> MlpHeads:
+    """Heads whose embeddings and LM heads are the target's, cut to the directions that hold most of the LM head."""
+    heads = random_heads(sizes)
+    _, _, directions = torch.linalg.svd(parts.lm_head, full_matrices=False)
+    basis = directions[: sizes.inner_size].T  # [hidden, inner]
+    width = min(sizes.inner_size, basis.shape[1])
+    with torch.no_grad():
+        for i in range(sizes.num_heads):
+            for weight, source in ((heads.emb[i].weight, parts.embeddings), (heads.head[i].weight, parts.lm_head)):
+                weight.zero_()
+                weight[:, :width] = source @ basis
+    return heads
+
+
+def load_heads(sizes: HeadsSizes, folder: Path) -> MlpHeads:
+    """The heads of a checkpoint in the layout that `TrainableMlp.save` writes."""
+    heads = random_heads(sizes)
+    held = read_heads(folder, {PREFIX + name: tensor for name, tensor in heads.named_parameters()})
+    return heads_from_weights(sizes, {name.removeprefix(PREFIX): tensor for name, tensor in held.items()})

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Prophet transformer in torch.
+
+Its sequence is [input_proj(target's final-normed state behind the last accepted position), emb(root), emb(d1), ...];
+the output at the place of a token drafts the token behind it. It sees nothing else: its context is at most as long
+as a draft, so it has no cache between steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from speccompile.frontend.layers import RmsNorm, SelfAttention, SwiGlu, attend, init_linear, join_heads
+
+MODEL_TYPE = "prophet"
+
+
+@dataclass(frozen=True)
+class ProphetSizes:
+    """Sizes; the fields are those of config.json.
+
+    Args:
+        vocab_size: of the target.
+        target_hidden_size: of the target.
+        hidden_size: of its own.
+        intermediate_size: of its MLPs.
+        num_hidden_layers: its layers.
+        num_attention_heads: of each layer.
+        num_key_value_heads: of each layer.
+        head_dim: of a head.
+        horizon: drafts it was trained for.
+        rope_theta: base of its positions; the target's state stands at position 0.
+        rms_norm_eps: of its norms.
+        uses_target_embeddings: embeddings and LM head are the target's, and not in the checkpoint.
+        tie_word_embeddings: otherwise, whether its LM head is its embeddings.
+    """
+
+    vocab_size: int
+    target_hidden_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    horizon: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    uses_target_embeddings: bool = True
+    tie_word_embeddings: bool = False
+
+    def config_from_sizes(self) -> dict[str, Any]:
+        """The config.json of a checkpoint."""
+        return {"model_type": MODEL_TYPE, **asdict(self)}
+
+
+def sizes_from_config(config: dict[str, Any]) -> ProphetSizes:
+    """Inverse of `config_from_sizes`; KeyError when a size is missing."""
+    return ProphetSizes(**{f.name: config[f.name] for f in fields(ProphetSizes)})
+
+
+class ProphetLayer(nn.Module):
+    """Pre-norm attention and SwiGLU, as in Llama."""
+
+    def __init__(self, sizes: ProphetSizes) -> None:
+        super().__init__()
+        width, heads = sizes.hidden_size, sizes.num_attention_heads
+        self.input_layernorm = RmsNorm(width, sizes.rms_norm_eps)
+        self.self_attn = SelfAttention(
+            width, width, heads, sizes.num_key_value_heads, sizes.head_dim, sizes.rope_theta
+        )  # fmt: skip
+        self.post_attention_layernorm = RmsNorm(width, sizes.rms_norm_eps)
+        self.mlp = SwiGlu(width, sizes.intermediate_size)
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor] | None, mask: Any
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """New places behind `past`.
+
+        Args:
+            x: [batch, nodes, hidden].
+            positions: [1, nodes] int64.
+            past: keys and values [batch, kv_heads, rows, head_dim] of the places before, None at the start.
+            mask: bool [nodes, rows + nodes], None where every place is seen.
+
+        Returns:
+            Outputs as `x`, and keys and values with the new places.
+        """
+        q, k, v = self.self_attn.project(self.input_layernorm(x), positions)
+        if past is not None:
+            k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+        x = x + self.self_attn.o_proj(join_heads(attend(q, k, v, mask)))
+        return x + self.mlp(self.post_attention_layernorm(x)), (k, v)
+
+
+class Prophet(nn.Module):
+    """The transformer without vocabulary projection; parameters have the names of the checkpoint.
+
+    Args:
+        sizes: its sizes.
+    """
+
+    def __init__(self, sizes: ProphetSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.input_proj = nn.Linear(sizes.target_hidden_size, sizes.hidden_size, bias=False)
+        self.layers = nn.ModuleList(ProphetLayer(sizes) for _ in range(sizes.num_hidden_layers))
+        self.norm = RmsNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        init_linear(self)
+        if not sizes.uses_target_embeddings:
+            self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
+            if not sizes.tie_word_embeddings:
+                self.lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
+
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Teacher-forced: all places at once.
+
+        Args:
+            hidden: [starts, target hidden].
+            embedded: [starts, tokens, hidden], the root first.
+
+        Returns:
+            [starts, tokens, hidden], what the LM head reads: row i drafts the token behind token i.
+        """
+        x = torch.cat((self.input_proj(hidden)[:, None], embedded), 1)
+        nodes = x.shape[1]
+        positions = torch.arange(nodes, device=x.device)[None]
+        mask = torch.ones(nodes, nodes, dtype=torch.bool, device=x.device).tril()
+        for layer in self.layers:
+            x, _ = layer(x, positions, None, mask)
+        return self.norm(x[:, 1:])
+
+    def begin(self, hidden: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer for the place of the target's state: hidden [batch, target hidden]."""
+        x, held = self.input_proj(hidden)[:, None], []
+        positions = torch.zeros(1, 1, dtype=torch.int64, device=x.device)
+        for layer in self.layers:
+            x, kept = layer(x, positions, None, None)
+            held.append(kept)
+        return held
+
+    def step(
+        self, index: int, embedded: torch.Tensor, held: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """One token.
+
+        Args:
+            index: its place behind the root; the root's is 0.
+            embedded: [batch, 1, hidden].
+            held: of the places before, from `begin` or the last `step`.
+
+        Returns:
+            [batch, hidden], what the LM head reads, and the new keys and values.
+        """
+        x, grown = embedded, []
+        positions = torch.full((1, 1), index + 1, dtype=torch.int64, device=x.device)
+        for layer, past in zip(self.layers, held, strict=True):
+            x, kept = layer(x, positions, past, None)
+            grown.append(kept)
+        return self.norm(x[:, 0]), grown

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Prophet transformer under training: drawn positions of the text are starts of short sequences of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from speccompile.core.training import Drafted, TargetParts, TrainingBatch
+from speccompile.frontend.heads_file import write_heads
+from speccompile.frontend.layers import take_over
+from speccompile.speculators.prophet.heads import Prophet, ProphetSizes
+
+
+class TrainableProphet(nn.Module):
+    """See `speccompile.core.training.Trainable`.
+
+    Args:
+        heads: the transformer.
+        parts: the target's embeddings and LM head.
+        starts: share of the positions of a batch.
+    """
+
+    def __init__(self, heads: Prophet, parts: TargetParts, starts: float) -> None:
+        super().__init__()
+        self.heads, self.starts, self.num_positions = heads, starts, heads.sizes.horizon
+        self.register_buffer("embeddings", parts.embeddings, persistent=False)
+        self.register_buffer("lm_head", parts.lm_head, persistent=False)
+
+    def forward(self, batch: TrainingBatch) -> Drafted:
+        """A start at position t reads the state there and the tokens t + 1 ..; its outputs imitate their laws."""
+        count, nodes = batch.tokens.shape
+        num = count * (nodes - 1)
+        generator = torch.Generator().manual_seed(batch.seed % 2**31)
+        drawn = torch.randperm(num, generator=generator)[: max(1, round(num * self.starts))]
+        row, place = drawn // (nodes - 1), drawn % (nodes - 1)
+        ahead = place[:, None] + 1 + torch.arange(self.num_positions)
+        tokens = batch.tokens[row[:, None], ahead.clamp(max=nodes - 1)]
+        states = self.heads(batch.hidden[row, place].float(), self.embeddings[tokens])
+        labels = torch.where(ahead < nodes, row[:, None] * nodes + ahead, -1)
+        return Drafted(states, labels, (self.lm_head,) * self.num_positions)
+
+    @torch.no_grad()
+    def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
+        """Token by token."""
+        held, token, drafted = self.heads.begin(batch.hidden[:, -1].float()), batch.tokens[0, -1], []
+        for index in range(num):
+            state, held = self.heads.step(index, self.embeddings[token][None, None], held)
+            token = (state @ self.lm_head.T).argmax(-1)[0]
+            drafted.append(token)
+        return torch.stack(drafted)
+
+    def save(self, folder: Path) -> None:
+        """Our layout: config.json with `ProphetSizes`, parameters under their names here."""
+        write_heads(folder, self.heads.sizes.config_from_sizes(), self.heads.state_dict())
+
+
+def begin_prophet(sizes: ProphetSizes, parts: TargetParts) -> Prophet:
+    """A transformer that begins as the target's last layers, where the sizes are theirs."""
+    heads = Prophet(sizes)
+    with torch.no_grad():
+        if sizes.hidden_size == sizes.target_hidden_size:
+            torch.nn.init.eye_(heads.input_proj.weight)
+        if parts.norm is not None and parts.norm.shape == heads.norm.weight.shape:
+            heads.norm.weight.copy_(parts.norm)
+    for layer, weights in zip(heads.layers, parts.layers[-len(heads.layers) :], strict=False):
+        take_over(layer, weights)
+    return heads

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of speculators: text, the frozen target's outputs, two stages, checkpoints, plots."""

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of guesses against the target's laws: the vocabulary projection and its gradient in one pass.
+
+The logits of a few thousand rows are gigabytes: they are made for one block of rows at a time, turned into the
+gradient in place, and dropped. What remains of a backward pass is one product with a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from speccompile.core.training import Drafted, TrainingBatch
+
+BLOCK_ROWS = 1024
+
+
+class _LawLoss(torch.autograd.Function):
+    """Sum over rows of weight * cross-entropy(law, softmax(states @ projection^T)), laws given by their best tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        projection: torch.Tensor,
+        ids: torch.Tensor,
+        probs: torch.Tensor,
+        weights: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wants_states, wants_projection = ctx.needs_input_grad[:2]
+        cast = projection.to(dtype)
+        losses, best = states.new_empty(len(states), dtype=torch.float32), ids.new_empty(len(states))
+        grad_states = torch.empty_like(states, dtype=torch.float32) if wants_states else None
+        grad_projection = torch.zeros_like(projection, dtype=torch.float32) if wants_projection else None
+        for block in torch.arange(len(states)).split(BLOCK_ROWS):
+            part = slice(int(block[0]), int(block[-1]) + 1)
+            rows = states[part].to(dtype)
+            logits = rows @ cast.T
+            top, best[part] = logits.max(-1)
+            mass = probs[part].sum(-1)
+            expected = (torch.gather(logits, 1, ids[part]).float() * probs[part]).sum(-1)
+            soft = logits.sub_(top[:, None]).exp_()
+            total = soft.sum(-1, dtype=torch.float32)
+            losses[part] = mass * (total.log() + top.float()) - expected
+            if grad_states is None:
+                continue
+            # d loss / d logits = mass * softmax - law, times the row's weight.
+            grad = soft.mul_((mass * weights[part] / total).to(dtype)[:, None])
+            grad.scatter_add_(1, ids[part], -(probs[part] * weights[part][:, None]).to(dtype))
+            grad_states[part] = (grad @ cast).float()
+            if grad_projection is not None:
+                grad_projection += (grad.T @ rows).float()
+        ctx.save_for_backward(grad_states, grad_projection)
+        ctx.mark_non_differentiable(losses, best)
+        return (losses * weights).sum(), losses, best
+
+    @staticmethod
+    def backward(ctx: Any, total: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        grad_states, grad_projection = ctx.saved_tensors
+        return (
+            None if grad_states is None else grad_states * total,
+            None if grad_projection is None else grad_projection * total,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """How guesses are judged.
+
+    Args:
+        kl_share: of the target's law in the label; the rest is the next token of the text.
+        decay: weight of a draft position over that of the one before.
+        dtype: of the vocabulary projection's arithmetic.
+    """
+
+    kl_share: float
+    decay: float
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Sums over the rows of a batch, [positions] each, and over whole chains; they add up over batches.
+
+    Args:
+        losses: cross-entropy against the label.
+        hits: guesses that are the target's own greedy token.
+        tried: guesses with a label.
+        kept: chains whose first i + 1 guesses are all hits.
+        chains: chains that have a label at position i.
+    """
+
+    losses: torch.Tensor
+    hits: torch.Tensor
+    tried: torch.Tensor
+    kept: torch.Tensor
+    chains: torch.Tensor
+
+    def stacked(self) -> torch.Tensor:
+        """[5, positions] float64, the inverse of `Measures(*rows)`."""
+        parts = (self.losses, self.hits, self.tried, self.kept, self.chains)
+        return torch.stack([part.double() for part in parts])
+
+
+class TrainedModule(nn.Module):
+    """A trainable and its loss as one module, so that a sharded model has one forward.
+
+    Args:
+        trainable: see `speccompile.core.training.Trainable`.
+        options: of the loss.
+        vocab_size: of the target.
+    """
+
+    def __init__(self, trainable: Any, options: LossOptions, vocab_size: int) -> None:
+        super().__init__()
+        self.trainable, self.options, self.vocab_size = trainable, options, vocab_size
+
+    def forward(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, and the measures as [5, positions] float64."""
+        drafted: Drafted = self.trainable(batch)
+        return judge(drafted, batch, self.options, self.vocab_size)
+
+
+def judge(
+    drafted: Drafted, batch: TrainingBatch, options: LossOptions, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `TrainedModule.forward`."""
+    rows, depth = drafted.labels.shape
+    weights = torch.tensor([options.decay**i for i in range(depth)])
+    laws = _labels(batch, options.kl_share)
+    total: torch.Tensor = drafted.states.new_zeros((), dtype=torch.float32)
+    losses = torch.zeros(rows, depth)
+    hits = torch.zeros(rows, depth, dtype=torch.bool)
+    greedy = batch.law_tokens.flatten(0, 1)[:, 0]
+    valid = drafted.labels >= 0
+    for group in _groups(drafted.projections):
+        chosen = valid[:, group].nonzero()  # [guesses, 2]
+        row, column = chosen[:, 0], torch.tensor(group)[chosen[:, 1]]
+        labels = drafted.labels[row, column]
+        ids, probs = laws[0][labels], laws[1][labels]
+        wanted = greedy[labels]
+        if drafted.d2t is not None:
+            ids, probs = _to_draft_vocab(drafted.d2t, ids, probs, vocab_size)
+        scale = weights[column] / max(1, rows) / weights.sum()
+        loss, each, best = _LawLoss.apply(
+            drafted.states[row, column], drafted.projections[group[0]], ids, probs, scale, options.dtype
+        )
+        total = total + loss
+        losses[row, column] = each.detach()
+        hits[row, column] = (best if drafted.d2t is None else drafted.d2t[best]) == wanted
+    return total, _measure(losses, hits, valid).stacked()
+
+
+def _labels(batch: TrainingBatch, kl_share: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and probabilities of each position's label; the text's next token comes as one more column."""
+    ids, probs = batch.law_tokens.flatten(0, 1), batch.law_probs.flatten(0, 1).float()
+    probs = probs / probs.sum(-1, keepdim=True)
+    if kl_share == 1.0:
+        return ids, probs
+    nodes = batch.tokens.shape[1]
+    following = batch.tokens.roll(-1, 1).flatten()
+    is_last = torch.arange(nodes).repeat(len(batch.tokens)) == nodes - 1  # nothing follows: the target's guess does
+    following = torch.where(is_last, ids[:, 0], following)
+    share = torch.full_like(probs[:, :1], 1.0 - kl_share)
+    return torch.cat((ids, following[:, None]), 1), torch.cat((probs * kl_share, share), 1)
+
+
+def _to_draft_vocab(
+    d2t: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The laws over draft tokens; what is no draft token loses its mass."""
+    t2d = torch.full((vocab_size,), -1, dtype=torch.int64)
+    t2d[d2t] = torch.arange(len(d2t))
+    mapped = t2d[ids]
+    return mapped.clamp(min=0), probs * (mapped >= 0)
+
+
+def _groups(projections: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Positions that share a projection."""
+    held: dict[int, list[int]] = {}
+    for position, projection in enumerate(projections):
+        held.setdefault(id(projection), []).append(position)
+    return list(held.values())
+
+
+def _measure(losses: torch.Tensor, hits: torch.Tensor, valid: torch.Tensor) -> Measures:
+    whole = valid.all(-1, keepdim=True)
+    kept = (hits.long().cumprod(-1).bool() & whole).sum(0)
+    return Measures(
+        (losses * valid).sum(0), (hits & valid).sum(0), valid.sum(0), kept, whole.expand_as(valid).sum(0)
+    )  # fmt: skip
+
+
+def acceptance_length(sums: torch.Tensor) -> float:
+    """Estimated mean acceptance length 1 + sum of P(first i + 1 guesses are kept), from stacked measures."""
+    return 1.0 + float((sums[3] / sums[4].clamp(min=1)).sum())

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy draft-verify with a plain loop over torch modules: what a trained speculator is accepted, and no speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speccompile.core.training import TargetNeeds, TrainingBatch
+from speccompile.errors import RecipeError
+from speccompile.frontend.checkpoint import resolve_checkpoint
+from speccompile.recipe.training_plan import TrainingPlan
+from speccompile.training.states import batch_from_outputs
+from speccompile.training.target import Target, keep_pages
+from speccompile.training.text import read_tokenizer
+
+MAX_NEW_TOKENS = 128
+
+
+def measure_chains(
+    plan: TrainingPlan, prompts: Path, num_prompts: int, num_drafts: int | None = None, folder: Path | None = None
+) -> dict[str, Any]:
+    """Mean acceptance length (1 + accepted / steps) and acceptance by position, of greedy chains.
+
+    Args:
+        plan: of the training; its output is what is measured.
+        prompts: a .jsonl with `prompt_ids`, or `prompt` to tokenise.
+        num_prompts: the first so many are used.
+        num_drafts: of a chain; all that were trained by default.
+        folder: another speculator of the same plan.
+
+    Raises:
+        RecipeError: no prompts.
+        CheckpointError: the speculator or the target cannot be read.
+    """
+    keep_pages()
+    source = resolve_checkpoint(plan.target)
+    target = Target(source, torch.float32)
+    needs = plan.trainer.needs(plan.heads, target.config)
+    parts = target.parts(torch.zeros(target.dims.vocab_size, dtype=torch.int64))
+    trainable = plan.trainer.make(plan.heads, parts, folder or plan.output).eval()
+    rows = _read_prompts(prompts, source)[:num_prompts]
+    num_drafts = num_drafts or trainable.num_positions
+    tried, kept, steps, tokens = [0] * num_drafts, [0] * num_drafts, 0, 0
+    for prompt in rows:
+        for accepted in _decode(target, trainable, needs, prompt, num_drafts):
+            steps, tokens = steps + 1, tokens + accepted + 1
+            for position in range(num_drafts):
+                tried[position] += position <= accepted
+                kept[position] += position < accepted
+    return {
+        "num_prompts": len(rows),
+        "num_drafts": num_drafts,
+        "mean_acceptance_length": round(tokens / max(1, steps), 4),
+        "by_position": [round(k / t, 4) if t else 0.0 for k, t in zip(kept, tried, strict=True)],
+        "steps": steps,
+    }
+
+
+@torch.no_grad()
+def _decode(target: Target, trainable: Any, needs: TargetNeeds, prompt: list[int], num_drafts: int) -> list[int]:
+    """Accepted drafts of each step. The target reads everything anew: a check, not an engine."""
+    tokens = list(prompt)
+    held = target.run(torch.tensor([tokens]), TargetNeeds(True, needs.layers, needs.caches))
+    tokens.append(int(held["law_tokens"][0, -1, 0]))
+    accepted: list[int] = []
+    while len(tokens) - len(prompt) < MAX_NEW_TOKENS:
+        batch = _batch(tokens, held)
+        drafts = trainable.draft(batch, num_drafts).tolist()
+        held = target.run(torch.tensor([tokens + drafts]), TargetNeeds(True, needs.layers, needs.caches))
+        greedy = held["law_tokens"][0, len(tokens) - 1 :, 0].tolist()
+        num = next((i for i, draft in enumerate(drafts) if draft != greedy[i]), len(drafts))
+        accepted.append(num)
+        tokens += [*drafts[:num], greedy[num]]
+        held = {name: _cut(name, value, len(tokens) - 1) for name, value in held.items()}
+    return accepted
+
+
+def _batch(tokens: list[int], held: dict[str, torch.Tensor]) -> TrainingBatch:
+    return batch_from_outputs(torch.tensor([tokens]), held, seed=0)
+
+
+def _cut(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows: caches have them in their third dim."""
+    return value[:, :, :rows] if name in ("k_cache", "v_cache") else value[:, :rows]
+
+
+def _read_prompts(path: Path, target: Path) -> list[list[int]]:
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        tokenizer, _ = read_tokenizer(target)
+        rows = [list(line.get("prompt_ids") or tokenizer.encode(line["prompt"]).ids) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+        got = f"{type(fault).__name__}: {fault}"
+        raise RecipeError(str(path), got, "an object with prompt a line", "Correct the file.") from fault
+    if not rows:
+        raise RecipeError(str(path), "no prompt", "an object with prompt a line", "Give some prompts.")
+    return rows

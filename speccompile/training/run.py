@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training run: text -> target's outputs -> stage 1 -> stage 2 -> checkpoint, figures, plot."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speccompile.bundling.staging import disk_faults, staged_folder
+from speccompile.core.training import TargetNeeds
+from speccompile.errors import BuildError
+from speccompile.frontend.checkpoint import resolve_checkpoint
+from speccompile.recipe.models import Recipe
+from speccompile.recipe.training_plan import TrainingPlan
+from speccompile.training.checkpoints import RunRecord, open_record, save_record
+from speccompile.training.distributed import Team, join_team
+from speccompile.training.losses import LossOptions, TrainedModule
+from speccompile.training.packing import TRAIN, Windows, digest_from_json
+from speccompile.training.plots import write_curves
+from speccompile.training.stage import Stage, StageRunner, make_optimizer, measures_from_sums
+from speccompile.training.states import CachedStates, LiveStates, choose, digest_record, output_names, write_states
+from speccompile.training.target import Target, keep_pages
+from speccompile.training.text import TextBook, cache_folder
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass
+class Listener:
+    """What is told to whoever watches a run.
+
+    Args:
+        stage: called with "STAGE" and "STAGE: STEP".
+        step: called behind each step with the stage's name, the step, all its steps and the batch's measures.
+    """
+
+    stage: Callable[[str], None] = field(default=lambda message: None)
+    step: Callable[[str, int, int, dict[str, Any]], None] = field(default=lambda name, step, steps, row: None)
+
+
+def train(recipe: Recipe, plan: TrainingPlan, listener: Listener) -> dict[str, Any]:
+    """Train, or go on with a run that was stopped.
+
+    Args:
+        recipe: of the run.
+        plan: what `resolve_training` made of it.
+        listener: is told of the progress (of the first process only).
+
+    Returns:
+        The record that is also in the output's training.json.
+
+    Raises:
+        RecipeError, CheckpointError, BuildError: see the parts. Nothing half-written is left behind.
+    """
+    _check_extras()
+    keep_pages()
+    section = plan.section
+    if section.threads != "auto":
+        torch.set_num_threads(section.threads)
+    with join_team(section.device) as team:
+        told = listener if team.is_first else Listener()
+        return _Run(recipe, plan, team, told).run()
+
+
+class _Run:
+    def __init__(self, recipe: Recipe, plan: TrainingPlan, team: Team, listener: Listener) -> None:
+        self.recipe, self.plan, self.section = recipe, plan, plan.section
+        self.team, self.listener = team, listener
+        self.folder = plan.output.with_name(plan.output.name + ".run")
+        self.precision = _DTYPES[self.section.precision]
+
+    def run(self) -> dict[str, Any]:
+        torch.manual_seed(self.section.seed)
+        source = resolve_checkpoint(self.plan.target)
+        self.listener.stage("target: load")
+        target = Target(source, self.precision, self.section.device)
+        book = TextBook(self.recipe, source, self.listener.stage)
+        texts = self._texts(book)
+        needs = self.plan.trainer.needs(self.plan.heads, target.config)
+        trainable, parts = self._make(target, texts)
+        options = LossOptions(self.section.kl_share, self.section.decay, self.precision)
+        trained = TrainedModule(trainable, options, target.dims.vocab_size)
+        module = self.team.shard(trained)
+        optimizer = make_optimizer(module, self.section.weight_decay)
+        record = self._open_record([digest for _, _, digest in texts])
+        if record.model:
+            self.team.load(module, optimizer, record.model, record.optimizer)
+        for index, (name, windows, digest) in enumerate(texts):
+            if index < record.stage:
+                continue
+            stage = self._stage(name, windows, digest, target, needs)
+            self._run_stage(index, stage, module, optimizer, record)
+        state = self.team.model_state(module)
+        if self.team.is_first:
+            # Sharded parameters are no plain tensors: the result is written from a module of its own.
+            fresh = TrainedModule(self.plan.trainer.make(self.plan.heads, parts, None), options, target.dims.vocab_size)
+            fresh.load_state_dict(state)
+            self._write(fresh.trainable, record)
+        self.team.wait()
+        return self._summary(record)
+
+    def _texts(self, book: TextBook) -> list[tuple[str, Windows, str]]:
+        """(name, windows, digest) of the stages that have steps; the first process makes them, the others read."""
+        made = []
+        for name, make in (("plain", book.plain), ("generated", book.generated)):
+            if getattr(self.section, name).steps:
+                if self.team.is_first:
+                    make()
+                self.team.wait()
+                made.append((name, *make()))
+        return made
+
+    def _make(self, target: Target, texts: list[tuple[str, Windows, str]]) -> tuple[Any, Any]:
+        counts = torch.zeros(target.dims.vocab_size, dtype=torch.int64)
+        for _, windows, _ in texts:
+            for shard in range(windows.num_shards(TRAIN)):
+                counts += torch.from_numpy(windows.read(TRAIN, shard)).flatten().long().bincount(minlength=len(counts))
+        parts = target.parts(counts)
+        start = None if self.section.start is None else Path(self.section.start)
+        return self.plan.trainer.make(self.plan.heads, parts, start), parts
+
+    def _stage(self, name: str, windows: Windows, digest: str, target: Target, needs: TargetNeeds) -> Stage:
+        section = getattr(self.section, name)
+        kept = digest_from_json(digest_record(target, digest, self.section.precision))
+        folder = cache_folder() / "states" / kept
+        passes = section.steps * section.batch_size / windows.counts[TRAIN]
+        is_kept = [False]
+        if self.team.is_first:
+            self.listener.stage(f"{name}: choose where the target's outputs come from")
+            is_kept[0], facts = choose(folder, target, windows, needs, passes, self.section.states)
+            if is_kept[0]:
+                write_states(folder, target, windows, needs, self._tell_states(name))
+            _note(self.folder, name, {"kept": is_kept[0], **facts})
+        self.team.wait()
+        on_disk = self.team.total(torch.tensor(float(is_kept[0]))) > 0
+        states = CachedStates(folder, output_names(needs)) if on_disk else LiveStates(target, needs)
+        return Stage(name, section, windows, states, self.section.seed)
+
+    def _tell_states(self, name: str) -> Callable[[int, int], None]:
+        return lambda done, total: self.listener.stage(f"{name}: the target's outputs {done}/{total}")
+
+    def _open_record(self, digests: list[str]) -> RunRecord:
+        sections = self.plan.json_from_plan()
+        digest = digest_from_json({"plan": sections, "texts": digests, "processes": self.team.size})
+        return open_record(self.folder, digest)
+
+    def _run_stage(self, index: int, stage: Stage, module: Any, optimizer: Any, record: RunRecord) -> None:
+        section = self.section
+        runner = StageRunner(stage, module, optimizer, self.team, self.precision, section.max_grad_norm)
+        first, last = (record.step if record.stage == index else 0), stage.section.steps
+        start = time.perf_counter()
+        if first == 0:
+            record.rows.append({"stage": stage.name, "step": 0, "held_out": measures_from_sums(runner.measure())})
+        for step in range(first, last):
+            row = {"stage": stage.name, "step": step + 1, "train": measures_from_sums(runner.step(step))}
+            is_last = step + 1 == last
+            if is_last or (step + 1) % section.measure_every == 0:
+                row["held_out"] = measures_from_sums(runner.measure())
+            record.rows.append(row)
+            self.listener.step(stage.name, step + 1, last, row)
+            if is_last or (step + 1) % section.save_every == 0:
+                record.seconds[stage.name] = record.seconds.get(stage.name, 0.0) + time.perf_counter() - start
+                start = time.perf_counter()
+                record.stage, record.step = (index + 1, 0) if is_last else (index, step + 1)
+                record.model = self.team.model_state(module)
+                record.optimizer = self.team.optimizer_state(module, optimizer)
+                if self.team.is_first:
+                    save_record(self.folder, record)
+                self.team.wait()
+
+    def _summary(self, record: RunRecord) -> dict[str, Any]:
+        last = [row for row in record.rows if "held_out" in row]
+        by_stage = {row["stage"]: row["held_out"] for row in last}
+        return {
+            "plan": {**self.plan.json_from_plan(), "target": Path(self.plan.target).name},
+            "processes": self.team.size,
+            "threads": torch.get_num_threads(),
+            "seconds": {name: round(value, 1) for name, value in record.seconds.items()},
+            "held_out": by_stage,
+        }
+
+    def _write(self, trainable: Any, record: RunRecord) -> None:
+        """The speculator with its figures, whole or not at all; the events are in the run's folder."""
+        self.listener.stage("write")
+        summary = self._summary(record)
+        for key in ("start",):
+            summary["plan"].pop(key, None)
+        summary["plan"]["text"] = {**summary["plan"]["text"], "files": [Path(f).name for f in self.section.text.files]}
+        with staged_folder(self.plan.output) as folder:
+            trainable.save(folder)
+            text = json.dumps(summary, indent=1) + "\n"
+            (folder / "training.json").write_text(text, encoding="utf-8")
+            write_curves(record.rows, folder / "training.png", self.folder / "events", self.plan.section.method)
+
+
+def _note(folder: Path, stage: str, facts: dict[str, Any]) -> None:
+    with disk_faults(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "states.json"
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps({**known, stage: facts}, indent=1))
+        part.replace(path)
+
+
+def _check_extras() -> None:
+    missing = [name for name in ("matplotlib", "tensorboard") if importlib.util.find_spec(name) is None]
+    if missing:
+        expected = "the packages that plot and log a run"
+        raise BuildError("train", f"no {missing[0]}", expected, "Install them: pip install 'speccompile[train]'.")
+
+
+def discard(folder: Path) -> None:
+    """Forget a run: its checkpoint goes, its log stays."""
+    with contextlib.suppress(FileNotFoundError):
+        (folder / "checkpoint.pt").unlink()

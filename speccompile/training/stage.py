@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stage of training: batches in a fixed order, AdamW with a cosine, measurements, checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from speccompile.core.training import TrainingBatch
+from speccompile.recipe.training import GeneratedSection, PlainSection
+from speccompile.training.distributed import Team
+from speccompile.training.packing import HELD_OUT, TRAIN, Windows
+from speccompile.training.states import CachedStates, LiveStates, batch_from_outputs
+
+MEASURE_ROWS = 8  # windows of a measurement's batch
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage works on.
+
+    Args:
+        name: `plain` or `generated`.
+        section: steps, sizes and learning rate.
+        windows: the text.
+        states: the target's outputs on it.
+        seed: of the order of windows.
+    """
+
+    name: str
+    section: PlainSection | GeneratedSection
+    windows: Windows
+    states: LiveStates | CachedStates
+    seed: int
+
+    def rows(self, step: int) -> list[int]:
+        """Windows of a step: each epoch goes once through all of them, in an order of its own."""
+        count, size = self.windows.counts[TRAIN], self.section.batch_size
+        rows = []
+        for index in range(step * size, (step + 1) * size):
+            epoch, place = divmod(index, count)
+            rows.append(int(_order(count, self.seed, epoch)[place]))
+        return rows
+
+    def batch(self, split: str, rows: list[int], seed: int) -> TrainingBatch:
+        """The windows `rows` with the target's outputs."""
+        tokens = self.windows.rows(split, rows)
+        held = self.states.read(split, rows, tokens)
+        return batch_from_outputs(torch.from_numpy(tokens.astype(np.int64)), held, seed)
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def learning_rate(section: PlainSection | GeneratedSection, step: int) -> float:
+    """Linear warm-up, then a cosine to a tenth."""
+    top = section.learning_rate
+    if step < section.warmup_steps:
+        return top * (step + 1) / section.warmup_steps
+    done = (step - section.warmup_steps) / max(1, section.steps - section.warmup_steps)
+    return top * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def make_optimizer(module: torch.nn.Module, weight_decay: float) -> torch.optim.Optimizer:
+    """AdamW; norms and biases are not decayed."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+
+class StageRunner:
+    """Runs steps of a stage.
+
+    Args:
+        stage: text and schedule.
+        module: the trainable with its loss, sharded over the team.
+        optimizer: its optimizer.
+        team: the processes.
+        precision: dtype of the arithmetic.
+        max_grad_norm: gradients are clipped to it.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        team: Team,
+        precision: torch.dtype,
+        max_grad_norm: float,
+    ) -> None:
+        self.stage, self.module, self.optimizer, self.team = stage, module, optimizer, team
+        self.precision, self.max_grad_norm = precision, max_grad_norm
+
+    def step(self, step: int) -> torch.Tensor:
+        """One step; the measures of its batch, [5, positions] float64, over all processes."""
+        rows = self.stage.rows(step)
+        batch = self.stage.batch(TRAIN, self.team.part(rows), seed=hash((self.stage.seed, step, self.team.rank)))
+        rate = learning_rate(self.stage.section, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        with torch.autocast(self.team.device, self.precision, enabled=self.precision != torch.float32):
+            loss, sums = self.module(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.team.total(sums)
+
+    @torch.no_grad()
+    def measure(self) -> torch.Tensor:
+        """The measures of all held-out windows, [5, positions] float64."""
+        count = self.stage.windows.counts[HELD_OUT]
+        total = None
+        for start in range(0, count, MEASURE_ROWS * self.team.size):
+            rows = list(range(start, min(count, start + MEASURE_ROWS * self.team.size)))
+            rows = self.team.part(rows) or rows[:1]  # every process takes part in every forward
+            share = 1.0 if len(rows) > 0 and self._counts(start, count) else 0.0
+            with torch.autocast(self.team.device, self.precision, enabled=self.precision != torch.float32):
+                _, sums = self.module(self.stage.batch(HELD_OUT, rows, seed=start))
+            total = sums * share if total is None else total + sums * share
+        assert total is not None
+        return self.team.total(total)
+
+    def _counts(self, start: int, count: int) -> bool:
+        return start + self.team.rank < count
+
+
+def measures_from_sums(sums: torch.Tensor) -> dict[str, Any]:
+    """Losses and agreement by position, chains kept and the estimated acceptance length, JSON-ready."""
+    losses, hits, tried, kept, chains = sums
+    tried, chains = tried.clamp(min=1), chains.clamp(min=1)
+    kept_share = (kept / chains).tolist()
+    return {
+        "loss": [round(v, 5) for v in (losses / tried).tolist()],
+        "agreement": [round(v, 5) for v in (hits / tried).tolist()],
+        "kept": [round(v, 5) for v in kept_share],
+        "acceptance_length": round(1.0 + sum(kept_share), 5),
+    }
+
+
+def steps_left(first: int, last: int, every: int) -> Iterator[tuple[int, bool]]:
+    """(step, whether something is due behind it) from `first` to `last` - 1; the last step is always due."""
+    for step in range(first, last):
+        yield step, (step + 1) % every == 0 or step + 1 == last

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's outputs on windows of text: computed for each batch, or once and kept on disk in shards."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from speccompile.bundling.staging import disk_faults, staged_folder
+from speccompile.core.training import TargetNeeds, TrainingBatch
+from speccompile.training.packing import SHARD_WINDOWS, Windows
+from speccompile.training.target import Target
+
+_RUN_TOKENS = 4096  # tokens of one forward of the target
+_SPARE_BYTES = 2 << 30  # left free on the disk
+PER_NODE = 2  # leading dims of a tensor that counts nodes: [windows, nodes, ...]
+
+
+class LiveStates:
+    """Runs the target for every batch."""
+
+    def __init__(self, target: Target, needs: TargetNeeds) -> None:
+        self.target, self.needs = target, needs
+
+    def read(self, split: str, rows: Sequence[int], tokens: np.ndarray) -> dict[str, torch.Tensor]:
+        """The outputs by name for the windows `tokens`."""
+        del split, rows
+        return run_in_parts(self.target, torch.from_numpy(tokens.astype(np.int64)), self.needs)
+
+
+class CachedStates:
+    """Reads shards that `write_states` wrote."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self.folder, self.names = folder, tuple(names)
+        self._open: dict[Path, np.ndarray] = {}
+
+    def read(self, split: str, rows: Sequence[int], tokens: np.ndarray) -> dict[str, torch.Tensor]:
+        """The outputs by name for the windows `rows` of a split."""
+        del tokens
+        return {name: torch.stack([self._row(name, split, row) for row in rows]) for name in self.names}
+
+    def _row(self, name: str, split: str, row: int) -> torch.Tensor:
+        path = _shard(self.folder, name, split, row // SHARD_WINDOWS)
+        if path not in self._open:
+            self._open[path] = np.load(path, mmap_mode="r")
+        return _tensor_from_array(name, np.array(self._open[path][row % SHARD_WINDOWS]))
+
+
+def run_in_parts(target: Target, tokens: torch.Tensor, needs: TargetNeeds) -> dict[str, torch.Tensor]:
+    """`Target.run` on a few windows at a time."""
+    size = max(1, _RUN_TOKENS // tokens.shape[1])
+    parts = [target.run(part, needs) for part in tokens.split(size)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def batch_from_outputs(tokens: torch.Tensor, held: dict[str, torch.Tensor], seed: int) -> TrainingBatch:
+    """A batch from `Target.run`'s names."""
+    layers = {int(name.partition(".")[2]): value for name, value in held.items() if name.startswith("layer.")}
+    plain = {name: value for name, value in held.items() if not name.startswith("layer.")}
+    return TrainingBatch(tokens=tokens, layers=layers, seed=seed, **plain)
+
+
+def output_names(needs: TargetNeeds) -> tuple[str, ...]:
+    """What `Target.run` gives."""
+    names = [f"layer.{i}" for i in needs.layers] + ["k_cache", "v_cache"] * needs.caches + ["hidden"] * needs.hidden
+    return (*names, "law_tokens", "law_probs")
+
+
+def missing_names(folder: Path, windows: Windows, names: Sequence[str]) -> list[str]:
+    """Those of which a shard is missing."""
+    shards = [(split, i) for split in windows.counts for i in range(windows.num_shards(split))]
+    return [n for n in names if not all(_shard(folder, n, split, i).is_file() for split, i in shards)]
+
+
+def write_states(
+    folder: Path, target: Target, windows: Windows, needs: TargetNeeds, progress: Callable[[int, int], None]
+) -> None:
+    """Compute and keep what is missing, shard by shard; what is there already is not done again.
+
+    Args:
+        folder: of all outputs of this target on these windows; methods share it.
+        target: the model.
+        windows: the text.
+        needs: what is wanted.
+        progress: called with windows done and all windows.
+    """
+    names, done, total = output_names(needs), 0, sum(windows.counts.values())
+    for split, count in windows.counts.items():
+        for shard in range(windows.num_shards(split)):
+            done += min(SHARD_WINDOWS, count - shard * SHARD_WINDOWS)
+            absent = [n for n in names if not _shard(folder, n, split, shard).is_file()]
+            if absent:
+                tokens = torch.from_numpy(windows.read(split, shard).astype(np.int64))
+                held = run_in_parts(target, tokens, needs)
+                for name in absent:
+                    _save(_shard(folder, name, split, shard), _array_from_tensor(name, held[name]))
+            progress(done, total)
+
+
+def choose(
+    folder: Path, target: Target, windows: Windows, needs: TargetNeeds, passes: float, wish: str
+) -> tuple[bool, dict[str, Any]]:
+    """Whether to keep the target's outputs on disk.
+
+    Kept where that is faster: once forward, once written, read in every pass, against a forward in every pass.
+    What an earlier run wrote costs reading only.
+
+    Args:
+        folder: where they are kept.
+        target: the model, to be timed.
+        windows: the text.
+        needs: what is wanted.
+        passes: how often the whole text is read.
+        wish: `auto`, `disk` or `live`.
+
+    Returns:
+        The decision, and what was measured.
+    """
+    names = output_names(needs)
+    absent = missing_names(folder, windows, names)
+    if wish != "auto" or not absent:
+        return wish != "live", {"wish": wish, "missing": absent}
+    tokens = torch.from_numpy(windows.read("train", 0)[: max(1, _RUN_TOKENS // windows.seq_len)].astype(np.int64))
+    target.run(tokens[:1], needs)
+    start = time.perf_counter()
+    held = target.run(tokens, needs)
+    forward = time.perf_counter() - start
+    arrays = {name: _array_from_tensor(name, held[name]) for name in names}
+    row_bytes = sum(a.nbytes for a in arrays.values()) / len(tokens)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with disk_faults(folder), staged_folder(folder.with_name(f"{folder.name}.probe")) as probe:
+        start = time.perf_counter()
+        for name, array in arrays.items():
+            _save(probe / f"{name}.npy", array)
+        write = time.perf_counter() - start
+        start = time.perf_counter()
+        for name in arrays:
+            np.load(probe / f"{name}.npy")
+        read = time.perf_counter() - start
+    folder.with_name(f"{folder.name}.probe").exists() and _remove(folder.with_name(f"{folder.name}.probe"))
+    num = sum(windows.counts.values())
+    free = _free_bytes(folder.parent)
+    fits = row_bytes * num + _SPARE_BYTES < free
+    kept_s, live_s = forward + write + passes * read, passes * forward
+    facts = {
+        "forward_ms": 1e3 * forward / len(tokens), "write_ms": 1e3 * write / len(tokens),
+        "read_ms": 1e3 * read / len(tokens), "passes": passes, "disk_bytes": int(row_bytes * num), "fits": fits,
+    }  # fmt: skip
+    return fits and kept_s < live_s, facts
+
+
+def _remove(folder: Path) -> bool:
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    return True
+
+
+def _free_bytes(folder: Path) -> int:
+    facts = os.statvfs(folder)
+    return facts.f_bavail * facts.f_frsize
+
+
+def digest_record(target: Target, windows_digest: str, dtype: str) -> dict[str, Any]:
+    """What the kept outputs depend on."""
+    weights = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(target.folder.glob("*.safetensors"))}
+    return {"dims": asdict(target.dims), "weights": weights, "windows": windows_digest, "dtype": dtype}
+
+
+def _shard(folder: Path, name: str, split: str, shard: int) -> Path:
+    return folder / f"{name}-{split}-{shard:05d}.npy"
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    with disk_faults(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        with part.open("wb") as file:
+            np.save(file, array)
+        part.replace(path)
+
+
+def _array_from_tensor(name: str, tensor: torch.Tensor) -> np.ndarray:
+    """Tokens as int32, all else as the bits of bfloat16."""
+    if name == "law_tokens":
+        return np.asarray(tensor.to(torch.int32).cpu().numpy())
+    return np.asarray(tensor.to(torch.bfloat16).cpu().contiguous().view(torch.uint16).numpy())
+
+
+def _tensor_from_array(name: str, array: np.ndarray) -> torch.Tensor:
+    plain = torch.from_numpy(array)
+    if name == "law_tokens":
+        return plain.to(torch.int64)
+    value = plain.view(torch.bfloat16)
+    return value.float() if name == "law_probs" else value

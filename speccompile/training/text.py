@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The windows of both stages, made once and kept by the digest of what they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from speccompile.bundling.stage_cache import StageCache, default_cache_folder
+from speccompile.core.sampling import SamplingParams
+from speccompile.errors import CheckpointError, RecipeError
+from speccompile.pipeline import build
+from speccompile.recipe.models import Recipe, SpeculatorSection
+from speccompile.recipe.plan import find_device, resolve
+from speccompile.recipe.training import TextSection, TrainingSection
+from speccompile.runtime.bundle import read_json
+from speccompile.runtime.engine import load
+from speccompile.training.corpus import HELD_OUT_SHARE, Document, Sources, find_sources
+from speccompile.training.packing import (
+    HELD_OUT,
+    TRAIN,
+    Tokens,
+    Windows,
+    digest_from_json,
+    open_windows,
+    pack,
+    write_windows,
+)
+
+Progress = Callable[[str], None]
+_FORMAT = 1  # of what is kept; a new number makes all anew
+
+
+def cache_folder() -> Path:
+    """Where windows, generated text and the target's outputs are kept."""
+    return default_cache_folder() / "training"
+
+
+class TextBook:
+    """Makes the windows of a run.
+
+    Args:
+        recipe: with a section `training`.
+        target: folder of the target's checkpoint.
+        progress: called with what is being done.
+    """
+
+    def __init__(self, recipe: Recipe, target: Path, progress: Progress) -> None:
+        assert recipe.training is not None
+        self.recipe, self.target, self.progress = recipe, target, progress
+        self.section: TrainingSection = recipe.training
+        self._sources: Sources | None = None
+        self.tokenizer, self.tokenizer_digest = read_tokenizer(target)
+
+    def plain(self) -> tuple[Windows, str]:
+        """The windows of stage 1, and their digest."""
+        text, section = self.section.text, self.section.plain
+        record = {**self._record(text), "seq_len": section.seq_len}
+        digest = digest_from_json(record)
+
+        def make() -> dict[str, Tokens]:
+            self.progress("text: tokenise")
+            limits = {TRAIN: text.max_tokens, HELD_OUT: text.held_out_tokens}
+            documents = self.sources().documents()
+            return pack(documents, self.tokenizer, section.seq_len, limits, self._eos(), self.section.seed)
+
+        return _kept(cache_folder() / "plain" / digest, make), digest
+
+    def generated(self) -> tuple[Windows, str]:
+        """The windows of stage 2, and their digest: prompts cut from the text, continued by the target."""
+        text, section = self.section.text, self.section.generated
+        sizes = section.model_dump(
+            include={"seq_len", "prompt_tokens", "num_sequences", "temperatures"}, mode="json"
+        )  # fmt: skip
+        engine = self.recipe.engine.model_dump(mode="json", include={"backend", "device"})
+        record = {**self._record(text), **sizes, **engine, "target": _digest_of_weights(self.target)}
+        digest = digest_from_json(record)
+        return _kept(cache_folder() / "generated" / digest, lambda: self._generate(digest)), digest
+
+    def sources(self) -> Sources:
+        """The documents, found once."""
+        if self._sources is None:
+            self.progress("text: find documents")
+            self._sources = find_sources(self.section.text.files, self.section.text.python_sources)
+        return self._sources
+
+    def _record(self, text: TextSection) -> dict[str, Any]:
+        limits = text.model_dump(include={"max_tokens", "held_out_tokens"})
+        return {
+            "format": _FORMAT, "documents": self.sources().digest, "tokenizer": self.tokenizer_digest, **limits,
+            "seed": self.section.seed,
+        }  # fmt: skip
+
+    def _eos(self) -> int:
+        given: Any = read_json(self.target / "config.json").get("eos_token_id")
+        first = (given or [0])[0] if isinstance(given, list) else given
+        return int(first or 0)
+
+    def _generate(self, digest: str) -> dict[str, Tokens]:
+        section = self.section.generated
+        num_held_out = max(1, round(section.num_sequences * HELD_OUT_SHARE))
+        wanted = {TRAIN: section.num_sequences, HELD_OUT: num_held_out}
+        prompts = self._prompts(wanted)
+        plan = resolve(_plain_recipe(self.recipe), find_device(self.recipe.engine.device))
+        self.progress("text: build the target")
+        bundle = build(plan, cache_folder() / "bundles" / digest, cache=StageCache(None))
+        engine = load(bundle.path)
+        params = SamplingParams(max_new_tokens=section.seq_len - section.prompt_tokens)
+        windows = {}
+        for split, rows in prompts.items():
+            heats = [section.temperatures[i % len(section.temperatures)] for i in range(len(rows))]
+            sampling = [replace(params, temperature=h, seed=self.section.seed + i) for i, h in enumerate(heats)]
+            texts: list[list[int]] = [[] for _ in rows]
+            run = engine.run(rows, sampling, speculative=False, batch_size=section.batch_slots)
+            for done, (index, generation) in enumerate(run, 1):
+                texts[index] = [*rows[index], *generation.tokens]
+                self.progress(f"text: generate {split} {done}/{len(rows)}")
+            windows[split] = _cut(texts, section.seq_len)
+        return windows
+
+    def _prompts(self, wanted: dict[str, int]) -> dict[str, list[list[int]]]:
+        """Prompts by split: each begins at a line of a document of that split."""
+        num = self.section.generated.prompt_tokens
+        rng = np.random.default_rng(self.section.seed)
+        found: dict[str, list[list[int]]] = {split: [] for split in wanted}
+        by_split: dict[str, list[Document]] = {TRAIN: [], HELD_OUT: []}
+        for document in self.sources().documents():
+            split = HELD_OUT if document.is_held_out else TRAIN
+            if len(by_split[split]) < wanted[split]:
+                by_split[split].append(document)
+            if all(len(by_split[s]) >= wanted[s] for s in wanted):
+                break
+        for split, documents in by_split.items():
+            for tries in range(20 * wanted[split]):
+                if len(found[split]) == wanted[split] or not documents:
+                    break
+                lines = documents[tries % len(documents)].text.splitlines(keepends=True)
+                first = int(rng.integers(len(lines)))
+                ids = self.tokenizer.encode("".join(lines[first : first + num])).ids[:num]
+                if len(ids) == num:
+                    found[split].append(ids)
+            if not found[split]:
+                got, expected = f"no line of {split} text is followed by {num} tokens", "some that are"
+                raise RecipeError("training.text", got, expected, "Give more text, or shorter prompts.")
+        return found
+
+
+def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
+    """The tokenizer of a checkpoint, and its digest.
+
+    Raises:
+        CheckpointError: there is no tokenizer.json.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(str(path), "no such file", "the tokenizer of the target", "Save it beside the weights.")
+    return Tokenizer.from_file(str(path)), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _kept(folder: Path, make: Callable[[], dict[str, Tokens]]) -> Windows:
+    return open_windows(folder) or write_windows(folder, make())
+
+
+def _digest_of_weights(folder: Path) -> list[str]:
+    files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
+    return [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in files]
+
+
+def _plain_recipe(recipe: Recipe) -> Recipe:
+    assert recipe.training is not None
+    section = recipe.training.generated
+    engine = recipe.engine.model_copy(
+        update={"max_batch_size": section.batch_slots, "max_seq_len": section.seq_len + 32, "max_draft_nodes": 1}
+    )
+    return recipe.model_copy(update={"engine": engine, "speculator": SpeculatorSection(method="none")})
+
+
+def _cut(texts: Sequence[list[int]], seq_len: int) -> Tokens:
+    """Whole sequences one a window; those that ended early are put one behind the other and cut."""
+    rows = [t for t in texts if len(t) == seq_len]
+    rest = [token for t in texts if len(t) != seq_len for token in t]
+    rows += list(_pieces(rest, seq_len))
+    if not rows:
+        got = f"{len(rest)} tokens in all"
+        raise RecipeError("training.generated", got, f"at least {seq_len}", "Generate more sequences.")
+    return np.array(rows, dtype=np.int32)
+
+
+def _pieces(tokens: list[int], size: int) -> Iterator[list[int]]:
+    for start in range(0, len(tokens) - size + 1, size):
+        yield tokens[start : start + size]
