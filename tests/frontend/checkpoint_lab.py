@@ -156,6 +156,13 @@ def mlp_first_copies(folder: Path) -> Path:
     return save(folder, mlp_config(HIDDEN, INNER, VOCAB, 3, tie=True), tensors)
 
 
+def mlp_square(folder: Path) -> Path:
+    """As wide as its target, which inner_dim 0 says; keys without prefix."""
+    tensors = draw(mlp_shapes(HIDDEN, HIDDEN, VOCAB, 2, first_only=False))
+    bare = {key.removeprefix("speculator."): t for key, t in tensors.items()}
+    return save(folder, mlp_config(HIDDEN, 0, VOCAB, 2), bare)
+
+
 def layer_shapes(
     prefix: str, hidden: int, qkv_input: int, *, norm: bool = True, heads: int = HEADS, kv_heads: int = KV_HEADS
 ) -> dict[str, tuple[int, ...]]:
@@ -228,6 +235,26 @@ def eagle3_whole(folder: Path) -> Path:
 
 def eagle3_numbered(folder: Path) -> Path:
     return save(folder, EAGLE3, eagle3_tensors("layers.0"))
+
+
+def eagle3_normed(folder: Path) -> Path:
+    """Norms before the fusion: one over all states, and one for each."""
+    norms = {"input_norm.weight": (3 * HIDDEN,), **{f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}}
+    return save(folder, {**EAGLE3, "norm_before_fc": True}, {**eagle3_tensors(), **draw(norms)})
+
+
+def eagle3_narrow(folder: Path) -> Path:
+    """Half as wide as its target, so with embeddings of its own."""
+    shapes = {
+        "fc.weight": (SMALL, 3 * HIDDEN),
+        **layer_shapes("midlayer", SMALL, 2 * SMALL),
+        "midlayer.hidden_norm.weight": (SMALL,),
+        "norm.weight": (SMALL,),
+        "lm_head.weight": (VOCAB, SMALL),
+        "embed_tokens.weight": (VOCAB, SMALL),
+    }
+    config = {**EAGLE3, "hidden_size": SMALL, "target_hidden_size": HIDDEN, "draft_vocab_size": VOCAB}
+    return save(folder, config, draw(shapes))
 
 
 def eagle3_speculators(folder: Path) -> Path:
@@ -314,6 +341,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "medusa-vllm": (medusa_vllm, "medusa/vllm"),
     "mlp": (mlp_plain, "mlp/ours"),
     "mlp-tied": (mlp_tied, "mlp/ours"),
+    "mlp-square": (mlp_square, "mlp/ours"),
     "mlp-first-copies": (mlp_first_copies, "mlp/ours"),
     "eagle": (eagle_ours, "eagle/ours"),
     "eagle-two-layers": (lambda folder: eagle_ours(folder, 2), "eagle/ours"),
@@ -321,6 +349,8 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "eagle3": (eagle3_ours, "eagle3/ours"),
     "eagle3-specforge": (eagle3_specforge, "eagle3/ours"),
     "eagle3-whole": (eagle3_whole, "eagle3/ours"),
+    "eagle3-normed": (eagle3_normed, "eagle3/ours"),
+    "eagle3-narrow": (eagle3_narrow, "eagle3/ours"),
     "eagle3-numbered": (eagle3_numbered, "eagle3/numbered"),
     "eagle3-speculators": (eagle3_speculators, "eagle3/speculators"),
     "glide": (glide_ours, "glide/ours"),

@@ -25,7 +25,8 @@ PAIRS = [
     ("mlp-first-copies", "ours"), ("eagle-two-layers", "ours"), ("eagle-pickle", "ours"), ("eagle3", "speculators"),
     ("eagle3-specforge", "speculators"), ("eagle3-whole", "speculators"), ("eagle3-numbered", "ours"),
     ("eagle3-speculators", "ours"), ("eagle3-speculators", "numbered"), ("glide", "ours"), ("glide-tied", "ours"),
-    ("prophet", "ours"), ("prophet-small", "ours"), ("prophet-tied", "ours"),
+    ("mlp-square", "ours"), ("eagle3-normed", "speculators"),
+    ("eagle3-narrow", "speculators"), ("prophet", "ours"), ("prophet-small", "ours"), ("prophet-tied", "ours"),
 ]  # fmt: skip
 
 

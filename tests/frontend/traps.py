@@ -344,4 +344,13 @@ TRAPS = {
     "queries of another target's positions": Trap(
         lab.glide_ours, "glide.positions", r"got 500000\.0; expected 10000\.0", config(large_rope_theta=500000.0)
     ),
+    "a norm that the config denies": Trap(
+        lab.eagle3_normed, "keys.extra", r"input_norm\.weight", config(norm_before_fc=False)
+    ),
+    "no embeddings of a drafter of another width": Trap(
+        lab.eagle3_narrow,
+        "keys.missing",
+        r"\(embed_tokens\.weight\): got no such key; expected BF16 \[40, 8\]",
+        tensors(lambda held: held.pop("embed_tokens.weight")),
+    ),
 }
