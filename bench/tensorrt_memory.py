@@ -10,6 +10,7 @@ parent process holds while the builder works; factors are least squares over the
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 MIB = 2**20
+TOKENIZER = Path(__file__).parents[1] / "examples/models/pycode-16m"
 
 
 def write_recipe(folder: Path, hidden: int, layers: int, quantization: str, weights: str) -> Path:
@@ -39,6 +41,8 @@ def write_recipe(folder: Path, hidden: int, layers: int, quantization: str, weig
         from transformers import LlamaConfig, LlamaForCausalLM
 
         LlamaForCausalLM(LlamaConfig(**config)).half().save_pretrained(folder / "model")
+        for file in TOKENIZER.glob("*token*.json"):
+            shutil.copy(file, folder / "model")
     recipe = {
         "target": {"model": str(folder / "model"), "weights": weights, "quantization": quantization},
         "engine": {"backend": "tensorrt", "plugins": "none", "max_batch_size": 4, "max_seq_len": 2048},
