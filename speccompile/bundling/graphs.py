@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import gc
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -153,8 +152,6 @@ def compile_graph(
                 model, graph.spec, dest, quantization=graph.job.quantization, options=options, progress=log.step
             )
             stage.joint_peak_bytes = report.get("peak_rss_bytes", 0)
-        del model
-        gc.collect()  # weights lie in cycles, and the next graph needs the room
         del model
         gc.collect()  # weights lie in cycles, and the next graph needs the room
         write_json(dest / _REPORT, {**report, "dims": asdict(dims)})
