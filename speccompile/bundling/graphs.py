@@ -71,7 +71,8 @@ def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weight
         CheckpointError, RecipeError: see `GraphSource`.
     """
     engine = plan.engine
-    context = SourceContext(weights or plan.weights, engine.max_seq_len, engine.max_draft_nodes, target)
+    shared = None if target is None else plan.target
+    context = SourceContext(weights or plan.weights, engine.max_seq_len, engine.max_draft_nodes, target, shared)
     source: GraphSource = registry.find_class(job.source)(job, context)
     return source
 

@@ -44,12 +44,14 @@ class SourceContext:
         max_seq_len: rows that a sequence may use.
         max_draft_nodes: draft tokens one step may score at most, per slot.
         target: sizes of the target; None for the target itself.
+        target_job: the target as it was asked for, where a speculator shares tables with it.
     """
 
     weights: str
     max_seq_len: int
     max_draft_nodes: int
     target: ModelDims | None = None
+    target_job: GraphJob | None = None
 
 
 @dataclass(frozen=True)
