@@ -67,3 +67,41 @@ def test_contradictions_are_refused(tmp_path: Path, override: str, where: str) -
 
 def test_this_machine_has_a_core() -> None:
     assert find_device("cpu").num_cores >= 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "device"), [("onnxruntime", "float32", "cpu"), ("tensorrt", "float16", "cuda")]
+)
+def test_dtype_and_device_left_open_are_the_backends_own(tmp_path: Path, backend: str, dtype: str, device: str) -> None:
+    made = plan(tmp_path, f"engine.backend={backend}")
+    assert (made.dtype, made.engine.device) == (dtype, device)
+    assert plan(tmp_path, "engine.backend=tensorrt", "target.dtype=bfloat16").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "known"),
+    [
+        (("target.quantization=fp8",), "target.quantization", "none, int8, int4 with engine.backend: onnxruntime"),
+        (("speculator.quantization=fp8",), "speculator.quantization", "none, int8, int4"),
+        (("target.dtype=float16",), "target.dtype", "float32 with"),
+        (("target.dtype=float32", "engine.backend=tensorrt"), "target.dtype", "float16, bfloat16"),
+    ],
+)
+def test_forms_that_the_backend_does_not_have_are_refused(
+    tmp_path: Path, overrides: tuple[str, ...], where: str, known: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan(tmp_path, *overrides)
+    assert caught.value.where == where
+    assert known in caught.value.expected
+
+
+def test_only_the_section_of_the_chosen_backend_is_in_the_recipe_of_a_plan(tmp_path: Path) -> None:
+    assert "tensorrt" not in plan(tmp_path).recipe_from_plan()["engine"]
+    made = plan(tmp_path, "engine.backend=tensorrt", "engine.tensorrt.decode.nodes=[1,4,17]")
+    section = made.recipe_from_plan()["engine"]["tensorrt"]
+    assert section["decode"] == {"batch": "auto", "nodes": [1, 4, 17], "kv": "auto"}
+    options = made.engine.backend_options()
+    assert (options["flavour"], options["plugins"]) == ("auto", "auto")
+    assert options["decode"]["nodes"] == (1, 4, 17)
+    assert plan(tmp_path).engine.backend_options() == {}

@@ -38,11 +38,12 @@ def predicted_weight_bytes(
 
 # Measured with TensorRT-RTX 1.7.1 by bench/tensorrt_memory.py: random Llamas of hidden 1024 to 5120, two layers, two
 # profiles. A builder's process holds a constant and a multiple of the lowered weights, one of them the mapped file,
-# which the kernel may drop when memory is short. Lowering holds torch's float32 weights and what it makes of them.
+# which the kernel may drop when memory is short.
 _BUILDER_FACTOR = {"none": 2.46, "int8": 1.99, "int4": 2.18, "fp8": 1.99}
 _BUILDER_BYTES, _PARENT_BYTES, _KERNEL_BYTES = 550 * MIB, 680 * MIB, 30 * MIB
-_LOWERING_BYTES_PER_PARAM = {"none": 4.46, "int8": 5.58, "int4": 6.21, "fp8": 5.58}
-_LOWERING_BYTES = {"none": 700 * MIB, "int8": 750 * MIB, "int4": 880 * MIB, "fp8": 750 * MIB}
+# The export of a checkpoint of two bytes a weight holds six (four from random weights); lowering holds 4.5 to 6.2.
+_EXPORT_BYTES_PER_PARAM = {"none": 6.0, "int8": 6.0, "int4": 6.21, "fp8": 6.0}
+_EXPORT_BYTES = {"none": 620 * MIB, "int8": 750 * MIB, "int4": 880 * MIB, "fp8": 750 * MIB}
 
 
 def predict_sizes(counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
@@ -50,5 +51,5 @@ def predict_sizes(counts: WeightCounts, quantization: str, dtype: str) -> BuildS
     num_head, is_tied = counts.num_head, counts.is_tied
     weights = predicted_weight_bytes(counts, quantization, dtype, num_head=num_head, is_tied=is_tied)
     builder = int(weights * _BUILDER_FACTOR[quantization]) + _BUILDER_BYTES + _PARENT_BYTES
-    export = int(counts.num_params * _LOWERING_BYTES_PER_PARAM[quantization]) + _LOWERING_BYTES[quantization]
+    export = int(counts.num_params * _EXPORT_BYTES_PER_PARAM[quantization]) + _EXPORT_BYTES[quantization]
     return BuildSizes(weights, weights + _KERNEL_BYTES, export, builder)
