@@ -37,6 +37,8 @@ TRAINERS = {
     "prophet": "speccompile.speculators.prophet.training:ProphetTrainer",
     "eagle3": "speccompile.speculators.eagle3.training:Eagle3Trainer",
     "glide": "speccompile.speculators.glide.training:GlideTrainer",
+    "early_exit": "speccompile.speculators.early_exit.training:EarlyExitTrainer",
+    "draft_model": "speccompile.speculators.draft_model.training:DraftModelTrainer",
 }
 
 

@@ -35,6 +35,7 @@ class TargetParts:
 
     Args:
         config: the target's config.json.
+        folder: of its checkpoint.
         embeddings: [vocab, hidden] float32.
         lm_head: [vocab, hidden] float32.
         token_counts: [vocab] int64, how often the training text has each token.
@@ -43,6 +44,7 @@ class TargetParts:
     """
 
     config: Mapping[str, Any]
+    folder: Path
     embeddings: Tensor
     lm_head: Tensor
     token_counts: Tensor

@@ -84,20 +84,19 @@ class _Run:
         self.listener.stage("target: load")
         target = Target(source, self.precision, self.section.device)
         book = TextBook(self.recipe, source, self.listener.stage)
-        texts = self._texts(book)
+        stages = [name for name in ("plain", "generated") if getattr(self.section, name).steps]
         needs = self.plan.trainer.needs(self.plan.heads, target.config)
-        trainable, parts = self._make(target, texts)
+        trainable, parts = self._make(target, self._windows(book, stages[0]))
         options = LossOptions(self.section.kl_share, self.section.decay, self.precision)
         trained = TrainedModule(trainable, options, target.dims.vocab_size)
         module = self.team.shard(trained)
         optimizer = make_optimizer(module, self.section.weight_decay)
-        record = self._open_record([digest for _, _, digest in texts])
+        record = self._open_record([book.digest(name) for name in stages])
         if record.model:
             self.team.load(module, optimizer, record.model, record.optimizer)
-        for index, (name, windows, digest) in enumerate(texts):
-            if index < record.stage:
-                continue
-            stage = self._stage(name, windows, digest, target, needs)
+        for index, name in list(enumerate(stages))[record.stage :]:
+            windows = self._windows(book, name)
+            stage = self._stage(name, windows, book.digest(name), target, needs)
             self._run_stage(index, stage, module, optimizer, record)
         state = self.team.model_state(module)
         if self.team.is_first:
@@ -108,22 +107,17 @@ class _Run:
         self.team.wait()
         return self._summary(record)
 
-    def _texts(self, book: TextBook) -> list[tuple[str, Windows, str]]:
-        """(name, windows, digest) of the stages that have steps; the first process makes them, the others read."""
-        made = []
-        for name, make in (("plain", book.plain), ("generated", book.generated)):
-            if getattr(self.section, name).steps:
-                if self.team.is_first:
-                    make()
-                self.team.wait()
-                made.append((name, *make()))
-        return made
+    def _windows(self, book: TextBook, name: str) -> Windows:
+        """The first process makes them, the others read."""
+        if self.team.is_first:
+            book.windows(name)
+        self.team.wait()
+        return book.windows(name)
 
-    def _make(self, target: Target, texts: list[tuple[str, Windows, str]]) -> tuple[Any, Any]:
+    def _make(self, target: Target, windows: Windows) -> tuple[Any, Any]:
         counts = torch.zeros(target.dims.vocab_size, dtype=torch.int64)
-        for _, windows, _ in texts:
-            for shard in range(windows.num_shards(TRAIN)):
-                counts += torch.from_numpy(windows.read(TRAIN, shard)).flatten().long().bincount(minlength=len(counts))
+        for shard in range(windows.num_shards(TRAIN)):
+            counts += torch.from_numpy(windows.read(TRAIN, shard)).flatten().long().bincount(minlength=len(counts))
         parts = target.parts(counts)
         start = None if self.section.start is None else Path(self.section.start)
         return self.plan.trainer.make(self.plan.heads, parts, start), parts

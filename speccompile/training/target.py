@@ -50,6 +50,7 @@ class Target:
         is_rms = "RMSNorm" in type(norm).__name__
         return TargetParts(
             config=self.config,
+            folder=self.folder,
             embeddings=_plain(embeddings.weight),
             lm_head=_plain(head.weight),
             token_counts=token_counts,

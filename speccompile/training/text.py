@@ -18,7 +18,7 @@ from speccompile.errors import CheckpointError, RecipeError
 from speccompile.pipeline import build
 from speccompile.recipe.models import Recipe, SpeculatorSection
 from speccompile.recipe.plan import find_device, resolve
-from speccompile.recipe.training import TextSection, TrainingSection
+from speccompile.recipe.training import TrainingSection
 from speccompile.runtime.bundle import read_json
 from speccompile.runtime.engine import load
 from speccompile.training.corpus import HELD_OUT_SHARE, Document, Sources, find_sources
@@ -58,30 +58,20 @@ class TextBook:
         self._sources: Sources | None = None
         self.tokenizer, self.tokenizer_digest = read_tokenizer(target)
 
-    def plain(self) -> tuple[Windows, str]:
-        """The windows of stage 1, and their digest."""
-        text, section = self.section.text, self.section.plain
-        record = {**self._record(text), "seq_len": section.seq_len}
-        digest = digest_from_json(record)
-
-        def make() -> dict[str, Tokens]:
-            self.progress("text: tokenise")
-            limits = {TRAIN: text.max_tokens, HELD_OUT: text.held_out_tokens}
-            documents = self.sources().documents()
-            return pack(documents, self.tokenizer, section.seq_len, limits, self._eos(), self.section.seed)
-
-        return _kept(cache_folder() / "plain" / digest, make), digest
-
-    def generated(self) -> tuple[Windows, str]:
-        """The windows of stage 2, and their digest: prompts cut from the text, continued by the target."""
-        text, section = self.section.text, self.section.generated
-        sizes = section.model_dump(
-            include={"seq_len", "prompt_tokens", "num_sequences", "temperatures"}, mode="json"
-        )  # fmt: skip
+    def digest(self, stage: str) -> str:
+        """Of everything that the windows of a stage, `plain` or `generated`, depend on."""
+        if stage == "plain":
+            return digest_from_json({**self._record(), "seq_len": self.section.plain.seq_len})
+        names = {"seq_len", "prompt_tokens", "num_sequences", "temperatures"}
+        sizes = self.section.generated.model_dump(include=names, mode="json")
         engine = self.recipe.engine.model_dump(mode="json", include={"backend", "device"})
-        record = {**self._record(text), **sizes, **engine, "target": _digest_of_weights(self.target)}
-        digest = digest_from_json(record)
-        return _kept(cache_folder() / "generated" / digest, lambda: self._generate(digest)), digest
+        return digest_from_json({**self._record(), **sizes, **engine, "target": _digest_of_weights(self.target)})
+
+    def windows(self, stage: str) -> Windows:
+        """The windows of a stage, made if they are not kept already."""
+        make = self._pack if stage == "plain" else self._generate
+        folder = cache_folder() / stage / self.digest(stage)
+        return open_windows(folder) or write_windows(folder, make())
 
     def sources(self) -> Sources:
         """The documents, found once."""
@@ -90,26 +80,34 @@ class TextBook:
             self._sources = find_sources(self.section.text.files, self.section.text.python_sources)
         return self._sources
 
-    def _record(self, text: TextSection) -> dict[str, Any]:
-        limits = text.model_dump(include={"max_tokens", "held_out_tokens"})
+    def _record(self) -> dict[str, Any]:
+        limits = self.section.text.model_dump(include={"max_tokens", "held_out_tokens"})
+        tokenizer, documents = self.tokenizer_digest, self.sources().digest
         return {
-            "format": _FORMAT, "documents": self.sources().digest, "tokenizer": self.tokenizer_digest, **limits,
-            "seed": self.section.seed,
+            "format": _FORMAT, "documents": documents, "tokenizer": tokenizer, **limits, "seed": self.section.seed
         }  # fmt: skip
+
+    def _pack(self) -> dict[str, Tokens]:
+        """Windows of stage 1."""
+        self.progress("text: tokenise")
+        text, seq_len = self.section.text, self.section.plain.seq_len
+        limits = {TRAIN: text.max_tokens, HELD_OUT: text.held_out_tokens}
+        return pack(self.sources().documents(), self.tokenizer, seq_len, limits, self._eos(), self.section.seed)
 
     def _eos(self) -> int:
         given: Any = read_json(self.target / "config.json").get("eos_token_id")
         first = (given or [0])[0] if isinstance(given, list) else given
         return int(first or 0)
 
-    def _generate(self, digest: str) -> dict[str, Tokens]:
+    def _generate(self) -> dict[str, Tokens]:
+        """Windows of stage 2: prompts cut from the text, continued by the target."""
         section = self.section.generated
         num_held_out = max(1, round(section.num_sequences * HELD_OUT_SHARE))
         wanted = {TRAIN: section.num_sequences, HELD_OUT: num_held_out}
         prompts = self._prompts(wanted)
         plan = resolve(_plain_recipe(self.recipe), find_device(self.recipe.engine.device))
         self.progress("text: build the target")
-        bundle = build(plan, cache_folder() / "bundles" / digest, cache=StageCache(None))
+        bundle = build(plan, cache_folder() / "bundles" / self.digest("generated"), cache=StageCache(None))
         engine = load(bundle.path)
         params = SamplingParams(max_new_tokens=section.seq_len - section.prompt_tokens)
         windows = {}
@@ -161,10 +159,6 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
     if not path.is_file():
         raise CheckpointError(str(path), "no such file", "the tokenizer of the target", "Save it beside the weights.")
     return Tokenizer.from_file(str(path)), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _kept(folder: Path, make: Callable[[], dict[str, Tokens]]) -> Windows:
-    return open_windows(folder) or write_windows(folder, make())
 
 
 def _digest_of_weights(folder: Path) -> list[str]:

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small causal language model under training: every position imitates the target's law behind it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from speccompile.core.training import Drafted, TargetParts, TrainingBatch
+from speccompile.errors import CheckpointError
+from speccompile.frontend.checkpoint import check_checkpoint, read_dims
+
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+class TrainableDraft(nn.Module):
+    """See `speccompile.core.training.Trainable`.
+
+    Args:
+        model: a transformers model in float32.
+        target: folder of the target, whose tokenizer the draft has.
+        chain: drafts of a chain, into which the text is cut to estimate their acceptance.
+    """
+
+    def __init__(self, model: Any, target: Path, chain: int) -> None:
+        super().__init__()
+        self.model, self.target, self.num_positions = model, target, chain
+
+    def forward(self, batch: TrainingBatch) -> Drafted:
+        """Chains of positions one behind the other."""
+        count, nodes = batch.tokens.shape
+        whole = nodes // self.num_positions * self.num_positions
+        states = self.model.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :whole]
+        labels = torch.arange(count)[:, None] * nodes + torch.arange(whole)
+        projections = (self.model.get_output_embeddings().weight,) * self.num_positions
+        states = states.reshape(-1, self.num_positions, states.shape[-1])
+        return Drafted(states, labels.reshape(-1, self.num_positions), projections)
+
+    @torch.no_grad()
+    def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
+        """Token by token with the model's cache."""
+        tokens, past, drafted = batch.tokens, None, []
+        for _ in range(num):
+            out = self.model(input_ids=tokens, past_key_values=past, use_cache=True)
+            tokens, past = out.logits[:, -1:].argmax(-1), out.past_key_values
+            drafted.append(tokens[0, 0])
+        return torch.stack(drafted)
+
+    def save(self, folder: Path) -> None:
+        """A checkpoint of transformers with the target's tokenizer."""
+        state = {k: v.detach().to(torch.bfloat16) for k, v in self.model.state_dict().items()}
+        with torch.device("meta"):
+            copy = type(self.model)(self.model.config)
+        copy = copy.to_empty(device="cpu").to(torch.bfloat16)
+        copy.load_state_dict(state)
+        copy.tie_weights()
+        copy.save_pretrained(folder)
+        for name in _TOKENIZER:
+            if (self.target / name).is_file():
+                shutil.copyfile(self.target / name, folder / name)
+
+
+def make_model(config: Any, parts: TargetParts, start: Path | None) -> Any:
+    """The model of `training.HeadsConfig` with random weights, or that of a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or has another vocabulary.
+    """
+    vocab, target = parts.lm_head.shape[0], parts.config
+    if start is not None:
+        dims = read_dims(start)
+        check_checkpoint(start, dims)
+        if dims.vocab_size != vocab:
+            got, expected = f"a vocabulary of {dims.vocab_size} tokens", f"{vocab}, as the target has"
+            raise CheckpointError(str(start), got, expected, "Start with a draft of this target.")
+        return AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, use_safetensors=True)
+    made = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim or config.hidden_size // config.num_heads,
+        max_position_embeddings=int(target.get("max_position_embeddings", 2048)),
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=target.get("bos_token_id"),
+        eos_token_id=target.get("eos_token_id"),
+        pad_token_id=target.get("pad_token_id"),
+    )
+    return LlamaForCausalLM(made)

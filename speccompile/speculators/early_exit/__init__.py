@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Self-speculation: the target's own first layers and a small head draft."""

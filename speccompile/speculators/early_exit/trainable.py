@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An early-exit head under training, on the residual stream that the target's first layers leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from speccompile.core.training import Drafted, TargetParts, TrainingBatch
+from speccompile.frontend.heads_file import write_heads
+from speccompile.speculators.early_exit.heads import ExitHead
+
+
+class TrainableExit(nn.Module):
+    """See `speccompile.core.training.Trainable`.
+
+    Its position behind the root says nothing: every token is drafted alike, from its own stream. The text is cut into
+    chains only so that their acceptance can be estimated.
+
+    Args:
+        head: the head.
+        parts: of the target.
+        chain: drafts of a chain.
+    """
+
+    def __init__(self, head: ExitHead, parts: TargetParts, chain: int) -> None:
+        super().__init__()
+        self.head, self.num_positions, self.folder = head, chain, parts.folder
+        self.register_buffer("lm_head", parts.lm_head, persistent=False)
+        self._first_layers: list[Any] = []  # in a list: its weights are not this module's
+
+    def forward(self, batch: TrainingBatch) -> Drafted:
+        """The stream at a token imitates the law behind it."""
+        count, nodes = batch.tokens.shape
+        whole = nodes // self.num_positions * self.num_positions
+        stream = batch.layers[self.head.sizes.num_exit_layers - 1][:, :whole].float()
+        labels = torch.arange(count)[:, None] * nodes + torch.arange(whole)
+        states = self.head(stream).reshape(-1, self.num_positions, stream.shape[-1])
+        return Drafted(states, labels.reshape(-1, self.num_positions), (self.lm_head,) * self.num_positions)
+
+    @torch.no_grad()
+    def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
+        """The target's first layers read the text anew for each draft."""
+        if not self._first_layers:
+            config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            config.num_hidden_layers = self.head.sizes.num_exit_layers
+            model = AutoModelForCausalLM.from_pretrained(
+                self.folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True
+            )
+            model.base_model.norm = nn.Identity()
+            self._first_layers.append(model.base_model.eval())
+        tokens = batch.tokens
+        for _ in range(num):
+            stream = self._first_layers[0](input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
+            token = (self.head(stream) @ self.lm_head.T).argmax(-1)
+            tokens = torch.cat((tokens, token[:, None]), 1)
+        return tokens[0, -num:]
+
+    def save(self, folder: Path) -> None:
+        """Our layout: config.json with `ExitSizes`, parameters under their names here."""
+        write_heads(folder, self.head.sizes.config_from_sizes(), self.head.state_dict())
