@@ -70,12 +70,14 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
     rows, nodes = max(options.max_rows, 1), options.max_nodes
     is_prefill = name == "prefill"
     chunk = max(min(PREFILL_CHUNK, rows), nodes)
+    # TensorRT-RTX 1.7.1 crashes on int4 weights in the later steps of a chain where the batch can be 1 alone.
+    num_slots = 1 if is_prefill else options.max_slots
     needed = {
-        "batch": (1, 1 if is_prefill else options.max_slots),
+        "batch": (1, max(num_slots, 2) if specs.is_unrolled(spec) else num_slots),
         "nodes": (1, chunk if is_prefill else nodes),
         "kv": (1, rows),
     }
-    best = {"batch": needed["batch"][1], "nodes": needed["nodes"][1], "kv": max(rows // 2, 1)}
+    best = {"batch": num_slots, "nodes": needed["nodes"][1], "kv": max(rows // 2, 1)}
     wishes = options.backend.get(name, {})
     sizes = {dim: _fit(name, dim, wishes.get(dim, "auto"), needed[dim], best[dim]) for dim in needed}
     if sizes["kv"][2] > rows:
