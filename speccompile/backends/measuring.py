@@ -62,7 +62,8 @@ def _feeds(spec: GraphSpec, num_nodes: int, context: int) -> dict[str, np.ndarra
 
 def _heads_feeds(spec: GraphSpec, num_slots: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(num_slots)
-    sizes: dict[Any, Any] = {"batch": num_slots, "nodes": spec.output(specs.SAMPLED_TOKENS).dims[1]}
+    drafts = [t.dims[1] for t in spec.outputs if t.name == specs.SAMPLED_TOKENS]
+    sizes: dict[Any, Any] = {"batch": num_slots, "nodes": drafts[0] if drafts else 1}
     states = rng.normal(size=[sizes.get(d, d) for d in spec.input(specs.HIDDEN).dims])
     tokens = rng.integers(0, spec.vocab_size, (num_slots, 1))
     return {specs.TOKENS: tokens, specs.HIDDEN: states.astype(np.float32), specs.START_NODES: tokens[:, 0] * 0}

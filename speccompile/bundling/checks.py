@@ -31,6 +31,8 @@ def check_graph(engine: Engine) -> dict[str, Any]:
     outputs = {t.name for t in spec.outputs}
     if specs.SAMPLED_TOKENS in outputs:
         return check_chain(engine) if spec.caches else check_heads(engine)
+    if specs.GUESSES in outputs:
+        return check_guesses(engine)
     return check_target(engine) if specs.PATH in outputs else check_draft(engine)
 
 
@@ -75,6 +77,33 @@ def check_draft(engine: Engine) -> dict[str, Any]:
     if not 0.0 < confidence <= 1.0 + 1e-5:
         raise BuildError(f"check {engine.spec.name}", f"confidence {confidence}", "a probability", _TODO)
     return {"num_tokens": 1}
+
+
+def check_guesses(engine: Engine) -> dict[str, Any]:
+    """Guess behind the last two nodes of a prompt.
+
+    Returns:
+        {"num_tokens": guesses of a node}.
+
+    Raises:
+        BuildError: a token outside the vocabulary, one guessed twice, or numbers that are no probabilities.
+    """
+    scored = _int([_NUM_PROMPT - 2, _NUM_PROMPT - 1])
+    feeds = {specs.TOKENS: _prompt(engine), specs.LENGTHS: _int(0), specs.SCORED_NODES: scored}
+    if specs.gives_laws(engine.spec):
+        feeds[specs.TEMPERATURE] = np.ones(1, np.float32)
+    step = engine.run(feeds)
+    guesses, probs = np.asarray(step[specs.GUESSES])[0], np.asarray(step[specs.GUESS_PROBS])[0]
+    for row, sure in zip(guesses, probs.tolist(), strict=True):
+        for guess in row:
+            _token(engine, guess[None])
+        if len(set(row.tolist())) < len(row):
+            raise BuildError(f"check {engine.spec.name}", f"guesses {row.tolist()}", "each token once", _TODO)
+        _check_unit(engine, "the mass of the guesses", sum(sure), 0.0)
+    if specs.gives_laws(engine.spec):
+        for mass in np.asarray(step[specs.NODE_LAWS])[0].sum(axis=-1).tolist():
+            _check_unit(engine, "the mass of a law", mass, 1.0 - 1e-2)
+    return {"num_tokens": guesses.shape[1]}
 
 
 def check_chain(engine: Engine) -> dict[str, Any]:

@@ -30,18 +30,21 @@ def neutral_value(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 _SAMPLES = frozenset({specs.SAMPLED_TOKEN, specs.SAMPLED_TOKENS})
+_LAWS = frozenset({specs.SAMPLED_PROBS, specs.SAMPLED_LAWS, specs.NODE_LAWS})
 
 
 def sizes_from_feeds(spec: GraphSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, int]:
     """batch, nodes, scored and draft_vocab of a step, read off its feeds (see `Engine.run`)."""
-    batch, nodes = feeds[specs.TOKENS].shape
-    if specs.HIDDEN in feeds:  # heads read one token, and all nodes of the target's step
-        nodes = feeds[specs.HIDDEN].shape[1]
+    if specs.HIDDEN in feeds:  # heads read one token or none, and all nodes of the target's step
+        batch, nodes = feeds[specs.HIDDEN].shape[:2]
+    else:
+        batch, nodes = feeds[specs.TOKENS].shape
     is_sampler = any(t.name in _SAMPLES for t in spec.outputs)
+    gives_laws = any(t.name in _LAWS for t in spec.outputs)
     scored = feeds[specs.SCORED_NODES].shape[1] if specs.SCORED_NODES in feeds else (1 if is_sampler else nodes)
     draft_vocab = 1
     if specs.DRAFT_PROBS in feeds:
         draft_vocab = feeds[specs.DRAFT_PROBS].shape[2]
-    elif is_sampler and specs.TEMPERATURE in feeds and feeds[specs.TEMPERATURE].any():
-        draft_vocab = spec.vocab_size
+    elif gives_laws and specs.TEMPERATURE in feeds and feeds[specs.TEMPERATURE].any():
+        draft_vocab = spec.law_width
     return {"batch": batch, "nodes": nodes, "scored": scored, "draft_vocab": draft_vocab}

@@ -38,6 +38,10 @@ START_NODES = "start_nodes"  # [batch] int64: the node of `hidden` that each slo
 SAMPLED_TOKENS = "sampled_tokens"  # [batch, drafts] int64: a chain of drafts, each behind the one before
 CONFIDENCES = "confidences"  # [batch, drafts] float32: the draft's probability of each at temperature 1
 SAMPLED_LAWS = "sampled_laws"  # [batch, drafts + 1, draft_vocab] float32: `draft_probs` of that chain, row 0 unused
+DRAFT_PARENTS = "draft_parents"  # [batch, drafts] int64: draft behind which each was made, counted from 1; 0 = root
+GUESSES = "guesses"  # [batch, scored, guesses] int64: likeliest tokens behind each node, the likeliest first
+GUESS_PROBS = "guess_probs"  # [batch, scored, guesses] float32: their probabilities at temperature 1
+NODE_LAWS = "node_laws"  # [batch, scored, draft_vocab] float32: the warped law behind each node; 1 wide when greedy
 
 
 def hidden_name(layer: int) -> str:
@@ -118,6 +122,7 @@ class GraphSpec:
         caches: names of the cache inputs.
         vocab_size: of the tokens it reads.
         max_rows: cache rows it can address (its position tables end there); 0 = not limited.
+        draft_vocab: width of the laws it gives, where it drafts in a vocabulary of its own; 0 = `vocab_size`.
     """
 
     name: str
@@ -126,6 +131,12 @@ class GraphSpec:
     caches: tuple[str, ...] = ()
     vocab_size: int = 0
     max_rows: int = 0
+    draft_vocab: int = 0
+
+    @property
+    def law_width(self) -> int:
+        """Entries of a law that it gives."""
+        return self.draft_vocab or self.vocab_size
 
     def input(self, name: str) -> TensorSpec:
         """The input of that name; KeyError when there is none."""
@@ -153,6 +164,7 @@ def spec_from_json(data: Mapping[str, Any]) -> GraphSpec:
         tuple(data["caches"]),
         data["vocab_size"],
         data.get("max_rows", 0),
+        data.get("draft_vocab", 0),
     )
 
 
@@ -185,13 +197,10 @@ def _with_tail(
 ) -> GraphSpec:
     num = len(spec.caches)
     plain = tuple(t for t in spec.outputs[: len(spec.outputs) - num] if keep_logits or t.name != LOGITS)
-    return GraphSpec(
-        spec.name,
-        (*spec.inputs[: len(spec.inputs) - num], *inputs, *spec.inputs[len(spec.inputs) - num :]),
-        (*outputs, *plain, *spec.outputs[len(spec.outputs) - num :]),
-        spec.caches,
-        spec.vocab_size,
-        spec.max_rows,
+    return replace(
+        spec,
+        inputs=(*spec.inputs[: len(spec.inputs) - num], *inputs, *spec.inputs[len(spec.inputs) - num :]),
+        outputs=(*outputs, *plain, *spec.outputs[len(spec.outputs) - num :]),
     )
 
 
@@ -232,6 +241,40 @@ def sampled_spec(spec: GraphSpec) -> GraphSpec:
     """
     inputs = (TensorSpec(UNIFORMS, ("batch",), "float32"), *_WARP)
     return _with_tail(spec, inputs, _SAMPLED, keep_logits=False)
+
+
+def guess_outputs(num_guesses: int, laws: bool) -> tuple[TensorSpec, ...]:
+    """What a graph gives that guesses behind each scored node; `draft_vocab` is 1 when every slot is greedy.
+
+    Args:
+        num_guesses: tokens a node.
+        laws: the warped law behind each node as well, for drafts that are drawn.
+    """
+    rows: tuple[Dim, ...] = ("batch", "scored", num_guesses)
+    guesses = (TensorSpec(GUESSES, rows, "int64"), TensorSpec(GUESS_PROBS, rows, "float32"))
+    return (*guesses, *((TensorSpec(NODE_LAWS, ("batch", "scored", "draft_vocab"), "float32"),) if laws else ()))
+
+
+def guessing_spec(spec: GraphSpec, num_guesses: int, laws: bool) -> GraphSpec:
+    """`spec` with a tail that guesses behind every scored node, for drafts that make trees; no logits.
+
+    Args:
+        spec: of a decoder.
+        num_guesses: see `guess_outputs`.
+        laws: see `guess_outputs`; temperature, top_k and top_p are inputs then.
+    """
+    return _with_tail(spec, _WARP if laws else (), guess_outputs(num_guesses, laws), keep_logits=False)
+
+
+def num_guesses(spec: GraphSpec) -> int:
+    """Tokens that a graph guesses behind each node; 0 where it guesses none."""
+    rows = [t.dims[2] for t in spec.outputs if t.name == GUESSES]
+    return int(rows[0]) if rows else 0
+
+
+def gives_laws(spec: GraphSpec) -> bool:
+    """Whether a graph gives the warped law behind each node."""
+    return any(t.name == NODE_LAWS for t in spec.outputs)
 
 
 def heads_spec(name: str, hidden_size: int, vocab_size: int, num_drafts: int) -> GraphSpec:
@@ -336,7 +379,7 @@ def tensorrt_spec(spec: GraphSpec, dtype: str, max_rows: int, *, compacts: bool 
     caches = {name for cache in spec.caches for name in (cache, updated_cache_name(cache))}
     inputs = [convert(t) for t in spec.inputs]
     # A law is never a dummy there: its function has no branches, and all that branches is the size of an input.
-    laws = {"draft_vocab": spec.vocab_size}
+    laws = {"draft_vocab": spec.law_width}
     outputs = [replace(convert(t), dims=tuple(laws.get(str(d), d) for d in convert(t).dims)) for t in spec.outputs]
     if spec.caches and any(t.name == TOKENS for t in inputs):
         inputs.insert(len(inputs) - len(spec.caches), TensorSpec(KV_ROWS, ("kv",), "int8"))

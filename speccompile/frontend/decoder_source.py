@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
-from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, sampled_spec, unrolled_spec, verified_spec
+from speccompile.core.specs import (
+    GraphSpec,
+    ModelDims,
+    decoder_spec,
+    guessing_spec,
+    sampled_spec,
+    unrolled_spec,
+    verified_spec,
+)
 from speccompile.errors import RecipeError
 from speccompile.frontend.checkpoint import check_checkpoint, layers_key, read_config, read_dims
 from speccompile.frontend.folders import digests_from_checkpoint, find_folder
@@ -25,8 +33,8 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "generation_config.
 class DecoderSource:
     """See `speccompile.core.protocols.GraphSource`.
 
-    Options of the job are keywords of `decoder_spec`, `num_layers` (build with fewer layers) and `num_steps` (unroll
-    the draft: one run drafts a chain of so many tokens).
+    Options of the job are keywords of `decoder_spec`, `num_layers` (build with fewer layers), and for a draft
+    `num_steps` (unrolled: one run drafts a chain of so many tokens) or `num_guesses` with `laws` (`guessing_spec`).
 
     Args:
         job: its model.
@@ -40,6 +48,8 @@ class DecoderSource:
         options = dict(job.options)
         self.num_layers: int | None = options.pop("num_layers", None)
         self.num_steps: int | None = options.pop("num_steps", None)
+        self.num_guesses: int | None = options.pop("num_guesses", None)
+        self.laws: bool = options.pop("laws", False)
         self.outputs: dict[str, Any] = options
         self.role = "target" if context.target is None else "draft"
         self.folder = find_folder(job, context.weights)
@@ -70,10 +80,12 @@ class DecoderSource:
         return None
 
     def spec(self) -> GraphSpec:
-        """The target verifies, a draft samples: one token, or with the option `num_steps` a chain of them."""
+        """The target verifies; a draft samples one token or a chain of them, or guesses behind every node."""
         plain = replace(decoder_spec(self.job.name, self.dims, **self.outputs), max_rows=self.max_rows)
         if self.context.target is None:
             return verified_spec(plain)
+        if self.num_guesses is not None:
+            return guessing_spec(plain, min(self.num_guesses, self.dims.vocab_size), self.laws)
         return sampled_spec(plain) if self.num_steps is None else unrolled_spec(sampled_spec(plain), self.num_steps)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ModelDims]:

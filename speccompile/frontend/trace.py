@@ -17,13 +17,14 @@ from torch import nn
 
 from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import ExportError
-from speccompile.frontend import attention, sampling
+from speccompile.frontend import attention, guessing, sampling
 from speccompile.ops.cached_attention import CACHED_ATTENTION
+from speccompile.ops.guesses import NODE_LAWS_OP, TOP_TOKENS
 from speccompile.ops.op import DOMAIN, OPSET, VERSION, Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
 
 IR_VERSION = 12  # of ONNX 1.19, the first with opset 24
-OUR_TORCH_OPS = (attention, sampling)  # the modules whose import registers the torch ops translated below
+OUR_TORCH_OPS = (attention, guessing, sampling)  # the modules whose import registers the torch ops translated below
 
 
 def trace_module(
@@ -104,7 +105,8 @@ def _first_cause(fault: BaseException) -> str:
 
 def _translations() -> dict[Any, Callable[..., Any]]:
     _declare_schema(CACHED_ATTENTION)
-    _declare_schema(SAMPLE_TOKEN)
+    for op in (SAMPLE_TOKEN, TOP_TOKENS, NODE_LAWS_OP):
+        _declare_schema(op)
     ours, standard = values.Opset(DOMAIN, VERSION), values.Opset("", OPSET)
 
     def cached_attention(q, k, v, k_cache, v_cache, lengths, tree_mask, scale, softcap, window):  # type: ignore[no-untyped-def]
@@ -118,11 +120,19 @@ def _translations() -> dict[Any, Callable[..., Any]]:
     def sample(logits, uniforms, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
         return ours.SampleToken(logits, uniforms, temperature, top_k, top_p)
 
+    def top_tokens(logits, num_guesses):  # type: ignore[no-untyped-def]
+        return ours.TopTokens(logits, num_guesses=num_guesses)
+
+    def node_laws(logits, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
+        return ours.NodeLaws(logits, temperature, top_k, top_p)
+
     ops = torch.ops.speccompile
     return {
         ops.cached_attention.default: cached_attention,
         ops.gather_nodes.default: gather_nodes,
         ops.sample_token.default: sample,
+        ops.top_tokens.default: top_tokens,
+        ops.node_laws.default: node_laws,
     }
 
 

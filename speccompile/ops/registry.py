@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from speccompile.errors import PassError
 from speccompile.ops.cached_attention import CACHED_ATTENTION
+from speccompile.ops.guesses import NODE_LAWS_OP, TOP_TOKENS
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.laws import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_BLOCKS
 from speccompile.ops.op import DOMAIN, VERSION, Op
@@ -27,6 +28,8 @@ OPS: dict[str, Op] = {
     for op in (
         SPEC_VERIFY,
         SAMPLE_TOKEN,
+        TOP_TOKENS,
+        NODE_LAWS_OP,
         KV_ROLLBACK,
         CACHED_ATTENTION,
         WALK,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put verification behind a target and token sampling behind a draft, so that logits stay in the engine."""
+"""Put verification behind a target, sampling or guessing behind a draft, so that logits stay in the engine."""
 
 from __future__ import annotations
 
@@ -62,6 +62,21 @@ def attach_sampler(model: ir.Model, spec: specs.GraphSpec) -> int:
     return 1
 
 
+def attach_guesses(model: ir.Model, spec: specs.GraphSpec) -> int:
+    """Add TopTokens, and NodeLaws where `spec` has laws; `spec` is the `guessing_spec` of the graph afterwards."""
+    values = _add_inputs(model, spec)
+    edit = Editor(model)
+    model.opset_imports[OPS_DOMAIN] = 1
+    logits, num = _output(model, specs.LOGITS), specs.num_guesses(spec)
+    guesses = edit.op("TopTokens", logits, domain=OPS_DOMAIN, num_outputs=2, num_guesses=num)
+    made = dict(zip((specs.GUESSES, specs.GUESS_PROBS), guesses, strict=True))
+    if specs.gives_laws(spec):
+        warp = [values[n] for n in (specs.TEMPERATURE, specs.TOP_K, specs.TOP_P)]
+        made[specs.NODE_LAWS] = edit.op("NodeLaws", logits, *warp, domain=OPS_DOMAIN)
+    _set_io(model, spec, made)
+    return 1
+
+
 def attach_nothing(model: ir.Model, spec: specs.GraphSpec) -> int:
     """Add the inputs that `spec` has and the graph lacks; logits stay an output."""
     _add_inputs(model, spec)
@@ -76,4 +91,4 @@ def attach_tail(spec: specs.GraphSpec) -> Pass:
     return Pass(attach.__name__, lambda model: attach(model, spec))
 
 
-_TAILS = {specs.SAMPLED_TOKEN: attach_sampler, specs.PATH: attach_verify}
+_TAILS = {specs.SAMPLED_TOKEN: attach_sampler, specs.GUESSES: attach_guesses, specs.PATH: attach_verify}

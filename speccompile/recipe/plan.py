@@ -172,6 +172,11 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         got = f"{num_draft_tokens}"
         expected = f"at most engine.max_draft_nodes = {engine.max_draft_nodes}"
         raise RecipeError("speculator.num_draft_tokens", got, expected, "Lower it, or raise engine.max_draft_nodes.")
+    num_tree_drafts = getattr(config, "num_tree_drafts", 0)
+    if num_tree_drafts > engine.max_draft_nodes:
+        expected = f"at most engine.max_draft_nodes = {engine.max_draft_nodes}"
+        got = f"{num_tree_drafts} draft tokens"
+        raise RecipeError("speculator.tree", got, expected, "Draft fewer, or raise engine.max_draft_nodes.")
     drafts = tuple(method.graph_jobs(config))
     backend = registry.backend(engine.backend)
     _check_forms(backend, recipe, drafts)

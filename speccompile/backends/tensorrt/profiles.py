@@ -91,7 +91,7 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
         {
             **sizes,
             "scored": (1, 1 if is_prefill else scored, scored),
-            "draft_vocab": (1, 1, max(spec.vocab_size, 1)),
+            "draft_vocab": (1, 1, max(spec.law_width, 1)),
         },
     )
 

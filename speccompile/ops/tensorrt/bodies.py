@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from speccompile.core.specs import SAMPLED_PROBS, TensorSpec
+from speccompile.core.specs import NODE_LAWS, SAMPLED_PROBS, TensorSpec
+from speccompile.ops.guesses import NODE_LAWS_OP, TOP_TOKENS
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.op import Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
@@ -29,6 +30,21 @@ _SAMPLE_TOKEN = """
     confidence = Squeeze(sure, inner)
     sampled_token = Squeeze(drawn, second)
     sampled_probs = Squeeze(probs, second)
+    """
+
+_TOP_TOKENS = """
+    asked = Constant<value_int: int = @num_guesses>()
+    unit = Constant<value_ints = [1]>()
+    num = Reshape(asked, unit)
+    scores = Cast<to = 1>(logits)
+    tops, guesses = TopK<axis = 2>(scores, num)
+    plain = Softmax<axis = -1>(scores)
+    guess_probs = GatherElements<axis = 2>(plain, guesses)
+    """
+
+_NODE_LAWS = """
+    scores = Cast<to = 1>(logits)
+    node_laws = speccompile.Warp(scores, temperature, top_k, top_p)
     """
 
 _TARGET = """
@@ -96,9 +112,12 @@ def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
     verify, uses = _SPEC_VERIFY[drafts]
     *plain, law = SAMPLE_TOKEN.outputs
     outputs = (*plain, TensorSpec(SAMPLED_PROBS, ("batch", "vocab"), law.dtype))
+    laws = (TensorSpec(NODE_LAWS, ("batch", "nodes", "vocab"), law.dtype),)
     ops = (
         replace(SPEC_VERIFY, body=verify, uses=uses),
         replace(SAMPLE_TOKEN, outputs=outputs, body=_SAMPLE_TOKEN, uses=("Warp", "Draw")),
+        replace(TOP_TOKENS, body=_TOP_TOKENS),
+        replace(NODE_LAWS_OP, outputs=laws, body=_NODE_LAWS),
         KV_ROLLBACK,
         walk,
         walk_laws,
