@@ -103,6 +103,16 @@ __device__ inline void settle_rows(const SpecVerifyParams& params, Shared& share
     }
 }
 
+__device__ inline void scan_any(const Work& work, int first) {
+    const SpecVerifyParams& params = work.params;
+    const auto scan_as = [&](const auto& row) {
+        scan_row(row, first, SETTLE_WARPS, work.chunks(), params.temperature[work.slot], work.tops, work.masses);
+    };
+    if (params.dtype == Dtype::F16) return scan_as(Row<Float16>(params, work.row.row));
+    if (params.dtype == Dtype::BF16) return scan_as(Row<BFloat16>(params, work.row.row));
+    scan_as(Row<float>(params, work.row.row));
+}
+
 // Grid: one block a slot, which reads the rows that it reaches. No d2t, no workspace.
 __device__ inline void verify_slot(const SpecVerifyParams& params, Shared& shared) {
     const int chunks = num_chunks(params.vocab), slot = blockIdx.x;
@@ -111,10 +121,8 @@ __device__ inline void verify_slot(const SpecVerifyParams& params, Shared& share
     Verdict verdict{params.path + static_cast<i64>(slot) * params.nodes};
     for (int node = 0; node >= 0;) {
         Work work(params, shared, tops, masses, slot, node);
-        work.row.with([&](const auto& row) {
-            for (int first = threadIdx.x / WARP; first < chunks; first += SETTLE_WARPS * CHUNKS_IN_FLIGHT)
-                scan_chunks(row, first, SETTLE_WARPS, chunks, params.temperature[slot], tops, masses);
-        });
+        for (int first = threadIdx.x / WARP; first < chunks; first += SETTLE_WARPS * CHUNKS_IN_FLIGHT)
+            scan_any(work, first);
         __syncthreads();
         verdict.add(node);
         const Outcome outcome = settle(work);

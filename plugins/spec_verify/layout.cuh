@@ -106,7 +106,7 @@ struct Divider {
     }
 };
 
-// One row, read by chunks. Entry j of a lane stands at offset_of(j) of the chunk; offsets rise with j.
+// One row, read by chunks. Entry j of a lane stands at place_of(j) of the chunk; places rise with j.
 template <typename T>
 struct Row {
     static constexpr int VECTOR_ENTRIES = 16 / sizeof(T);
@@ -119,56 +119,66 @@ struct Row {
           vocab(params.vocab),
           is_vector(params.vocab % VECTOR_ENTRIES == 0 && reinterpret_cast<u64>(params.logits) % 16 == 0) {}
 
-    __device__ int offset_of(int j) const {
-        const int pack = is_vector ? VECTOR_ENTRIES : 1, lane = threadIdx.x % WARP;
-        return j / pack * (WARP * pack) + lane * pack + j % pack;
+    // Entries of one chunk that a lane holds, as they lie in memory.
+    union Raw {
+        uint4 vectors[LANE_ENTRIES / VECTOR_ENTRIES];
+        T values[LANE_ENTRIES];
+    };
+
+    template <bool IS_VECTOR>
+    __device__ static int place_of(int j) {
+        constexpr int PACK = IS_VECTOR ? VECTOR_ENTRIES : 1;
+        return j / PACK * (WARP * PACK) + static_cast<int>(threadIdx.x) % WARP * PACK + j % PACK;
+    }
+
+    // Only reads, so that a warp can open several chunks before it waits for the first.
+    template <bool IS_VECTOR>
+    __device__ Raw fetch(int chunk) const {
+        constexpr int PACK = IS_VECTOR ? VECTOR_ENTRIES : 1;
+        Raw raw = {};
+#pragma unroll
+        for (int pack = 0; pack < LANE_ENTRIES / PACK; ++pack) {
+            const int index = chunk * CHUNK + place_of<IS_VECTOR>(pack * PACK);
+            if (index >= vocab) continue;
+            if (IS_VECTOR) {
+                raw.vectors[pack] = *reinterpret_cast<const uint4*>(values + index);
+            } else {
+                raw.values[pack] = values[index];
+            }
+        }
+        return raw;
     }
 
     // Entries behind the end of the row are minus infinity.
-    __device__ void load(int chunk, float (&entries)[LANE_ENTRIES]) const {
-        const int start = chunk * CHUNK, lane = threadIdx.x % WARP;
-        if (is_vector) {
+    template <bool IS_VECTOR>
+    __device__ void widen(const Raw& raw, int chunk, float (&entries)[LANE_ENTRIES]) const {
 #pragma unroll
-            for (int group = 0; group < LANE_ENTRIES / VECTOR_ENTRIES; ++group) {
-                const int index = start + (group * WARP + lane) * VECTOR_ENTRIES;
-                union {
-                    uint4 vector;
-                    T parts[VECTOR_ENTRIES];
-                } loaded;
-                if (index < vocab) loaded.vector = *reinterpret_cast<const uint4*>(values + index);
-#pragma unroll
-                for (int k = 0; k < VECTOR_ENTRIES; ++k)
-                    entries[group * VECTOR_ENTRIES + k] = index < vocab ? float_from(loaded.parts[k]) : minus_infinity();
-            }
-        } else {
-#pragma unroll
-            for (int j = 0; j < LANE_ENTRIES; ++j) {
-                const int index = start + j * WARP + lane;
-                entries[j] = index < vocab ? float_from(values[index]) : minus_infinity();
-            }
-        }
+        for (int j = 0; j < LANE_ENTRIES; ++j)
+            entries[j] = chunk * CHUNK + place_of<IS_VECTOR>(j) < vocab ? float_from(raw.values[j]) : minus_infinity();
     }
 };
 
-// A row of whatever type, for the parts that read little: they are compiled once for all types.
+// A row of whatever type, for the second part, which reads little and is compiled once for all types. Lanes read
+// neighbours, so draft laws beside the logits are read in whole lines.
 struct AnyRow {
     const SpecVerifyParams& params;
     i64 row;
 
-    template <typename Use>
-    __device__ auto with(Use use) const {
-        if (params.dtype == Dtype::F16) return use(Row<Float16>(params, row));
-        if (params.dtype == Dtype::BF16) return use(Row<BFloat16>(params, row));
-        return use(Row<float>(params, row));
-    }
-    __device__ int offset_of(int j) const {
-        return with([j](const auto& typed) { return typed.offset_of(j); });
-    }
-    __device__ void load(int chunk, float (&entries)[LANE_ENTRIES]) const {
-        with([&](const auto& typed) { typed.load(chunk, entries); });
-    }
+    __device__ static int offset_of(int j) { return j * WARP + static_cast<int>(threadIdx.x) % WARP; }
+
     __device__ float at(int index) const {
-        return with([index](const auto& typed) { return float_from(typed.values[index]); });
+        const i64 place = row * params.vocab + index;
+        if (params.dtype == Dtype::F16) return float_from(static_cast<const Float16*>(params.logits)[place]);
+        if (params.dtype == Dtype::BF16) return float_from(static_cast<const BFloat16*>(params.logits)[place]);
+        return static_cast<const float*>(params.logits)[place];
+    }
+
+    __device__ void load(int chunk, float (&entries)[LANE_ENTRIES]) const {
+#pragma unroll
+        for (int j = 0; j < LANE_ENTRIES; ++j) {
+            const int index = chunk * CHUNK + offset_of(j);
+            entries[j] = index < params.vocab ? at(index) : minus_infinity();
+        }
     }
 };
 

@@ -7,16 +7,15 @@
 namespace speccompile {
 
 // Top of a chunk, and beside it the offset of the first entry that has it.
-template <typename T>
-__device__ inline void reduce_greedy(
-    const Row<T>& row, int chunk, const float (&entries)[LANE_ENTRIES], float& top, double& mass) {
-    int at = row.offset_of(0);
+template <typename T, bool IS_VECTOR>
+__device__ inline void reduce_greedy(int chunk, const float (&entries)[LANE_ENTRIES], float& top, double& mass) {
+    int at = Row<T>::template place_of<IS_VECTOR>(0);
     top = entries[0];
 #pragma unroll
     for (int j = 1; j < LANE_ENTRIES; ++j) {
         if (entries[j] > top) {
             top = entries[j];
-            at = row.offset_of(j);
+            at = Row<T>::template place_of<IS_VECTOR>(j);
         }
     }
 #pragma unroll
@@ -48,31 +47,42 @@ __device__ inline void reduce_sampled(float (&entries)[LANE_ENTRIES], const Divi
     mass = warp_sum(static_cast<double>(sum));
 }
 
-// The chunks first, first + 1 .. of a row, all loads before the first reduction.
-template <typename T>
+// CHUNKS_IN_FLIGHT chunks of a row from `first` on: all reads, then the reductions.
+template <bool IS_VECTOR, typename T>
 __device__ inline void scan_chunks(
     const Row<T>& row, int first, int stride, int count, float temperature, float* tops, double* masses) {
-    float entries[CHUNKS_IN_FLIGHT][LANE_ENTRIES];
+    typename Row<T>::Raw raw[CHUNKS_IN_FLIGHT];
 #pragma unroll
-    for (int k = 0; k < CHUNKS_IN_FLIGHT; ++k)
-        if (first + k * stride < count) row.load(first + k * stride, entries[k]);
+    for (int k = 0; k < CHUNKS_IN_FLIGHT; ++k) raw[k] = row.template fetch<IS_VECTOR>(first + k * stride);
     const bool is_sampled = temperature > 0;
     const Divider divide(is_sampled ? temperature : 1.0f);
 #pragma unroll
     for (int k = 0; k < CHUNKS_IN_FLIGHT; ++k) {
         const int chunk = first + k * stride;
         if (chunk >= count) break;
+        float entries[LANE_ENTRIES];
+        row.template widen<IS_VECTOR>(raw[k], chunk, entries);
         float top;
         double mass;
         if (is_sampled) {
-            reduce_sampled(entries[k], divide, top, mass);
+            reduce_sampled(entries, divide, top, mass);
         } else {
-            reduce_greedy(row, chunk, entries[k], top, mass);
+            reduce_greedy<T, IS_VECTOR>(chunk, entries, top, mass);
         }
         if (threadIdx.x % WARP == 0) {
             tops[chunk] = top;
             masses[chunk] = mass;
         }
+    }
+}
+
+template <typename T>
+__device__ inline void scan_row(
+    const Row<T>& row, int first, int stride, int count, float temperature, float* tops, double* masses) {
+    if (row.is_vector) {
+        scan_chunks<true>(row, first, stride, count, temperature, tops, masses);
+    } else {
+        scan_chunks<false>(row, first, stride, count, temperature, tops, masses);
     }
 }
 
@@ -96,8 +106,8 @@ __device__ inline void scan(const SpecVerifyParams& params) {
     const int slot = static_cast<int>(row / params.nodes);
     if (!is_reachable(params, slot, static_cast<int>(row % params.nodes))) return;
     const int first = static_cast<int>(task % tasks) * CHUNKS_IN_FLIGHT;
-    scan_chunks(Row<T>(params, row), first, 1, count, params.temperature[slot], space.tops + row * count,
-                space.masses + row * count);
+    scan_row(Row<T>(params, row), first, 1, count, params.temperature[slot], space.tops + row * count,
+             space.masses + row * count);
 }
 
 }  // namespace speccompile

@@ -55,7 +55,7 @@ def test_kernels_compile(op: str, tmp_path: Path) -> None:
             assert registers * threads <= 65536, entry
             assert shared + dynamic <= 48 * 1024, entry  # more would have to be asked for at every launch
             if entry.startswith(("spec_verify_scan", "kv_rollback")):
-                assert registers <= 64, entry  # 32 warps of a multiprocessor stay resident
+                assert registers <= 80, entry  # 24 warps of a multiprocessor stay resident, each with 2 KiB in flight
 
 
 @needs_nvcc

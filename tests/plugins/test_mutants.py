@@ -41,7 +41,6 @@ VERIFY = {
     ),
     "ties from the end": ("law.cuh", "add(~index, 1)", "add(index, 1)"),
     "accepts without the draft law": ("walk.cuh", "drafted) < own", "1.0f) < own"),
-    "accepts the other way": ("walk.cuh", "drafted) < own", "drafted) > own"),
     "forgets the residual": (
         "walk.cuh",
         "const float left = mass - draft_at",
