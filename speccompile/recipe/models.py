@@ -102,8 +102,10 @@ class EngineSection(Section):
     flavour: Literal["auto", "tensorrt", "tensorrt_rtx"] = Field(
         "auto", description="Which TensorRT builds; 'auto' is the one that is installed."
     )
-    plugins: Literal["auto", "native", "none"] = Field(
-        "auto", description="Custom kernels in TensorRT's plans: 'native', or 'none' for standard operators alone."
+    plugins: Literal["auto", "native", "aot", "none"] = Field(
+        "auto",
+        description="Custom kernels in TensorRT's plans: 'native', 'aot' to embed them as PTX (full TensorRT only), or "
+        "'none' for standard operators alone.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the engines run; 'auto' is the backend's first."

@@ -64,16 +64,21 @@ class TensorRTBackend:
         """
         from speccompile.backends.tensorrt.plugin_names import PLUGIN_OPS
         from speccompile.backends.writing import lower_and_save
+        from speccompile.passes.drop_bodies import drop_bodies_pass
         from speccompile.passes.pipelines import tensorrt_table
 
         del form
         options = options or CompileOptions("float16", max_rows=spec.max_rows)
-        plugins = PLUGIN_OPS if options.backend.get("plugins", "auto") != "none" else ()
+        plugin_form = options.backend.get("plugins", "auto")
+        plugins = PLUGIN_OPS if plugin_form != "none" else ()
         verifies = bool(spec.caches) and any(t.name == specs.PATH for t in spec.outputs)
         own = tensorrt_spec(spec, options.dtype, options.max_rows, compacts=verifies and bool(plugins))
         table = tensorrt_table(own, quantization, dtype=options.dtype, plugins=plugins)
         source = dest / LOWERED_FILE
-        report = lower_and_save(model, table, source, progress, dialect="tensorrt", max_nodes=options.max_nodes)
+        # The ahead-of-time form loses against a body; the others win where the parser is told so.
+        finish = (drop_bodies_pass(plugins),) if plugin_form == "aot" else ()
+        bodies: dict[str, Any] = {"dialect": "tensorrt", "max_nodes": options.max_nodes, "finish": finish}
+        report = lower_and_save(model, table, source, progress, **bodies)
         if options.consumes_model:
             _release(model)
         used = [op for op in plugins if f"speccompile::{op}" in report["op_histogram"]["after"]]
@@ -216,11 +221,11 @@ class TensorRTBackend:
             RuntimeFault: no GPU.
         """
         from speccompile.backends.tensorrt.engine import load_engine
-        from speccompile.backends.tensorrt.records import check_record, read_record
+        from speccompile.backends.tensorrt.records import check_record, needs_registration, read_record
 
         record = read_record(path)
         check_record(path, record, max_slots)
-        settings = {**tuning, "flavour": record["flavour"], "plugins": bool(record["plugins"])}
+        settings = {**tuning, "flavour": record["flavour"], "plugins": needs_registration(record)}
         return load_engine(
             path, spec, max_slots=max_slots, max_rows=max_rows, settings=settings, rollback=rollback, device=device
         )

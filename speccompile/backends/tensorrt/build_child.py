@@ -24,7 +24,7 @@ from typing import Any
 
 from speccompile.backends.tensorrt import network as networks
 from speccompile.backends.tensorrt.flavours import Flavour
-from speccompile.backends.tensorrt.shim import load_tensorrt, text_from_lines
+from speccompile.backends.tensorrt.shim import find_compute_capabilities, load_tensorrt, text_from_lines
 from speccompile.core.memory import read_peak_rss, reset_peak_rss
 from speccompile.core.specs import spec_from_json
 from speccompile.errors import BuildError
@@ -64,15 +64,13 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
     flavour = load_tensorrt(request["flavour"])
     flavour.logger.listener = lambda level, text: send({"log": [level, text]}) if level <= 2 else None
     settings, source, dest = request["settings"], Path(request["onnx"]), Path(request["plan"])
+    trt, spec, form = flavour.trt, spec_from_json(request["spec"]), settings["plugin_form"]
     if settings["plugins"]:
-        from speccompile.backends.tensorrt.plugins import register_plugins
-
-        register_plugins(flavour.trt)
-    trt = flavour.trt
+        _register_plugins(trt, form, len(spec.caches))
     builder = trt.Builder(flavour.logger)
     with _stage("parse", stages, send):
-        network, parser = networks.parse_network(flavour, builder, source, settings["plugins"])
-        networks.check_network(flavour, network, spec_from_json(request["spec"]))
+        network, parser = networks.parse_network(flavour, builder, source, settings["plugins"], form)
+        networks.check_network(flavour, network, spec)
         config = networks.configure(flavour, builder, settings)
     timing_cache = Path(request["timing_cache"]) if request["timing_cache"] else None
     cache = networks.load_timing_cache(flavour, config, timing_cache)
@@ -90,6 +88,17 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
         networks.save_timing_cache(config, timing_cache)
     del parser
     return {"stages": stages, "plan_bytes": writer.num_bytes, "flavour": flavour.name, "version": flavour.version}
+
+
+def _register_plugins(trt: ModuleType, form: str, num_caches: int) -> None:
+    if form == "aot":
+        from speccompile.backends.tensorrt.aot_plugins import register_aot_plugins
+
+        register_aot_plugins(trt, find_compute_capabilities()[0], num_caches)
+        return
+    from speccompile.backends.tensorrt.plugins import register_plugins
+
+    register_plugins(trt)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,9 @@ from speccompile.errors import BuildError
 GIB = 1 << 30
 
 
-def parse_network(flavour: Flavour, builder: Any, path: Path, plugins: Sequence[str]) -> tuple[Any, Any]:
+def parse_network(
+    flavour: Flavour, builder: Any, path: Path, plugins: Sequence[str], form: str = "python"
+) -> tuple[Any, Any]:
     """Parse a lowered graph; its weights are mapped from the file, not read.
 
     Args:
@@ -23,6 +25,7 @@ def parse_network(flavour: Flavour, builder: Any, path: Path, plugins: Sequence[
         builder: its Builder.
         path: the ONNX file.
         plugins: ops that shall become plugins even where they carry a body; empty: bodies are used.
+        form: `python`, or `aot`: the kernels go into the plan.
 
     Returns:
         The network, and the parser, which owns the weights and must outlive the build.
@@ -31,12 +34,12 @@ def parse_network(flavour: Flavour, builder: Any, path: Path, plugins: Sequence[
         BuildError: an operator or attribute that TensorRT does not take, or a plugin that is not there.
     """
     trt, flags = flavour.trt, 0
-    if plugins and flavour.can.supports_aot_plugins:
+    if plugins and form == "aot":
         flags |= 1 << int(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS)
     network = builder.create_network(flags)
     network.name = path.stem
     parser = trt.OnnxParser(network, flavour.logger)
-    if plugins:
+    if plugins and form == "python":
         parser.set_flag(trt.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE)
     if not parser.parse_from_file(str(path)):
         raise _parse_error(path, flavour, parser)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from speccompile.backends.tensorrt.flavours import FLAVOURS
 from speccompile.backends.tensorrt.plan_file import read_plan
 from speccompile.backends.tensorrt.profiles import Profile
 from speccompile.errors import BuildError, BundleError
@@ -38,17 +39,19 @@ def make_record(
         built: what the builder's process reported.
 
     Returns:
-        {"flavour", "version", "platform", "compute_capabilities", "plugins", "plugin_abi", "flags", "workspace_gib",
-        "optimization_level", "profiles", "plan_bytes", "weights_bytes": in the plan, "lowered_weights_bytes": in
-        `source`, "plugin_layers", "build": {"stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes"}}.
+        {"flavour", "version", "platform", "compute_capabilities", "accelerators", "plugins", "plugin_form",
+        "plugin_abi", "plugin_layers", "flags", "workspace_gib", "optimization_level", "profiles", "plan_bytes",
+        "weights_bytes": in the plan, None where its layout is not known, "lowered_weights_bytes": in `source`,
+        "build": {"stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes"}}.
 
     Raises:
         BuildError: a plugin that was asked for is not in the plan.
     """
-    facts = read_plan(plan)
-    held = {plugin.name for plugin in facts.plugins}
+    # Where the layout is not known, the network's plugin layers, which were counted, must do.
+    facts = read_plan(plan) if FLAVOURS[built["flavour"]].plans_are_known else None
+    held = {plugin.name: plugin.num_layers for plugin in facts.plugins} if facts else {}
     missing = [op for op in settings["plugins"] if op not in held]
-    if missing:
+    if missing and facts is not None:
         got, todo = f"a plan without plugin {missing[0]}", "Report it, or build with engine.plugins: none."
         raise BuildError(f"building {source.name}", got, f"a plan that holds {', '.join(settings['plugins'])}", todo)
     return {
@@ -56,16 +59,17 @@ def make_record(
         "version": built["version"],
         "platform": f"{platform.system().lower()}-{platform.machine()}",
         "compute_capabilities": list(settings["compute_capabilities"]),
-        "accelerators": list(facts.accelerators),
+        "accelerators": list(facts.accelerators) if facts else [],
         "plugins": list(settings["plugins"]),
+        "plugin_form": settings["plugin_form"],
         "plugin_abi": plugin_abi_of(bool(settings["plugins"])),
-        "plugin_layers": {plugin.name: plugin.num_layers for plugin in facts.plugins},
+        "plugin_layers": held,
         "flags": list(settings["flags"]),
         "workspace_gib": settings["workspace_gib"],
         "optimization_level": settings["optimization_level"],
         "profiles": [profile.json_from_profile() for profile in profiles],
         "plan_bytes": built["plan_bytes"],
-        "weights_bytes": facts.weights_bytes,
+        "weights_bytes": facts.weights_bytes if facts else None,
         "lowered_weights_bytes": weights_bytes_of(source),
         "build": {k: built[k] for k in ("stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes")},
     }
@@ -86,6 +90,11 @@ def plugin_abi_of(has_plugins: bool) -> dict[str, Any] | None:
     from speccompile.backends.tensorrt.plugins import plugin_abi
 
     return dict(plugin_abi())
+
+
+def needs_registration(record: Mapping[str, Any]) -> bool:
+    """Whether the plan's plugins must be registered before it is loaded."""
+    return bool(record["plugins"]) and record.get("plugin_form") != "aot"
 
 
 def write_record(plan: Path, record: Mapping[str, Any]) -> None:

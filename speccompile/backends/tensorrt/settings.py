@@ -45,12 +45,17 @@ def settings_from_options(
     if level != "auto" and not flavour.supports_optimization_level:
         got, expected = f"{level} with flavour {flavour.name}", "auto, as this flavour has no such levels"
         raise BuildError("engine.tensorrt.optimization_level", got, expected, "Leave it out.")
+    form = fields.get("plugins", "auto")
+    if form == "aot" and not flavour.supports_aot_plugins:
+        todo = "Write native, or build with engine.flavour: tensorrt."
+        raise BuildError("engine.plugins", f"aot with flavour {flavour.name}", "native or none", todo)
     return {
         "flags": ["WEIGHT_STREAMING"] if fields.get("weight_streaming", False) else [],
         "compute_capabilities": _capabilities(flavour, fields.get("compute_capabilities", ()), quantization),
         "workspace_gib": fields.get("workspace_gib", "auto"),
         "optimization_level": level,
         "plugins": list(plugins),
+        "plugin_form": "aot" if form == "aot" else "python",
         "profiles": [profile.shapes(spec) for profile in profiles],
     }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.measuring import measure_steps, measured_sizes
-from speccompile.backends.tensorrt.records import read_record
+from speccompile.backends.tensorrt.records import needs_registration, read_record
 from speccompile.core.specs import GraphSpec
 
 
@@ -29,7 +29,7 @@ def measure_plan(path: Path, spec: GraphSpec) -> dict[str, Any]:
     record = read_record(path)
     slots, rows = measured_sizes(spec)
     slots = min([slots, *(int(p["sizes"]["batch"][2]) for p in record["profiles"])])
-    settings = {"flavour": record["flavour"], "plugins": bool(record["plugins"])}
+    settings = {"flavour": record["flavour"], "plugins": needs_registration(record)}
     engine = load_engine(path, spec, max_slots=slots, max_rows=rows, settings=settings)
     return {"measured": True, "gpu": engine.device.properties()["name"], "step_ms": measure_steps(engine)}
 

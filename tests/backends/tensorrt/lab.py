@@ -18,6 +18,7 @@ SETTINGS = {
     "workspace_gib": "auto",
     "optimization_level": "auto",
     "plugins": [],
+    "plugin_form": "python",
 }
 ROWS = (1, 2, 4)  # the profile of dim "batch"
 
