@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,4 +100,5 @@ def join_team(device: str) -> Iterator[Team]:
     try:
         yield Team(distributed.get_rank(), size, device)
     finally:
+        gc.collect()  # sharded modules are in cycles, and hold process groups
         distributed.destroy_process_group()

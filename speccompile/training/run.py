@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -172,26 +171,24 @@ class _Run:
                 self.team.wait()
 
     def _summary(self, record: RunRecord) -> dict[str, Any]:
-        last = [row for row in record.rows if "held_out" in row]
-        by_stage = {row["stage"]: row["held_out"] for row in last}
+        last = {row["stage"]: row["held_out"] for row in record.rows if "held_out" in row}
+        plan = self.plan.json_from_plan()
+        plan.pop("start")
+        names = {"files": [Path(file).name for file in self.section.text.files]}  # no path of this machine
         return {
-            "plan": {**self.plan.json_from_plan(), "target": Path(self.plan.target).name},
+            "plan": {**plan, "target": Path(self.plan.target).name, "text": {**plan["text"], **names}},
             "processes": self.team.size,
             "threads": torch.get_num_threads(),
             "seconds": {name: round(value, 1) for name, value in record.seconds.items()},
-            "held_out": by_stage,
+            "held_out": last,
         }
 
     def _write(self, trainable: Any, record: RunRecord) -> None:
         """The speculator with its figures, whole or not at all; the events are in the run's folder."""
         self.listener.stage("write")
-        summary = self._summary(record)
-        for key in ("start",):
-            summary["plan"].pop(key, None)
-        summary["plan"]["text"] = {**summary["plan"]["text"], "files": [Path(f).name for f in self.section.text.files]}
         with staged_folder(self.plan.output) as folder:
             trainable.save(folder)
-            text = json.dumps(summary, indent=1) + "\n"
+            text = json.dumps(self._summary(record), indent=1) + "\n"
             (folder / "training.json").write_text(text, encoding="utf-8")
             write_curves(record.rows, folder / "training.png", self.folder / "events", self.plan.section.method)
 
@@ -211,9 +208,3 @@ def _check_extras() -> None:
     if missing:
         expected = "the packages that plot and log a run"
         raise BuildError("train", f"no {missing[0]}", expected, "Install them: pip install 'speccompile[train]'.")
-
-
-def discard(folder: Path) -> None:
-    """Forget a run: its checkpoint goes, its log stays."""
-    with contextlib.suppress(FileNotFoundError):
-        (folder / "checkpoint.pt").unlink()

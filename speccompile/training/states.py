@@ -62,7 +62,8 @@ def run_in_parts(target: Target, tokens: torch.Tensor, needs: TargetNeeds) -> di
 
 
 def batch_from_outputs(tokens: torch.Tensor, held: dict[str, torch.Tensor], seed: int) -> TrainingBatch:
-    """A batch from `Target.run`'s names."""
+    """A batch from `Target.run`'s names, floats in float32."""
+    held = {name: value.float() if value.is_floating_point() else value for name, value in held.items()}
     layers = {int(name.partition(".")[2]): value for name, value in held.items() if name.startswith("layer.")}
     plain = {name: value for name, value in held.items() if not name.startswith("layer.")}
     return TrainingBatch(tokens=tokens, layers=layers, seed=seed, **plain)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused loss against plain autograd, and what is counted as a hit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from speccompile.core.training import Drafted, TrainingBatch
+from speccompile.training import losses
+from speccompile.training.losses import LossOptions, acceptance_length, judge
+
+VOCAB, WIDTH, NODES = 29, 8, 7
+
+
+def make_batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, NODES, VOCAB, generator=generator) * 2
+    best = logits.softmax(-1).topk(5, -1)
+    tokens = torch.randint(0, VOCAB, (2, NODES), generator=generator)
+    return TrainingBatch(tokens, best.indices, best.values)
+
+
+def make_drafted(seed=1, depth=3, d2t=None):
+    generator = torch.Generator().manual_seed(seed)
+    num = VOCAB if d2t is None else len(d2t)
+    shared = torch.randn(num, WIDTH, generator=generator)
+    own = torch.randn(num, WIDTH, generator=generator)
+    states = torch.randn(2 * NODES, depth, WIDTH, generator=generator).requires_grad_()
+    start = torch.arange(2 * NODES)[:, None]
+    ahead = 1 + torch.arange(depth)
+    labels = torch.where(start % NODES + ahead < NODES, start + ahead, -1)
+    projections = (shared.requires_grad_(), shared, own.requires_grad_())
+    return Drafted(states, labels, projections, d2t)
+
+
+def reference(drafted, batch, kl_share, decay):
+    """The same sum, a row at a time."""
+    total, weights = 0.0, torch.tensor([decay**i for i in range(drafted.labels.shape[1])])
+    laws = torch.zeros(2 * NODES, VOCAB).scatter_(1, batch.law_tokens.flatten(0, 1), batch.law_probs.flatten(0, 1))
+    laws /= laws.sum(-1, keepdim=True)
+    for row in range(len(drafted.labels)):
+        for depth, label in enumerate(drafted.labels[row].tolist()):
+            if label < 0:
+                continue
+            law = laws[label] * kl_share
+            place = label % NODES
+            after = int(batch.tokens.flatten()[label + 1]) if place < NODES - 1 else int(laws[label].argmax())
+            law[after] += 1 - kl_share
+            law = law if drafted.d2t is None else law[drafted.d2t]
+            logits = drafted.states[row, depth] @ drafted.projections[depth].T
+            total = total - (law * logits.log_softmax(-1)).sum() * weights[depth]
+    return total / len(drafted.labels) / weights.sum()
+
+
+@pytest.mark.parametrize("kl_share", [1.0, 0.4])
+@pytest.mark.parametrize("d2t", [None, torch.tensor([0, 3, 4, 9, 11, 20, 28])], ids=["whole", "reduced"])
+def test_loss_and_gradients_are_those_of_autograd(monkeypatch, kl_share, d2t):
+    monkeypatch.setattr(losses, "BLOCK_ROWS", 5)
+    batch, drafted = make_batch(), make_drafted(d2t=d2t)
+    parameters = (drafted.states, drafted.projections[0], drafted.projections[2])
+    wanted = reference(drafted, batch, kl_share, 0.8)
+    grads = torch.autograd.grad(wanted, parameters)
+    loss, _ = judge(drafted, batch, LossOptions(kl_share, 0.8, torch.float32), VOCAB)
+    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-6)
+    for got, grad in zip(torch.autograd.grad(loss * 2, parameters), grads, strict=True):
+        torch.testing.assert_close(got, grad * 2, rtol=1e-4, atol=1e-6)
+
+
+def test_hits_and_chains_are_counted():
+    batch = make_batch()
+    projection = torch.eye(VOCAB)
+    greedy = batch.law_tokens.flatten(0, 1)[:, 0]
+    labels = torch.tensor([[1, 2], [2, 3], [5, -1]])
+    states = torch.nn.functional.one_hot(greedy[labels.clamp(min=0)], VOCAB).float()
+    states[1, 0] = -states[1, 0]  # this one misses, so its chain ends at once
+    drafted = Drafted(states, labels, (projection, projection))
+    _, sums = judge(drafted, batch, LossOptions(1.0, 1.0, torch.float32), VOCAB)
+    _, hits, tried, kept, chains = sums.tolist()
+    assert hits == [2, 2] and tried == [3, 2]
+    assert kept == [1, 1] and chains == [2, 2]  # the third row is no whole chain
+    assert acceptance_length(sums) == pytest.approx(2.0)
+
+
+def test_a_guess_outside_the_draft_vocabulary_cannot_hit():
+    batch = make_batch()
+    greedy = batch.law_tokens.flatten(0, 1)[:, 0]
+    d2t = torch.tensor([t for t in range(VOCAB) if t != int(greedy[3])])
+    states = torch.randn(1, 1, len(d2t))
+    drafted = Drafted(states, torch.tensor([[3]]), (torch.eye(len(d2t)),), d2t)
+    _, sums = judge(drafted, batch, LossOptions(1.0, 1.0, torch.float32), VOCAB)
+    assert sums[1].tolist() == [0] and sums[2].tolist() == [1]

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs: what they leave, that a stopped one goes on exactly, that several processes agree with one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from speccompile.errors import BuildError
+from speccompile.recipe import load_recipe
+from speccompile.recipe.training_plan import resolve_training
+from speccompile.training import run as run_module
+from speccompile.training import text as text_module
+from speccompile.training.run import Listener, train
+from speccompile.training.text import TextBook
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tensorboard")
+pytest.importorskip("onnxruntime")
+
+
+class Stopped(Exception):
+    """The process ends here."""
+
+
+def run(recipe: Path, *overrides: str, stop_at: int | None = None):
+    def step(name, index, steps, row):
+        if index == stop_at:
+            raise Stopped
+
+    loaded = load_recipe(recipe, overrides)
+    return train(loaded, resolve_training(loaded), Listener(step=step))
+
+
+def rows(output: Path):
+    return [json.loads(line) for line in Path(f"{output}.run", "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(write_recipe):
+    """A run in one go: the curve, and the folder."""
+    recipe = write_recipe("medusa", "whole", steps=8)
+    result = run(recipe)
+    output = resolve_training(load_recipe(recipe)).output
+    return result, output
+
+
+def test_a_run_leaves_a_speculator_its_figures_and_its_curves(whole):
+    result, output = whole
+    assert sorted(p.name for p in output.iterdir()) == [
+        "config.json", "model.safetensors", "training.json", "training.png",
+    ]  # fmt: skip
+    assert (output / "training.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads((output / "training.json").read_text()) == json.loads(json.dumps(result))
+    assert result["plan"]["target"] == "target" and "/" not in json.dumps(result["plan"])
+    events = list(Path(f"{output}.run", "events").iterdir())
+    assert len(events) == 1 and events[0].stat().st_size > 1000
+    curve = rows(output)
+    assert [row["step"] for row in curve] == list(range(9))
+    assert [row["step"] for row in curve if "held_out" in row] == [0, 4, 8]
+    assert all(len(row["train"]["loss"]) == 3 for row in curve[1:])
+    assert curve[-1]["train"]["loss"][0] < curve[1]["train"]["loss"][0]
+
+
+@pytest.mark.parametrize("states", ["disk", "live"])
+def test_a_stopped_run_goes_on_with_the_same_numbers(whole, write_recipe, states):
+    _, output = whole
+    recipe = write_recipe("medusa", f"stopped-{states}", steps=8)
+    settings = [f"training.states={states}"]
+    with pytest.raises(Stopped):
+        run(recipe, *settings, stop_at=6)  # the checkpoint is of step 4
+    stopped = resolve_training(load_recipe(recipe)).output
+    assert not stopped.exists() and len(rows(stopped)) == 5
+    run(recipe, *settings)
+    if states == "live":  # what is kept on the disk has the precision of bfloat16
+        assert rows(stopped) == rows(output)
+        assert (stopped / "model.safetensors").read_bytes() == (output / "model.safetensors").read_bytes()
+    else:
+        other = write_recipe("medusa", "unstopped-disk", steps=8)
+        run(other, *settings)
+        assert rows(stopped) == rows(resolve_training(load_recipe(other)).output)
+
+
+def test_a_checkpoint_of_another_run_is_refused(whole, write_recipe, folder):
+    recipe = write_recipe("medusa", "whole", steps=8)
+    with pytest.raises(BuildError, match="another recipe"):
+        run(recipe, "training.seed=1")
+    damaged = folder / "out" / "damaged.run"
+    damaged.mkdir(parents=True)
+    (damaged / "checkpoint.pt").write_bytes(b"nothing")
+    with pytest.raises(BuildError, match="cannot be read"):
+        run(write_recipe("medusa", "damaged", steps=8))
+
+
+def test_what_is_not_installed_is_said_first(write_recipe, monkeypatch):
+    monkeypatch.setattr(run_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BuildError, match=r"speccompile\[train\]"):
+        run(write_recipe("medusa", "bare", steps=8))
+
+
+def test_the_target_writes_the_text_of_the_second_stage(write_recipe, target, monkeypatch):
+    recipe = write_recipe("prophet", "two", steps=4, generated=4)
+    result = run(recipe)
+    assert sorted(result["held_out"]) == ["generated", "plain"]
+    loaded = load_recipe(recipe)
+    monkeypatch.setattr(text_module, "build", None)  # what was generated once is not generated again
+    windows = TextBook(loaded, target, lambda message: None).windows("generated")
+    tokens = torch.from_numpy(windows.rows("train", range(windows.counts["train"]))).long()
+    assert tokens.shape[1] == 20 and 16 <= windows.counts["train"] <= 24
+    # Every second sequence is greedy: there each new token is the target's own first choice.
+    from speccompile.core.training import TargetNeeds
+    from speccompile.training.target import Target
+
+    laws = Target(target, torch.float32).run(tokens, TargetNeeds())
+    follows = (laws["law_tokens"][:, 5:-1, 0] == tokens[:, 6:]).all(-1)
+    assert follows.sum() >= 8
+
+
+def test_two_processes_train_as_one_does(whole, write_recipe):
+    _, output = whole
+    recipe = write_recipe("medusa", "two-processes", steps=8)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, "speccompile", "train", str(recipe), "--json"], capture_output=True, text=True, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert result["processes"] == 2
+    sharded = resolve_training(load_recipe(recipe)).output
+    for one, two in zip(rows(output), rows(sharded), strict=True):
+        for part in set(one) & {"train", "held_out"}:
+            assert two[part]["loss"] == pytest.approx(one[part]["loss"], abs=2e-3)
+    assert (sharded / "model.safetensors").stat().st_size == (output / "model.safetensors").stat().st_size

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every trainable: teacher-forced equals step by step, its file comes back, its loss falls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from speccompile.core import registry
+from speccompile.errors import CheckpointError, RecipeError
+from speccompile.frontend.heads_file import read_heads
+from speccompile.recipe import load_recipe
+from speccompile.recipe.training_plan import resolve_training
+from speccompile.training.losses import LossOptions, TrainedModule
+from speccompile.training.stage import make_optimizer
+from speccompile.training.states import batch_from_outputs, run_in_parts
+from speccompile.training.target import Target
+from tests.training.conftest import HEADS
+
+METHODS = sorted(HEADS)
+NODES, ROOT = 14, 6  # the root stands at ROOT
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> Target:
+    return Target(target, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def make(model, write_recipe):
+    def made(method, start=None, **heads):
+        plan = resolve_training(load_recipe(write_recipe(method, f"make-{method}")))
+        config = replace(plan.heads, **heads)
+        torch.manual_seed(1)
+        counts = torch.arange(model.dims.vocab_size)
+        return plan.trainer.make(config, model.parts(counts), start), plan.trainer.needs(config, model.config)
+
+    return made
+
+
+def shake(trainable):
+    """Away from where training begins, which guesses the same token everywhere."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in trainable.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator) * 0.15
+
+
+def test_every_trainer_is_tested():
+    assert set(registry.TRAINERS) == set(HEADS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_teacher_forced_equals_step_by_step(method, make, model):
+    whole = {"starts": 1.0} if "starts" in HEADS[method] or method in ("prophet", "eagle3") else {}
+    trainable, needs = make(method, **whole)
+    shake(trainable)
+    num = min(3, trainable.num_positions)
+    found = set()
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(3, model.dims.vocab_size, (1, NODES), generator=generator)
+        held = model.run(tokens[:, :ROOT], needs)
+        drafts = trainable.draft(batch_from_outputs(tokens[:, : ROOT + 1], held, 0), num)
+        tokens[0, ROOT + 1 : ROOT + 1 + num] = drafts
+        states, row = forced(trainable, batch_from_outputs(tokens, model.run(tokens, needs), 0))
+        guesses = [best(states, row, depth) for depth in range(num)]
+        assert guesses == drafts.tolist()
+        found.add(tuple(guesses))
+    assert len(found) > 1
+
+
+def forced(trainable, batch):
+    """The guesses of a batch whose drawn starts include the root, and the row of the root's chain."""
+    for seed in range(64):
+        drafted = trainable(replace(batch, seed=seed))
+        rows = (drafted.labels[:, 0] == ROOT).nonzero()
+        if len(rows):
+            return drafted, int(rows[0])
+    raise AssertionError("no start at the root")
+
+
+def best(drafted, row, depth):
+    assert int(drafted.labels[row, depth]) == ROOT + depth
+    index = (drafted.states[row, depth] @ drafted.projections[depth].T).argmax()
+    return int(index if drafted.d2t is None else drafted.d2t[index])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_file_comes_back(method, make, model, tmp_path):
+    trainable, needs = make(method)
+    shake(trainable)
+    with torch.no_grad():
+        for parameter in trainable.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16).float())
+    trainable.save(tmp_path)
+    again, _ = make(method, start=tmp_path)
+    tokens = torch.arange(NODES)[None] + 3
+    batch = batch_from_outputs(tokens, model.run(tokens, needs), seed=0)
+    first, second = trainable(batch), again(batch)
+    torch.testing.assert_close(first.states, second.states, rtol=0, atol=0)
+    torch.testing.assert_close(first.projections[-1], second.projections[-1], rtol=0, atol=0)
+    if first.d2t is not None:
+        assert first.d2t.tolist() == second.d2t.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_loss_falls(method, make, model):
+    trainable, needs = make(method)
+    module = TrainedModule(trainable, LossOptions(1.0, 1.0, torch.float32), model.dims.vocab_size)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(3, 32, (8, 24)))
+    batch = batch_from_outputs(tokens, run_in_parts(model, tokens, needs), seed=0)
+    optimizer = make_optimizer(module, 0.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.02
+    sums = []
+    for _ in range(30):
+        loss, measures = module(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sums.append(measures)
+    first, last = (s[0] / s[2] for s in (sums[0], sums[-1]))
+    assert (last < first - 0.01).all(), (first, last)
+
+
+def test_a_file_of_other_sizes_is_refused(make, tmp_path):
+    trainable, _ = make("medusa")
+    trainable.save(tmp_path)
+    with pytest.raises(CheckpointError, match="missing"):
+        make("medusa", start=tmp_path, num_layers=2)
+    with pytest.raises(CheckpointError, match="no such file"):
+        read_heads(tmp_path / "none", {})
+
+
+@pytest.mark.parametrize(
+    ("method", "heads", "where"),
+    [
+        ("eagle3", {"layers": (0, 1, 9)}, "training.heads.layers"),
+        ("eagle3", {"draft_vocab_size": 1000}, "training.heads.draft_vocab_size"),
+        ("early_exit", {"num_exit_layers": 4}, "training.heads.num_exit_layers"),
+        ("prophet", {"num_heads": 3, "num_kv_heads": 3}, "training.heads.num_heads"),
+    ],
+)
+def test_sizes_that_do_not_go_with_the_target_are_refused(method, heads, where, make):
+    with pytest.raises(RecipeError) as caught:
+        make(method, **heads)
+    assert caught.value.where == where
