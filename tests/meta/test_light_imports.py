@@ -9,7 +9,10 @@ import pytest
 
 from speccompile.cli.main import app
 
-HEAVY = ("torch", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "safetensors")
+HEAVY = (
+    *("torch", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "safetensors"),
+    *("tensorrt", "tensorrt_rtx", "cuda"),
+)
 COMMANDS = sorted(command.name or "" for command in app.registered_commands)
 SCRIPT = """
 import json, sys

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from speccompile.backends.predicting import predict_float32
 from speccompile.core import registry, specs
-from speccompile.core.jobs import CompileOptions
+from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec
 from speccompile.frontend.checkpoint import read_dims
 from speccompile.recipe import BuildPlan, Device, load_recipe, resolve
@@ -76,6 +77,9 @@ class FakeBackend:
 
     def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
         pass
+
+    def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
+        return predict_float32(counts, quantization)
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
         return {}
