@@ -66,4 +66,5 @@ def _heads_feeds(spec: GraphSpec, num_slots: int) -> dict[str, np.ndarray]:
     sizes: dict[Any, Any] = {"batch": num_slots, "nodes": drafts[0] if drafts else 1}
     states = rng.normal(size=[sizes.get(d, d) for d in spec.input(specs.HIDDEN).dims])
     tokens = rng.integers(0, spec.vocab_size, (num_slots, 1))
-    return {specs.TOKENS: tokens, specs.HIDDEN: states.astype(np.float32), specs.START_NODES: tokens[:, 0] * 0}
+    feeds: dict[str, np.ndarray] = {specs.HIDDEN: states.astype(np.float32), specs.START_NODES: tokens[:, 0] * 0}
+    return {**feeds, specs.TOKENS: tokens} if any(t.name == specs.TOKENS for t in spec.inputs) else feeds

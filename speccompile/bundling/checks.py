@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.core import specs
-from speccompile.core.protocols import Engine
+from speccompile.core.protocols import Engine, Outputs
 from speccompile.errors import BuildError
 
 _NUM_PROMPT, _NUM_TOKENS = 5, 8
@@ -32,7 +32,7 @@ def check_graph(engine: Engine) -> dict[str, Any]:
     if specs.SAMPLED_TOKENS in outputs:
         return check_chain(engine) if spec.caches else check_heads(engine)
     if specs.GUESSES in outputs:
-        return check_guesses(engine)
+        return check_guesses(engine) if spec.caches else check_guessing_heads(engine)
     return check_target(engine) if specs.PATH in outputs else check_draft(engine)
 
 
@@ -93,6 +93,15 @@ def check_guesses(engine: Engine) -> dict[str, Any]:
     if specs.gives_laws(engine.spec):
         feeds[specs.TEMPERATURE] = np.ones(1, np.float32)
     step = engine.run(feeds)
+    num_guesses = _check_guess_rows(engine, step)
+    if specs.gives_laws(engine.spec):
+        for mass in np.asarray(step[specs.NODE_LAWS])[0].sum(axis=-1).tolist():
+            _check_unit(engine, "the mass of a law", mass, 1.0 - 1e-2)
+    return {"num_tokens": num_guesses}
+
+
+def _check_guess_rows(engine: Engine, step: Outputs) -> int:
+    """Check the guesses of the first slot; returns how many a row has."""
     guesses, probs = np.asarray(step[specs.GUESSES])[0], np.asarray(step[specs.GUESS_PROBS])[0]
     for row, sure in zip(guesses, probs.tolist(), strict=True):
         for guess in row:
@@ -100,10 +109,19 @@ def check_guesses(engine: Engine) -> dict[str, Any]:
         if len(set(row.tolist())) < len(row):
             raise BuildError(f"check {engine.spec.name}", f"guesses {row.tolist()}", "each token once", _TODO)
         _check_unit(engine, "the mass of the guesses", sum(sure), 0.0)
-    if specs.gives_laws(engine.spec):
-        for mass in np.asarray(step[specs.NODE_LAWS])[0].sum(axis=-1).tolist():
-            _check_unit(engine, "the mass of a law", mass, 1.0 - 1e-2)
-    return {"num_tokens": guesses.shape[1]}
+    return int(guesses.shape[1])
+
+
+def check_guessing_heads(engine: Engine) -> dict[str, Any]:
+    """Guess from a made-up state.
+
+    Returns:
+        {"num_tokens": guesses of a head}.
+
+    Raises:
+        BuildError: see `check_guesses`.
+    """
+    return {"num_tokens": _check_guess_rows(engine, engine.run(_state_feeds(engine)))}
 
 
 def check_chain(engine: Engine) -> dict[str, Any]:
@@ -131,29 +149,42 @@ def check_chain(engine: Engine) -> dict[str, Any]:
 
 
 def check_heads(engine: Engine) -> dict[str, Any]:
-    """Draft from a made-up state: greedily, then by draws.
+    """Draft from a made-up state: greedily, then by draws, if it draws.
 
     Returns:
         {"num_tokens": drafts of one run}.
 
     Raises:
-        BuildError: a token outside the vocabulary, a confidence that is no probability, or a law whose sum is not 1.
+        BuildError: a token outside the vocabulary, a confidence that is no probability, a law whose sum is not 1, or
+            a draft in front of its parent.
     """
-    hidden = engine.spec.input(specs.HIDDEN)
-    width, num_drafts = hidden.dims[2], engine.spec.output(specs.SAMPLED_TOKENS).dims[1]
-    assert isinstance(width, int) and isinstance(num_drafts, int)
-    states = np.sin(np.arange(2 * width, dtype=np.float32)).reshape(1, 2, width)
-    feeds = {specs.HIDDEN: states, specs.START_NODES: _int(1), specs.TOKENS: _int([0])}
+    num_drafts = engine.spec.output(specs.SAMPLED_TOKENS).dims[1]
+    assert isinstance(num_drafts, int)
+    draws = any(t.name == specs.SAMPLED_LAWS for t in engine.spec.outputs)
+    feeds = {**_state_feeds(engine), specs.TOKENS: _int([0])}
     warm = {specs.TEMPERATURE: np.ones(1, np.float32), specs.UNIFORMS: np.full((1, num_drafts), 0.5, np.float32)}
-    for extra in ({}, warm):
+    for extra in ({}, warm) if draws else ({},):
         step = engine.run({**feeds, **extra})
         for column in range(num_drafts):
             _token(engine, step[specs.SAMPLED_TOKENS][:, column])
             _check_unit(engine, "confidence", float(step[specs.CONFIDENCES][0, column]), 0.0)
-    masses = np.asarray(step[specs.SAMPLED_LAWS])[0, 1:].sum(axis=-1)
-    for mass in masses.tolist():
+    laws = np.asarray(step[specs.SAMPLED_LAWS])[0, 1:] if draws else np.ones((0, 1))
+    for mass in laws.sum(axis=-1).tolist():
         _check_unit(engine, "the mass of a law", mass, 1.0 - 1e-2)
+    parents = np.asarray(step[specs.DRAFT_PARENTS])[0] if specs.DRAFT_PARENTS in step else np.zeros(0, np.int64)
+    for draft, parent in enumerate(parents.tolist(), start=1):
+        if not 0 <= parent < draft:
+            got, expected = f"draft {draft} behind draft {parent}", f"a parent from 0 to {draft - 1}"
+            raise BuildError(f"check {engine.spec.name}", got, expected, _TODO)
     return {"num_tokens": num_drafts}
+
+
+def _state_feeds(engine: Engine) -> dict[str, np.ndarray[Any, Any]]:
+    """Two made-up states, of which the second counts."""
+    width = engine.spec.input(specs.HIDDEN).dims[2]
+    assert isinstance(width, int)
+    states = np.sin(np.arange(2 * width, dtype=np.float32)).reshape(1, 2, width)
+    return {specs.HIDDEN: states, specs.START_NODES: _int(1)}
 
 
 def _check_unit(engine: Engine, what: str, value: float, least: float) -> None:

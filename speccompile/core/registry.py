@@ -17,6 +17,7 @@ BACKENDS = {
 METHODS = {
     "none": "speccompile.speculators.none.method:NoneMethod",
     "draft_model": "speccompile.speculators.draft_model.method:DraftModelMethod",
+    "medusa": "speccompile.speculators.medusa.method:MedusaMethod",
     "mlp": "speccompile.speculators.mlp.method:MlpMethod",
     "ngram": "speccompile.speculators.ngram.method:NgramMethod",
 }

@@ -191,7 +191,12 @@ def open_known(
 
 
 def check_speculator(
-    folder: Path, formats: Sequence[Format], target: ModelDims | None = None, *, values: bool = False
+    folder: Path,
+    formats: Sequence[Format],
+    target: ModelDims | None = None,
+    *,
+    values: bool = False,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Case:
     """Prove a checkpoint complete, for a method's graph source or trainer.
 
@@ -200,6 +205,7 @@ def check_speculator(
         formats: the method's layouts.
         target: sizes of the model that it is for.
         values: look at the weights, too, not at headers alone.
+        overrides: instead of values of its config.
 
     Returns:
         The case.
@@ -207,19 +213,22 @@ def check_speculator(
     Raises:
         CheckpointError: the first thing that is wrong, with a hint at the doctor.
     """
-    found = open_checkpoint(folder, formats)
+    found = open_checkpoint(folder, formats, overrides)
     aim = Target("the target", target, {}) if target is not None else None
     raise_first(_report(found, str(folder), aim, values))
     assert found.layout is not None  # an unknown layout is an error of the report
     return make_case(found, found.layout, aim)
 
 
-def read_speculator(folder: Path, formats: Sequence[Format]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def read_speculator(
+    folder: Path, formats: Sequence[Format], *, overrides: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Config and weights in our layout of the method, whatever layout the folder has.
 
     Args:
         folder: of the speculator.
         formats: the method's layouts.
+        overrides: instead of values of its config.
 
     Returns:
         The config, and tensors by the names of our layout; they are mapped from the files, and shared ones are one.
@@ -227,7 +236,7 @@ def read_speculator(folder: Path, formats: Sequence[Format]) -> tuple[dict[str, 
     Raises:
         CheckpointError: the first thing that is wrong, with a hint at the doctor.
     """
-    return ours_from_case(check_speculator(folder, formats, values=True))
+    return ours_from_case(check_speculator(folder, formats, values=True, overrides=overrides))
 
 
 def ours_from_case(case: Case) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that draft a chain in one run -> the neutral graph of their spec."""
+"""Heads that draft in one run, a chain or more -> the neutral graph of their spec."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], N
     """Trace a drafter and clean the trace.
 
     Args:
-        module: takes the inputs of `spec` in order; gives tokens and confidences [batch, drafts], and then the law
-            of each draft [batch, vocab] one by one.
-        spec: a `heads_spec`; the graph's inputs and outputs.
+        module: takes the inputs of `spec` in order and gives its outputs; instead of the laws of a chain the law of
+            each draft [batch, vocab] one by one.
+        spec: a `heads_spec`, or one of `core.heads_specs`; the graph's inputs and outputs.
         progress: called with the name of each stage.
 
     Returns:
@@ -57,7 +57,8 @@ def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], N
     graph = trace_module(module, example, dynamic, _apart(spec), spec.name)
     share_weights(graph)
     name_weights(graph, names)
-    _join_laws(graph, spec)
+    if _num_drafts(spec):
+        _join_laws(graph, spec)
     run_pipeline(graph, HEADS_CLEANUP, progress)
     return graph
 
@@ -68,7 +69,8 @@ def _example(tensor: TensorSpec) -> torch.Tensor:
 
 
 def _num_drafts(spec: GraphSpec) -> int:
-    rows = spec.output(SAMPLED_LAWS).dims[1]
+    """Drafts that come with their laws."""
+    rows = next((t.dims[1] for t in spec.outputs if t.name == SAMPLED_LAWS), 1)
     assert isinstance(rows, int)
     return rows - 1
 

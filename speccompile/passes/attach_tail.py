@@ -63,7 +63,12 @@ def attach_sampler(model: ir.Model, spec: specs.GraphSpec) -> int:
 
 
 def attach_guesses(model: ir.Model, spec: specs.GraphSpec) -> int:
-    """Add TopTokens, and NodeLaws where `spec` has laws; `spec` is the `guessing_spec` of the graph afterwards."""
+    """Add TopTokens, and NodeLaws where `spec` has laws; `spec` is the `guessing_spec` of the graph afterwards.
+
+    Heads guess inside their graph and have no logits: theirs stay as they are.
+    """
+    if all(value.name != specs.LOGITS for value in model.graph.outputs):
+        return attach_nothing(model, spec)
     values = _add_inputs(model, spec)
     edit = Editor(model)
     model.opset_imports[OPS_DOMAIN] = 1

@@ -111,9 +111,10 @@ class OrtEngine:
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
-        batch, nodes = feeds[specs.TOKENS].shape
+        sizes = sizes_from_feeds(self.spec, feeds)
+        batch = sizes["batch"]
         if self.spec.caches:
-            rows = int(feeds[specs.LENGTHS].max()) + nodes + self.chain_rows
+            rows = int(feeds[specs.LENGTHS].max()) + sizes["nodes"] + self.chain_rows
             if rows > self.caches.rows:
                 self._grow(rows)
         if first_slot + batch > self.max_slots:
@@ -123,7 +124,6 @@ class OrtEngine:
                 f"slots below {self.max_slots}",
                 "Build with a larger engine.max_batch_size.",
             )
-        sizes = sizes_from_feeds(self.spec, feeds)
         key = (*sizes.values(), first_slot)
         binding = self._bindings.get(key)
         if binding is None:

@@ -51,7 +51,8 @@ class Region:
 def comes_to_host(tensor: TensorSpec) -> bool:
     """Whether an output is small enough to come back with every step: integers, and one number a slot or draft."""
     is_small = all(dim != "draft_vocab" and (isinstance(dim, str) or dim <= MAX_HOST_DIM) for dim in tensor.dims)
-    return is_small and (not tensor.dtype.startswith(("float", "bfloat")) or len(tensor.dims) <= 2)
+    is_float = tensor.dtype.startswith(("float", "bfloat"))
+    return is_small and (not is_float or len(tensor.dims) <= 2 or tensor.name == specs.GUESS_PROBS)
 
 
 class Step:

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts trees in one run of heads, from the target's hidden state behind the root.
+
+The drafts are the likeliest tokens, never drawn: the text is the target's own at any temperature, whatever is
+drafted. So a tree may be cut by confidence, verdicts and costs; slots of a batch decide together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.growth import Calibration, Candidates, GrowthPolicy, Reach, expected_hits, tree_from_candidates
+from speccompile.core.hidden import TargetStates
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.specs import CONFIDENCES, DRAFT_PARENTS, GUESS_PROBS, GUESSES, HIDDEN, SAMPLED_TOKENS, TOKENS
+from speccompile.core.tree import Ints, TokenTree
+from speccompile.core.tree_shape import TreeShape
+
+FIRST_RATE = 0.7  # acceptance rate of a path's tokens before anything is known
+
+
+class HeadsTreeProposer:
+    """See `speccompile.core.protocols.Proposer`.
+
+    Args:
+        engine: the heads (`tree_heads_spec` or `guessing_heads_spec`).
+        policy: bounds and costs; `draft` costs are those of one run.
+        shape: what is scored in every step; None: as many of the candidates as pay.
+        log_odds: of a guess being right over the odds that its confidence means, for a fresh slot.
+    """
+
+    def __init__(self, engine: Engine, policy: GrowthPolicy, shape: TreeShape | None, log_odds: float) -> None:
+        self.engine, self.policy, self.shape, self._log_odds = engine, policy, shape, log_odds
+        width = engine.spec.input(HIDDEN).dims[2]
+        assert isinstance(width, int)
+        self.states = TargetStates(engine.max_slots, width)
+        self._reads_tokens = any(t.name == TOKENS for t in engine.spec.inputs)
+        first = sum(FIRST_RATE**depth for depth in range(1, policy.max_depth + 1))
+        self.reaches = [Reach(first) for _ in range(engine.max_slots)]
+        self.calibrations = [Calibration(log_odds) for _ in range(engine.max_slots)]
+        self._first_rate = first
+        self._prompts: dict[int, int] = {}  # tokens of each place's prompt
+        self._grown: tuple[list[Candidates], list[list[int]]] | None = None
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """Nothing is known of it."""
+        self.states.start(slot)
+        self.reaches[slot], self.calibrations[slot] = Reach(self._first_rate), Calibration(self._log_odds)
+        self._prompts[slot] = len(sequence.tokens)
+
+    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Keep the state behind the last token that was read: the root follows it."""
+        if start + tokens.shape[1] == self._prompts[slot] - 1:
+            self.states.read(slot, outputs[HIDDEN])
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Trees; a slot that cannot draft is padded."""
+        slots, self._grown = batch.slots, None
+        roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
+        able = self.states.known([p for p, slot in enumerate(slots) if slot.max_drafts > 0])
+        if not able or not self._pays(able, len(slots)):
+            return TokenTree.roots(roots)
+        feeds: dict[str, Any] = self.states.feeds(len(slots))
+        outputs = self.engine.run({**feeds, TOKENS: roots[:, None]} if self._reads_tokens else feeds)
+        limits = [slot.max_drafts if place in able else 0 for place, slot in enumerate(slots)]
+        if self.shape is not None:
+            return tree_from_shape(self.shape, roots, self._shaped(outputs, self.shape), limits)
+        return self._grow(roots, able, limits, outputs)
+
+    def _pays(self, able: Sequence[int], num_slots: int) -> bool:
+        """Whether drafting promises more tokens a millisecond than a plain step, by what trees brought of late."""
+        policy = self.policy
+        if not policy.weighs_time:
+            return True
+        drafts = min(policy.max_nodes, policy.max_depth) if self.shape is None else self.shape.num_drafts
+        kept = sum(self.reaches[place].rate for place in able) / num_slots
+        tree_ms = policy.target.ms(num_slots * (1 + drafts)) + policy.draft.ms(num_slots)
+        return (1 + kept) * policy.target.ms(num_slots) > tree_ms
+
+    def _shaped(self, outputs: Outputs, shape: TreeShape) -> Ints:
+        """[batch, drafts] int64: the tokens of a fixed shape."""
+        if GUESSES in outputs:
+            heads, ranks = shape.depths()[1:] - 1, shape.ranks()[1:]
+            return np.asarray(outputs[GUESSES])[:, heads, ranks]
+        return np.asarray(outputs[SAMPLED_TOKENS])
+
+    def _grow(self, roots: Ints, able: Sequence[int], limits: Sequence[int], outputs: Outputs) -> TokenTree:
+        trees = [Candidates.from_root(int(root)) for root in roots]
+        rows = {name: np.asarray(value).tolist() for name, value in outputs.items()}
+        for place in able:
+            calibration = self.calibrations[place]
+            if GUESSES in rows:
+                probs = [calibration.probs(confidences) for confidences in rows[GUESS_PROBS][place]]
+                grow_product(trees[place], rows[GUESSES][place], probs, self.policy.max_nodes)
+            else:
+                parents = rows[DRAFT_PARENTS][place]
+                add_drafts(trees[place], rows[SAMPLED_TOKENS][place], rows[CONFIDENCES][place], parents, calibration)
+        spent_ms = self.policy.draft.ms(len(roots)) if self.policy.weighs_time else 0.0
+        num_drafts = self.policy.size(trees, spent_ms)
+        if num_drafts == 0:
+            return TokenTree.roots(roots)
+        tree, chosen = tree_from_candidates(trees, num_drafts, limits)
+        self._grown = (trees, chosen)
+        return tree
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """Keep the states behind the paths' last nodes, and learn."""
+        accepted = verdict.num_accepted
+        last = accepted if tree.is_chain else verdict.path[np.arange(tree.batch), accepted]
+        self.states.keep(outputs[HIDDEN], last)
+        num_nodes, num_accepted = tree.num_nodes.tolist(), accepted.tolist()
+        for place in range(tree.batch):
+            self.reaches[place].learn(num_nodes[place] - 1, num_accepted[place])
+            if self._grown is not None and num_nodes[place] > 1:
+                trees, chosen = self._grown
+                expected = expected_hits(trees[place], chosen[place], verdict.nodes_kept(place))
+                self.calibrations[place].learn(expected, num_accepted[place])
+
+    def move(self, source: int, dest: int) -> None:
+        """State and lessons go with the slot."""
+        self.states.move(source, dest)
+        self.reaches[source], self.reaches[dest] = self.reaches[dest], self.reaches[source]
+        known = self.calibrations
+        known[source], known[dest] = known[dest], known[source]
+
+
+def tree_from_shape(shape: TreeShape, roots: Ints, drafts: Ints, limits: Sequence[int]) -> TokenTree:
+    """The same shape in every slot, as deep as each may go.
+
+    Args:
+        shape: of the tree; whole depths come first in it.
+        roots: [batch] int64.
+        drafts: [batch, shape.num_drafts] int64.
+        limits: most draft tokens on a path, by slot.
+    """
+    depths = shape.depths()
+    num_nodes = np.searchsorted(depths, np.array(limits), side="right").astype(np.int64)
+    nodes = int(num_nodes.max())
+    tokens = np.concatenate((roots[:, None], drafts), axis=1)[:, :nodes]
+    if shape.is_chain:
+        return TokenTree.chain(tokens, num_nodes)
+    used = np.arange(nodes) < num_nodes[:, None]
+    return TokenTree(tokens, np.where(used, shape.parents()[:nodes], -1), num_nodes)
+
+
+def grow_product(
+    tree: Candidates, guesses: Sequence[Sequence[int]], probs: Sequence[Sequence[float]], num: int
+) -> None:
+    """Add the `num` likeliest nodes where the guesses at a depth are the same behind every node above.
+
+    Args:
+        tree: of the root alone.
+        guesses: by depth, the likeliest first.
+        probs: of each guess.
+        num: nodes to add.
+    """
+    # A node is worth as much as its path, so the next best is a sibling or a first child of one that is in already.
+    heap = [(-probs[0][0], 0, 0, 0)]  # (minus the path's probability, parent, depth of the parent, rank)
+    while heap and len(tree.tokens) <= num:
+        _, parent, depth, rank = heappop(heap)
+        tree.add(parent, [guesses[depth][rank]], [probs[depth][rank]])
+        if rank + 1 < len(probs[depth]):
+            heappush(heap, (-tree.paths[parent] * probs[depth][rank + 1], parent, depth, rank + 1))
+        if depth + 1 < len(probs):
+            heappush(heap, (-tree.paths[-1] * probs[depth + 1][0], len(tree.tokens) - 1, depth + 1, 0))
+
+
+def add_drafts(
+    tree: Candidates,
+    tokens: Sequence[int],
+    confidences: Sequence[float],
+    parents: Sequence[int],
+    calibration: Calibration,
+) -> None:
+    """Add drafts whose parents are given; those of one parent stand together.
+
+    Args:
+        tree: of the root alone.
+        tokens: by draft.
+        confidences: of each.
+        parents: of each, a candidate of the tree.
+        calibration: of the slot.
+    """
+    start = 0
+    while start < len(parents):
+        parent, end = parents[start], start
+        while end < len(parents) and parents[end] == parent:
+            end += 1
+        tree.add(parent, tokens[start:end], calibration.probs(confidences[start:end]))
+        start = end

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees of the heads' guesses: fixed, or the likeliest products."""
+
+from __future__ import annotations
+
+import math
+
+from speccompile.core.growth import GrowthPolicy
+from speccompile.core.heads_tree import HeadsTreeProposer
+from speccompile.core.jobs import StepCosts
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import GUESSES
+from speccompile.speculators.medusa.config import Config
+
+
+class MedusaProposer(HeadsTreeProposer):
+    """See `speccompile.core.protocols.Proposer`.
+
+    The guesses of a head do not depend on those before, so every product of guesses is a path: the likeliest ones are
+    found without drafting again. With one guess a head they are a chain.
+
+    Args:
+        config: of the method.
+        engine: the heads.
+        max_draft_nodes: draft tokens one step may score at most.
+        target: measured costs of a step.
+        heads: measured costs of a run; without both, time is not looked at.
+    """
+
+    def __init__(
+        self, config: Config, engine: Engine, max_draft_nodes: int, target: StepCosts | None, heads: StepCosts | None
+    ) -> None:
+        num_heads, num_guesses = engine.spec.output(GUESSES).dims[1:]
+        assert isinstance(num_heads, int) and isinstance(num_guesses, int)
+        depth = num_heads if config.tree != "auto" else min(num_heads, config.tree_depth)
+        policy = GrowthPolicy(
+            max_draft_nodes, depth, num_guesses, target or StepCosts(), heads or StepCosts(), is_fixed=False
+        )
+        super().__init__(engine, policy, config.shape, math.log(config.confidence_odds))
