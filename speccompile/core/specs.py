@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 Dim = str | int
 Role = Literal["target", "draft"]
+LENT_ROWS = "lent_rows"  # the dim of borrowed caches that are only read: their lender decides how many rows
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of activations and caches
 
 TOKENS = "tokens"  # [batch, nodes] int64: token of each node, node 0 is the root
@@ -41,7 +42,11 @@ SAMPLED_LAWS = "sampled_laws"  # [batch, drafts + 1, draft_vocab] float32: `draf
 DRAFT_PARENTS = "draft_parents"  # [batch, drafts] int64: draft behind which each was made, counted from 1; 0 = root
 GUESSES = "guesses"  # [batch, scored, guesses] int64: likeliest tokens behind each node, the likeliest first
 GUESS_PROBS = "guess_probs"  # [batch, scored, guesses] float32: their probabilities at temperature 1
+TARGET_LENGTHS = "target_lengths"  # [batch] int64: rows in use of the target's caches, where a draft reads those
 NODE_LAWS = "node_laws"  # [batch, scored, draft_vocab] float32: the warped law behind each node; 1 wide when greedy
+FEATURES = "hidden.features"  # [batch, states, hidden] float32: what a draft is told of positions
+FEATURE_NODES = "feature_nodes"  # [batch, nodes] int64: the row of `hidden.features` that belongs to each node
+NEXT_FEATURES = "hidden.next"  # [batch, next_states, hidden] float32: what node 0 was told, then each node's own
 
 
 def hidden_name(layer: int) -> str:
@@ -57,6 +62,11 @@ def cache_names(layer: int) -> tuple[str, str]:
 def updated_cache_name(cache: str) -> str:
     """Name of the output that carries the updated `cache`; at run time it aliases its input."""
     return f"{cache}.updated"
+
+
+def borrowed_name(lender: str, cache: str) -> str:
+    """Name of the input that is the cache `cache` of the graph `lender`, where it is only read."""
+    return f"{lender}.{cache}"
 
 
 def step_cache_name(cache: str, step: int) -> str:
@@ -109,6 +119,21 @@ class ModelDims:
 
 
 @dataclass(frozen=True)
+class BorrowedCache:
+    """A cache input that another engine owns: it is bound at the lender's address, slot for slot.
+
+    Args:
+        name: of the input. One that is in `GraphSpec.caches` is written in place, any other is only read.
+        cache: its name in the lender's graph.
+        lender: name of the graph that lends it.
+    """
+
+    name: str
+    cache: str
+    lender: str = "target"
+
+
+@dataclass(frozen=True)
 class GraphSpec:
     """A graph's inputs and outputs in order.
 
@@ -123,6 +148,7 @@ class GraphSpec:
         vocab_size: of the tokens it reads.
         max_rows: cache rows it can address (its position tables end there); 0 = not limited.
         draft_vocab: width of the laws it gives, where it drafts in a vocabulary of its own; 0 = `vocab_size`.
+        borrowed: inputs that are caches of other engines; those that are only read come before `caches`.
     """
 
     name: str
@@ -132,6 +158,25 @@ class GraphSpec:
     vocab_size: int = 0
     max_rows: int = 0
     draft_vocab: int = 0
+    borrowed: tuple[BorrowedCache, ...] = ()
+
+    @property
+    def own_caches(self) -> tuple[str, ...]:
+        """The caches that its engine owns."""
+        lent = {loan.name for loan in self.borrowed}
+        return tuple(name for name in self.caches if name not in lent)
+
+    @property
+    def cache_inputs(self) -> tuple[str, ...]:
+        """All inputs that are caches, in order."""
+        held = {*self.caches, *(loan.name for loan in self.borrowed)}
+        return tuple(t.name for t in self.inputs if t.name in held)
+
+    @property
+    def plain_inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs that are no caches."""
+        held = set(self.cache_inputs)
+        return tuple(t for t in self.inputs if t.name not in held)
 
     @property
     def law_width(self) -> int:
@@ -165,6 +210,7 @@ def spec_from_json(data: Mapping[str, Any]) -> GraphSpec:
         data["vocab_size"],
         data.get("max_rows", 0),
         data.get("draft_vocab", 0),
+        tuple(BorrowedCache(**loan) for loan in data.get("borrowed", ())),
     )
 
 
@@ -352,38 +398,3 @@ def rollback_spec(dims: ModelDims) -> GraphSpec:
     inputs = (TensorSpec(LENGTHS, ("batch",), "int64"), TensorSpec(PATH, ("batch", "scored"), "int64"), *caches)
     outputs = tuple(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches)
     return GraphSpec("rollback", inputs, outputs, tuple(c.name for c in caches))
-
-
-def tensorrt_spec(spec: GraphSpec, dtype: str, max_rows: int, *, compacts: bool = False) -> GraphSpec:
-    """`spec` as TensorRT's graph has it: its dtype, static caches and the number of rows to attend to.
-
-    Args:
-        spec: of a whole neutral graph, tail included; of a rollback graph; or of one without caches.
-        dtype: of caches and hidden states: float32, float16 or bfloat16. What is sampled from stays float32.
-        max_rows: rows of the caches, those that a step of drafts needs behind the last sequence row included.
-        compacts: whether KVRollback follows the updates in the graph (where a plugin does it).
-
-    Returns:
-        The spec. `kv_rows` comes before the caches of a graph that reads tokens; with `compacts` a
-        `<cache>.compacted` for each cache comes behind the updates.
-    """
-
-    def convert(tensor: TensorSpec) -> TensorSpec:
-        if tensor.name.split(".")[0] == HIDDEN:
-            return replace(tensor, dtype=dtype)
-        if tensor.name not in caches:
-            return tensor
-        dims = tuple(max_rows if d == "max_seq" else d for d in tensor.dims)
-        return replace(tensor, dims=dims, dtype=dtype)
-
-    caches = {name for cache in spec.caches for name in (cache, updated_cache_name(cache))}
-    inputs = [convert(t) for t in spec.inputs]
-    # A law is never a dummy there: its function has no branches, and all that branches is the size of an input.
-    laws = {"draft_vocab": spec.law_width}
-    outputs = [replace(convert(t), dims=tuple(laws.get(str(d), d) for d in convert(t).dims)) for t in spec.outputs]
-    if spec.caches and any(t.name == TOKENS for t in inputs):
-        inputs.insert(len(inputs) - len(spec.caches), TensorSpec(KV_ROWS, ("kv",), "int8"))
-    if compacts:
-        held = {t.name: t for t in inputs}
-        outputs += [replace(held[c], name=compacted_cache_name(c)) for c in spec.caches]
-    return replace(spec, inputs=tuple(inputs), outputs=tuple(outputs))

@@ -4,7 +4,8 @@
 import pytest
 
 from speccompile.core import specs
-from speccompile.core.specs import GraphSpec, ModelDims, TensorSpec, tensorrt_spec
+from speccompile.core.specs import GraphSpec, ModelDims, TensorSpec
+from speccompile.core.tensorrt_specs import tensorrt_spec
 
 DIMS = ModelDims("llama", vocab_size=97, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
                  max_positions=64)  # fmt: skip

@@ -15,7 +15,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from speccompile.core import specs
-from speccompile.core.specs import ModelDims, decoder_spec, tensorrt_spec
+from speccompile.core.specs import ModelDims, decoder_spec
+from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.base import Pass, run_pipeline
 from speccompile.passes.lower_attention_tensorrt import LOWER_ATTENTION_TENSORRT

@@ -14,7 +14,8 @@ import pytest
 from speccompile.bundling.checks import check_guesses
 from speccompile.core import registry, specs
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import ModelDims, decoder_spec, guessing_spec, spec_from_json, tensorrt_spec
+from speccompile.core.specs import ModelDims, decoder_spec, guessing_spec, spec_from_json
+from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.pipelines import tensorrt_table
 from tests.frontend.families import CONFIGS

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.core import specs
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
-from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec, tensorrt_spec
+from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec
+from speccompile.core.tensorrt_specs import tensorrt_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -7,7 +7,8 @@ import pytest
 from speccompile.backends.tensorrt.arrays import DeviceArray
 from speccompile.backends.tensorrt.engine import load_engine
 from speccompile.core import specs
-from speccompile.core.specs import sampled_spec, tensorrt_spec
+from speccompile.core.specs import sampled_spec
+from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.errors import BundleError, RuntimeFault
 from tests.backends.tensorrt.trt_lab import Lab, profiles_of
 
