@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -99,7 +100,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
         q: [batch, heads, nodes, head_dim].
         k: [batch, kv_heads, rows, head_dim]; `v` alike.
         v: see `k`.
-        mask: bool, true where a key is seen, or a bias in the dtype of `q`; broadcasts to [batch, heads, nodes, rows].
+        mask: bool, true where a key is seen; broadcasts to [batch, heads, nodes, rows].
 
     Returns:
         As `q`.
@@ -107,7 +108,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    scores = (q @ k.transpose(2, 3)).float() * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 def init_linear(module: nn.Module, std: float = 0.02) -> None:
