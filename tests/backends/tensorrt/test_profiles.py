@@ -12,10 +12,10 @@ from speccompile.core.specs import (
     decoder_spec,
     rollback_spec,
     sampled_spec,
-    tensorrt_spec,
     unrolled_spec,
     verified_spec,
 )
+from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.errors import BuildError
 
 DIMS = ModelDims("llama", 97, 64, 2, 4, 2, 16, 512)
