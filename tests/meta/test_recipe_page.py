@@ -17,6 +17,13 @@ from speccompile.recipe.models import (
     TargetSection,
     TensorRTSection,
 )
+from speccompile.recipe.training import (
+    GeneratedSection,
+    PlainSection,
+    TextSection,
+    TrainingBase,
+    TrainingSection,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs/recipe.md").read_text()
 ROWS = dict(re.findall(r"^\| `([a-z_.]+)` \| (.*) \|$", PAGE, re.MULTILINE))
@@ -27,13 +34,21 @@ SECTIONS = {
     "engine.tensorrt.prefill": ProfileSection,
     "engine.tensorrt.decode": ProfileSection,
     "decoding": DecodingSection,
+    "training": TrainingSection,
+    "training.text": TextSection,
+    "training.plain": PlainSection,
+    "training.generated": GeneratedSection,
 }
 
 
 def keys(section):
     """Fields of a section that are no sections themselves."""
     fields = section.model_fields.items()
-    return {k: f for k, f in fields if not (isinstance(f.annotation, type) and issubclass(f.annotation, Section))}
+    return {
+        k: f
+        for k, f in fields
+        if not (isinstance(f.annotation, type) and issubclass(f.annotation, (Section, TrainingBase)))
+    }
 
 
 def shown(default):
@@ -42,15 +57,15 @@ def shown(default):
         return "`true`" if default else "`false`"
     if default is None:
         return "`null`"
-    if default == ():
-        return "`[]`"
+    if isinstance(default, tuple):
+        return f"`{list(default)}`"
     return f"`{default}`"
 
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_the_page_has_every_key_of_a_section(name):
     for key, field in keys(SECTIONS[name]).items():
-        default = "required" if field.is_required() else shown(field.default)
+        default = "required" if field.is_required() else shown(field.get_default(call_default_factory=True))
         assert ROWS.get(f"{name}.{key}", "").startswith(f"{default} | "), f"{name}.{key}: {default}"
 
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""speccompile train on the command line: results, and recipes that cannot be trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from speccompile.cli.main import main
+from speccompile.core import registry
+from speccompile.errors import RecipeError
+from speccompile.recipe import load_recipe
+from speccompile.recipe.training_plan import resolve_training
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tensorboard")
+
+
+def test_the_command_trains_and_measures(write_recipe, folder: Path, capsys):
+    recipe, output = write_recipe("mlp", "command", steps=4), folder / "elsewhere"
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"prompt": "w3 w4 w5"}\n{"prompt_ids": [7, 8]}\n{"prompt": "w9"}\n')
+    arguments = ["train", str(recipe), "-o", str(output), "--prompts", str(prompts), "--num-prompts", "2", "--json"]
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert not left.value.code
+    out = capsys.readouterr()
+    result = json.loads(out.out)
+    chains = result["chains"]
+    assert chains["num_prompts"] == 2 and chains["num_drafts"] == 3 and len(chains["by_position"]) == 3
+    # Every step emits what it accepts and one token more, until 128 are there.
+    assert 1 <= chains["mean_acceptance_length"] <= 4
+    assert chains["steps"] * chains["mean_acceptance_length"] == pytest.approx(2 * 127, abs=8)
+    assert (output / "model.safetensors").is_file()
+    assert "held out: loss" in out.err and "agreement" in out.err
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "got"),
+    [
+        ("training.method=medua", "training.method", "'medua'"),
+        ("training.heads={num_head: 3}", "training.heads.num_head", "an unknown key"),
+        ("training.heads={num_heads: many}", "training.heads.num_heads", "'many'"),
+        ("training.heads={num_heads: 0}", "training.heads.num_heads", "0"),
+        ("training.plain.steps=0", "training.plain.steps", "0 in both stages"),
+        ("training.plain.step=3", "training.plain.step", "unknown key"),
+        ("training.text.files=[none.txt]", "training.text.files", "does not exist"),
+        ("training.start=nowhere", "training.start", "does not exist"),
+    ],
+)
+def test_a_recipe_that_cannot_be_trained_is_refused(write_recipe, override, where, got):
+    with pytest.raises(RecipeError) as caught:
+        resolve_training(load_recipe(write_recipe("medusa", "refused"), [override]))
+    assert where in caught.value.where and got in caught.value.got
+
+
+def test_prompts_need_room(write_recipe):
+    settings = ["training.generated.steps=1", "training.generated.prompt_tokens=20"]
+    with pytest.raises(RecipeError, match="room for new tokens"):
+        resolve_training(load_recipe(write_recipe("medusa", "refused"), settings))
+
+
+def test_a_recipe_without_the_section_says_so(tmp_path: Path, target: Path):
+    recipe = tmp_path / "plain.yaml"
+    recipe.write_text(f"target: {{model: {target}}}\n")
+    with pytest.raises(RecipeError, match="no such section"):
+        resolve_training(load_recipe(recipe))
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("recipes/train/*.yaml")), ids=lambda p: p.stem)
+def test_every_training_recipe_resolves(path: Path):
+    plan = resolve_training(load_recipe(path))
+    assert plan.section.method in registry.TRAINERS
+    assert plan.output.parent.name == "speculators"
