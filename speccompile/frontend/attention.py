@@ -127,6 +127,23 @@ def _(q, k, v, k_cache, v_cache, lengths, tree_mask, scale, softcap, window):  #
     return out, torch.empty_like(k_cache), torch.empty_like(v_cache)
 
 
+@torch.library.custom_op("speccompile::cross_attention", mutates_args=())
+def cross_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, limits: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attend to caches that another graph writes; see `speccompile.ops.cross_attention`."""
+    group = q.shape[1] // k_cache.shape[1]
+    scores = q @ k_cache.repeat_interleave(group, 1).transpose(2, 3) * scale
+    is_seen = torch.arange(k_cache.shape[2]) < limits[:, None, :, None]
+    probs = scores.masked_fill(~is_seen, -math.inf).softmax(-1)
+    return (probs @ v_cache.repeat_interleave(group, 1)).transpose(1, 2).contiguous()
+
+
+@cross_attention.register_fake
+def _(q, k_cache, v_cache, limits, scale):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+
+
 @torch.library.custom_op("speccompile::gather_nodes", mutates_args=())
 def gather_nodes(x: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
     """Rows of `x` [batch, nodes, hidden] at `nodes` [batch, scored] int64: [batch, scored, hidden]."""

@@ -19,6 +19,7 @@ from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import ExportError
 from speccompile.frontend import attention, guessing, sampling
 from speccompile.ops.cached_attention import CACHED_ATTENTION
+from speccompile.ops.cross_attention import CROSS_ATTENTION
 from speccompile.ops.guesses import NODE_LAWS_OP, TOP_TOKENS
 from speccompile.ops.op import DOMAIN, OPSET, VERSION, Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
@@ -105,13 +106,16 @@ def _first_cause(fault: BaseException) -> str:
 
 def _translations() -> dict[Any, Callable[..., Any]]:
     _declare_schema(CACHED_ATTENTION)
-    for op in (SAMPLE_TOKEN, TOP_TOKENS, NODE_LAWS_OP):
+    for op in (CROSS_ATTENTION, SAMPLE_TOKEN, TOP_TOKENS, NODE_LAWS_OP):
         _declare_schema(op)
     ours, standard = values.Opset(DOMAIN, VERSION), values.Opset("", OPSET)
 
     def cached_attention(q, k, v, k_cache, v_cache, lengths, tree_mask, scale, softcap, window):  # type: ignore[no-untyped-def]
         inputs = (q, k, v, k_cache, v_cache, lengths, tree_mask)
         return ours.CachedAttention(*inputs, scale=scale, softcap=softcap, window=window)
+
+    def cross_attention(q, k_cache, v_cache, limits, scale):  # type: ignore[no-untyped-def]
+        return ours.CrossAttention(q, k_cache, v_cache, limits, scale=scale)
 
     def gather_nodes(x, nodes):  # type: ignore[no-untyped-def]
         indices = standard.Unsqueeze(nodes, standard.Constant(value_ints=[2]))
@@ -129,6 +133,7 @@ def _translations() -> dict[Any, Callable[..., Any]]:
     ops = torch.ops.speccompile
     return {
         ops.cached_attention.default: cached_attention,
+        ops.cross_attention.default: cross_attention,
         ops.gather_nodes.default: gather_nodes,
         ops.sample_token.default: sample,
         ops.top_tokens.default: top_tokens,

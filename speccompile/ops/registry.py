@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from speccompile.errors import PassError
 from speccompile.ops.cached_attention import CACHED_ATTENTION
+from speccompile.ops.cross_attention import CROSS_ATTENTION
 from speccompile.ops.guesses import NODE_LAWS_OP, TOP_TOKENS
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.laws import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_BLOCKS
@@ -32,6 +33,7 @@ OPS: dict[str, Op] = {
         NODE_LAWS_OP,
         KV_ROLLBACK,
         CACHED_ATTENTION,
+        CROSS_ATTENTION,
         WALK,
         WALK_LAWS,
         WARP,

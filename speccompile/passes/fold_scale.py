@@ -50,9 +50,9 @@ def _scaled(model: ir.Model, value: ir.Value, scale: float) -> ir.Value:
 
 
 def fold_scale(model: ir.Model) -> int:
-    """Fold the scale of every CachedAttention whose Q has a projection of its own; returns their number."""
+    """Fold the scale of every attention of ours whose Q has a projection of its own; returns their number."""
     count = 0
-    for node in nodes_of(model, "CachedAttention", OPS_DOMAIN):
+    for node in [n for op in ("CachedAttention", "CrossAttention") for n in nodes_of(model, op, OPS_DOMAIN)]:
         scale = node.attributes["scale"].as_float()
         query = node.inputs[0]
         assert query is not None

@@ -88,10 +88,19 @@ def _lower(model: ir.Model, node: ir.Node, form: AttentionForm, mask: ir.Value, 
 
 
 def attend(
-    edit: Editor, node: ir.Node, form: AttentionForm, k_used: ir.Value, v_used: ir.Value, mask: ir.Value
+    edit: Editor,
+    node: ir.Node,
+    form: AttentionForm,
+    k_used: ir.Value,
+    v_used: ir.Value,
+    mask: ir.Value,
+    k_index: int = 3,
 ) -> ir.Value:
-    """What `node` attends to the rows `k_used` and `v_used` under an additive mask: [batch, nodes, heads, head_dim]."""
-    query, k_cache = node.inputs[0], node.inputs[3]
+    """What `node` attends to the rows `k_used` and `v_used` under an additive mask: [batch, nodes, heads, head_dim].
+
+    Input `k_index` of the node is its K cache.
+    """
+    query, k_cache = node.inputs[0], node.inputs[k_index]
     assert query is not None and k_cache is not None and k_cache.dtype is not None
     dtype, scale = k_cache.dtype, node.attributes["scale"].as_float()
     if scale != 1:

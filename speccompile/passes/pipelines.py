@@ -18,6 +18,7 @@ from speccompile.passes.inline_bodies import INLINE_BODIES
 from speccompile.passes.lint_tensorrt import check_io_pass, lint_pass
 from speccompile.passes.lower_attention import LOWER_ATTENTION
 from speccompile.passes.lower_attention_tensorrt import LOWER_ATTENTION_TENSORRT, static_caches_pass
+from speccompile.passes.lower_cross_attention import LOWER_CROSS_ATTENTION, LOWER_CROSS_ATTENTION_TENSORRT
 from speccompile.passes.lower_draft_tensorrt import LOWER_DRAFT_TENSORRT
 from speccompile.passes.merge_heads import MERGE_HEADS
 from speccompile.passes.merge_linears import MERGE_LINEARS
@@ -59,6 +60,7 @@ def onnxruntime_table(spec: GraphSpec, quantization: str, form: str) -> tuple[Pa
     return (
         attach_tail(single),
         LOWER_ATTENTION,
+        *((LOWER_CROSS_ATTENTION,) if spec.borrowed else ()),
         MERGE_LINEARS,
         MERGE_HEADS,
         *forms[form],
@@ -116,6 +118,7 @@ def tensorrt_table(
         *(() if dtype == "float32" else (half_precision_pass(single, dtype),)),
         *unroll,
         attention or (LOWER_DRAFT_TENSORRT if unroll else LOWER_ATTENTION_TENSORRT),
+        *((LOWER_CROSS_ATTENTION_TENSORRT,) if spec.borrowed else ()),
         *((attach_compaction_pass(spec),) if compacts else ()),
         SHARE_COMMON,
         REMOVE_DEAD,

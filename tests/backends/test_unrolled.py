@@ -19,9 +19,9 @@ from speccompile.core.specs import (
     decoder_spec,
     sampled_spec,
     stepwise_spec,
-    tensorrt_spec,
     unrolled_spec,
 )
+from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.errors import RuntimeFault
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.attach_tail import attach_tail

@@ -16,9 +16,9 @@ from speccompile.core.specs import (
     decoder_spec,
     rollback_spec,
     sampled_spec,
-    tensorrt_spec,
     verified_spec,
 )
+from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.frontend.export import export_decoder
 from speccompile.passes.base import Pass, histogram_from_model, run_pipeline
 from speccompile.passes.pipelines import ORT_QUANTIZATION, onnxruntime_table, reference_table, tensorrt_table

@@ -21,9 +21,9 @@ from speccompile.core.specs import (
     decoder_spec,
     rollback_spec,
     sampled_spec,
-    tensorrt_spec,
     verified_spec,
 )
+from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.pipelines import onnxruntime_table, tensorrt_table
 from speccompile.passes.rollback import build_rollback

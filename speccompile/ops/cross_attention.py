@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CrossAttention: attend to the first rows of caches that another graph writes.
+
+This is the neutral form that the frontend exports; backends lower it to what is fast there. Nothing is written, so
+the caches can be another engine's own memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from speccompile.core.specs import TensorSpec
+from speccompile.core.tree import Floats, Ints
+from speccompile.ops.op import Op
+
+_CACHE_DIMS = ("batch", "kv_heads", "rows", "head_dim")
+
+
+def cross_attention(q: Floats, k_cache: Floats, v_cache: Floats, limits: Ints, *, scale: float = 1.0) -> tuple[Floats]:
+    """The numpy twin.
+
+    Args:
+        q: [batch, heads, nodes, head_dim] float32; several query heads may share a key head.
+        k_cache: [batch, kv_heads, rows, head_dim] float32.
+        v_cache: as k_cache.
+        limits: [batch, nodes] int64, at least 1: a node sees the rows below.
+        scale: factor of the scores.
+
+    Returns:
+        out [batch, nodes, heads, head_dim] float32.
+    """
+    group = q.shape[1] // k_cache.shape[1]
+    scores = scale * (q @ np.repeat(k_cache, group, axis=1).swapaxes(2, 3))
+    is_seen = np.arange(k_cache.shape[2]) < limits[:, None, :, None]
+    scores = np.where(is_seen, scores, -np.inf)
+    probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    probs /= probs.sum(axis=-1, keepdims=True)
+    out = (probs @ np.repeat(v_cache, group, axis=1)).swapaxes(1, 2)
+    return (np.ascontiguousarray(out, dtype=np.float32),)
+
+
+CROSS_ATTENTION = Op(
+    "CrossAttention",
+    (
+        TensorSpec("q", ("batch", "heads", "nodes", "head_dim"), "float32"),
+        TensorSpec("k_cache", _CACHE_DIMS, "float32"),
+        TensorSpec("v_cache", _CACHE_DIMS, "float32"),
+        TensorSpec("limits", ("batch", "nodes"), "int64"),
+    ),
+    (TensorSpec("out", ("batch", "nodes", "heads", "head_dim"), "float32"),),
+    cross_attention,
+    """
+    none = Constant<value_int = 0>()
+    one = Constant<value_int = 1>()
+    second = Constant<value_ints = [1]>()
+    third = Constant<value_ints = [2]>()
+    visible = Constant<value_float = 0.0>()
+    hidden = Constant<value_float = -3e38>()
+    num_rows1 = Shape<start = 2, end = 3>(k_cache)
+    num_rows = Squeeze(num_rows1)
+    rows = Range(none, num_rows, one)
+    limits3 = Unsqueeze(limits, third)
+    is_seen = Less(rows, limits3)
+    mask = Where(is_seen, visible, hidden)
+    mask4 = Unsqueeze(mask, second)
+    attended = Attention<scale: float = @scale>(q, k_cache, v_cache, mask4)
+    out = Transpose<perm = [0, 2, 1, 3]>(attended)
+    """,
+    attributes={"scale": 1.0},
+)
