@@ -14,9 +14,12 @@ from speccompile.core.sampling import draw, warp
 from speccompile.core.specs import (
     CONFIDENCE,
     DRAFT_PROBS,
+    GUESS_PROBS,
+    GUESSES,
     LENGTHS,
     LOGITS,
     NEXT_TOKEN,
+    NODE_LAWS,
     NUM_ACCEPTED,
     PARENTS,
     PATH,
@@ -30,9 +33,12 @@ from speccompile.core.specs import (
     TREE_MASK,
     UNIFORMS,
     GraphSpec,
+    guess_outputs,
+    num_guesses,
 )
 from speccompile.core.tree import TokenTree, chain_mask, chain_parents
 from speccompile.errors import RuntimeFault
+from speccompile.ops.guesses import top_tokens
 
 VOCAB = 24
 POISON = -12345
@@ -78,10 +84,13 @@ class MockLM:
 class MockEngine:
     """See `speccompile.core.protocols.Engine`."""
 
-    def __init__(self, model: MockLM, role: str, max_slots: int, max_seq_len: int, headroom: int = 0) -> None:
+    def __init__(
+        self, model: MockLM, role: str, max_slots: int, max_seq_len: int, headroom: int = 0, num_guesses: int = 4
+    ) -> None:
         self.model, self.role, self.max_slots, self.max_seq_len = model, role, max_slots, max_seq_len
         self.max_rows = max_rows = max_seq_len + headroom
-        self.spec = GraphSpec(role, (), (), (), VOCAB)
+        outputs = guess_outputs(num_guesses, laws=True) if role == "guesser" else ()
+        self.spec = GraphSpec(role, (), outputs, (), VOCAB)
         self.cache = np.full((max_slots, max_rows), -1, dtype=np.int64)
         self.feeds_seen: list[dict[str, tuple[int, ...]]] = []
         self._outputs: dict[str, np.ndarray] = {}
@@ -122,6 +131,10 @@ class MockEngine:
             soft /= soft.sum(axis=-1, keepdims=True)
             law = probs[:, 0] if heat.any() else np.zeros((batch, 1), dtype=np.float32)
             return {SAMPLED_TOKEN: sampled, CONFIDENCE: soft[np.arange(batch), sampled], SAMPLED_PROBS: law.copy()}
+        if self.role == "guesser":
+            guesses, sure = top_tokens(logits, num_guesses=num_guesses(self.spec))
+            laws = probs if heat.any() else np.zeros((*logits.shape[:2], 1), np.float32)
+            return {GUESSES: guesses, GUESS_PROBS: sure.copy(), NODE_LAWS: laws.copy()}
         parents = feeds.get(PARENTS, chain_parents(batch, nodes))
         if scored.shape[1] < nodes:
             tokens, parents = (np.take_along_axis(x, scored, axis=1) for x in (tokens, parents))

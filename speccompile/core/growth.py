@@ -9,17 +9,20 @@ candidates always hold their ancestors.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
 from speccompile.core.jobs import StepCosts
-from speccompile.core.tree import Ints, TokenTree
+from speccompile.core.tree import Floats, Ints, TokenTree
 
 LEARNING_RATE = 0.1  # of the log odds between confidence and acceptance
 MAX_LOG_ODDS = 4.0
+_LITTLE = 1e-3  # of a law's mass
 REACH_MEMORY = 0.95  # weight of the past in how much an expansion has brought
 
 
@@ -37,8 +40,8 @@ class Calibration:
 
     def probs(self, confidences: Sequence[float]) -> list[float]:
         """Probability that each of the guesses behind one node is the token that follows; they sum to 1 at most."""
-        factor = math.exp(self.log_odds)
-        probs = [factor * c / (factor * c + 1 - c) if c < 1 else 1.0 for c in confidences]
+        more = math.exp(self.log_odds) - 1
+        probs = [(more + 1) * c / (more * c + 1) if c < 1 else 1.0 for c in confidences]
         total = sum(probs)
         return probs if total <= 1 else [prob / total for prob in probs]
 
@@ -60,7 +63,6 @@ class Candidates:
 
     Args:
         tokens, parents, probs, paths, depths: by candidate; `probs` given the parent, `paths` from the root.
-        fed: candidates that the draft has read, in the order of reading, the root left out.
     """
 
     tokens: list[int]
@@ -68,32 +70,43 @@ class Candidates:
     probs: list[float] = field(default_factory=lambda: [1.0])
     paths: list[float] = field(default_factory=lambda: [1.0])
     depths: list[int] = field(default_factory=lambda: [0])
-    fed: list[int] = field(default_factory=list)
 
     @classmethod
     def from_root(cls, token: int) -> Candidates:
         """A tree of the root alone."""
         return cls([token])
 
-    def add(self, parent: int, tokens: Sequence[int], probs: Sequence[float]) -> None:
-        """Guesses behind a candidate, the likeliest first."""
+    def add(self, parent: int, tokens: Sequence[int], probs: Sequence[float], floor: float = 0.0) -> None:
+        """Guesses behind a candidate, the likeliest first, as far as the probability of a path reaches `floor`."""
         path, depth = self.paths[parent], self.depths[parent] + 1
         for token, prob in zip(tokens, probs, strict=True):
+            if path * prob < floor:
+                return
             self.tokens.append(token)
             self.parents.append(parent)
             self.probs.append(prob)
             self.paths.append(path * prob)
             self.depths.append(depth)
 
-    def level(self, depth: int, width: int) -> list[int]:
-        """The `width` likeliest candidates at a depth, in index order."""
-        level = [c for c in range(len(self.tokens) - 1, -1, -1) if self.depths[c] == depth]
-        return sorted(sorted(level, key=lambda c: (-self.paths[c], c))[:width])
+    def likeliest(self, start: int, width: int) -> list[int]:
+        """The `width` likeliest of the candidates from `start` on, the likeliest first."""
+        return sorted(range(start, len(self.tokens)), key=self.paths.__getitem__, reverse=True)[:width]
 
     def best(self, num: int) -> list[int]:
-        """The root and the `num` likeliest others, in index order: parents stand before children."""
-        order = sorted(range(1, len(self.tokens)), key=lambda c: (-self.paths[c], c))
-        return [0, *sorted(order[:num])]
+        """The root and the `num` likeliest others: first the path of likeliest children, then all in index order.
+
+        Parents stand before children, siblings in their order. Where the first path is kept, nothing has to be moved
+        in the target's cache.
+        """
+        chosen = sorted(self.likeliest(1, num))
+        first: dict[int, int] = {}
+        for c in chosen:
+            first.setdefault(self.parents[c], c)
+        path = [0]
+        while (c := first.get(path[-1], 0)) > 0:
+            path.append(c)
+        on_path = set(path)
+        return path + [c for c in chosen if c not in on_path]
 
 
 @dataclass(frozen=True)
@@ -134,20 +147,42 @@ class GrowthPolicy:
         tree_ms = self.target.ms(num_slots * nodes) + self.max_depth * self.draft.ms(num_slots)
         return (1 + rate) * plain_ms > tree_ms
 
-    def goes_on(self, trees: Sequence[Candidates], depth: int, spent_ms: float) -> bool:
-        """Whether the candidates at `depth` are worth another expansion.
+    def goes_on(self, trees: Sequence[Candidates], depth: int, reach: float, spent_ms: float) -> bool:
+        """Whether candidates at `depth` are worth another expansion.
 
-        What it can bring at most is the probability that one of the candidates it expands is on the path.
+        Args:
+            trees: of all slots.
+            depth: of the candidates that would be expanded.
+            reach: their paths' probabilities, all slots added: what the expansion can bring at most.
+            spent_ms: time that growing took so far.
         """
         if depth >= self.max_depth:
             return False
         if not self.weighs_time:
             return True
         num_slots = len(trees)
-        reach = sum(sum(tree.paths[c] for c in tree.level(depth, self.width)) for tree in trees)
         _, expected, cost_ms = self._size(trees, spent_ms)
-        more_ms = self.draft.ms(num_slots * self.width) + self.target.ms(num_slots * 2) - self.target.ms(num_slots)
+        scores = self._score_ms(num_slots)
+        more_ms = self.draft.ms(num_slots * self.width) + scores[min(1, self.max_nodes)] - scores[0]
         return reach * cost_ms > expected * more_ms
+
+    def floor(self, trees: Sequence[Candidates]) -> float:
+        """Probability that a path must have to be of use.
+
+        There are `max_nodes` better ones otherwise, or it is not worth the time of scoring it: what a token costs in
+        plain decoding is the most that a token of a good tree costs.
+        """
+        floor = 0.0
+        if self.weighs_time:
+            scores = self._score_ms(len(trees))
+            floor = max(min((b - a for a, b in itertools.pairwise(scores)), default=0.0), 0.0) / scores[0]
+        if len(trees) == 1 and len(trees[0].paths) > self.max_nodes:
+            floor = max(floor, sorted(trees[0].paths, reverse=True)[self.max_nodes])
+        return floor
+
+    def _score_ms(self, num_slots: int) -> tuple[float, ...]:
+        """What scoring costs by the number of draft tokens a slot."""
+        return _score_ms(self.target, num_slots, self.max_nodes)
 
     def size(self, trees: Sequence[Candidates], spent_ms: float) -> int:
         """Draft tokens to score, the same number in every slot that has as many.
@@ -163,17 +198,23 @@ class GrowthPolicy:
         num_slots = len(trees)
         ranked = [sorted(tree.paths[1:], reverse=True) for tree in trees]
         most = min(self.max_nodes, max(map(len, ranked), default=0))
-        gains = [sum(paths[num] for paths in ranked if num < len(paths)) for num in range(most)]
+        gains = ranked[0] if num_slots == 1 else [sum(p[n] for p in ranked if n < len(p)) for n in range(most)]
         expected = float(num_slots)
         if not self.weighs_time:
-            return most, expected + sum(gains), 1.0
-        best = (0, expected, self.target.ms(num_slots) + spent_ms)
-        for num, gain in enumerate(gains, start=1):
-            expected += gain
-            cost_ms = self.target.ms(num_slots * (1 + num)) + spent_ms
-            if expected * best[2] > best[1] * cost_ms:
-                best = (num, expected, cost_ms)
-        return best
+            return most, expected + sum(gains[:most]), 1.0
+        scores = self._score_ms(num_slots)
+        best, best_expected, best_ms = 0, expected, scores[0] + spent_ms
+        for num in range(1, most + 1):
+            expected += gains[num - 1]
+            cost_ms = scores[num] + spent_ms
+            if expected * best_ms > best_expected * cost_ms:
+                best, best_expected, best_ms = num, expected, cost_ms
+        return best, best_expected, best_ms
+
+
+@lru_cache(maxsize=64)
+def _score_ms(target: StepCosts, num_slots: int, max_nodes: int) -> tuple[float, ...]:
+    return tuple(target.ms(num_slots * (1 + num)) for num in range(max_nodes + 1))
 
 
 class Reach:
@@ -211,7 +252,9 @@ def tree_from_candidates(
     kept = []
     for tree, limit in zip(trees, max_drafts, strict=True):
         chosen = tree.best(num_drafts) if limit > 0 else [0]
-        kept.append([c for c in chosen if tree.depths[c] <= limit])
+        kept.append(chosen if max(tree.depths) <= limit else [c for c in chosen if tree.depths[c] <= limit])
+    if len(trees) == 1:
+        return _tree_of_one(trees[0], kept[0]), kept
     nodes = max(map(len, kept))
     tokens: Ints = np.zeros((len(trees), nodes), dtype=np.int64)
     parents: Ints = np.full((len(trees), nodes), -1, dtype=np.int64)
@@ -228,24 +271,13 @@ def tree_from_candidates(
     return TokenTree(tokens, parents, num_nodes), kept
 
 
-def masks_from_fed(trees: Sequence[Candidates]) -> tuple[Ints, np.ndarray]:
-    """Feeds of an expansion: all candidates that are or were expanded, the root left out.
-
-    Returns:
-        tokens [batch, nodes] int64 and tree mask [batch, nodes, nodes] bool; nodes is the longest `fed`, at padding
-        the token is 0 and sees itself alone.
-    """
-    nodes = max(len(tree.fed) for tree in trees)
-    tokens: Ints = np.zeros((len(trees), nodes), dtype=np.int64)
-    mask = np.broadcast_to(np.eye(nodes, dtype=np.bool_), (len(trees), nodes, nodes)).copy()
-    for slot, tree in enumerate(trees):
-        place = {candidate: node for node, candidate in enumerate(tree.fed)}
-        for node, candidate in enumerate(tree.fed):
-            tokens[slot, node] = tree.tokens[candidate]
-            above = place.get(tree.parents[candidate])
-            if above is not None:
-                mask[slot, node] |= mask[slot, above]
-    return tokens, mask
+def _tree_of_one(tree: Candidates, chosen: list[int]) -> TokenTree:
+    place = {candidate: node for node, candidate in enumerate(chosen)}
+    links = [-1, *(place[tree.parents[c]] for c in chosen[1:])]
+    tokens = np.array([[tree.tokens[c] for c in chosen]], dtype=np.int64)
+    if links == list(range(-1, len(links) - 1)):
+        return TokenTree.chain(tokens)
+    return TokenTree(tokens, np.array([links], dtype=np.int64), np.array([len(chosen)], dtype=np.int64))
 
 
 def expected_hits(tree: Candidates, chosen: Sequence[int], path: Sequence[int]) -> list[float]:
@@ -263,28 +295,44 @@ def expected_hits(tree: Candidates, chosen: Sequence[int], path: Sequence[int]) 
     return [min(sums[chosen[node]], 1.0) for node in path if chosen[node] in sums]
 
 
-def draw_siblings(law: np.ndarray, draws: np.ndarray) -> tuple[list[int], np.ndarray]:
-    """Tokens drawn one after another without replacement, and the law that each was drawn from.
+def draw_siblings(law: Floats, draws: Sequence[float], laws: Floats) -> list[int]:
+    """Tokens drawn one after another without replacement (Chen et al. 2024, "Sequoia").
 
     Args:
         law: [vocab] float32, sums to 1.
-        draws: [num] float32 in [0, 1), one a sibling.
+        draws: one in [0, 1) for each sibling.
+        laws: [len(draws), vocab] float32, filled: the law that each was drawn from, which for sibling i is `law`
+            without the tokens before it, normalised.
 
     Returns:
-        At most num tokens (fewer where the law has fewer with mass), and laws [len(tokens), vocab] float32: the
-        law of sibling i is `law` without the tokens before it, normalised (Chen et al. 2024, "Sequoia").
+        At most len(draws) tokens: fewer where the law has fewer with mass.
     """
-    left = law.astype(np.float64)
-    tokens: list[int] = []
-    laws = []
-    for u in draws.tolist():
-        mass = float(left.sum())
-        if mass <= 0:
-            break
-        sums = np.cumsum(left)
-        token = int(np.searchsorted(sums, u * sums[-1], side="right"))
-        token = min(token, int(np.flatnonzero(left)[-1]))
-        laws.append((left / mass).astype(np.float32))
+    sums, left, tokens = np.cumsum(law, dtype=np.float64), 0.0, list[int]()
+    for row, u in zip(laws, draws, strict=True):
+        left = float(sums[-1]) if not tokens else left - float(law[tokens[-1]])
+        if left < _LITTLE:  # what is left over is not told by a difference any more
+            rest = law.astype(np.float64)
+            rest[tokens] = 0
+            left = float(rest.sum())
+            if left <= 0:
+                break
+            token = _place(np.cumsum(rest), u * left, rest)
+            row[...] = rest / left
+        else:
+            bound = u * left
+            for taken in sorted(tokens):  # their mass is skipped, from the first on
+                if taken == 0 or bound >= sums[taken - 1]:
+                    bound += float(law[taken])
+            token = _place(sums, bound, law)
+            if token in tokens:  # rounding at the upper end
+                token = max(t for t in np.flatnonzero(law).tolist() if t not in tokens)
+            np.multiply(law, np.float32(1 / left), out=row)
+            row[tokens] = 0
         tokens.append(token)
-        left[token] = 0.0
-    return tokens, np.stack(laws) if laws else np.zeros((0, len(law)), dtype=np.float32)
+    return tokens
+
+
+def _place(sums: np.ndarray, bound: float, law: np.ndarray) -> int:
+    """First index whose running sum exceeds the bound; the last with mass where rounding leaves none."""
+    token = int(np.searchsorted(sums, bound, side="right"))
+    return token if token < len(law) else int(np.flatnonzero(law)[-1])

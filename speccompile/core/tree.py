@@ -41,6 +41,14 @@ def _full(batch: int, nodes: int) -> Ints:
     return num_nodes
 
 
+def mask_from_bits(rows: Sequence[int], nodes: int) -> Bools:
+    """[len(rows), nodes] bool: entry i of a row is bit i of its number. Far cheaper than filling an array in place."""
+    width = (nodes + 7) // 8
+    packed = np.frombuffer(b"".join([row.to_bytes(width, "little") for row in rows]), dtype=np.uint8)
+    bits = np.unpackbits(packed.reshape(len(rows), width), axis=1, count=nodes, bitorder="little")
+    return bits.view(np.bool_)
+
+
 @dataclass(frozen=True, eq=False)
 class TokenTree:
     """A ragged batch of token trees. Node 0 is the root; children stand behind their parents.
@@ -131,24 +139,25 @@ class TokenTree:
         """
         if self.is_chain:
             return chain_mask(self.batch, self.nodes)
-        slots = np.arange(self.batch)
-        mask = np.broadcast_to(np.eye(self.nodes, dtype=np.bool_), (self.batch, self.nodes, self.nodes)).copy()
-        for node in range(1, self.nodes):
-            parent = self.parents[:, node]
-            mask[:, node] |= mask[slots, parent] & (parent >= 0)[:, None]
-        return mask
+        rows = []
+        for parents in self.parents.tolist():
+            above: list[int] = []  # by node: bits of the node and its ancestors
+            for node, parent in enumerate(parents):
+                above.append(1 << node | (above[parent] if parent >= 0 else 0))
+            rows += above
+        return mask_from_bits(rows, self.nodes).reshape(self.batch, self.nodes, self.nodes)
 
     def depths(self) -> Ints:
         """[batch, nodes] int64: distance to the root; at padding it means nothing."""
-        depths = np.zeros(self.tokens.shape, dtype=np.int64)
         if self.is_chain:
-            depths[:] = np.arange(self.nodes)
-            return depths
-        slots = np.arange(self.batch)
-        for node in range(1, self.nodes):
-            parent = self.parents[:, node]
-            depths[:, node] = (depths[slots, parent] + 1) * (parent >= 0)
-        return depths
+            return np.tile(np.arange(self.nodes, dtype=np.int64), (self.batch, 1))
+        rows = []
+        for parents in self.parents.tolist():
+            depths: list[int] = []
+            for parent in parents:
+                depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            rows.append(depths)
+        return np.array(rows, dtype=np.int64)
 
     def sibling_ranks(self) -> Ints:
         """[batch, nodes] int64: how many siblings stand before each node."""

@@ -16,7 +16,6 @@ from speccompile.core.growth import (
     Reach,
     draw_siblings,
     expected_hits,
-    masks_from_fed,
     tree_from_candidates,
 )
 from speccompile.core.jobs import StepCosts
@@ -25,9 +24,10 @@ from speccompile.core.jobs import StepCosts
 def grown(rng, depth, width, branch):
     tree = Candidates.from_root(7)
     tree.add(0, range(branch), np.sort(rng.dirichlet(np.ones(branch + 1))[:branch])[::-1].tolist())
-    for level in range(1, depth):
-        for candidate in tree.level(level, width):
-            tree.fed.append(candidate)
+    start = 1
+    for _ in range(1, depth):
+        frontier, start = tree.likeliest(start, width), len(tree.tokens)
+        for candidate in frontier:
             tree.add(candidate, range(branch), np.sort(rng.dirichlet(np.ones(branch + 1))[:branch])[::-1].tolist())
     return tree
 
@@ -54,28 +54,6 @@ def test_what_is_scored_is_a_tree_of_the_likeliest(seed, depth, width, num, limi
         assert tree.tokens[1, node] == trees[1].tokens[candidate]
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 999), depth=st.integers(2, 4), width=st.integers(1, 3))
-def test_the_mask_of_what_was_fed_is_that_of_its_tree(seed, depth, width):
-    tree = grown(np.random.default_rng(seed), depth, width, 3)
-    tokens, mask = masks_from_fed([tree])
-    for node, candidate in enumerate(tree.fed):
-        ancestors = set()
-        while candidate > 0:
-            ancestors.add(tree.fed.index(candidate))
-            candidate = tree.parents[candidate]
-        assert set(np.flatnonzero(mask[0, node]).tolist()) == ancestors
-        assert tokens[0, node] == tree.tokens[tree.fed[node]]
-
-
-def test_a_shorter_feed_is_padded_with_nodes_that_see_themselves():
-    rng = np.random.default_rng(0)
-    long, short = grown(rng, 3, 2, 2), Candidates.from_root(3)
-    tokens, mask = masks_from_fed([long, short])
-    assert tokens[1].tolist() == [0] * len(long.fed)
-    assert (mask[1] == np.eye(len(long.fed), dtype=bool)).all()
-
-
 COSTS = StepCosts(((1, 10.0), (4, 10.5), (16, 20.0)))
 
 
@@ -98,12 +76,44 @@ def test_growing_ends_where_another_expansion_does_not_pay():
     cheap, dear = (GrowthPolicy(16, 4, 2, COSTS, StepCosts(((1, ms),))) for ms in (0.1, 30.0))
     tree = Candidates.from_root(0)
     tree.add(0, range(2), [0.6, 0.2])
-    assert cheap.goes_on([tree], 1, 0.1)
-    assert not dear.goes_on([tree], 1, 30.0)
-    assert not cheap.goes_on([tree], 4, 0.1)
+    assert cheap.goes_on([tree], 1, 0.8, 0.1)
+    assert not cheap.goes_on([tree], 1, 0.001, 0.1)
+    assert not dear.goes_on([tree], 1, 0.8, 30.0)
+    assert not cheap.goes_on([tree], 4, 0.8, 0.1)
     assert cheap.begins(1.0, 1)
     assert not dear.begins(1.0, 1)
     assert not cheap.begins(0.0, 1)
+
+
+def test_the_floor_leaves_out_nothing_that_would_be_scored():
+    rng = np.random.default_rng(4)
+    for costs in (COSTS, StepCosts()):
+        policy = GrowthPolicy(6, 3, 3, costs, StepCosts(((1, 0.1),)) if costs.ms_by_nodes else costs)
+        for _ in range(50):
+            whole, cut = Candidates.from_root(0), Candidates.from_root(0)
+            for parent in range(5):
+                probs = np.sort(rng.dirichlet(np.full(5, 0.4))[:4])[::-1].tolist()
+                if parent < len(cut.tokens):
+                    cut.add(parent, range(4), probs, policy.floor([cut]))
+                whole.add(parent, range(4), probs)
+            num = policy.size([whole], 0.5)
+            kept = sorted(whole.paths[1:], reverse=True)[:num]
+            floor = policy.floor([whole])
+            assert all(path >= floor for path in kept)
+            assert floor > 0 or len(whole.paths) <= 7
+
+
+def test_the_likeliest_path_stands_first():
+    tree = Candidates.from_root(9)
+    tree.add(0, [1, 2], [0.5, 0.4])
+    tree.add(1, [3, 4], [0.5, 0.3])
+    tree.add(2, [5], [0.9])
+    tree.add(3, [6], [0.8])
+    assert tree.best(6) == [0, 1, 3, 6, 2, 4, 5]
+    assert tree.best(2) == [0, 1, 2]
+    made, _ = tree_from_candidates([tree], 6, [9])
+    made.validate()
+    assert made.parents[0].tolist() == [-1, 0, 1, 2, 0, 1, 4] and made.tokens[0].tolist() == [9, 1, 3, 6, 2, 4, 5]
 
 
 def test_reach_follows_verdicts_and_recovers():
@@ -137,23 +147,33 @@ def test_expected_hits_follow_the_path():
     assert expected_hits(tree, [0], [0]) == []
 
 
-def test_siblings_follow_the_law_without_replacement():
+@pytest.mark.parametrize("num", [2, 3])
+def test_siblings_follow_the_law_without_replacement(num):
     law = np.array([0.5, 0.0, 0.3, 0.15, 0.05], np.float32)
     rng = np.random.default_rng(11)
-    num = 20_000
-    counts = dict.fromkeys(itertools.permutations((0, 2, 3, 4), 2), 0)
-    for draws in rng.random((num, 2), dtype=np.float32):
-        tokens, laws = draw_siblings(law, draws)
+    counts = dict.fromkeys(itertools.permutations((0, 2, 3, 4), num), 0)
+    laws = np.zeros((num, 5), np.float32)
+    for draws in rng.random((20_000, num), dtype=np.float32).tolist():
+        tokens = draw_siblings(law, draws, laws)
         counts[tuple(tokens)] += 1
-        assert laws[1, tokens[0]] == 0
+        for i in range(num):
+            assert not laws[i, tokens[:i]].any()
     np.testing.assert_allclose(laws.sum(axis=1), 1, rtol=1e-6)
     exact = law.astype(np.float64) / law.astype(np.float64).sum()
-    expected = np.array([exact[a] * exact[b] / (1 - exact[a]) for a, b in counts])
-    assert stats.chisquare(list(counts.values()), num * expected / expected.sum()).pvalue > 1e-3
+    expected = []
+    for order in counts:
+        left, mass = 1.0, 1.0
+        for token in order:
+            mass *= exact[token] / left
+            left -= exact[token]
+        expected.append(mass)
+    expected = np.array(expected)
+    assert stats.chisquare(list(counts.values()), 20_000 * expected / expected.sum()).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("draws", [[0.0, 0.0, 0.0], [1 - 2**-24] * 3])
-def test_siblings_end_where_no_mass_is_left(draws):
-    tokens, laws = draw_siblings(np.array([0, 0.25, 0, 0.75], np.float32), np.array(draws, np.float32))
-    assert sorted(tokens) == [1, 3]
-    assert laws.shape == (2, 4)
+@pytest.mark.parametrize("u", [0.0, 0.25, 0.5, 1 - 2**-24])
+def test_siblings_end_where_no_mass_is_left(u):
+    for law in ([0, 0.25, 0, 0.75], [0.25, 0, 0.75, 0], [0.5, 0.5, 0, 0], [0, 0, 1, 0], [1e-30, 0, 1, 0]):
+        law = np.array(law, np.float32)
+        tokens = draw_siblings(law, [u] * 3, np.zeros((3, 4), np.float32))
+        assert sorted(tokens) == np.flatnonzero(law).tolist()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from speccompile.core.tree_config import TreeFields
 from speccompile.errors import RecipeError
 
 ENGINE_FORMS = ("auto", "stepwise", "unrolled")
@@ -13,8 +14,11 @@ UNROLLED_LENGTH = 4  # drafts of an unrolled chain where the recipe leaves the l
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(TreeFields):
     """A draft model.
+
+    With `tree` the draft's engine guesses behind every node of a tree; num_draft_tokens, max_draft_tokens,
+    min_confidence and engine_form are those of chains and are not read then.
 
     Args:
         model: checkpoint folder or hub id of the draft.
@@ -22,7 +26,8 @@ class Config:
         num_draft_tokens: a fixed draft length, or `auto`: as long as a further token is worth its time.
         max_draft_tokens: upper bound of `auto`.
         drafts: `greedy` (deterministic), `sampled` (from the draft's own law at the request's temperature), or
-            `auto`: sampled where the request samples.
+            `auto`: sampled where the request samples and the tree, if any, has a fixed shape: one that is grown
+            follows the draft's confidences, which drawn tokens must not.
         min_confidence: draft no further behind a path that the draft itself believes in less than this;
             `auto`: 0 with a fixed draft length, and the measured costs decide otherwise.
         confidence_odds: the odds that a draft token is accepted, over the odds that the draft's confidence in it
@@ -32,6 +37,7 @@ class Config:
             the faster one where both were measured (ONNX Runtime's CPU; neither was measured on a GPU).
         allow_tokenizer_mismatch: build although draft and target have different tokenizers.
         config: folder with the draft's config.json, where the hub's is not at hand; for random weights.
+        tree, tree_width, tree_depth, num_guesses: see `core.tree_config.TreeFields`.
 
     Raises:
         RecipeError: a value is out of range.
@@ -49,6 +55,7 @@ class Config:
     config: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         length, floor = self.num_draft_tokens, self.min_confidence
         checks = (
             ("num_draft_tokens", length == "auto" or 1 <= int(length) <= 64, length, "auto, or 1 to 64"),
@@ -61,6 +68,17 @@ class Config:
         for name, is_right, got, expected in checks:
             if not is_right:
                 raise RecipeError(f"speculator.{name}", repr(got), expected, "Correct the recipe.")
+        if self.tree == "auto" and self.drafts == "sampled":
+            expected = "greedy or auto with speculator.tree: auto"
+            raise RecipeError("speculator.drafts", "'sampled'", expected, "Give the tree a fixed shape.")
+        if self.has_tree and self.engine_form == "unrolled":
+            expected = "auto or stepwise with a speculator.tree"
+            raise RecipeError("speculator.engine_form", "'unrolled'", expected, "Draft chains, or leave it out.")
+
+    @property
+    def has_laws(self) -> bool:
+        """Whether the draft's engine must give the laws that trees are drawn from."""
+        return self.shape is not None and self.drafts != "greedy"
 
     @property
     def max_length(self) -> int:

@@ -8,10 +8,12 @@ from typing import Any
 
 from speccompile.core.jobs import GraphJob, MethodContext
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import chain_rows, is_unrolled
+from speccompile.core.specs import chain_rows, gives_laws, is_unrolled, num_guesses
+from speccompile.errors import RecipeError
 from speccompile.speculators.draft_model.config import Config as DraftModelConfig
 from speccompile.speculators.draft_model.policy import LengthPolicy
 from speccompile.speculators.draft_model.proposer import DraftModelProposer
+from speccompile.speculators.draft_model.tree import TreeProposer
 from speccompile.speculators.draft_model.unrolled import UnrolledProposer
 
 DRAFT = "draft"  # the graph's name in the bundle
@@ -29,16 +31,42 @@ class DraftModelMethod:
 
     def graph_jobs(self, config: DraftModelConfig) -> tuple[GraphJob, ...]:
         """The draft model."""
-        options = (("num_steps", config.num_steps),) if config.engine_form == "unrolled" else ()
+        options: tuple[tuple[str, Any], ...] = ()
+        if config.has_tree:
+            options = (("laws", config.has_laws), ("num_guesses", config.guesses_needed))
+        elif config.engine_form == "unrolled":
+            options = (("num_steps", config.num_steps),)
         return (GraphJob(DRAFT, config.model, config.quantization, options=options, config=config.config),)
 
     def make_proposer(
         self, config: DraftModelConfig, engines: Mapping[str, Engine], context: MethodContext
-    ) -> DraftModelProposer:
-        """The proposer for the form that the draft was built in; its length policy reads the measured costs."""
+    ) -> DraftModelProposer | TreeProposer:
+        """The proposer for the form that the draft was built in; how far it drafts depends on the measured costs."""
         engine, costs = engines[DRAFT], context.costs
+        _check_form(config, engine, context.max_draft_nodes)
+        if config.has_tree:
+            return TreeProposer(config, engine, costs, DRAFT, context)
         form = UnrolledProposer if is_unrolled(engine.spec) else DraftModelProposer
         draft_costs = costs[DRAFT].shared_by(chain_rows(engine.spec) + 1) if DRAFT in costs else None
         policy = LengthPolicy(config, costs.get("target"), draft_costs, context.max_draft_nodes)
         max_rows = context.seq_lens.get(DRAFT, context.max_seq_len)
         return form(engine, policy, max_rows, may_sample=config.drafts != "greedy")
+
+
+def _check_form(config: DraftModelConfig, engine: Engine, max_draft_nodes: int) -> None:
+    """A bundle's draft drafts chains or guesses for trees, as its recipe said; a method chosen at load may differ.
+
+    Raises:
+        RecipeError: the draft gives less than the tree needs.
+    """
+    held, needed = num_guesses(engine.spec), config.guesses_needed if config.has_tree else 0
+    todo = "Build a bundle whose recipe says so; at load it is too late."
+    if needed > held or (held and not needed):
+        got = f"{held} guesses a node" if held else "an engine for chains"
+        expected = f"{needed} guesses a node" if needed else "an engine for chains"
+        raise RecipeError("speculator.tree", f"a draft built as {got}", expected, todo)
+    if config.num_tree_drafts > max_draft_nodes:
+        got = f"{config.num_tree_drafts} draft tokens"
+        raise RecipeError("speculator.tree", got, f"at most engine.max_draft_nodes = {max_draft_nodes}", todo)
+    if config.has_tree and config.has_laws and not gives_laws(engine.spec):
+        raise RecipeError("speculator.drafts", "a draft built without laws", "laws to draw from, or greedy", todo)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts trees, level by level, with a small model that keeps a cache of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.draft_cache import DraftCache
+from speccompile.core.growing import TreeGrower
+from speccompile.core.growth import GrowthPolicy
+from speccompile.core.jobs import MethodContext, StepCosts
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.static_trees import StaticTrees
+from speccompile.core.tree import Ints, TokenTree
+from speccompile.speculators.draft_model.config import Config
+
+
+class TreeProposer:
+    """See `speccompile.core.protocols.Proposer`.
+
+    Args:
+        config: of the method.
+        engine: the draft (`guessing_spec`).
+        costs: measured, of `target` and of the draft; empty: time is not looked at.
+        draft: name of the draft's costs.
+        context: sizes.
+    """
+
+    def __init__(
+        self, config: Config, engine: Engine, costs: Mapping[str, StepCosts], draft: str, context: MethodContext
+    ) -> None:
+        max_rows = context.seq_lens.get(draft, context.max_seq_len)
+        self.cache = DraftCache(engine, max_rows, context.max_draft_nodes)
+        self.drafts: StaticTrees | TreeGrower
+        if (shape := config.shape) is not None:
+            may_sample = config.drafts != "greedy"
+            self.drafts = StaticTrees(self.cache, shape, may_sample=may_sample, vocab_size=engine.spec.vocab_size)
+        else:
+            none = StepCosts()
+            policy = GrowthPolicy(
+                context.max_draft_nodes,
+                min(config.tree_depth, context.max_draft_nodes),
+                config.tree_width,
+                costs.get("target", none),
+                costs.get(draft, none),
+            )
+            self.drafts = TreeGrower(self.cache, policy, engine.max_slots, math.log(config.confidence_odds))
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """Nothing is read, and nothing known of it."""
+        self.cache.start(slot)
+        self.drafts.start(slot)
+
+    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Read the chunk as well, while there is room."""
+        self.cache.prefill(slot, tokens, start)
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Trees; a slot that cannot or should not draft is padded."""
+        return self.drafts.propose(batch)
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """Learn, and keep the rows of accepted drafts where they are right."""
+        num_kept = self.drafts.commit(tree, verdict)
+        self.cache.commit(batch, num_kept, verdict.num_accepted.tolist())
+
+    def move(self, source: int, dest: int) -> None:
+        """Cache and lessons go with the slot."""
+        self.cache.move(source, dest)
+        self.drafts.move(source, dest)
