@@ -19,6 +19,7 @@ from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.pipelines import tensorrt_table
 from tests.frontend.families import CONFIGS
+from tests.rtx import load_rtx
 
 CONFIG = {**CONFIGS["llama2"], "hidden_size": 64, "num_key_value_heads": 2, "num_hidden_layers": 1}
 ROWS, NUM = 40, 5
@@ -79,7 +80,7 @@ def test_tensorrts_table_takes_it(neutral, laws: bool, dtype: str) -> None:
 
 @pytest.mark.parametrize("laws", [False, True])
 def test_a_plan_builds(neutral, tmp_path: Path, laws: bool) -> None:
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: NO PLAN IS BUILT")
+    load_rtx()
     model, dims = neutral
     spec = guessing_spec(decoder_spec("draft", dims), NUM, laws)
     options = CompileOptions("float16", 2, ROWS, 9, {"flavour": "tensorrt_rtx", "plugins": "none"})

@@ -10,14 +10,15 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX builds without a GPU: pip install 'speccompile[tensorrt-rtx]'")
-
 from speccompile.backends.tensorrt.backend import LOWERED_FILE, PLAN_FILE, TensorRTBackend
 from speccompile.backends.tensorrt.plan_file import PlanFacts, read_plan
 from speccompile.backends.tensorrt.sizes import predicted_weight_bytes
 from speccompile.core.jobs import CompileOptions, WeightCounts
 from speccompile.core.specs import ModelDims, decoder_spec, verified_spec
 from tests.frontend.families import CONFIGS
+from tests.rtx import load_rtx
+
+load_rtx()
 
 CONFIG: dict[str, Any] = {
     **CONFIGS["llama2"],

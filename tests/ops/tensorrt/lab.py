@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import pytest
 from onnx import TensorProto, helper
 
 from speccompile.ops.op import DOMAIN, OPSET, VERSION
 from speccompile.ops.registry import OPS, attach_functions
 from speccompile.ops.tensorrt.bodies import tensorrt_ops
+from tests.rtx import load_rtx
 
 TYPES = {
     "float32": TensorProto.FLOAT,
@@ -78,10 +78,7 @@ class Parsed:
     """What TensorRT-RTX makes of a model: layer kinds of the parsed network, and the plan."""
 
     def __init__(self, model: onnx.ModelProto, profile: Mapping[str, tuple[Shape, Shape, Shape]]) -> None:
-        pytest.importorskip("tensorrt_rtx")
-        from speccompile.backends.tensorrt.shim import load_tensorrt
-
-        flavour = load_tensorrt("tensorrt_rtx")
+        flavour = load_rtx()
         trt = flavour.trt
         builder = trt.Builder(flavour.logger)
         network = builder.create_network(0)

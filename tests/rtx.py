@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorRT-RTX for tests: never imported but through the shim, or the first plugin node would end the process."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from speccompile.backends.tensorrt.flavours import Flavour
+from speccompile.backends.tensorrt.shim import load_tensorrt
+
+
+def load_rtx() -> Flavour:
+    """The flavour; the test, or the module that calls it, is skipped where it is not installed."""
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        reason = "TensorRT-RTX is not installed, NO PLAN IS BUILT: pip install 'speccompile[tensorrt-rtx]'"
+        pytest.skip(reason, allow_module_level=True)
+    return load_tensorrt("tensorrt_rtx")
