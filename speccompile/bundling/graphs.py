@@ -77,6 +77,9 @@ def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weight
     return source
 
 
+ROWS_STEP = 8  # in half precision the slots of every cache then begin at multiples of 256 bytes, as TensorRT asks
+
+
 def compile_options(plan: BuildPlan, max_rows: int) -> CompileOptions:
     """What a graph of the plan is compiled for.
 
@@ -86,7 +89,7 @@ def compile_options(plan: BuildPlan, max_rows: int) -> CompileOptions:
     """
     nodes = plan.engine.max_draft_nodes + 1
     # Nodes that pad a ragged batch need rows behind the last that a sequence may use.
-    rows = max_rows + nodes if max_rows else 0
+    rows = -(-(max_rows + nodes) // ROWS_STEP) * ROWS_STEP if max_rows else 0
     return CompileOptions(
         dtype=plan.dtype,
         max_slots=plan.engine.max_batch_size,

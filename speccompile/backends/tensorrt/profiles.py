@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from speccompile.core import specs
+from speccompile.core.feature_specs import STATES, is_fusion
 from speccompile.core.jobs import PREFILL_CHUNK, CompileOptions
 from speccompile.core.specs import Dim, GraphSpec, TensorSpec
 from speccompile.errors import BuildError
@@ -56,7 +57,7 @@ def make_profiles(spec: GraphSpec, options: CompileOptions) -> tuple[Profile, ..
         BuildError: a profile of the recipe leaves out sizes that the runtime will ask for, or goes beyond the graph.
     """
     reads_tokens = bool(spec.caches) and any(t.name == specs.TOKENS for t in spec.inputs)
-    names = ("prefill", "decode") if reads_tokens else ("step",)
+    names = ("prefill", "decode") if reads_tokens or is_fusion(spec) else ("step",)
     profiles = tuple(_make_profile(name, spec, options) for name in names)
     unknown = sorted({d for t in spec.inputs for d in t.dims if isinstance(d, str)} - set(profiles[0].sizes))
     if unknown:
@@ -69,7 +70,7 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
     # What the runtime asks for; the recipe may widen it, and chooses what is fastest.
     rows, nodes = max(options.max_rows, 1), options.max_nodes
     is_prefill = name == "prefill"
-    chunk = max(min(PREFILL_CHUNK, rows), nodes)
+    chunk = max(min(PREFILL_CHUNK, options.max_rows or PREFILL_CHUNK), nodes)
     # TensorRT-RTX 1.7.1 crashes on int4 weights in the later steps of a chain where the batch can be 1 alone.
     num_slots = 1 if is_prefill else options.max_slots
     needed = {
@@ -77,19 +78,23 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
         "nodes": (1, chunk if is_prefill else nodes),
         "kv": (1, rows),
     }
-    best = {"batch": num_slots, "nodes": needed["nodes"][1], "kv": max(rows // 2, 1)}
+    samples = any(t.name in (specs.SAMPLED_TOKEN, specs.SAMPLED_TOKENS) for t in spec.outputs)
+    # A draft reads one token at a time once it has caught up; a target scores whole drafts.
+    nodes_best = 1 if samples and not is_prefill else needed["nodes"][1]
+    best = {"batch": num_slots, "nodes": nodes_best, "kv": max(rows // 2, 1)}
     wishes = options.backend.get(name, {})
     sizes = {dim: _fit(name, dim, wishes.get(dim, "auto"), needed[dim], best[dim]) for dim in needed}
     if sizes["kv"][2] > rows:
         got, where = f"{list(sizes['kv'])}", f"{_SECTION}.{name}.kv"
         todo = "Lower it, or raise engine.max_seq_len."
         raise BuildError(where, got, f"at most the {rows} cache rows of {spec.name}", todo)
-    samples = any(t.name in (specs.SAMPLED_TOKEN, specs.SAMPLED_TOKENS) for t in spec.outputs)
     scored = 1 if samples else nodes
     return Profile(
         name,
         {
             **sizes,
+            # What a draft is told: the target's features of a step, or its own and one more.
+            STATES: (1, sizes["nodes"][1], max(chunk if is_prefill else nodes, nodes + 1)),
             "scored": (1, 1 if is_prefill else scored, scored),
             "draft_vocab": (1, 1, max(spec.law_width, 1)),
         },

@@ -60,7 +60,9 @@ def test_shapes_have_static_dims_and_leave_static_inputs_out():
 
 def test_a_draft_scores_one_node():
     spec = tensorrt_spec(sampled_spec(decoder_spec("draft", DIMS)), "float16", ROWS)
-    assert [p.sizes["scored"] for p in make_profiles(spec, options())] == [(1, 1, 1), (1, 1, 1)]
+    profiles = make_profiles(spec, options())
+    assert [p.sizes["scored"] for p in profiles] == [(1, 1, 1), (1, 1, 1)]
+    assert profiles[1].sizes["nodes"] == (1, 1, 17)  # fastest for one token a step
 
 
 def test_a_graph_without_tokens_has_one_profile():
