@@ -135,16 +135,17 @@ def judge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `TrainedModule.forward`."""
     rows, depth = drafted.labels.shape
-    weights = torch.tensor([options.decay**i for i in range(depth)])
+    device = drafted.states.device
+    weights = torch.tensor([options.decay**i for i in range(depth)], device=device)
     laws = _labels(batch, options.kl_share)
     total: torch.Tensor = drafted.states.new_zeros((), dtype=torch.float32)
-    losses = torch.zeros(rows, depth)
-    hits = torch.zeros(rows, depth, dtype=torch.bool)
+    losses = torch.zeros(rows, depth, device=device)
+    hits = torch.zeros(rows, depth, dtype=torch.bool, device=device)
     greedy = batch.law_tokens.flatten(0, 1)[:, 0]
     valid = drafted.labels >= 0
     for group in _groups(drafted.projections):
         chosen = valid[:, group].nonzero()  # [guesses, 2]
-        row, column = chosen[:, 0], torch.tensor(group)[chosen[:, 1]]
+        row, column = chosen[:, 0], torch.tensor(group, device=device)[chosen[:, 1]]
         labels = drafted.labels[row, column]
         ids, probs = laws[0][labels], laws[1][labels]
         wanted = greedy[labels]
@@ -168,7 +169,8 @@ def _labels(batch: TrainingBatch, kl_share: float) -> tuple[torch.Tensor, torch.
         return ids, probs
     nodes = batch.tokens.shape[1]
     following = batch.tokens.roll(-1, 1).flatten()
-    is_last = torch.arange(nodes).repeat(len(batch.tokens)) == nodes - 1  # nothing follows: the target's guess does
+    # Behind the last token of a window nothing follows: there the target's own guess does.
+    is_last = torch.arange(nodes, device=ids.device).repeat(len(batch.tokens)) == nodes - 1
     following = torch.where(is_last, ids[:, 0], following)
     share = torch.full_like(probs[:, :1], 1.0 - kl_share)
     return torch.cat((ids, following[:, None]), 1), torch.cat((probs * kl_share, share), 1)
@@ -178,8 +180,8 @@ def _to_draft_vocab(
     d2t: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The laws over draft tokens; what is no draft token loses its mass."""
-    t2d = torch.full((vocab_size,), -1, dtype=torch.int64)
-    t2d[d2t] = torch.arange(len(d2t))
+    t2d = torch.full((vocab_size,), -1, dtype=torch.int64, device=d2t.device)
+    t2d[d2t] = torch.arange(len(d2t), device=d2t.device)
     mapped = t2d[ids]
     return mapped.clamp(min=0), probs * (mapped >= 0)
 

@@ -87,7 +87,7 @@ class _Run:
         needs = self.plan.trainer.needs(self.plan.heads, target.config)
         trainable, parts = self._make(target, self._windows(book, stages[0]))
         options = LossOptions(self.section.kl_share, self.section.decay, self.precision)
-        trained = TrainedModule(trainable, options, target.dims.vocab_size)
+        trained = TrainedModule(trainable, options, target.dims.vocab_size).to(self.section.device)
         module = self.team.shard(trained)
         optimizer = make_optimizer(module, self.section.weight_decay)
         record = self._open_record([book.digest(name) for name in stages])
@@ -134,9 +134,9 @@ class _Run:
                 write_states(folder, target, windows, needs, self._tell_states(name))
             _note(self.folder, name, {"kept": is_kept[0], **facts})
         self.team.wait()
-        on_disk = self.team.total(torch.tensor(float(is_kept[0]))) > 0
+        on_disk = self.team.total(torch.tensor(float(is_kept[0]), device=self.section.device)) > 0
         states = CachedStates(folder, output_names(needs)) if on_disk else LiveStates(target, needs)
-        return Stage(name, section, windows, states, self.section.seed)
+        return Stage(name, section, windows, states, self.section.seed, self.section.device)
 
     def _tell_states(self, name: str) -> Callable[[int, int], None]:
         return lambda done, total: self.listener.stage(f"{name}: the target's outputs {done}/{total}")

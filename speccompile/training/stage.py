@@ -31,6 +31,7 @@ class Stage:
         windows: the text.
         states: the target's outputs on it.
         seed: of the order of windows.
+        device: of the batches.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Stage:
     windows: Windows
     states: LiveStates | CachedStates
     seed: int
+    device: str = "cpu"
 
     def rows(self, step: int) -> list[int]:
         """Windows of a step: each epoch goes once through all of them, in an order of its own."""
@@ -52,7 +54,7 @@ class Stage:
         """The windows `rows` with the target's outputs."""
         tokens = self.windows.rows(split, rows)
         held = self.states.read(split, rows, tokens)
-        return batch_from_outputs(torch.from_numpy(tokens.astype(np.int64)), held, seed)
+        return batch_from_outputs(torch.from_numpy(tokens.astype(np.int64)), held, seed, self.device)
 
 
 @lru_cache(maxsize=4)

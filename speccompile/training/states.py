@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -13,14 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from speccompile.bundling.staging import disk_faults, staged_folder
+from speccompile.bundling.staging import disk_faults
 from speccompile.core.training import TargetNeeds, TrainingBatch
 from speccompile.training.packing import SHARD_WINDOWS, Windows
 from speccompile.training.target import Target
 
 _RUN_TOKENS = 4096  # tokens of one forward of the target
 _SPARE_BYTES = 2 << 30  # left free on the disk
-PER_NODE = 2  # leading dims of a tensor that counts nodes: [windows, nodes, ...]
 
 
 class LiveStates:
@@ -61,12 +61,14 @@ def run_in_parts(target: Target, tokens: torch.Tensor, needs: TargetNeeds) -> di
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def batch_from_outputs(tokens: torch.Tensor, held: dict[str, torch.Tensor], seed: int) -> TrainingBatch:
+def batch_from_outputs(
+    tokens: torch.Tensor, held: dict[str, torch.Tensor], seed: int, device: str = "cpu"
+) -> TrainingBatch:
     """A batch from `Target.run`'s names, floats in float32."""
-    held = {name: value.float() if value.is_floating_point() else value for name, value in held.items()}
+    held = {n: v.to(device, torch.float32 if v.is_floating_point() else v.dtype) for n, v in held.items()}
     layers = {int(name.partition(".")[2]): value for name, value in held.items() if name.startswith("layer.")}
     plain = {name: value for name, value in held.items() if not name.startswith("layer.")}
-    return TrainingBatch(tokens=tokens, layers=layers, seed=seed, **plain)
+    return TrainingBatch(tokens=tokens.to(device), layers=layers, seed=seed, **plain)
 
 
 def output_names(needs: TargetNeeds) -> tuple[str, ...]:
@@ -129,40 +131,37 @@ def choose(
     absent = missing_names(folder, windows, names)
     if wish != "auto" or not absent:
         return wish != "live", {"wish": wish, "missing": absent}
+    with disk_faults(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        forward, write, read, row_bytes = _time_outputs(folder.parent, target, windows, needs)
+    disk_bytes = int(row_bytes * sum(windows.counts.values()))
+    fits = disk_bytes + _SPARE_BYTES < _free_bytes(folder.parent)
+    times = {"forward_ms": forward, "write_ms": write, "read_ms": read}  # of a window
+    facts = {**times, "passes": passes, "disk_bytes": disk_bytes, "fits": fits}
+    return fits and forward + write + passes * read < passes * forward, facts
+
+
+def _time_outputs(
+    folder: Path, target: Target, windows: Windows, needs: TargetNeeds
+) -> tuple[float, float, float, float]:
+    """Milliseconds of a forward, a write and a read of a window, and its bytes on the disk."""
     tokens = torch.from_numpy(windows.read("train", 0)[: max(1, _RUN_TOKENS // windows.seq_len)].astype(np.int64))
     target.run(tokens[:1], needs)
     start = time.perf_counter()
     held = target.run(tokens, needs)
     forward = time.perf_counter() - start
-    arrays = {name: _array_from_tensor(name, held[name]) for name in names}
-    row_bytes = sum(a.nbytes for a in arrays.values()) / len(tokens)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with disk_faults(folder), staged_folder(folder.with_name(f"{folder.name}.probe")) as probe:
+    arrays = {name: _array_from_tensor(name, held[name]) for name in output_names(needs)}
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         start = time.perf_counter()
         for name, array in arrays.items():
-            _save(probe / f"{name}.npy", array)
+            _save(Path(scratch, f"{name}.npy"), array)
         write = time.perf_counter() - start
         start = time.perf_counter()
         for name in arrays:
-            np.load(probe / f"{name}.npy")
+            np.load(Path(scratch, f"{name}.npy"))
         read = time.perf_counter() - start
-    folder.with_name(f"{folder.name}.probe").exists() and _remove(folder.with_name(f"{folder.name}.probe"))
-    num = sum(windows.counts.values())
-    free = _free_bytes(folder.parent)
-    fits = row_bytes * num + _SPARE_BYTES < free
-    kept_s, live_s = forward + write + passes * read, passes * forward
-    facts = {
-        "forward_ms": 1e3 * forward / len(tokens), "write_ms": 1e3 * write / len(tokens),
-        "read_ms": 1e3 * read / len(tokens), "passes": passes, "disk_bytes": int(row_bytes * num), "fits": fits,
-    }  # fmt: skip
-    return fits and kept_s < live_s, facts
-
-
-def _remove(folder: Path) -> bool:
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-    return True
+    scale = 1e3 / len(tokens)
+    return forward * scale, write * scale, read * scale, sum(a.nbytes for a in arrays.values()) / len(tokens)
 
 
 def _free_bytes(folder: Path) -> int:

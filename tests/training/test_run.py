@@ -138,3 +138,29 @@ def test_two_processes_train_as_one_does(whole, write_recipe):
         for part in set(one) & {"train", "held_out"}:
             assert two[part]["loss"] == pytest.approx(one[part]["loss"], abs=2e-3)
     assert (sharded / "model.safetensors").stat().st_size == (output / "model.safetensors").stat().st_size
+
+
+def test_outputs_are_kept_where_they_are_read_often(write_recipe, folder):
+    """One pass is cheapest without keeping anything; a hundred are not."""
+    from speccompile.core.training import TargetNeeds
+    from speccompile.training.states import CachedStates, LiveStates, choose, output_names, write_states
+    from speccompile.training.target import Target
+
+    loaded = load_recipe(write_recipe("medusa", "whole"))
+    target = Target(folder / "target", torch.float32)
+    windows = TextBook(loaded, folder / "target", lambda message: None).windows("plain")
+    place, needs = folder / "kept" / "states", TargetNeeds(hidden=True, layers=(1,), caches=True)
+    assert choose(place, target, windows, needs, passes=1.0, wish="auto")[0] is False
+    is_kept, facts = choose(place, target, windows, needs, passes=1e6, wish="auto")
+    assert is_kept and facts["fits"] and facts["read_ms"] < facts["forward_ms"]
+    assert list((folder / "kept").iterdir()) == []
+    seen = []
+    write_states(place, target, windows, needs, lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (sum(windows.counts.values()),) * 2
+    assert choose(place, target, windows, needs, passes=0.1, wish="auto") == (True, {"wish": "auto", "missing": []})
+    tokens = windows.rows("train", [600, 3])
+    kept = CachedStates(place, output_names(needs)).read("train", [600, 3], tokens)
+    live = LiveStates(target, needs).read("train", [600, 3], tokens)
+    assert kept["law_tokens"].tolist() == live["law_tokens"].tolist()
+    for name in set(live) - {"law_tokens"}:  # a relative error of 2^-8 is bfloat16's
+        torch.testing.assert_close(kept[name].float(), live[name].float(), rtol=2**-8, atol=1e-6)

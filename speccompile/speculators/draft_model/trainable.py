@@ -36,7 +36,8 @@ class TrainableDraft(nn.Module):
         count, nodes = batch.tokens.shape
         whole = nodes // self.num_positions * self.num_positions
         states = self.model.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :whole]
-        labels = torch.arange(count)[:, None] * nodes + torch.arange(whole)
+        device = batch.tokens.device
+        labels = torch.arange(count, device=device)[:, None] * nodes + torch.arange(whole, device=device)
         projections = (self.model.get_output_embeddings().weight,) * self.num_positions
         states = states.reshape(-1, self.num_positions, states.shape[-1])
         return Drafted(states, labels.reshape(-1, self.num_positions), projections)

@@ -37,23 +37,25 @@ class TrainableEagle3(nn.Module):
         """A chain that starts at position t reads features up to t and tokens up to t + 1, the root."""
         count, nodes = batch.tokens.shape
         features = self.heads.fuse([batch.layers[i][:, :-1].float() for i in self.heads.sizes.layers])
-        positions = torch.arange(nodes - 1)[None]
+        device = batch.tokens.device
+        positions = torch.arange(nodes - 1, device=device)[None]
         embedded = self.embeddings[batch.tokens[:, 1:]]
-        mask = torch.ones(nodes - 1, nodes - 1, dtype=torch.bool).tril()
+        mask = torch.ones(nodes - 1, nodes - 1, dtype=torch.bool, device=device).tril()
         features, context = self.heads.read(embedded, features, positions, None, mask)
         generator = torch.Generator().manual_seed(batch.seed % 2**31)
         num = max(1, round((nodes - 1) * self.starts))
-        places = torch.stack([torch.randperm(nodes - 1, generator=generator)[:num] for _ in range(count)])
+        places = torch.stack([torch.randperm(nodes - 1, generator=generator)[:num] for _ in range(count)]).to(device)
         feature = torch.gather(features, 1, places[..., None].expand(-1, -1, features.shape[-1]))
         states = [feature]
         chains: list[Rows] = []
         for step in range(1, self.num_positions):
             tokens = torch.gather(batch.tokens, 1, (places + 1 + step).clamp(max=nodes - 1))
-            feature, rows = self.heads.extend(self.embeddings[tokens], feature, places, context, chains)
-            chains.append(rows)
+            feature, drafted = self.heads.extend(self.embeddings[tokens], feature, places, context, chains)
+            chains.append(drafted)
             states.append(feature)
-        ahead = places[..., None] + 1 + torch.arange(self.num_positions)
-        labels = torch.where(ahead < nodes, torch.arange(count)[:, None, None] * nodes + ahead, -1)
+        ahead = places[..., None] + 1 + torch.arange(self.num_positions, device=device)
+        rows = torch.arange(count, device=device)[:, None, None]
+        labels = torch.where(ahead < nodes, rows * nodes + ahead, -1)
         states = self.heads.norm(torch.stack(states, 2))
         projections = (self.heads.lm_head.weight,) * self.num_positions
         return Drafted(states.flatten(0, 1), labels.flatten(0, 1), projections, self.heads.target_tokens())

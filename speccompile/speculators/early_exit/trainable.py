@@ -38,7 +38,8 @@ class TrainableExit(nn.Module):
         count, nodes = batch.tokens.shape
         whole = nodes // self.num_positions * self.num_positions
         stream = batch.layers[self.head.sizes.num_exit_layers - 1][:, :whole].float()
-        labels = torch.arange(count)[:, None] * nodes + torch.arange(whole)
+        device = batch.tokens.device
+        labels = torch.arange(count, device=device)[:, None] * nodes + torch.arange(whole, device=device)
         states = self.head(stream).reshape(-1, self.num_positions, stream.shape[-1])
         return Drafted(states, labels.reshape(-1, self.num_positions), (self.lm_head,) * self.num_positions)
 

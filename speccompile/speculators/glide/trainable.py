@@ -35,23 +35,24 @@ class TrainableGlide(nn.Module):
         """
         count, nodes = batch.tokens.shape
         generator = torch.Generator().manual_seed(batch.seed % 2**31)
-        shift = torch.randint(self.num_positions, (count, 1), generator=generator)
-        places = torch.arange(nodes)[None]
+        device = batch.tokens.device
+        shift = torch.randint(self.num_positions, (count, 1), generator=generator).to(device)
+        places = torch.arange(nodes, device=device)[None]
         depth = (places + shift) % self.num_positions  # [batch, nodes], 0 at roots
         roots = places - depth
         sees = places[:, None, :] < roots[:, :, None]  # [batch, nodes, target rows]
         # Nothing stands in front of the first block: its rows see one row, and are no starts.
         sees[..., 0] = True
-        causal = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+        causal = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
         target = (batch.k_cache.float(), batch.v_cache.float())
         states, _ = self.drafter(batch.tokens, places, None, causal, target, sees[:, None])
         return self._by_blocks(states, roots)
 
     def _by_blocks(self, states: torch.Tensor, roots: torch.Tensor) -> Drafted:
         _, nodes, width = states.shape
-        is_root = (roots == torch.arange(nodes)) & (roots > 0)
+        is_root = (roots == torch.arange(nodes, device=roots.device)) & (roots > 0)
         row, root = is_root.nonzero().T
-        ahead = root[:, None] + torch.arange(self.num_positions)
+        ahead = root[:, None] + torch.arange(self.num_positions, device=roots.device)
         flat = row[:, None] * nodes + ahead.clamp(max=nodes - 1)
         labels = torch.where(ahead < nodes, flat, -1)
         projections = (self.drafter.model.embed_tokens.weight,) * self.num_positions

@@ -30,8 +30,8 @@ class TrainableMedusa(nn.Module):
         """Head i imitates the law behind the token i + 1 places further on."""
         states = self.heads.states(batch.hidden).flatten(0, 1)
         count, nodes = batch.tokens.shape
-        start = torch.arange(count * nodes)[:, None]
-        ahead = 1 + torch.arange(self.num_positions)
+        start = torch.arange(count * nodes, device=states.device)[:, None]
+        ahead = 1 + torch.arange(self.num_positions, device=states.device)
         labels = torch.where(start % nodes + ahead < nodes, start + ahead, -1)
         return Drafted(states, labels, self.heads.projections(self.lm_head))
 

@@ -27,12 +27,13 @@ class TrainableMlp(nn.Module):
         count, nodes = batch.tokens.shape
         starts = nodes - 1  # the last position has no root
         state, states, labels = self.heads.begin(batch.hidden[:, :starts].float()), [], []
-        places = torch.arange(starts)
+        rows = torch.arange(count, device=batch.tokens.device)[:, None]
+        places = torch.arange(starts, device=batch.tokens.device)
         for i in range(self.num_positions):
             ahead = places + 1 + i
             state = self.heads.advance(i, state, batch.tokens[:, ahead.clamp(max=nodes - 1)])
             states.append(state)
-            flat = torch.arange(count)[:, None] * nodes + ahead
+            flat = rows * nodes + ahead
             labels.append(torch.where(ahead < nodes, flat, -1))
         projections = tuple(self.heads.head[i].weight for i in range(self.num_positions))
         return Drafted(torch.stack(states, 2).flatten(0, 1), torch.stack(labels, 2).flatten(0, 1), projections)
