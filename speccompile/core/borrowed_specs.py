@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from speccompile.core.specs import (
@@ -14,6 +15,7 @@ from speccompile.core.specs import (
     TensorSpec,
     borrowed_name,
 )
+from speccompile.errors import BundleError
 
 
 def lent_cache(dims: ModelDims, cache: str, lender: str = "target") -> TensorSpec:
@@ -41,3 +43,36 @@ def reading_spec(spec: GraphSpec, lender: ModelDims, caches: tuple[str, ...]) ->
 def sharing_spec(spec: GraphSpec) -> GraphSpec:
     """`spec` of a decoder whose caches are the target's of the same names, written in place."""
     return replace(spec, borrowed=tuple(BorrowedCache(name, name) for name in spec.caches))
+
+
+def find_lender(
+    spec: GraphSpec,
+    loan: BorrowedCache,
+    names: Sequence[str],
+    sizes: tuple[int, int],
+    num_slots: int,
+    max_slots: int,
+) -> int:
+    """Which of a lender's caches a loan is.
+
+    Args:
+        spec: of the borrower.
+        loan: one of its `borrowed`.
+        names: of the lender's own caches.
+        sizes: kv heads and head size of these.
+        num_slots: that the lender has.
+        max_slots: that the borrower needs.
+
+    Raises:
+        BundleError: there is no such cache, it has another shape, or there are fewer slots.
+    """
+    where, todo = f"engine {spec.name} ({loan.name})", "Build the bundle again."
+    dims = spec.input(loan.name).dims
+    if loan.cache not in names:
+        got = f"no cache {loan.cache!r} of {loan.lender}"
+        raise BundleError(where, got, f"one of {', '.join(names) or 'none'}", todo)
+    if sizes != (dims[1], dims[3]):
+        raise BundleError(where, f"{sizes[0]} heads of {sizes[1]} to borrow", f"{dims[1]} of {dims[3]}", todo)
+    if num_slots < max_slots:
+        raise BundleError(where, f"{num_slots} slots to borrow", f"at least {max_slots}", todo)
+    return list(names).index(loan.cache)

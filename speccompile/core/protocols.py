@@ -25,8 +25,9 @@ class Engine(Protocol):
     """A loaded graph with its caches.
 
     An engine owns static caches [slots, kv_heads, max_seq, head_dim] and lends a prefix of the slots to
-    each step. Lengths belong to the caller. Not thread-safe. An engine whose steps keep the accepted path by
-    themselves has an attribute `compacts_in_step` that is true: `compact` is not called for them.
+    each step. Caches that its spec borrows are another engine's memory: slot for slot the same, and only the owner
+    moves, resets and compacts them. Lengths belong to the caller. Not thread-safe. An engine whose steps keep the
+    accepted path by themselves has an attribute `compacts_in_step` that is true: `compact` is not called for them.
     """
 
     spec: GraphSpec

@@ -65,7 +65,10 @@ def load(
     context = _context(bundle, tunings)
     if threads is not None:
         tunings[TARGET]["threads"] = threads
-    engines = {graph: TimedEngine(_load_engine(bundle, graph, backend, context, tunings[graph])) for graph in graphs}
+    loaded: dict[str, Engine] = {}
+    for graph in graphs:  # the target first: drafts may borrow its caches
+        loaded[graph] = _load_engine(bundle, graph, backend, context, tunings[graph], dict(loaded))
+    engines = {graph: TimedEngine(engine) for graph, engine in loaded.items()}
     drafts = {graph: engine for graph, engine in engines.items() if graph != TARGET}
     tokenizer_path = bundle.tokenizer_path
     return SpecEngine(
@@ -122,7 +125,14 @@ def _context(bundle: Bundle, tunings: Mapping[str, Mapping[str, Any]]) -> Method
     )
 
 
-def _load_engine(bundle: Bundle, graph: str, backend: str, context: MethodContext, tuning: Mapping[str, Any]) -> Engine:
+def _load_engine(
+    bundle: Bundle,
+    graph: str,
+    backend: str,
+    context: MethodContext,
+    tuning: Mapping[str, Any],
+    lenders: Mapping[str, Engine],
+) -> Engine:
     # Nodes that pad a ragged batch need rows behind the last that a sequence may use.
     max_rows = context.seq_lens[graph] + context.max_draft_nodes + 1
     rollback = bundle.graph_path(ROLLBACK) if graph == TARGET and ROLLBACK in bundle.graphs else None
@@ -134,6 +144,7 @@ def _load_engine(bundle: Bundle, graph: str, backend: str, context: MethodContex
         tuning=tuning,
         rollback=rollback,
         device=_device(bundle),
+        lenders=lenders,
     )
     return engine
 

@@ -186,7 +186,7 @@ def test_rows_move_with_the_view(cuda, load):
     spec = load().spec
     caches = GrowingCaches(device, spec, 3, 700)
     device.synchronize()
-    view = cuda.view(caches.addresses(0, frozenset(spec.caches))["k_cache.0"], (3, *caches.dims), np.float32)
+    view = cuda.view(caches.address(spec.caches.index("k_cache.0"), 0), (3, *caches.dims), np.float32)
     view[...] = np.random.default_rng(0).standard_normal(view.shape)
     before, address = view.copy(), view.ctypes.data
     for rows, kept in ((300, 128), (700, 128), (10, 128)):

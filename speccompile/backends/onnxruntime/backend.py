@@ -141,9 +141,11 @@ class OnnxRuntimeBackend:
         tuning: Mapping[str, Any],
         rollback: Path | None = None,
         device: str = "cpu",
+        lenders: Mapping[str, Any] | None = None,
     ) -> OrtEngine:
         """Open an engine: see `speccompile.backends.onnxruntime.engine.load_engine`."""
         from speccompile.backends.onnxruntime.engine import load_engine
 
         del device
-        return load_engine(path, spec, max_slots=max_slots, max_rows=max_rows, settings=tuning, rollback=rollback)
+        sizes = {"max_slots": max_slots, "max_rows": max_rows}
+        return load_engine(path, spec, **sizes, settings=tuning, rollback=rollback, lenders=lenders)

@@ -8,11 +8,14 @@ once a bucket, never once a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from speccompile.core.borrowed_specs import find_lender
 from speccompile.core.buckets import bucket_rows
+from speccompile.core.specs import GraphSpec
 
 
 class CacheBuffers:
@@ -79,3 +82,60 @@ class CacheBuffers:
         for flat in self._flat:
             view = self._view(flat, self.rows)
             view[dest] = view[source]
+
+
+@dataclass(frozen=True, eq=False)
+class BoundCache:
+    """A cache input and the memory it is bound to.
+
+    Args:
+        name: of the input.
+        buffers: the engine's own, or another one's.
+        index: of the cache in them.
+    """
+
+    name: str
+    buffers: CacheBuffers
+    index: int
+
+    def shape(self, batch: int) -> tuple[int, int, int, int]:
+        """Of the present view on `batch` slots."""
+        return batch, self.buffers.kv_heads, self.buffers.rows, self.buffers.head_dim
+
+    def address(self, first_slot: int) -> int:
+        """Where slot `first_slot` begins in the present view."""
+        return self.buffers.addresses[self.index] + first_slot * self.buffers.slot_bytes
+
+
+def bind_borrowed(
+    spec: GraphSpec, lenders: Mapping[str, CacheBuffers], max_slots: int, max_rows: int
+) -> list[BoundCache]:
+    """The inputs that are caches of other engines, at their addresses.
+
+    Args:
+        spec: of the borrower.
+        lenders: buffers by graph name; what is not lent is a buffer of its own, for a graph that runs alone.
+        max_slots: of the borrower.
+        max_rows: of the borrower.
+
+    Raises:
+        BundleError: a lender has no such cache, one of another shape, or fewer slots.
+    """
+    bound, alone = [], {}
+    for loan in spec.borrowed:
+        dims = spec.input(loan.name).dims
+        kv_heads, head_dim = dims[1], dims[3]
+        assert isinstance(kv_heads, int) and isinstance(head_dim, int)
+        buffers = lenders.get(loan.lender)
+        if buffers is None:
+            is_written = loan.name in spec.caches
+            names = tuple(n.name for n in spec.borrowed if (n.name in spec.caches) is is_written)
+            if is_written not in alone:
+                alone[is_written] = CacheBuffers(names, kv_heads, head_dim, max_slots, max_rows)
+            bound.append(BoundCache(loan.name, alone[is_written], names.index(loan.name)))
+            continue
+        index = find_lender(
+            spec, loan, buffers.names, (buffers.kv_heads, buffers.head_dim), buffers.max_slots, max_slots
+        )
+        bound.append(BoundCache(loan.name, buffers, index))
+    return bound

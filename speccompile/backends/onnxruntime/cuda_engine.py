@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -18,12 +19,13 @@ import onnxruntime as ort
 
 from speccompile.backends.onnxruntime.engine import FAULTS, check_io, open_session
 from speccompile.backends.tensorrt.arrays import item_bytes
-from speccompile.backends.tensorrt.caches import Caches, rollback_spec_of
+from speccompile.backends.tensorrt.caches import Caches, bind_caches, rollback_spec_of
 from speccompile.backends.tensorrt.device import Device, Memory, open_device, ordinal_from_name
 from speccompile.backends.tensorrt.loading import Profile
 from speccompile.backends.tensorrt.runner import Runner
 from speccompile.core import specs
 from speccompile.core.buckets import bucket_rows
+from speccompile.core.feature_specs import NEXT_STATES
 from speccompile.core.neutral import sizes_from_feeds
 from speccompile.core.specs import GraphSpec, updated_cache_name
 from speccompile.errors import BundleError, RuntimeFault
@@ -120,7 +122,8 @@ class SessionContext:
         sizes: dict[Any, int] = {}
         for tensor in self.plan.spec.inputs:
             sizes |= {d: n for d, n in zip(tensor.dims, self._shapes[tensor.name], strict=True) if isinstance(d, str)}
-        sizes.setdefault("draft_vocab", self.plan.spec.vocab_size)  # laws come out whole
+        sizes.setdefault("draft_vocab", self.plan.spec.law_width)  # laws come out whole
+        sizes.setdefault(NEXT_STATES, sizes.get("nodes", 0) + 1)
         return tuple(sizes[d] if isinstance(d, str) else d for d in self.plan.spec.output(name).dims)
 
     def _bind(self) -> Any:
@@ -189,6 +192,7 @@ class OrtCudaEngine:
         max_slots, max_rows: capacity of the caches.
         settings: see `speccompile.backends.tensorrt.runner.Runner`.
         rollback: session of the rollback graph of the same model, for trees.
+        lenders: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
     """
 
     def __init__(
@@ -198,13 +202,22 @@ class OrtCudaEngine:
         max_rows: int,
         settings: Mapping[str, Any],
         rollback: SessionPlan | None = None,
+        lenders: Mapping[str, OrtCudaEngine] | None = None,
     ) -> None:
         self.plan, self.spec, self.device = plan, plan.spec, plan.device
         self.max_slots, self.max_rows = max_slots, max_rows
         self.chain_rows = specs.chain_rows(plan.spec)
-        self.caches = GrowingCaches(plan.device, plan.spec, max_slots, max_rows) if plan.spec.caches else None
-        self.runner = Runner(plan, self.caches, 0, settings)
-        self.rollback = None if rollback is None else Runner(rollback, self.caches, 0, settings)
+
+        def allocate(spec: GraphSpec) -> GrowingCaches:
+            return GrowingCaches(plan.device, spec, max_slots, max_rows)
+
+        own = self.spec.own_caches
+        self.caches = allocate(replace(self.spec, caches=own)) if own else None
+        lent = {name: engine.caches for name, engine in (lenders or {}).items()}
+        bound = bind_caches(self.spec, self.caches, lent, max_slots, allocate)
+        self._written = () if bound is None else cast(tuple[GrowingCaches, ...], bound.written(self.spec.caches))
+        self.runner = Runner(plan, bound, 0, settings)
+        self.rollback = None if rollback is None else Runner(rollback, bound, 0, settings)
 
     def run(self, feeds: Mapping[str, Any], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
@@ -217,7 +230,7 @@ class OrtCudaEngine:
                 f"slots below {self.max_slots}",
                 "Build with a larger engine.max_batch_size.",
             )
-        if self.caches is not None:
+        if self._written:
             rows = int(np.asarray(feeds[specs.LENGTHS]).max()) + sizes["nodes"] + self.chain_rows
             if rows > self.max_rows:
                 raise RuntimeFault(
@@ -226,14 +239,14 @@ class OrtCudaEngine:
                     f"at most {self.max_rows}",
                     "Shorten the prompt or max_new_tokens, or build with a larger engine.max_seq_len.",
                 )
-            if rows > self.caches.rows:
-                self._resize(rows)
+            for caches in self._written:
+                if rows > caches.rows:
+                    self._resize(caches, rows)
         return cast(Mapping[str, np.ndarray], self.runner.run(feeds, sizes, first_slot))
 
-    def _resize(self, rows: int) -> None:
+    def _resize(self, caches: GrowingCaches, rows: int) -> None:
         self.device.activate()
-        assert self.caches is not None
-        if self.caches.resize(rows):
+        if caches.resize(rows):
             for runner in (self.runner, self.rollback):
                 if runner is not None:
                     runner.forget_steps()
@@ -241,7 +254,7 @@ class OrtCudaEngine:
     def reset(self, rows: int = 1) -> None:
         """Shrink the view to what `rows` rows need. Called when no slot is in use."""
         if self.caches is not None and bucket_rows(max(rows, 1), self.max_rows) < self.caches.rows:
-            self._resize(rows)
+            self._resize(self.caches, rows)
 
     def move_slot(self, source: int, dest: int) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""
@@ -272,6 +285,7 @@ def load_cuda_engine(
     settings: Mapping[str, Any],
     rollback: Path | None = None,
     device: str = "cuda",
+    lenders: Mapping[str, OrtCudaEngine] | None = None,
 ) -> OrtCudaEngine:
     """Open a graph that was lowered for CUDA, and allocate its caches on the device.
 
@@ -283,6 +297,7 @@ def load_cuda_engine(
         settings: those of `Runner`.
         rollback: the graph that compacts trees.
         device: cuda or cuda:N.
+        lenders: see `OrtCudaEngine`.
 
     Raises:
         BundleError: the graph cannot be opened, or ONNX Runtime has no CUDA provider.
@@ -291,7 +306,7 @@ def load_cuda_engine(
     gpu = open_device(ordinal_from_name(device))
     plan = open_plan(path, spec, gpu, settings)
     compactor = None if rollback is None else open_plan(rollback, rollback_spec_of(spec), gpu, settings)
-    return OrtCudaEngine(plan, max_slots, max_rows, settings, compactor)
+    return OrtCudaEngine(plan, max_slots, max_rows, settings, compactor, lenders)
 
 
 def open_plan(path: Path, spec: GraphSpec, device: Device, settings: Mapping[str, Any]) -> SessionPlan:

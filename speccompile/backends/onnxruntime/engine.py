@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
-from speccompile.backends.onnxruntime.buffers import CacheBuffers
+from speccompile.backends.onnxruntime.buffers import BoundCache, CacheBuffers, bind_borrowed
 from speccompile.core import specs
 from speccompile.core.neutral import neutral_value, shape_from_dims, sizes_from_feeds
 from speccompile.core.specs import GraphSpec, updated_cache_name
@@ -57,12 +57,10 @@ class _Binding:
             shape = shape_from_dims(spec, sizes)
             self.outputs[spec.name] = array = np.zeros(shape, spec.dtype)
             self.io.bind_output(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
-        caches = engine.caches
-        shape = (sizes["batch"], caches.kv_heads, caches.rows, caches.head_dim)
-        for name, address in zip(caches.names, caches.addresses, strict=True):
-            start = address + first_slot * caches.slot_bytes
-            self.io.bind_input(name, "cpu", 0, np.float32, shape, start)
-            for output in engine.cache_outputs[name]:
+        for cache in engine.bound:
+            shape, start = cache.shape(sizes["batch"]), cache.address(first_slot)
+            self.io.bind_input(cache.name, "cpu", 0, np.float32, shape, start)
+            for output in engine.cache_outputs.get(cache.name, ()):
                 self.io.bind_output(output, "cpu", 0, np.float32, shape, start)
 
     def fill(self, feeds: Mapping[str, np.ndarray]) -> None:
@@ -85,6 +83,7 @@ class OrtEngine:
         spec: its inputs and outputs.
         max_slots, max_rows: capacity of the caches.
         rollback: session of the rollback graph of the same model, for trees.
+        lenders: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
     """
 
     def __init__(
@@ -94,19 +93,26 @@ class OrtEngine:
         max_slots: int,
         max_rows: int,
         rollback: ort.InferenceSession | None = None,
+        lenders: Mapping[str, OrtEngine] | None = None,
     ) -> None:
         self.session, self.spec, self.rollback = session, spec, rollback
         self.max_slots, self.max_rows = max_slots, max_rows
-        num = len(spec.caches)
-        self.plain_inputs = spec.inputs[: len(spec.inputs) - num]
-        self.plain_outputs = spec.outputs[: len(spec.outputs) - num]
-        _, kv_heads, _, head_dim = spec.input(spec.caches[0]).dims if spec.caches else (0, 0, 0, 0)
+        self.plain_inputs = spec.plain_inputs
+        self.plain_outputs = spec.outputs[: len(spec.outputs) - len(spec.caches)]
+        own = spec.own_caches
+        _, kv_heads, _, head_dim = spec.input(own[0]).dims if own else (0, 0, 0, 0)
         assert isinstance(kv_heads, int) and isinstance(head_dim, int)
         self.chain_rows = specs.chain_rows(spec)
         # An unrolled draft gives out its caches behind every step, lest ONNX Runtime copy what it keeps to itself.
         names = [t.name for t in session.get_outputs()]
         self.cache_outputs = {c: [n for n in names if n.startswith(updated_cache_name(c))] for c in spec.caches}
-        self.caches = CacheBuffers(spec.caches, kv_heads, head_dim, max_slots, max_rows)
+        self.caches = CacheBuffers(own, kv_heads, head_dim, max_slots, max_rows)
+        lent = {name: engine.caches for name, engine in (lenders or {}).items()}
+        self.bound = [BoundCache(name, self.caches, index) for index, name in enumerate(own)]
+        self.bound += bind_borrowed(spec, lent, max_slots, max_rows)
+        self._buffers = tuple(dict.fromkeys(cache.buffers for cache in self.bound))
+        written = set(spec.caches)
+        self._written = tuple(dict.fromkeys(cache.buffers for cache in self.bound if cache.name in written))
         self._bindings: dict[tuple[int, ...], _Binding] = {}
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
@@ -115,8 +121,9 @@ class OrtEngine:
         batch = sizes["batch"]
         if self.spec.caches:
             rows = int(feeds[specs.LENGTHS].max()) + sizes["nodes"] + self.chain_rows
-            if rows > self.caches.rows:
-                self._grow(rows)
+            for buffers in self._written:
+                if rows > buffers.rows:
+                    self._grow(rows)
         if first_slot + batch > self.max_slots:
             raise RuntimeFault(
                 f"engine {self.spec.name}",
@@ -124,7 +131,8 @@ class OrtEngine:
                 f"slots below {self.max_slots}",
                 "Build with a larger engine.max_batch_size.",
             )
-        key = (*sizes.values(), first_slot)
+        # Memory never moves, so that the rows of each view are all that a binding depends on besides.
+        key = (*sizes.values(), first_slot, *[buffers.rows for buffers in self._buffers])
         binding = self._bindings.get(key)
         if binding is None:
             if len(self._bindings) >= MAX_BINDINGS:
@@ -142,7 +150,8 @@ class OrtEngine:
                 f"at most {self.max_rows}",
                 "Shorten the prompt or max_new_tokens, or build with a larger engine.max_seq_len.",
             )
-        self.caches.grow(rows)
+        for buffers in self._written:
+            buffers.grow(rows)
         self._bindings.clear()
 
     def reset(self, rows: int = 1) -> None:
@@ -229,8 +238,9 @@ def load_engine(
     max_rows: int,
     settings: Mapping[str, Any],
     rollback: Path | None = None,
+    lenders: Mapping[str, OrtEngine] | None = None,
 ) -> OrtEngine:
-    """Open a graph on the CPU and allocate its caches.
+    """Open a graph on the CPU and allocate its caches; see `OrtEngine`.
 
     Raises:
         BundleError: the graph cannot be opened, or its inputs and outputs are not those of `spec`.
@@ -238,7 +248,7 @@ def load_engine(
     session = open_session(path, settings)
     check_io(path, spec, session)
     compactor = open_session(rollback, {**settings, "threads": 1}) if rollback is not None else None
-    return OrtEngine(session, spec, max_slots, max_rows, compactor)
+    return OrtEngine(session, spec, max_slots, max_rows, compactor, lenders)
 
 
 def check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None:

@@ -103,9 +103,10 @@ class ReferenceBackend:
         tuning: Mapping[str, Any],
         rollback: Path | None = None,
         device: str = "cpu",
+        lenders: Mapping[str, Any] | None = None,
     ) -> ReferenceEngine:
         """Open an engine; `tuning`, `rollback` and `device` do not matter here."""
         from speccompile.backends.reference.engine import ReferenceEngine
 
         del tuning, rollback, device
-        return ReferenceEngine(path, spec, max_slots, max_rows)
+        return ReferenceEngine(path, spec, max_slots, max_rows, lenders)

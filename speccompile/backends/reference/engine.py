@@ -10,6 +10,7 @@ import numpy as np
 from onnx.reference import ReferenceEvaluator
 
 from speccompile.core import specs
+from speccompile.core.borrowed_specs import find_lender
 from speccompile.core.neutral import neutral_value, shape_from_dims, sizes_from_feeds
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import RuntimeFault
@@ -24,21 +25,38 @@ class ReferenceEngine:
         path: a neutral graph with its tail attached.
         spec: its inputs and outputs.
         max_slots, max_rows: capacity of the caches.
+        lenders: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
     """
 
-    def __init__(self, path: Path, spec: GraphSpec, max_slots: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        spec: GraphSpec,
+        max_slots: int,
+        max_rows: int,
+        lenders: Mapping[str, ReferenceEngine] | None = None,
+    ) -> None:
         self.spec, self.max_slots, self.max_rows = spec, max_slots, max_rows
         self.evaluator = ReferenceEvaluator(str(path), new_ops=reference_ops())
-        num = len(spec.caches)
-        self.plain_inputs = spec.inputs[: len(spec.inputs) - num]
-        self.plain_outputs = [t.name for t in spec.outputs[: len(spec.outputs) - num]]
-        sizes = {"batch": max_slots, "max_seq": max_rows}
-        self.caches = {n: np.zeros(shape_from_dims(spec.input(n), sizes), np.float32) for n in spec.caches}
+        self.plain_inputs = spec.plain_inputs
+        self.plain_outputs = [t.name for t in spec.outputs[: len(spec.outputs) - len(spec.caches)]]
+        sizes = {"batch": max_slots, "max_seq": max_rows, specs.LENT_ROWS: max_rows}
+        shapes = {n: shape_from_dims(spec.input(n), sizes) for n in spec.cache_inputs}
+        self.caches = {n: np.zeros(shapes[n], np.float32) for n in spec.own_caches}
+        self.bound = dict(self.caches)
+        for loan in spec.borrowed:
+            lender = (lenders or {}).get(loan.lender)
+            if lender is None:
+                self.bound[loan.name] = np.zeros(shapes[loan.name], np.float32)
+                continue
+            (first, *_), names = lender.caches.values(), list(lender.caches)
+            index = find_lender(spec, loan, names, (first.shape[1], first.shape[3]), len(first), max_slots)
+            self.bound[loan.name] = lender.caches[names[index]]
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
         sizes = sizes_from_feeds(self.spec, feeds)
-        rows = int(feeds[specs.LENGTHS].max()) + sizes["nodes"] + specs.chain_rows(self.spec) if self.caches else 0
+        rows = int(feeds[specs.LENGTHS].max()) + sizes["nodes"] + specs.chain_rows(self.spec) if self.spec.caches else 0
         slots = first_slot + sizes["batch"]
         if rows > self.max_rows or slots > self.max_slots:
             raise RuntimeFault(
@@ -53,11 +71,11 @@ class ReferenceEngine:
             else neutral_value(t.name, shape_from_dims(t, sizes), t.dtype)
             for t in self.plain_inputs
         }
-        views = {n: c[first_slot:slots] for n, c in self.caches.items()}
-        names = [*self.plain_outputs, *(specs.updated_cache_name(n) for n in self.caches)]
+        views = {n: c[first_slot:slots] for n, c in self.bound.items()}
+        names = [*self.plain_outputs, *(specs.updated_cache_name(n) for n in self.spec.caches)]
         results = dict(zip(names, self.evaluator.run(names, {**given, **views}), strict=True))
-        for name, view in views.items():
-            view[...] = results[specs.updated_cache_name(name)]
+        for name in self.spec.caches:
+            views[name][...] = results[specs.updated_cache_name(name)]
         return {n: results[n] for n in self.plain_outputs}
 
     def reset(self, rows: int = 1) -> None:

@@ -213,6 +213,7 @@ class TensorRTBackend:
         tuning: Mapping[str, Any],
         rollback: Path | None = None,
         device: str = "cuda",
+        lenders: Mapping[str, Any] | None = None,
     ) -> TrtEngine:
         """Open an engine, after the plan's record was compared with what is here: see `engine.load_engine`.
 
@@ -227,9 +228,8 @@ class TensorRTBackend:
         record = read_record(path)
         check_record(path, record, max_slots)
         settings = {**tuning, "flavour": record["flavour"], "plugins": needs_registration(record)}
-        return load_engine(
-            path, spec, max_slots=max_slots, max_rows=max_rows, settings=settings, rollback=rollback, device=device
-        )
+        sizes = {"max_slots": max_slots, "max_rows": max_rows}
+        return load_engine(path, spec, **sizes, settings=settings, rollback=rollback, device=device, lenders=lenders)
 
 
 def _release(model: ir.Model) -> None:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 from speccompile.backends.tensorrt.arrays import item_bytes
 from speccompile.backends.tensorrt.device import ALIGNMENT, Device
 from speccompile.core import specs
+from speccompile.core.borrowed_specs import find_lender
 from speccompile.core.specs import GraphSpec, TensorSpec, compacted_cache_name, updated_cache_name
 from speccompile.errors import BundleError
 
@@ -49,20 +52,106 @@ class Caches:
         """Of a cache lent to `batch` slots."""
         return (batch, *self.dims)
 
-    def addresses(self, first_slot: int, names: frozenset[str]) -> dict[str, int]:
-        """By tensor name: each cache with its updated and compacted form has one address; only those in `names`."""
-        found = {}
-        for cache, memory in zip(self.names, self._memories, strict=True):
-            for name in (cache, updated_cache_name(cache), compacted_cache_name(cache)):
-                if name in names:
-                    found[name] = memory.address + first_slot * self.slot_bytes
-        return found
+    def address(self, index: int, first_slot: int) -> int:
+        """Where slot `first_slot` of a cache begins."""
+        return self._memories[index].address + first_slot * self.slot_bytes
 
     def move_slot(self, source: int, dest: int) -> None:
         """Copy slot `source` over slot `dest`, on the device."""
         for memory in self._memories:
             start = memory.address
             self.device.copy(start + dest * self.slot_bytes, start + source * self.slot_bytes, self.slot_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundCache:
+    """A cache input and the memory it is bound to.
+
+    Args:
+        name: of the input.
+        caches: the engine's own, or another one's.
+        index: of the cache in them.
+    """
+
+    name: str
+    caches: Caches
+    index: int
+
+
+class BoundCaches:
+    """All cache inputs of an engine: its own and those that other engines lend.
+
+    Args:
+        bound: in any order.
+    """
+
+    def __init__(self, bound: Sequence[BoundCache]) -> None:
+        self._bound = tuple(bound)
+        self.names = tuple(cache.name for cache in bound)
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """What shapes depend on besides the batch: rows of each view."""
+        return tuple(cache.caches.rows for cache in self._bound)
+
+    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        """Of the inputs, lent to `batch` slots."""
+        return {cache.name: cache.caches.shape(batch) for cache in self._bound}
+
+    def addresses(self, first_slot: int, names: frozenset[str]) -> dict[str, int]:
+        """By tensor name: each cache with its updated and compacted form has one address; only those in `names`."""
+        found = {}
+        for cache in self._bound:
+            address = cache.caches.address(cache.index, first_slot)
+            for name in (cache.name, updated_cache_name(cache.name), compacted_cache_name(cache.name)):
+                if name in names:
+                    found[name] = address
+        return found
+
+    def written(self, names: Sequence[str]) -> tuple[Caches, ...]:
+        """The memories behind the inputs of these names, each once."""
+        wanted = set(names)
+        return tuple(dict.fromkeys(cache.caches for cache in self._bound if cache.name in wanted))
+
+
+def bind_caches(
+    spec: GraphSpec,
+    own: Caches | None,
+    lenders: Mapping[str, Caches | None],
+    max_slots: int,
+    allocate: Callable[[GraphSpec], Caches],
+) -> BoundCaches | None:
+    """The cache inputs of an engine; None where it has none.
+
+    Args:
+        spec: of the engine.
+        own: caches of its own.
+        lenders: those of others by graph name.
+        max_slots: of the engine.
+        allocate: makes caches for a graph that runs alone, of a spec whose `caches` they are.
+
+    Raises:
+        BundleError: see `find_lender`; or a lender's caches have another number of rows, or another dtype.
+    """
+    bound = [] if own is None else [BoundCache(name, own, index) for index, name in enumerate(own.names)]
+    alone: dict[bool, Caches] = {}
+    for loan in spec.borrowed:
+        held = lenders.get(loan.lender)
+        if held is None:
+            is_written = loan.name in spec.caches
+            names = tuple(n.name for n in spec.borrowed if (n.name in spec.caches) is is_written)
+            if is_written not in alone:
+                alone[is_written] = allocate(replace(spec, caches=names))
+            bound.append(BoundCache(loan.name, alone[is_written], names.index(loan.name)))
+            continue
+        sizes = (held.dims[0], held.dims[2])
+        index = find_lender(spec, loan, held.names, sizes, held.max_slots, max_slots)
+        wanted = spec.input(loan.name)
+        if held.dtype != wanted.dtype or (isinstance(wanted.dims[2], int) and wanted.dims[2] != held.rows):
+            got, expected = f"{held.dtype} with {held.rows} rows", f"{wanted.dtype} with {wanted.dims[2]} rows"
+            raise BundleError(f"engine {spec.name} ({loan.name})", got, expected, "Build the bundle again.")
+        bound.append(BoundCache(loan.name, held, index))
+    return BoundCaches(bound) if bound else None
 
 
 def rollback_spec_of(spec: GraphSpec) -> GraphSpec:

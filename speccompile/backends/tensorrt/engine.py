@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from speccompile.backends.tensorrt.caches import Caches, rollback_spec_of
+from speccompile.backends.tensorrt.caches import Caches, bind_caches, rollback_spec_of
 from speccompile.backends.tensorrt.device import open_device, ordinal_from_name
 from speccompile.backends.tensorrt.flavours import Flavour
 from speccompile.backends.tensorrt.loading import Plan
@@ -34,6 +35,7 @@ class TrtEngine:
         max_slots, max_rows: what may be used of the caches.
         settings: see `Runner`.
         rollback: the plan that compacts caches of this spec, for trees.
+        lenders: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
     """
 
     def __init__(
@@ -43,14 +45,23 @@ class TrtEngine:
         max_rows: int,
         settings: Mapping[str, Any],
         rollback: Plan | None = None,
+        lenders: Mapping[str, TrtEngine] | None = None,
     ) -> None:
         self.plan, self.spec, self.device = plan, plan.spec, plan.device
         self.max_slots, self.max_rows = max_slots, max_rows
-        self.caches = Caches(plan.device, plan.spec, max_slots) if plan.spec.caches else None
-        rows = 0 if self.caches is None else self.caches.rows
-        self._kv_rows = plan.device.allocate_zeroed(rows)
-        self.runner = Runner(plan, self.caches, self._kv_rows.address, settings)
-        self.rollback = None if rollback is None else Runner(rollback, self.caches, 0, settings)
+
+        def allocate(spec: GraphSpec) -> Caches:
+            return Caches(plan.device, spec, max_slots)
+
+        own = self.spec.own_caches
+        self.caches = allocate(replace(self.spec, caches=own)) if own else None
+        lent = {name: engine.caches for name, engine in (lenders or {}).items()}
+        bound = bind_caches(self.spec, self.caches, lent, max_slots, allocate)
+        written = () if bound is None else bound.written(self.spec.caches)
+        self._num_rows = written[0].rows if written else 0
+        self._kv_rows = plan.device.allocate_zeroed(self._num_rows)
+        self.runner = Runner(plan, bound, self._kv_rows.address, settings)
+        self.rollback = None if rollback is None else Runner(rollback, bound, 0, settings)
         names = {t.name for t in plan.spec.outputs}
         self.compacts_in_step = any(compacted_cache_name(c) in names for c in plan.spec.caches)
         self._reads_kv = any(t.name == specs.KV_ROWS for t in plan.spec.inputs)
@@ -72,7 +83,7 @@ class TrtEngine:
                 f"slots below {self.max_slots}",
                 "Build with a larger engine.max_batch_size.",
             )
-        if self.caches is not None:
+        if self._num_rows:
             rows = int(np.asarray(feeds[specs.LENGTHS]).max()) + sizes["nodes"] + self._chain_rows
             if rows > self.max_rows:
                 raise RuntimeFault(
@@ -82,7 +93,7 @@ class TrtEngine:
                     "Shorten the prompt or max_new_tokens, or build with a larger engine.max_seq_len.",
                 )
             if self._reads_kv:
-                sizes[KV] = bucket_rows(rows, self.caches.rows)
+                sizes[KV] = bucket_rows(rows, self._num_rows)
         return cast(Mapping[str, np.ndarray], self.runner.run(feeds, sizes, first_slot))
 
     def reset(self, rows: int = 1) -> None:
@@ -116,6 +127,7 @@ def load_engine(
     settings: Mapping[str, Any],
     rollback: Path | None = None,
     device: str = "cuda",
+    lenders: Mapping[str, TrtEngine] | None = None,
 ) -> TrtEngine:
     """Load a plan and allocate its caches. The plan's digest must have been checked: loading can run code in it.
 
@@ -128,6 +140,7 @@ def load_engine(
             and those of `Plan` and `Runner`.
         rollback: the plan that compacts trees.
         device: cuda or cuda:N.
+        lenders: see `TrtEngine`.
 
     Raises:
         BundleError: the plan does not fit this machine, this TensorRT or its spec.
@@ -142,7 +155,7 @@ def load_engine(
         _check_rows(path, spec, max_rows)
     plan = Plan(flavour, path, spec, gpu, settings)
     compactor = None if rollback is None else Plan(flavour, rollback, rollback_spec_of(spec), gpu, settings)
-    return TrtEngine(plan, max_slots, max_rows, settings, compactor)
+    return TrtEngine(plan, max_slots, max_rows, settings, compactor, lenders)
 
 
 def _register_plugins(flavour: Flavour) -> None:

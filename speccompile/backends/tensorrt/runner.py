@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
 
 from speccompile.backends.tensorrt.arrays import DeviceArray
-from speccompile.backends.tensorrt.caches import Caches
+from speccompile.backends.tensorrt.caches import BoundCaches
 from speccompile.backends.tensorrt.device import Device
 from speccompile.backends.tensorrt.loading import Profile
 from speccompile.backends.tensorrt.steps import Region, Step
@@ -50,7 +50,9 @@ class Runner:
         settings: `cuda_graphs` (default true), `max_contexts`.
     """
 
-    def __init__(self, plan: Executable, caches: Caches | None, kv_address: int, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, plan: Executable, caches: BoundCaches | None, kv_address: int, settings: Mapping[str, Any]
+    ) -> None:
         self.plan, self.device, self.caches, self.kv_address = plan, plan.device, caches, kv_address
         names = () if caches is None else caches.names
         kept = {n for c in names for n in (c, updated_cache_name(c), compacted_cache_name(c))}
@@ -79,7 +81,8 @@ class Runner:
         """
         self.device.activate()
         lent, copied = self._split(feeds)
-        key = (*sizes.values(), first_slot, *((n, a.address) for n, a in (*lent.items(), *copied.items())))
+        layout = () if self.caches is None else self.caches.layout
+        key = (*sizes.values(), first_slot, layout, *((n, a.address) for n, a in (*lent.items(), *copied.items())))
         step = self._steps.get(key)
         if step is None:
             step = Step(self, sizes, first_slot, lent, copied)

@@ -84,7 +84,7 @@ class Step:
         self.nodes = sizes.get("nodes", 1)
         self.shapes = {t.name: shape_from_dims(t, sizes) for t in runner.plain_inputs}
         if runner.caches is not None:
-            self.shapes |= dict.fromkeys(runner.caches.names, runner.caches.shape(sizes["batch"]))
+            self.shapes |= runner.caches.shapes(sizes["batch"])
         self.profile = runner.plan.find_profile(self.shapes)
         self.output_shapes = self._infer_output_shapes()
         self.addresses = {name: array.address for name, array in lent.items()}
