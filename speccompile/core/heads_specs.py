@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of heads that draft more than a chain from the target's hidden state; they have no caches."""
+"""Graphs of heads that draft from the target's hidden state in one run: chains and trees; they have no caches."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from speccompile.core.specs import (
     CONFIDENCES,
@@ -14,7 +18,9 @@ from speccompile.core.specs import (
     TOKENS,
     GraphSpec,
     TensorSpec,
+    heads_spec,
 )
+from speccompile.core.tree_shape import TreeShape
 
 
 def tree_heads_spec(
@@ -59,10 +65,67 @@ def _start(hidden_size: int) -> tuple[TensorSpec, ...]:
     )
 
 
-def beam_drafts(depth: int, width: int, num_guesses: int) -> int:
+@dataclass(frozen=True)
+class DraftForm:
+    """What heads draft in one run that each read the drafts before: a chain, a fixed shape, or a grown tree.
+
+    Args:
+        depth: draft tokens on the longest path.
+        choices: of a fixed shape, see `TreeShape`; empty otherwise.
+        width: of a grown tree: most nodes that are drafted behind at a depth; 0 otherwise.
+        num_guesses: of a grown tree: tokens behind each.
+    """
+
+    depth: int
+    choices: tuple[tuple[int, ...], ...] = ()
+    width: int = 0
+    num_guesses: int = 0
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], most: int) -> DraftForm:
+        """From a job's options.
+
+        Args:
+            options: `depth` (None: as deep as the heads go), `choices`, `width`, `num_guesses` and `tree_depth`.
+            most: depth that the heads go to.
+        """
+        choices = tuple(tuple(path) for path in options["choices"])
+        depth = options["depth"] or most
+        if options["width"]:
+            depth = min(depth, options["tree_depth"])
+        return cls(depth, choices, options["width"], options["num_guesses"])
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of one run."""
+        if self.choices:
+            return len(self.choices)
+        return grown_drafts(self.depth, self.width, self.num_guesses) if self.width else self.depth
+
+    def spec(self, name: str, hidden_size: int, vocab_size: int) -> GraphSpec:
+        """Inputs and outputs of the graph."""
+        if not self.choices and not self.width:
+            return heads_spec(name, hidden_size, vocab_size, self.depth)
+        return tree_heads_spec(name, hidden_size, vocab_size, self.num_drafts, gives_parents=bool(self.width))
+
+    @property
+    def shape(self) -> TreeShape:
+        """The fixed shape."""
+        return TreeShape(self.choices)
+
+
+def grown_drafts(depth: int, width: int, num_guesses: int) -> int:
     """Drafts of a tree in which `width` nodes of each depth are expanded to `num_guesses` tokens each."""
     total, level = num_guesses, num_guesses
     for _ in range(depth - 1):
         level = min(width, level) * num_guesses
         total += level
     return total
+
+
+def grown_depth(num_drafts: int, width: int, num_guesses: int) -> int:
+    """Depth of a grown tree that has so many drafts."""
+    depth = 1
+    while grown_drafts(depth, width, num_guesses) < num_drafts:
+        depth += 1
+    return depth

@@ -17,9 +17,19 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.growth import Calibration, Candidates, GrowthPolicy, Reach, expected_hits, tree_from_candidates
 from speccompile.core.hidden import TargetStates
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
-from speccompile.core.specs import CONFIDENCES, DRAFT_PARENTS, GUESS_PROBS, GUESSES, HIDDEN, SAMPLED_TOKENS, TOKENS
+from speccompile.core.specs import (
+    CONFIDENCES,
+    DRAFT_PARENTS,
+    GUESS_PROBS,
+    GUESSES,
+    HIDDEN,
+    SAMPLED_TOKENS,
+    TOKENS,
+    GraphSpec,
+)
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.core.tree_shape import TreeShape
+from speccompile.errors import RecipeError
 
 FIRST_RATE = 0.7  # acceptance rate of a path's tokens before anything is known
 
@@ -32,9 +42,13 @@ class HeadsTreeProposer:
         policy: bounds and costs; `draft` costs are those of one run.
         shape: what is scored in every step; None: as many of the candidates as pay.
         log_odds: of a guess being right over the odds that its confidence means, for a fresh slot.
+
+    Raises:
+        RecipeError: the engine was built for another tree.
     """
 
     def __init__(self, engine: Engine, policy: GrowthPolicy, shape: TreeShape | None, log_odds: float) -> None:
+        _check_tree(engine.spec, shape)
         self.engine, self.policy, self.shape, self._log_odds = engine, policy, shape, log_odds
         width = engine.spec.input(HIDDEN).dims[2]
         assert isinstance(width, int)
@@ -127,6 +141,23 @@ class HeadsTreeProposer:
         self.reaches[source], self.reaches[dest] = self.reaches[dest], self.reaches[source]
         known = self.calibrations
         known[source], known[dest] = known[dest], known[source]
+
+
+def _check_tree(spec: GraphSpec, shape: TreeShape | None) -> None:
+    """The engine can draft the tree: heads that guess draft every tree within their guesses, others but one."""
+    outputs, todo = {t.name: t.dims for t in spec.outputs}, "Build the bundle again with this tree, or ask for its own."
+    got = "tree: chain or auto" if shape is None else f"a shape of {shape.num_drafts} draft tokens"
+    if GUESSES in outputs:
+        _, heads, ranks = outputs[GUESSES]
+        assert isinstance(heads, int) and isinstance(ranks, int)
+        if shape is not None and (shape.max_depth > heads or shape.max_rank >= ranks):
+            raise RecipeError("speculator.tree", got, f"a depth of at most {heads} and ranks below {ranks}", todo)
+    elif DRAFT_PARENTS in outputs:
+        if shape is not None:
+            raise RecipeError("speculator.tree", got, "tree: auto, as the engine was built", todo)
+    elif shape is None or shape.num_drafts != outputs[SAMPLED_TOKENS][1]:
+        expected = f"the shape of {outputs[SAMPLED_TOKENS][1]} draft tokens that the engine was built with"
+        raise RecipeError("speculator.tree", got, expected, todo)
 
 
 def tree_from_shape(shape: TreeShape, roots: Ints, drafts: Ints, limits: Sequence[int]) -> TokenTree:

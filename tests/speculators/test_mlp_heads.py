@@ -18,7 +18,9 @@ from speccompile.core.sampling import draw, warp  # noqa: E402
 from speccompile.core.specs import ModelDims  # noqa: E402
 from speccompile.errors import CheckpointError, RecipeError  # noqa: E402
 from speccompile.frontend.heads import export_heads  # noqa: E402
-from speccompile.speculators.mlp.heads import MlpDrafter, MlpHeads, random_heads  # noqa: E402
+from speccompile.frontend.tree_drafters import Chain  # noqa: E402
+from speccompile.speculators.mlp.config import Config  # noqa: E402
+from speccompile.speculators.mlp.heads import MlpExpander, MlpHeads, random_heads  # noqa: E402
 from speccompile.speculators.mlp.sizes import PREFIX, HeadsSizes, read_sizes  # noqa: E402
 from speccompile.speculators.mlp.source import HeadsSource  # noqa: E402
 
@@ -99,7 +101,7 @@ def save(folder, weights, config, form="safetensors", prefix=PREFIX):
 
 def open_source(folder, weights="checkpoint", num_drafts=None, hidden=HIDDEN, vocab=VOCAB, max_draft_nodes=16):
     target = ModelDims("llama", vocab, hidden, 2, 4, 2, 8, 64)
-    job = GraphJob("heads", str(folder), options=(("num_drafts", num_drafts),))
+    job = GraphJob("heads", str(folder), options=Config("heads", num_draft_tokens=num_drafts or "auto").form_options())
     return HeadsSource(job, SourceContext(weights, 64, max_draft_nodes, target))
 
 
@@ -133,8 +135,9 @@ def test_torch_is_the_formula(variant):
     heads = MlpHeads(sizes(variant))
     heads.load_state_dict({name: torch.from_numpy(w) for name, w in weights.items()})
     feeds = make_feeds(sizes(variant).num_heads)
+    drafter = Chain(MlpExpander(heads.eval()), sizes(variant).num_heads)
     with torch.no_grad():
-        got = MlpDrafter(heads.eval())(*(torch.from_numpy(feeds[t.name]) for t in sizes(variant).spec("h").inputs))
+        got = drafter(*(torch.from_numpy(feeds[t.name]) for t in sizes(variant).spec("h").inputs))
     drafted, sure, laws = wanted_from(weights, variant, feeds)
     np.testing.assert_array_equal(got[0].numpy(), drafted)
     np.testing.assert_allclose(got[1].numpy(), sure, rtol=2e-5)
@@ -220,14 +223,14 @@ def test_published_configs_give_their_sizes(name, tmp_path):
     shapes = {"batch": 2, "nodes": 3}
     feeds = [torch.zeros([shapes.get(d, d) for d in t.dims], dtype=getattr(torch, t.dtype)) for t in spec.inputs]
     feeds[-1] += 1  # top_p: off
-    assert MlpDrafter(random_heads(small))(*feeds)[0].shape == (2, num)
+    assert Chain(MlpExpander(random_heads(small)), num)(*feeds)[0].shape == (2, num)
 
 
 def test_an_export_that_is_over_holds_no_weights():
     """torch's and onnxscript's globals keep what they saw last; a second large export would not fit beside it."""
     heads = random_heads(sizes("scaled"))
     held = [weakref.ref(parameter) for parameter in heads.parameters()]
-    graph = export_heads(MlpDrafter(heads), sizes("scaled").spec("heads"), lambda stage: None)
+    graph = export_heads(Chain(MlpExpander(heads), 2), sizes("scaled").spec("heads"), lambda stage: None)
     del heads, graph
     gc.collect()
     assert [ref() for ref in held] == [None] * len(held)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heads in torch, and the module that drafts with all of them at once.
+"""The heads in torch, and how drafts are made of them depth by depth.
 
 Head i reads the state s (first the target's hidden state of the last accepted position, behind the final norm)
 and the token t before its own:
@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from speccompile.frontend.attention import gather_nodes
-from speccompile.frontend.sampling import sample_token
+from speccompile.frontend.tree_drafters import Above, take
 from speccompile.speculators.mlp.sizes import HeadsSizes
 
 EPSILON = 1e-6
@@ -93,34 +92,22 @@ class MlpHeads(nn.Module):
         return functional.gelu(self.ln[index](mixed))
 
 
-class MlpDrafter(nn.Module):
-    """The module that is traced: inputs as in `heads_spec`; outputs tokens, confidences and the law of each head."""
+class MlpExpander(nn.Module):
+    """See `frontend.tree_drafters.Expander`: the state of a node is that of its path."""
 
     def __init__(self, heads: MlpHeads) -> None:
         super().__init__()
-        self.heads, self.num_drafts = heads, heads.sizes.num_drafts
+        self.heads = heads
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        start_nodes: torch.Tensor,
-        tokens: torch.Tensor,
-        uniforms: torch.Tensor,
-        temperature: torch.Tensor,
-        top_k: torch.Tensor,
-        top_p: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        """One chain a slot."""
-        state = self.heads.begin(gather_nodes(hidden, start_nodes[:, None]))
-        drafted, sure, laws = [], [], []
-        for index in range(self.num_drafts):
-            state, logits = self.heads.step(index, state, tokens)
-            token, confidence, law = sample_token(logits, uniforms[:, index], temperature, top_k, top_p)
-            tokens = token[:, None]
-            drafted.append(tokens)
-            sure.append(confidence[:, None])
-            laws.append(law)
-        return (torch.cat(drafted, 1), torch.cat(sure, 1), *laws)
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `MlpHeads.begin`."""
+        return self.heads.begin(hidden)
+
+    def expand(
+        self, depth: int, state: torch.Tensor, tokens: torch.Tensor, above: Above
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One head for all nodes of a depth."""
+        return self.heads.step(depth, take(state, above), tokens)
 
 
 def random_heads(sizes: HeadsSizes) -> MlpHeads:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from speccompile.core.heads_specs import DraftForm
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import RecipeError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class HeadsSource:
-    """See `speccompile.core.protocols.GraphSource`. Option of the job: `num_drafts`, heads in the graph; None: all.
+    """See `speccompile.core.protocols.GraphSource`. Options of the job: see `DraftForm.from_options`.
 
     Args:
         job: the speculator.
@@ -34,9 +35,10 @@ class HeadsSource:
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         self.job, self.context = job, context
-        num_drafts: int | None = dict(job.options)["num_drafts"]
         self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
-        self.dims: HeadsSizes = read_sizes(self.folder, num_drafts)
+        sizes = read_sizes(self.folder)
+        self.form = DraftForm.from_options(dict(job.options), sizes.num_heads)
+        self.dims: HeadsSizes = replace(sizes, num_drafts=self.form.depth)
         self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -52,6 +54,10 @@ class HeadsSource:
             raise RecipeError(where, f"a vocabulary of {sizes.vocab_size} tokens", expected, todo)
         if sizes.num_drafts > sizes.num_heads:
             expected = f"at most {sizes.num_heads}, the heads of {self.job.model}"
+            if self.form.choices:
+                raise RecipeError(
+                    "speculator.tree", f"a depth of {sizes.num_drafts}", expected, "Take deeper nodes out."
+                )
             raise RecipeError("speculator.num_draft_tokens", str(sizes.num_drafts), expected, "Lower it.")
         if sizes.num_drafts > room:
             todo = "Raise it, or use fewer heads with speculator.num_draft_tokens."
@@ -71,15 +77,16 @@ class HeadsSource:
 
     def spec(self) -> GraphSpec:
         """Inputs and outputs of the graph."""
-        return self.dims.spec(self.job.name)
+        return self.form.spec(self.job.name, self.dims.hidden_size, self.dims.vocab_size)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, HeadsSizes]:
         """Read or make the weights, and trace."""
         from speccompile.frontend.heads import export_heads
-        from speccompile.speculators.mlp.heads import MlpDrafter, heads_from_weights, random_heads
+        from speccompile.frontend.tree_drafters import drafter_from_form
+        from speccompile.speculators.mlp.heads import MlpExpander, heads_from_weights, random_heads
 
         progress("load weights")
         is_random = self.context.weights == "random"
         heads = random_heads(self.dims) if is_random else heads_from_weights(self.dims, read(self.folder)[1])
-        graph = export_heads(MlpDrafter(heads).eval(), self.spec(), progress)
+        graph = export_heads(drafter_from_form(MlpExpander(heads), self.form), self.spec(), progress)
         return graph, replace(self.dims, num_params=self.dims.counts().num_params)

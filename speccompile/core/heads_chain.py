@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts a chain in one run of the heads, from the target's hidden state behind the root."""
+"""Drafts a chain in one run of heads, from the target's hidden state behind the root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speccompile.core.specs import CONFIDENCES, HIDDEN, SAMPLED_LAWS, SAMPLED_TO
 from speccompile.core.tree import Ints, TokenTree
 
 
-class MlpProposer:
+class HeadsChainProposer:
     """See `speccompile.core.protocols.Proposer`.
 
     Args:

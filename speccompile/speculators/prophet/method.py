@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prophet as a method: one graph of the whole transformer, unrolled over the drafts, fed with the target's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.protocols import Engine, Proposer
+from speccompile.speculators.prophet.config import Config as ProphetConfig
+
+HEADS = "heads"  # the graph's name in the bundle
+SOURCE = "speccompile.speculators.prophet.source:ProphetSource"
+
+
+class ProphetMethod:
+    """See `speccompile.core.protocols.Method`."""
+
+    name = "prophet"
+    Config = ProphetConfig
+
+    def target_outputs(self, config: ProphetConfig) -> dict[str, Any]:
+        """What the LM head reads: the state behind the final norm."""
+        return {"hidden": True}
+
+    def graph_jobs(self, config: ProphetConfig) -> tuple[GraphJob, ...]:
+        """The transformer."""
+        options = (*config.form_options(), ("max_drafts", config.max_draft_tokens))
+        return (GraphJob(HEADS, config.model, config.quantization, SOURCE, options, config.config),)
+
+    def make_proposer(self, config: ProphetConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
+        """The proposer over the transformer's engine."""
+        return config.make_proposer(engines[HEADS], HEADS, context)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Prophet checkpoint as the source of a graph. Needs no torch before the export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.core.heads_specs import DraftForm
+from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.specs import GraphSpec
+from speccompile.errors import CheckpointError, RecipeError
+from speccompile.frontend.checkpoint import read_config
+from speccompile.frontend.doctor import check_speculator
+from speccompile.frontend.folders import digests_from_checkpoint, find_folder
+from speccompile.frontend.target_tables import digests_from_target, read_tables
+from speccompile.frontend.tensor_files import SPECULATOR_FILES
+from speccompile.speculators.prophet.formats import FORMATS, MODEL_TYPE, read
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+@dataclass(frozen=True)
+class GraphSizes:
+    """Sizes as config.json has them, see `heads.ProphetSizes`; and `num_params`, parameters in the graph."""
+
+    vocab_size: int
+    target_hidden_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    horizon: int
+    rope_theta: float
+    rms_norm_eps: float
+    uses_target_embeddings: bool
+    tie_word_embeddings: bool
+    model_type: str = MODEL_TYPE
+    num_params: int = 0
+
+    def counts(self) -> WeightCounts:
+        """Weights of the graph, copies of the target's tables included."""
+        width, heads = self.hidden_size, (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        layer = width * (heads + 3 * self.intermediate_size)
+        table = self.vocab_size * width
+        linear = width * self.target_hidden_size + self.num_hidden_layers * layer + table
+        norms = (2 * self.num_hidden_layers + 1) * width
+        is_tied = self.tie_word_embeddings and not self.uses_target_embeddings
+        return WeightCounts(linear + norms + (0 if is_tied else table), linear, norms + table, table, is_tied)
+
+
+def read_sizes(folder: Path) -> GraphSizes:
+    """The sizes in a folder's config.json.
+
+    Raises:
+        CheckpointError: not the config of a Prophet, or a size is missing.
+    """
+    path, config = folder / "config.json", read_config(folder)
+    if config.get("model_type") != MODEL_TYPE:
+        got, todo = repr(config.get("model_type")), "Give the speculator's own checkpoint, not the target's."
+        raise CheckpointError(f"{path} (model_type)", got, repr(MODEL_TYPE), todo)
+    names = [f.name for f in fields(GraphSizes) if f.name not in ("num_params", "model_type")]
+    missing = [name for name in names if config.get(name) is None]
+    if missing:
+        todo = "Fetch the folder again; `speccompile doctor` lists every fault."
+        raise CheckpointError(f"{path} ({missing[0]})", "nothing", "a size of the transformer", todo)
+    return GraphSizes(**{name: config[name] for name in names})
+
+
+class ProphetSource:
+    """See `speccompile.core.protocols.GraphSource`.
+
+    Options of the job: see `DraftForm.from_options`; `max_drafts` of a chain whose length the recipe leaves open.
+
+    Args:
+        job: the transformer.
+        context: the target's sizes must be its own.
+    """
+
+    role = "heads"
+    max_rows = 0
+    has_tokenizer = False
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        self.job, self.context = job, context
+        options: dict[str, Any] = dict(job.options)
+        self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
+        self.dims: GraphSizes = read_sizes(self.folder)
+        most = options["tree_depth"] if options["width"] else options["max_drafts"]
+        self.form = DraftForm.from_options(options, min(most, context.max_draft_nodes))
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        sizes, target, room = self.dims, self.context.target, self.context.max_draft_nodes
+        assert target is not None
+        where = f"speculator: {self.job.model}"
+        todo = "Choose the speculator that was trained for this target; `speccompile doctor --target` compares them."
+        if sizes.target_hidden_size != target.hidden_size:
+            expected = f"{target.hidden_size}, as the target has"
+            raise RecipeError(where, f"a target of hidden size {sizes.target_hidden_size}", expected, todo)
+        if sizes.vocab_size != target.vocab_size:
+            expected = f"{target.vocab_size}, as the target has"
+            raise RecipeError(where, f"a vocabulary of {sizes.vocab_size} tokens", expected, todo)
+        if self.form.depth > room:
+            todo = "Raise it, or draft fewer tokens."
+            raise RecipeError("engine.max_draft_nodes", str(room), f"at least {self.form.depth}", todo)
+
+    def check(self) -> None:
+        """Every key and shape, from the files' headers."""
+        check_speculator(self.folder, FORMATS, self.context.target)
+
+    def digests(self) -> dict[str, str]:
+        """Of config and weights; of the target's as well, where its tables are used."""
+        own = digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
+        return {**own, **digests_from_target(self.context)} if self.dims.uses_target_embeddings else own
+
+    def counts(self) -> WeightCounts | None:
+        """From the sizes."""
+        return self.dims.counts()
+
+    def spec(self) -> GraphSpec:
+        """Inputs and outputs of the graph."""
+        return self.form.spec(self.job.name, self.dims.target_hidden_size, self.dims.vocab_size)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GraphSizes]:
+        """Read or make the weights, and trace."""
+        from speccompile.frontend.heads import export_heads
+        from speccompile.frontend.tree_drafters import drafter_from_form
+        from speccompile.speculators.prophet.drafter import make_expander
+        from speccompile.speculators.prophet.heads import sizes_from_config
+
+        progress("load weights")
+        weights = None if self.context.weights == "random" else read(self.folder)[1]
+        tables = read_tables(self.context) if self.dims.uses_target_embeddings else None
+        expander = make_expander(sizes_from_config(asdict(self.dims)), weights, tables)
+        graph = export_heads(drafter_from_form(expander, self.form), self.spec(), progress)
+        return graph, replace(self.dims, num_params=self.dims.counts().num_params)
