@@ -17,8 +17,12 @@ BACKENDS = {
 METHODS = {
     "none": "speccompile.speculators.none.method:NoneMethod",
     "draft_model": "speccompile.speculators.draft_model.method:DraftModelMethod",
+    "eagle": "speccompile.speculators.eagle.method:EagleMethod",
+    "eagle3": "speccompile.speculators.eagle3.method:Eagle3Method",
     "medusa": "speccompile.speculators.medusa.method:MedusaMethod",
+    "glide": "speccompile.speculators.glide.method:GlideMethod",
     "mlp": "speccompile.speculators.mlp.method:MlpMethod",
+    "prophet": "speccompile.speculators.prophet.method:ProphetMethod",
     "ngram": "speccompile.speculators.ngram.method:NgramMethod",
 }
 # Layouts of checkpoints, by method. A layout is told by the first that claims it.

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What methods share whose draft is a decoder on caches that guesses behind nodes: recipe words and the proposer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.growing import TreeGrower
+from speccompile.core.growth import GrowthPolicy
+from speccompile.core.jobs import MethodContext, StepCosts
+from speccompile.core.level import Scorer
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.specs import gives_laws, num_guesses
+from speccompile.core.static_trees import StaticTrees
+from speccompile.core.tree import Ints, TokenTree
+from speccompile.core.tree_config import TreeFields
+from speccompile.core.tree_shape import TreeShape
+from speccompile.errors import RecipeError
+
+DRAWN_LENGTH = 4  # drafts of a drawn chain where the recipe leaves the length to measurement
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedDraftFields(TreeFields):
+    """Recipe fields; a method's `Config` inherits them.
+
+    Args:
+        quantization: `none`, `int8` or `int4`.
+        num_draft_tokens: of a chain; `auto`: as long as a further token is worth its time, `tree_depth` at most.
+        drafts: `greedy` (deterministic), `sampled` (from the draft's own law at the request's temperature), or
+            `auto`: sampled where the request samples and the drafts are a chain or a tree of a fixed shape. A tree
+            that is grown follows the draft's confidences, which drawn tokens must not.
+        confidence_odds: the odds that a draft token is accepted, over the odds that the draft's confidence in it
+            means, before a slot's own verdicts are known.
+
+    Raises:
+        RecipeError: a value is out of range.
+    """
+
+    quantization: str = "none"
+    num_draft_tokens: int | Literal["auto"] = "auto"
+    drafts: Literal["auto", "greedy", "sampled"] = "auto"
+    confidence_odds: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length = self.num_draft_tokens
+        checks = (
+            ("num_draft_tokens", length == "auto" or 1 <= int(length) <= 64, length, "auto, or 1 to 64"),
+            ("drafts", self.drafts in ("auto", "greedy", "sampled"), self.drafts, "auto, greedy or sampled"),
+            ("confidence_odds", 0.02 <= self.confidence_odds <= 50, self.confidence_odds, "0.02 to 50"),
+        )
+        for name, is_right, got, expected in checks:
+            if not is_right:
+                raise RecipeError(f"speculator.{name}", repr(got), expected, "Correct the recipe.")
+        if self.tree == "auto" and self.drafts == "sampled":
+            todo = "Give the tree a fixed shape, or let drafts be greedy."
+            raise RecipeError("speculator.drafts", "sampled with tree: auto", "auto or greedy", todo)
+
+    @property
+    def has_laws(self) -> bool:
+        """Whether drafts are drawn where the request samples."""
+        return self.tree != "auto" and self.drafts != "greedy"
+
+    @property
+    def guesses_needed(self) -> int:
+        """Tokens to guess behind a node: one for a chain."""
+        return super().guesses_needed if self.has_tree else 1
+
+    def spec_options(self) -> tuple[tuple[str, Any], ...]:
+        """Options of the draft's job: `num_guesses` and `laws` of its `guessing_spec`."""
+        return (("laws", self.has_laws), ("num_guesses", self.guesses_needed))
+
+    def check_engine(self, engine: Engine, max_draft_nodes: int) -> None:
+        """Refuse a draft that was built for other trees: a method chosen at load may differ from the recipe's.
+
+        Raises:
+            RecipeError: the draft gives less than is needed.
+        """
+        todo, held = "Build a bundle whose recipe says so; at load it is too late.", num_guesses(engine.spec)
+        if held < self.guesses_needed:
+            expected = f"{self.guesses_needed} guesses a node"
+            raise RecipeError("speculator.tree", f"a draft built for {held} guesses a node", expected, todo)
+        if self.num_tree_drafts > max_draft_nodes:
+            got, expected = (
+                f"{self.num_tree_drafts} draft tokens",
+                f"at most engine.max_draft_nodes = {max_draft_nodes}",
+            )
+            raise RecipeError("speculator.tree", got, expected, todo)
+        if self.has_laws and not gives_laws(engine.spec):
+            raise RecipeError("speculator.drafts", "a draft built without laws", "laws to draw from, or greedy", todo)
+
+    def make_drafts(self, scorer: Scorer, engine: Engine, graph: str, context: MethodContext) -> tuple[Drafts, Drafts]:
+        """Drafts for batches that are greedy, and for those that sample; the same object where it serves both.
+
+        Args:
+            scorer: the draft.
+            engine: of the draft.
+            graph: its name in the bundle.
+            context: sizes and measured costs.
+
+        Raises:
+            RecipeError: see `check_engine`.
+        """
+        most = context.max_draft_nodes
+        self.check_engine(engine, most)
+        shape, length = self.shape, self.num_draft_tokens
+        if shape is not None:
+            static = self._static(scorer, shape, engine, most)
+            return static, static
+        none = StepCosts()
+        is_chain, depth = not self.has_tree, self.tree_depth if length == "auto" else length
+        policy = GrowthPolicy(
+            min(depth, most) if is_chain else most,
+            min(depth if is_chain else self.tree_depth, most),
+            1 if is_chain else self.tree_width,
+            context.costs.get("target", none),
+            context.costs.get(graph, none),
+            is_fixed=is_chain and length != "auto",
+        )
+        grown = TreeGrower(scorer, policy, engine.max_slots, math.log(self.confidence_odds))
+        if not self.has_laws:
+            return grown, grown
+        drawn = TreeShape.chain(min(DRAWN_LENGTH if length == "auto" else length, most))
+        return grown, self._static(scorer, drawn, engine, most)
+
+    def _static(self, scorer: Scorer, shape: TreeShape, engine: Engine, max_nodes: int) -> StaticTrees:
+        return StaticTrees(scorer, shape, may_sample=self.has_laws, vocab_size=engine.spec.vocab_size)
+
+
+class Drafts(Protocol):
+    """What grows or fills trees: `TreeGrower`, `StaticTrees`."""
+
+    def start(self, slot: int) -> None:
+        """A new sequence takes the place."""
+        ...
+
+    def move(self, source: int, dest: int) -> None:
+        """A sequence goes on at another place."""
+        ...
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Drafts."""
+        ...
+
+    def commit(self, tree: TokenTree, verdict: Verdict) -> list[int]:
+        """Accepted drafts that stand in their rows of the draft's cache, by slot."""
+        ...
+
+
+class DraftRows(Scorer, Protocol):
+    """A scorer that owns what the draft's rows hold: `DraftCache`, or one on another engine's caches."""
+
+    def start(self, slot: int) -> None:
+        """Nothing is read."""
+        ...
+
+    def prefill(self, slot: int, tokens: Ints, start: int) -> None:
+        """The target has read `tokens` [1, nodes], which stand at `start`."""
+        ...
+
+    def commit(self, batch: Batch, num_kept: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """What became of the drafts."""
+        ...
+
+    def move(self, source: int, dest: int) -> None:
+        """A sequence goes on at another place."""
+        ...
+
+
+class CachedDraftProposer:
+    """See `speccompile.core.protocols.Proposer`.
+
+    Args:
+        rows: the draft.
+        likeliest: drafts of greedy batches.
+        drawn: drafts of batches that sample; may be the same.
+    """
+
+    def __init__(self, rows: DraftRows, likeliest: Drafts, drawn: Drafts) -> None:
+        self.rows, self.likeliest, self.drawn = rows, likeliest, drawn
+        self._both = (likeliest,) if likeliest is drawn else (likeliest, drawn)
+        self._used = likeliest
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """Nothing is read, and nothing known of it."""
+        self.rows.start(slot)
+        for drafts in self._both:
+            drafts.start(slot)
+
+    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Read the chunk as well."""
+        self.rows.prefill(slot, tokens, start)
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Trees; a slot that cannot or should not draft is padded."""
+        self._used = self.likeliest if batch.is_greedy else self.drawn
+        return self._used.propose(batch)
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """Learn, and keep the rows of accepted drafts where they are right."""
+        num_kept = self._used.commit(tree, verdict)
+        self.rows.commit(batch, num_kept, verdict.num_accepted.tolist())
+
+    def move(self, source: int, dest: int) -> None:
+        """Rows and lessons go with the slot."""
+        self.rows.move(source, dest)
+        for drafts in self._both:
+            drafts.move(source, dest)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLIDE as a method: a small decoder that reads the target's last cache where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speccompile.core.cached_drafts import CachedDraftProposer
+from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.protocols import Engine
+from speccompile.speculators.glide.config import Config as GlideConfig
+from speccompile.speculators.glide.rows import GlideRows
+
+DRAFT = "draft"  # the graph's name in the bundle
+SOURCE = "speccompile.speculators.glide.source:GlideSource"
+
+
+class GlideMethod:
+    """See `speccompile.core.protocols.Method`."""
+
+    name = "glide"
+    Config = GlideConfig
+
+    def target_outputs(self, config: GlideConfig) -> dict[str, Any]:
+        """Nothing: the draft's spec says which caches it borrows."""
+        return {}
+
+    def graph_jobs(self, config: GlideConfig) -> tuple[GraphJob, ...]:
+        """The drafter."""
+        return (GraphJob(DRAFT, config.model, config.quantization, SOURCE, config.spec_options(), config.config),)
+
+    def make_proposer(
+        self, config: GlideConfig, engines: Mapping[str, Engine], context: MethodContext
+    ) -> CachedDraftProposer:
+        """The proposer over the drafter's engine; how far it drafts depends on the measured costs."""
+        engine, max_rows = engines[DRAFT], context.seq_lens.get(DRAFT, context.max_seq_len)
+        rows = GlideRows(engine, max_rows, context.max_draft_nodes)
+        return CachedDraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))

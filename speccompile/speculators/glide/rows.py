@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter's own cache, and how far the target's may be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.draft_cache import DraftCache
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.specs import TARGET_LENGTHS, GraphSpec
+from speccompile.core.tree import Ints
+
+
+class TargetReader:
+    """The drafter's engine, told with every run how many rows of the target's caches are in use.
+
+    Args:
+        engine: the drafter.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.spec: GraphSpec = engine.spec
+        self.max_slots, self.max_rows = engine.max_slots, engine.max_rows
+        self.target_lengths: Ints = np.zeros(engine.max_slots, dtype=np.int64)
+
+    def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
+        """See `speccompile.core.protocols.Engine.run`."""
+        batch = feeds[next(iter(feeds))].shape[0]
+        lengths = self.target_lengths[first_slot : first_slot + batch]
+        return self.engine.run({**feeds, TARGET_LENGTHS: lengths}, first_slot)
+
+    def reset(self, rows: int = 1) -> None:
+        """See `speccompile.core.protocols.Engine.reset`."""
+        self.engine.reset(rows)
+
+    def move_slot(self, source: int, dest: int) -> None:
+        """The target moves its own caches."""
+        self.engine.move_slot(source, dest)
+        self.target_lengths[dest] = self.target_lengths[source]
+
+    def compact(self, lengths: Ints, path: Ints) -> None:
+        """See `speccompile.core.protocols.Engine.compact`."""
+        self.engine.compact(lengths, path)
+
+
+class GlideRows(DraftCache):
+    """See `DraftCache`. While drafts are made the target has read what stands in front of the root, and no more.
+
+    Args:
+        engine: the drafter.
+        max_seq_len: see `DraftCache`.
+        max_nodes: see `DraftCache`.
+    """
+
+    def __init__(self, engine: Engine, max_seq_len: int, max_nodes: int) -> None:
+        self.reader = TargetReader(engine)
+        super().__init__(self.reader, max_seq_len, max_nodes)
+
+    def start(self, slot: int) -> None:
+        """Empty caches."""
+        super().start(slot)
+        self.reader.target_lengths[slot] = 0
+
+    def prefill(self, slot: int, tokens: Ints, start: int) -> None:
+        """Read the chunk as well; the target has just read it."""
+        self.reader.target_lengths[slot] = start + tokens.shape[1]
+        super().prefill(slot, tokens, start)
+
+    def room(self, place: int, slot: Slot) -> int:
+        """Rows behind the root's; behind a prompt of one token the target has no row yet, and nothing is drafted."""
+        return super().room(place, slot) if len(slot.tokens) > 1 else -1
+
+    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+        """See `DraftCache.begin`."""
+        self.reader.target_lengths[: len(batch.slots)] = [len(slot.tokens) - 1 for slot in batch.slots]
+        return super().begin(batch, places, warp)
