@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from speccompile.core.heads_specs import DraftForm, guessing_heads_spec
 from speccompile.core.sampling import draw, warp
 from speccompile.core.specs import (
     CONFIDENCES,
+    DRAFT_PARENTS,
+    GUESS_PROBS,
+    GUESSES,
     HIDDEN,
     LENGTHS,
     SAMPLED_LAWS,
@@ -104,3 +108,72 @@ class MockHeads:
     def reset(self, rows=1): ...
 
     def move_slot(self, source, dest): ...
+
+
+def likeliest(model: MockLM, text: np.ndarray, num: int) -> tuple[list[int], list[float]]:
+    """The best next tokens and their probabilities."""
+    logits = model.logits(text).astype(np.float64)
+    plain = np.exp(logits - logits.max())
+    best = np.argsort(-plain, kind="stable")[:num]
+    return best.tolist(), (plain[best] / plain.sum()).tolist()
+
+
+class MockTreeHeads(MockHeads):
+    """Heads that draft a tree in one run, of a fixed shape or grown; see `DraftForm`."""
+
+    def __init__(self, model: MockLM, target: MockTarget, form: DraftForm, max_slots: int) -> None:
+        super().__init__(model, target, form.num_drafts, max_slots)
+        self.form, self.spec = form, form.spec("heads", WIDTH, VOCAB)
+
+    def run(self, feeds, first_slot=0):
+        self.num_runs += 1
+        hidden, start, tokens = feeds[HIDDEN], feeds[START_NODES], feeds[TOKENS]
+        hidden = hidden.array if isinstance(hidden, OnDevice) else hidden
+        assert set(feeds) == {HIDDEN, START_NODES, TOKENS} and tokens.shape == (len(tokens), 1)
+        trees = [self._tree(self._text(hidden[b, start[b], 0], tokens[b, 0])) for b in range(len(tokens))]
+        drafted, sure, parents = (np.array(column) for column in zip(*trees, strict=True))
+        outputs = {SAMPLED_TOKENS: drafted, CONFIDENCES: sure.astype(np.float32), DRAFT_PARENTS: parents}
+        return {t.name: outputs[t.name] for t in self.spec.outputs}
+
+    def _tree(self, text):
+        if self.form.choices:
+            made = {(): (text, 1.0)}
+            for path in self.form.choices:
+                above = made[path[:-1]][0]
+                best, probs = likeliest(self.model, above, path[-1] + 1)
+                made[path] = (np.append(above, best[-1]), probs[-1])
+            rows = [made[path] for path in self.form.choices]
+            return [int(t[-1]) for t, _ in rows], [p for _, p in rows], [0] * len(rows)
+        level, made = [(text, 1.0, 0)], []
+        for _ in range(self.form.depth):
+            fresh = []
+            for above, path, number in level:
+                for token, prob in zip(*likeliest(self.model, above, self.form.num_guesses), strict=True):
+                    made.append((token, prob, number))
+                    fresh.append((np.append(above, token), path * prob, len(made)))
+            level = sorted(fresh, key=lambda row: -row[1])[: self.form.width]
+        return tuple(list(column) for column in zip(*made, strict=True))
+
+
+class MockGuessingHeads(MockHeads):
+    """Heads that each guess the tokens of a depth: behind the likeliest text, which heads know nothing of."""
+
+    def __init__(self, model: MockLM, target: MockTarget, num_heads: int, num_guesses: int, max_slots: int) -> None:
+        super().__init__(model, target, num_heads, max_slots)
+        self.num_guesses = num_guesses
+        self.spec = guessing_heads_spec("heads", WIDTH, VOCAB, num_heads, num_guesses)
+
+    def run(self, feeds, first_slot=0):
+        self.num_runs += 1
+        hidden, start = feeds[HIDDEN], feeds[START_NODES]
+        hidden = hidden.array if isinstance(hidden, OnDevice) else hidden
+        assert set(feeds) == {HIDDEN, START_NODES}
+        shape = (len(start), self.num_drafts, self.num_guesses)
+        guesses, probs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        for slot in range(len(start)):
+            text = self.target.contexts[int(hidden[slot, start[slot], 0])]
+            text = np.append(text, self.model.logits(text).argmax())  # the likeliest root, as heads cannot read it
+            for head in range(self.num_drafts):
+                guesses[slot, head], probs[slot, head] = likeliest(self.model, text, self.num_guesses)
+                text = np.append(text, guesses[slot, head, 0])
+        return {GUESSES: guesses, GUESS_PROBS: probs}

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees that heads draft in one run: whatever they draft, the text is the target's own, greedy or sampled."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from speccompile.core import registry
+from speccompile.core.heads_specs import DraftForm
+from speccompile.core.jobs import MethodContext, StepCosts
+from speccompile.core.sampling import SamplingParams, warp
+from speccompile.runtime.loop import decode
+from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.verifier import Verifier
+from tests.mock_lm import VOCAB, MockLM
+from tests.speculators.hidden_lm import MockGuessingHeads, MockTarget, MockTreeHeads, OnDevice
+
+TARGET = MockLM(seed=21, sharpness=1.2)
+DRAFT = TARGET.blurred(seed=22, blur=0.5)
+MAX_SEQ, NUM_HEADS, MAX_DRAFTS = 96, 3, 8
+CHEAP = {"target": StepCosts(((1, 10.0), (16, 11.0))), "heads": StepCosts(((1, 0.1),))}
+DEAR = {"target": StepCosts(((1, 1.0), (16, 30.0))), "heads": StepCosts(((1, 2.0),))}
+CHOICES = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+TREES = ("auto", {"widths": (2, 1, 1)}, CHOICES)
+METHODS = ("medusa", "mlp", "prophet")
+CASES = [*((method, tree) for method in METHODS for tree in TREES), ("medusa", "chain")]
+
+
+def make(method, tree, costs=None, slots=8, chunk=5):
+    """(verifier, proposer, heads)."""
+    made = registry.method(method)
+    config = made.Config("heads", tree=tree, num_guesses=3, tree_width=2)
+    target = MockTarget(TARGET, slots, MAX_SEQ, headroom=MAX_DRAFTS + 1)
+    (job,) = made.graph_jobs(config)
+    options = dict(job.options)
+    if "num_heads" in options:
+        heads = MockGuessingHeads(DRAFT, target, NUM_HEADS, options["num_guesses"], slots)
+    else:
+        heads = MockTreeHeads(DRAFT, target, DraftForm.from_options(options, NUM_HEADS), slots)
+    context = MethodContext(slots, MAX_SEQ, MAX_DRAFTS, costs or {})
+    return Verifier(target, MAX_SEQ, chunk), made.make_proposer(config, {job.name: heads}, context), heads
+
+
+def run(verifier, proposer, prompts, params, batch):
+    waiting = [Slot(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+    for _ in decode(verifier, proposer, Slots(waiting, batch)):
+        pass
+    return waiting
+
+
+def some_prompts(num, seed=0, low=1, high=14):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, size=rng.integers(low, high)).tolist() for _ in range(num)]
+
+
+def accepted(slots):
+    return sum(slot.stats.json_from_stats()["num_accepted"] for slot in slots)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize(("method", "tree"), CASES, ids=str)
+def test_greedy_text_is_the_targets_own(method, tree, batch):
+    prompts = some_prompts(9)
+    params = [SamplingParams(max_new_tokens=n) for n in (30, 1, 2, 17, 25, 3, 200, 9, 14)]
+    for costs in (None, CHEAP, DEAR):
+        verifier, proposer, _ = make(method, tree, costs)
+        slots = run(verifier, proposer, prompts, params, batch)
+        for slot, prompt, asked in zip(slots, prompts, params, strict=True):
+            num = min(asked.max_new_tokens, MAX_SEQ + 1 - len(prompt))
+            assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, num)
+        if costs is CHEAP:
+            assert accepted(slots) > 50
+
+
+@pytest.mark.parametrize(("method", "tree"), CASES, ids=str)
+def test_sampled_text_depends_on_the_seed_alone(method, tree):
+    """Drafts that are not drawn leave the text as plain decoding makes it, draw for draw."""
+    prompts = some_prompts(6, seed=5)
+    asked = [(1.0, 0, 1.0), (0.7, 5, 1.0), (0.0, 0, 1.0), (1.3, 0, 0.8), (1.0, 4, 0.9), (0.5, 0, 1.0)]
+    params = [
+        SamplingParams(max_new_tokens=25, temperature=t, top_k=k, top_p=p, seed=i) for i, (t, k, p) in enumerate(asked)
+    ]
+    verifier, _, _ = make(method, tree)
+    plain = registry.method("none")
+    nothing = plain.make_proposer(plain.Config(), {}, MethodContext(8, MAX_SEQ, MAX_DRAFTS))
+    texts = [[slot.tokens for slot in run(verifier, nothing, prompts, params, 3)]]
+    for batch in (1, 4):
+        verifier, proposer, _ = make(method, tree, CHEAP)
+        texts.append([slot.tokens for slot in run(verifier, proposer, prompts, params, batch)])
+    assert texts[0] == texts[1] == texts[2]
+
+
+# Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
+@pytest.mark.parametrize(("method", "tree"), [("medusa", "auto"), ("mlp", "auto"), ("prophet", CHOICES)], ids=str)
+def test_two_sampled_tokens_follow_the_targets_law(method, tree):
+    num, prompt, heat, top_k = 1500, [3, 1, 4], 0.9, 4
+    verifier, proposer, _ = make(method, tree, slots=20)
+    params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
+    slots = run(verifier, proposer, [prompt] * num, params, 20)
+    expected = {(): float(num)}
+    for _ in range(2):
+        laws = {p: warp(TARGET.logits(np.array([*prompt, *p]))[None], [heat], [top_k], [1.0])[0] for p in expected}
+        expected = {
+            (*p, int(t)): mass * float(laws[p][t]) for p, mass in expected.items() for t in np.flatnonzero(laws[p])
+        }
+    counts = Counter(tuple(slot.tokens[3:5]) for slot in slots)
+    assert set(counts) <= set(expected)
+    common = [path for path, mass in expected.items() if mass >= 8]
+    rest = num - sum(expected[path] for path in common)
+    got = [*(counts[path] for path in common), num - sum(counts[path] for path in common)]
+    assert chisquare(got, [*(expected[path] for path in common), rest], sum_check=False).pvalue > 1e-4
+    assert accepted(slots) > 0.2 * num
+
+
+@pytest.mark.parametrize(("method", "tree"), CASES[:3], ids=str)
+def test_states_stay_where_the_target_left_them(method, tree):
+    verifier, proposer, heads = make(method, tree)
+    prompts = [[1, 2, 3], [4, 2], [5, 6], [7, 8, 9, 10, 11, 12]]
+    params = [SamplingParams(max_new_tokens=60)] * 4
+    waiting = Slots([Slot(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))], 4)
+    steps, copies = decode(verifier, proposer, waiting), []
+    for _ in range(6):
+        next(steps)
+        copies.append(OnDevice.num_copies)
+    assert copies == copies[:1] * 6  # prompts are copied, steps are not
+    assert heads.num_runs == 6
+
+
+def test_a_tree_is_longer_than_a_chain():
+    prompts, params = some_prompts(8, seed=9, low=3), [SamplingParams(max_new_tokens=60)] * 8
+    lengths = {}
+    for tree in ("chain", "auto"):
+        verifier, proposer, _ = make("medusa", tree)
+        slots = run(verifier, proposer, prompts, params, 8)
+        lengths[tree] = accepted(slots) / sum(slot.stats.json_from_stats()["num_steps"] for slot in slots)
+    assert lengths["auto"] > lengths["chain"] + 0.1
+
+
+def test_dear_drafts_are_not_made():
+    for method in METHODS:
+        verifier, proposer, heads = make(method, CHOICES, DEAR)
+        run(verifier, proposer, [[1, 2, 3]], [SamplingParams(max_new_tokens=30)], 1)
+        assert heads.num_runs == 0
