@@ -26,6 +26,7 @@ def write_heads(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, t
     """
     held = {k: (v.to(torch.bfloat16) if v.is_floating_point() else v) for k, v in tensors.items()}
     save_file({k: v.detach().cpu().contiguous() for k, v in held.items()}, folder / WEIGHTS, {"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)  # safetensors lets nobody else read it
     (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
 
 
