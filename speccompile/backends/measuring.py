@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.core import specs
+from speccompile.core.feature_specs import is_fusion, made_up_feeds, reads_features
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
 
@@ -57,10 +58,12 @@ def _feeds(spec: GraphSpec, num_nodes: int, context: int) -> dict[str, np.ndarra
     feeds = {specs.TOKENS: tokens, specs.LENGTHS: np.array([context])}
     if {specs.SAMPLED_TOKEN, specs.SAMPLED_TOKENS} & {t.name for t in spec.outputs}:
         feeds[specs.SCORED_NODES] = np.array([[num_nodes - 1]])
-    return feeds
+    return {**feeds, **made_up_feeds(spec, num_nodes)} if reads_features(spec) else feeds
 
 
 def _heads_feeds(spec: GraphSpec, num_slots: int) -> dict[str, np.ndarray]:
+    if is_fusion(spec):
+        return {name: np.repeat(value, num_slots, 0) for name, value in made_up_feeds(spec, 1).items()}
     rng = np.random.default_rng(num_slots)
     drafts = [t.dims[1] for t in spec.outputs if t.name == specs.SAMPLED_TOKENS]
     sizes: dict[Any, Any] = {"batch": num_slots, "nodes": drafts[0] if drafts else 1}

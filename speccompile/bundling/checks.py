@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.core import specs
+from speccompile.core.feature_specs import is_fusion, made_up_feeds, reads_features
 from speccompile.core.protocols import Engine, Outputs
 from speccompile.errors import BuildError
 
@@ -29,6 +30,8 @@ def check_graph(engine: Engine) -> dict[str, Any]:
     if spec.caches and spec.max_rows < MIN_ROWS:
         return {}
     outputs = {t.name for t in spec.outputs}
+    if is_fusion(spec):
+        return check_fusion(engine)
     if specs.SAMPLED_TOKENS in outputs:
         return check_chain(engine) if spec.caches else check_heads(engine)
     if specs.GUESSES in outputs:
@@ -90,6 +93,8 @@ def check_guesses(engine: Engine) -> dict[str, Any]:
     """
     scored = _int([_NUM_PROMPT - 2, _NUM_PROMPT - 1])
     feeds = {specs.TOKENS: _prompt(engine), specs.LENGTHS: _int(0), specs.SCORED_NODES: scored}
+    if reads_features(engine.spec):
+        feeds |= made_up_feeds(engine.spec, _NUM_PROMPT)
     if specs.gives_laws(engine.spec):
         feeds[specs.TEMPERATURE] = np.ones(1, np.float32)
     step = engine.run(feeds)
@@ -122,6 +127,21 @@ def check_guessing_heads(engine: Engine) -> dict[str, Any]:
         BuildError: see `check_guesses`.
     """
     return {"num_tokens": _check_guess_rows(engine, engine.run(_state_feeds(engine)))}
+
+
+def check_fusion(engine: Engine) -> dict[str, Any]:
+    """Make features of made-up states.
+
+    Returns:
+        {"num_states": positions}.
+
+    Raises:
+        BuildError: a feature is not finite.
+    """
+    features = np.asarray(engine.run(made_up_feeds(engine.spec, _NUM_PROMPT))[specs.FEATURES])
+    if not np.isfinite(features).all():
+        raise BuildError(f"check {engine.spec.name}", "features that are not finite", "numbers", _TODO)
+    return {"num_states": features.shape[1]}
 
 
 def check_chain(engine: Engine) -> dict[str, Any]:

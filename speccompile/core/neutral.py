@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from speccompile.core import specs
+from speccompile.core.feature_specs import NEXT_STATES, STATES
 from speccompile.core.specs import GraphSpec, TensorSpec
 
 
@@ -34,11 +35,12 @@ _LAWS = frozenset({specs.SAMPLED_PROBS, specs.SAMPLED_LAWS, specs.NODE_LAWS})
 
 
 def sizes_from_feeds(spec: GraphSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """batch, nodes, scored and draft_vocab of a step, read off its feeds (see `Engine.run`)."""
+    """Sizes of the dynamic dims of a step, read off its feeds (see `Engine.run`)."""
     if specs.HIDDEN in feeds:  # heads read one token or none, and all nodes of the target's step
         batch, nodes = feeds[specs.HIDDEN].shape[:2]
-    else:
-        batch, nodes = feeds[specs.TOKENS].shape
+    else:  # a fusion of states reads no tokens either
+        lead = feeds[specs.TOKENS] if specs.TOKENS in feeds else next(iter(feeds.values()))
+        batch, nodes = lead.shape[:2]
     is_sampler = any(t.name in _SAMPLES for t in spec.outputs)
     gives_laws = any(t.name in _LAWS for t in spec.outputs)
     scored = feeds[specs.SCORED_NODES].shape[1] if specs.SCORED_NODES in feeds else (1 if is_sampler else nodes)
@@ -47,4 +49,7 @@ def sizes_from_feeds(spec: GraphSpec, feeds: Mapping[str, np.ndarray]) -> dict[s
         draft_vocab = feeds[specs.DRAFT_PROBS].shape[2]
     elif gives_laws and specs.TEMPERATURE in feeds and feeds[specs.TEMPERATURE].any():
         draft_vocab = spec.law_width
-    return {"batch": batch, "nodes": nodes, "scored": scored, "draft_vocab": draft_vocab}
+    sizes = {"batch": batch, "nodes": nodes, "scored": scored, "draft_vocab": draft_vocab}
+    if specs.FEATURES in feeds:
+        sizes |= {STATES: feeds[specs.FEATURES].shape[1], NEXT_STATES: nodes + 1}
+    return sizes

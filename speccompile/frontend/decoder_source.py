@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speccompile.core import registry
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import (
     GraphSpec,
@@ -35,6 +36,8 @@ class DecoderSource:
 
     Options of the job are keywords of `decoder_spec`, `num_layers` (build with fewer layers), and for a draft
     `num_steps` (unrolled: one run drafts a chain of so many tokens) or `num_guesses` with `laws` (`guessing_spec`).
+    Instead of `hidden_layers` a `hidden_layers_rule` may be given, where they depend on the number of layers: the
+    import string of a function and its arguments, to which that number and the kind of weights are added.
 
     Args:
         job: its model.
@@ -50,12 +53,16 @@ class DecoderSource:
         self.num_steps: int | None = options.pop("num_steps", None)
         self.num_guesses: int | None = options.pop("num_guesses", None)
         self.laws: bool = options.pop("laws", False)
+        rule = options.pop("hidden_layers_rule", None)
         self.outputs: dict[str, Any] = options
         self.role = "target" if context.target is None else "draft"
         self.folder = find_folder(job, context.weights)
         self.dims: ModelDims = read_dims(self.folder)
         if self.num_layers is not None:
             self.dims = self._with_layers(self.num_layers)
+        if rule is not None:
+            name, *arguments = rule
+            options["hidden_layers"] = registry.find_class(name)(*arguments, self.dims.num_layers, context.weights)
         self.max_rows = min(context.max_seq_len, self.dims.max_positions)
         if context.target is None and self.max_rows < context.max_seq_len:
             got, expected = f"{context.max_seq_len}", f"at most {self.max_rows}, the positions of {job.model}"
@@ -90,13 +97,19 @@ class DecoderSource:
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ModelDims]:
         """See `speccompile.frontend.export.export_decoder`."""
+        return self.export_changed(None, progress)
+
+    def export_changed(
+        self, prepare: Callable[[Any, ModelDims], ModelDims] | None, progress: Callable[[str], None]
+    ) -> tuple[ir.Model, ModelDims]:
+        """The same of a model that `prepare` has changed; see `speccompile.frontend.export.export_decoder`."""
         from speccompile.frontend.export import export_decoder
 
         with tempfile.TemporaryDirectory() as scratch:
             source = self.folder if self.num_layers is None else self._write_config(Path(scratch))
             weights: Any = self.context.weights
             model, dims = export_decoder(
-                source, weights=weights, max_seq_len=self.max_rows, progress=progress, **self.outputs
+                source, weights=weights, max_seq_len=self.max_rows, prepare=prepare, progress=progress, **self.outputs
             )
         return model, dims
 

@@ -94,7 +94,7 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
         {
             **sizes,
             # What a draft is told: the target's features of a step, or its own and one more.
-            STATES: (1, sizes["nodes"][1], max(chunk if is_prefill else nodes, nodes + 1)),
+            STATES: (1, sizes["nodes"][1], max(sizes["nodes"][2], nodes + 1)),
             "scored": (1, 1 if is_prefill else scored, scored),
             "draft_vocab": (1, 1, max(spec.law_width, 1)),
         },

@@ -83,7 +83,7 @@ def _absolute(case: Case, key: str) -> Finding:
 
 def _check_layers(case: Case) -> Iterator[Finding]:
     """The states that are fused are three of the target's."""
-    ids = _layer_ids(case.config)
+    ids = layer_ids(case.config)
     if ids is None:
         return
     where = case.config_place(_IDS[0])
@@ -98,7 +98,8 @@ def _check_layers(case: Case) -> Iterator[Finding]:
         yield finding("error", where, repr(ids), f"layers from 0{most}: the states before them", todo)
 
 
-def _layer_ids(config: Mapping[str, Any]) -> Any:
+def layer_ids(config: Mapping[str, Any]) -> Any:
+    """What a config says of the target's layers, as it stands there; None where it says nothing."""
     nested = config.get("eagle_config")
     inner = nested.get(_IDS[0]) if isinstance(nested, Mapping) else None
     return config.get(_IDS[0]) if config.get(_IDS[0]) is not None else inner
@@ -106,7 +107,7 @@ def _layer_ids(config: Mapping[str, Any]) -> Any:
 
 def _ours(case: Case) -> dict[str, Any]:
     config, sizes = case.config, case.sizes
-    ids = _layer_ids(config)
+    ids = layer_ids(config)
     return {
         **decoder_config(config),
         "model_type": "llama",

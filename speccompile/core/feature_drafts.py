@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft that reads features as a scorer, and the proposer that drafts with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.features import PendingFeatures
+from speccompile.core.growing import TreeGrower
+from speccompile.core.jobs import PREFILL_CHUNK
+from speccompile.core.level import Level
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.specs import (
+    FEATURE_NODES,
+    FEATURES,
+    GUESS_PROBS,
+    GUESSES,
+    LENGTHS,
+    NEXT_FEATURES,
+    SCORED_NODES,
+    TOKENS,
+    TREE_MASK,
+)
+from speccompile.core.static_trees import StaticTrees
+from speccompile.core.tree import Ints, TokenTree, chain_mask
+
+
+class FeatureCache:
+    """See `speccompile.core.level.Scorer`.
+
+    What the target has read, the draft reads with the target's features: behind a prompt, and after every verdict
+    the path that was kept. Behind the root each node is told its parent's own feature, which is in what the run
+    before gave and is fed to the next one as it is.
+
+    Args:
+        engine: the draft (`feature_draft_spec`).
+        make: features [batch, nodes, hidden] of the target's outputs.
+        max_seq_len: rows that a sequence may use.
+        max_nodes: most nodes that a step with every slot may have.
+        num_guesses: tokens behind a node that are looked at.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        make: Callable[[Outputs], Any],
+        max_seq_len: int,
+        max_nodes: int,
+        num_guesses: int,
+    ) -> None:
+        self.engine, self.max_seq_len, self.max_nodes, self._make = engine, max_seq_len, max_nodes, make
+        width = engine.spec.input(FEATURES).dims[2]
+        assert isinstance(width, int)
+        self.pending = PendingFeatures(engine.max_slots, width, make)
+        self.lengths = [0] * engine.max_slots  # rows with the target's features
+        self._prompts: list[list[int]] = [[]] * engine.max_slots
+        self._num_guesses = num_guesses
+        self._next: Any = None  # what the last run gave
+        self._roots: list[int] = []  # row of the root's own feature in it, by slot
+        self._places: list[dict[int, int]] = []  # row of each node that was read, by slot
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """An empty cache."""
+        self.pending.start(slot)
+        self.lengths[slot], self._prompts[slot] = 0, list(sequence.tokens)
+
+    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Read the chunk [1, nodes] but for the prompt's last row, which the first drafts start from."""
+        prompt, num = self._prompts[slot], tokens.shape[1]
+        features = self._make(outputs)
+        is_last = start + num == len(prompt) - 1
+        self._read(slot, prompt[start + 1 : start + num + 1 - is_last], features)
+        if is_last:
+            self.pending.add(slot, np.asarray(features)[0, -1:])
+
+    def _read(self, slot: int, tokens: Sequence[int], features: Any) -> None:
+        """Rows of one slot: tokens, and features [1, at least as many, hidden] of the positions before them."""
+        if not tokens:
+            return
+        feeds = {
+            TOKENS: np.array([tokens], dtype=np.int64),
+            LENGTHS: np.array([self.lengths[slot]], dtype=np.int64),
+            FEATURES: features,
+            FEATURE_NODES: np.arange(len(tokens), dtype=np.int64)[None],
+            SCORED_NODES: np.zeros((1, 1), dtype=np.int64),  # nobody asks: the LM head is computed for one row
+        }
+        self.engine.run(feeds, first_slot=slot)
+        self.lengths[slot] += len(tokens)
+
+    def move(self, source: int, dest: int) -> None:
+        """Rows and what is pending go with the slot."""
+        self.engine.move_slot(source, dest)
+        self.pending.move(source, dest)
+        self.lengths[dest], self._prompts[dest] = self.lengths[source], self._prompts[source]
+
+    def room(self, place: int, slot: Slot) -> int:
+        """Rows behind the root's; none without a feature, as after a prompt of one token."""
+        return self.max_seq_len - len(slot.tokens) if self.pending.count(place) else -1
+
+    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+        """Read what is pending in all slots of the batch: their features are lost afterwards."""
+        slots = batch.slots
+        for place, slot in enumerate(slots):
+            while (num := self.pending.count(place)) > self.max_nodes:
+                self._catch_up(place, slot.tokens, min(num - 1, PREFILL_CHUNK))
+        counts = [self.pending.count(place) for place in range(len(slots))]
+        width = max(counts)
+        features, rows = self.pending.take(len(slots), width)
+        tokens: Ints = np.zeros((len(slots), width), dtype=np.int64)
+        lengths = np.array(self.lengths[: len(slots)], dtype=np.int64)
+        for place, (slot, num) in enumerate(zip(slots, counts, strict=True)):
+            start = self.lengths[place] + 1
+            tokens[place, :num] = slot.tokens[start : start + num]
+            self.lengths[place] += num
+        feeds: dict[str, Any] = {TOKENS: tokens, LENGTHS: lengths, FEATURES: features, FEATURE_NODES: rows, **warp}
+        if width > 1:
+            feeds[SCORED_NODES] = np.array([[max(num - 1, 0)] for num in counts], dtype=np.int64)
+        if int(lengths.max()) + width > self.max_seq_len:
+            feeds[TREE_MASK] = _padding_mask(counts, width)
+        self._roots, self._places = counts, [{}] * len(slots)
+        return self._run(feeds)
+
+    def _catch_up(self, place: int, tokens: list[int], num: int) -> None:
+        start = self.lengths[place] + 1
+        self._read(place, tokens[start : start + num], self.pending.take_rows(place, num)[None])
+
+    def expand(self, batch: Batch, level: Level) -> Outputs:
+        """Read a level behind the roots."""
+        width = level.tokens.shape[1]
+        rows: Ints = np.zeros(level.tokens.shape, dtype=np.int64)
+        starts, places = [], []
+        for place, (nodes, parents) in enumerate(zip(level.nodes, level.parents, strict=True)):
+            known, root = self._places[place], self._roots[place]
+            rows[place, : len(nodes)] = [known.get(parent, root) for parent in parents]
+            places.append({node: 1 + column for column, node in enumerate(nodes)})
+            starts.append(self.lengths[place] + (level.num_in_place[place] if nodes else 0))
+        feeds: dict[str, Any] = {
+            TOKENS: level.tokens,
+            LENGTHS: np.array(starts, dtype=np.int64),
+            FEATURES: self._next,
+            FEATURE_NODES: rows,
+            **level.warp,
+        }
+        if width > 1:
+            feeds |= {TREE_MASK: level.tree_mask, SCORED_NODES: level.scored_nodes}
+        # Row 0 is what the first column was told: its parent's own feature, and that of whoever hangs there as well.
+        self._roots, self._places = [0] * len(places), places
+        return self._run(feeds)
+
+    def _run(self, feeds: Mapping[str, Any]) -> Outputs:
+        outputs = dict(self.engine.run(feeds))
+        self._next = outputs[NEXT_FEATURES]
+        for name in (GUESSES, GUESS_PROBS):
+            outputs[name] = np.asarray(outputs[name])[:, :, : self._num_guesses]
+        return outputs
+
+
+def _padding_mask(counts: Sequence[int], width: int) -> NDArray[np.bool_]:
+    """Chains whose padding sees itself alone, lest it stand at positions that the draft does not know."""
+    used = np.arange(width) < np.array(counts)[:, None]
+    mask: NDArray[np.bool_] = chain_mask(len(counts), width) & used[:, :, None]
+    return mask | np.eye(width, dtype=np.bool_)
+
+
+class FeatureProposer:
+    """See `speccompile.core.protocols.Proposer`.
+
+    Args:
+        cache: the draft.
+        likeliest: drafts that are the likeliest guesses.
+        drawn: drafts of batches that sample; the same as `likeliest` where none are drawn.
+    """
+
+    def __init__(
+        self, cache: FeatureCache, likeliest: TreeGrower | StaticTrees, drawn: TreeGrower | StaticTrees
+    ) -> None:
+        self.cache, self.likeliest, self.drawn = cache, likeliest, drawn
+        self._both = (likeliest,) if likeliest is drawn else (likeliest, drawn)
+        self._used = likeliest
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """Nothing is read, and nothing known of it."""
+        self.cache.start(slot, sequence)
+        for drafts in self._both:
+            drafts.start(slot)
+
+    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Read the chunk as well."""
+        self.cache.prefill(slot, tokens, start, outputs)
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Trees; a slot that cannot or should not draft is padded."""
+        self._used = self.likeliest if batch.is_greedy else self.drawn
+        tree = self._used.propose(batch)
+        self.cache.pending.settle()  # where nothing was drafted
+        return tree
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """Learn; rows of drafts are read anew with the target's features, whatever became of them."""
+        self._used.commit(tree, verdict)
+        self.cache.pending.keep(tree, verdict, outputs)
+
+    def move(self, source: int, dest: int) -> None:
+        """Cache and lessons go with the slot."""
+        self.cache.move(source, dest)
+        for drafts in self._both:
+            drafts.move(source, dest)

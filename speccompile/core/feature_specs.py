@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs of drafts that read features: a vector a position, first the target's, then the draft's own.
+
+Row t of such a draft's cache belongs to the feature of position t and the token at t + 1, so a draft that has read n
+rows guesses the token at n + 1. What it gives as `hidden.next` is what it is told in the next run: rows are picked by
+`feature_nodes`, and the whole tensor can stay where the engine left it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.specs import (
+    FEATURE_NODES,
+    FEATURES,
+    HIDDEN,
+    NEXT_FEATURES,
+    GraphSpec,
+    ModelDims,
+    TensorSpec,
+    decoder_spec,
+    guessing_spec,
+    hidden_name,
+)
+
+STATES, NEXT_STATES = "states", "next_states"  # dims: rows of features that come in; 1 + nodes that go out
+
+
+@dataclass(frozen=True)
+class FeatureDims(ModelDims):
+    """Sizes of a draft that reads features; `vocab_size` is the target's.
+
+    Args:
+        target_hidden_size: of the states that features are made of.
+        intermediate_size: of its MLP.
+        draft_vocab_size: tokens that it can guess.
+        layers: decoder layers of the target whose states are fused; empty: the feature is what the LM head reads.
+    """
+
+    target_hidden_size: int = 0
+    intermediate_size: int = 0
+    draft_vocab_size: int = 0
+    layers: tuple[int, ...] = ()
+
+
+def feature_draft_spec(name: str, dims: FeatureDims, num_guesses: int, laws: bool, max_rows: int) -> GraphSpec:
+    """The spec of a draft with a cache of its own, tail included.
+
+    Args:
+        name: the graph's name.
+        dims: its sizes.
+        num_guesses: see `guessing_spec`.
+        laws: see `guessing_spec`; they are laws over the target's vocabulary.
+        max_rows: see `GraphSpec`.
+    """
+    plain = decoder_spec(name, dims, logits=False)
+    num = len(plain.caches)
+    features = (
+        TensorSpec(FEATURES, ("batch", STATES, dims.hidden_size), "float32"),
+        TensorSpec(FEATURE_NODES, ("batch", "nodes"), "int64"),
+    )
+    following = TensorSpec(NEXT_FEATURES, ("batch", NEXT_STATES, dims.hidden_size), "float32")
+    told = replace(
+        plain,
+        inputs=(*plain.inputs[:-num], *features, *plain.inputs[-num:]),
+        outputs=(following, *plain.outputs),
+        max_rows=max_rows,
+    )
+    return guessing_spec(told, num_guesses, laws)
+
+
+def fusion_spec(name: str, dims: FeatureDims) -> GraphSpec:
+    """The spec of the graph that makes features of the target's states: it has no caches and reads no tokens."""
+    states = [TensorSpec(hidden_name(i), ("batch", "nodes", dims.target_hidden_size), "float32") for i in dims.layers]
+    features = TensorSpec(FEATURES, ("batch", "nodes", dims.hidden_size), "float32")
+    return GraphSpec(name, tuple(states), (features,))
+
+
+def made_up_feeds(spec: GraphSpec, nodes: int) -> dict[str, NDArray[Any]]:
+    """States or features of one slot for a graph that is only tried, each node with a row of its own."""
+    feeds: dict[str, NDArray[Any]] = {}
+    for tensor in spec.inputs:
+        if tensor.name.split(".")[0] == HIDDEN:
+            width = tensor.dims[2]
+            assert isinstance(width, int)
+            feeds[tensor.name] = np.sin(np.arange(nodes * width, dtype=np.float32)).reshape(1, nodes, width)
+        elif tensor.name == FEATURE_NODES:
+            feeds[tensor.name] = np.arange(nodes)[None]
+    return feeds
+
+
+def is_fusion(spec: GraphSpec) -> bool:
+    """Whether it is a `fusion_spec`."""
+    return not spec.caches and any(t.name == FEATURES for t in spec.outputs)
+
+
+def reads_features(spec: GraphSpec) -> bool:
+    """Whether it is a `feature_draft_spec`."""
+    return any(t.name == FEATURES for t in spec.inputs)

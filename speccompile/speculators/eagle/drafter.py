@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter in torch, as its graph computes it: decoder layers over fc(embedding of the next token, feature).
+
+The feature is what the target's LM head reads; the drafter's own is the output of its last layer, and the target's LM
+head reads that as it is. The first layer has no norm before its attention. After Li et al. 2024, "EAGLE" (arXiv
+2401.15077), and the published code; layers are transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from speccompile.core.feature_specs import FeatureDims
+from speccompile.frontend.feature_draft import FeatureBody, fill_weights, layer_config, widen_projections
+
+LM_HEAD = "lm_head.weight"
+
+
+class EagleBody(FeatureBody):
+    """The drafter with the target's LM head.
+
+    Args:
+        config: ours.
+        dims: sizes.
+    """
+
+    target_tokens = None
+
+    def __init__(self, config: Mapping[str, Any], dims: FeatureDims) -> None:
+        layer, hidden = layer_config(config), dims.hidden_size
+        super().__init__(layer)
+        self.embed_tokens = nn.Embedding(dims.vocab_size, hidden)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=bool(config.get("bias")))
+        self.layers = nn.ModuleList(LlamaDecoderLayer(layer, i) for i in range(dims.num_layers))
+        for part in self.layers:
+            widen_projections(part.self_attn, hidden, config)
+        self.layers[0].input_layernorm = nn.Identity()
+        self.lm_head = nn.Linear(hidden, dims.vocab_size, bias=False)
+
+    def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
+        """See `FeatureBody`."""
+        x = self.fc(torch.cat((self.embed_tokens(tokens), features), -1))
+        for layer in self.layers:
+            x = layer(x, position_embeddings=angles)
+        return x
+
+    def logits(self, own: torch.Tensor) -> torch.Tensor:
+        """See `FeatureBody`."""
+        return self.lm_head(own)
+
+
+def make_body(
+    config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None, lm_head: torch.Tensor
+) -> EagleBody:
+    """The drafter with its weights.
+
+    Args:
+        config: ours.
+        dims: sizes.
+        weights: by the names of our layout; None: random ones.
+        lm_head: the target's.
+    """
+    with torch.device("meta"):
+        body = EagleBody(config, dims)
+    fill_weights(body, weights, {LM_HEAD: lm_head})
+    return body.eval()

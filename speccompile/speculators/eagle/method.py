@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-1 and 2 as a method: one graph, whose features are what the target's LM head reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speccompile.core.feature_drafts import FeatureProposer
+from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import HIDDEN
+from speccompile.speculators.eagle.config import Config as EagleConfig
+
+DRAFT = "draft"  # the graph's name in the bundle
+SOURCE = "speccompile.speculators.eagle.source:DraftSource"
+
+
+class EagleMethod:
+    """See `speccompile.core.protocols.Method`."""
+
+    name = "eagle"
+    Config = EagleConfig
+
+    def target_outputs(self, config: EagleConfig) -> dict[str, Any]:
+        """What the LM head reads, behind the final norm: the drafter's own features stand in its place."""
+        return {"hidden": True}
+
+    def graph_jobs(self, config: EagleConfig) -> tuple[GraphJob, ...]:
+        """The drafter."""
+        options = config.graph_options()
+        return (GraphJob(DRAFT, config.model, config.quantization, SOURCE, options, config.config),)
+
+    def make_proposer(
+        self, config: EagleConfig, engines: Mapping[str, Engine], context: MethodContext
+    ) -> FeatureProposer:
+        """The proposer; the target's states are handed on as they come."""
+        return config.make_proposer(engines[DRAFT], lambda outputs: outputs[HIDDEN], DRAFT, context)

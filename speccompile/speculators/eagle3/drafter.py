@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter as its graphs compute it, over a cache and for trees; `heads.py` says the same for whole texts.
+
+Layers are transformers' own Llama layers, so that a config's biases, activation and rotary scaling mean what they
+mean there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+
+from speccompile.core.feature_specs import FeatureDims
+from speccompile.frontend.feature_draft import FeatureBody, fill_weights, layer_config, widen_projections
+
+
+class MidLayer(nn.Module):
+    """The first layer, whose attention reads embedding and feature side by side."""
+
+    def __init__(self, layer: Any, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, eps = layer.hidden_size, layer.rms_norm_eps
+        self.is_normed = bool(config.get("norm_before_residual"))
+        self.hidden_norm, self.input_layernorm = LlamaRMSNorm(width, eps), LlamaRMSNorm(width, eps)
+        self.self_attn = LlamaAttention(layer, 0)
+        widen_projections(self.self_attn, 2 * width, config)
+        self.post_attention_layernorm, self.mlp = LlamaRMSNorm(width, eps), LlamaMLP(layer)
+
+    def forward(self, embedded: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
+        """Embeddings and features [batch, nodes, hidden] -> own features."""
+        normed = self.hidden_norm(features)
+        mixed = torch.cat((self.input_layernorm(embedded), normed), -1)
+        x = (normed if self.is_normed else features) + self.self_attn(mixed, position_embeddings=angles)[0]
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3Body(FeatureBody):
+    """Everything behind the fused feature.
+
+    Args:
+        config: ours.
+        dims: sizes.
+        target_tokens: [draft_vocab] int64; None where the vocabularies are one.
+    """
+
+    def __init__(self, config: Mapping[str, Any], dims: FeatureDims, target_tokens: torch.Tensor | None) -> None:
+        layer = layer_config(config)
+        super().__init__(layer)
+        self.embed_tokens = nn.Embedding(dims.vocab_size, dims.hidden_size)
+        self.midlayer = MidLayer(layer, config)
+        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer(layer, i) for i in range(1, dims.num_layers)})
+        self.norm = LlamaRMSNorm(dims.hidden_size, layer.rms_norm_eps)
+        self.lm_head = nn.Linear(dims.hidden_size, dims.draft_vocab_size, bias=False)
+        self.target_tokens = target_tokens
+
+    def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
+        """See `FeatureBody`."""
+        x = self.midlayer(self.embed_tokens(tokens), features, angles)
+        for layer in self.layers.values():
+            x = layer(x, position_embeddings=angles)
+        return x
+
+    def logits(self, own: torch.Tensor) -> torch.Tensor:
+        """See `FeatureBody`."""
+        return self.lm_head(self.norm(own))
+
+
+class Fusion(nn.Module):
+    """Features of positions that the target has read, of three of its residual streams.
+
+    Args:
+        config: ours.
+        dims: sizes.
+        has_stream_norms: every stream has a norm of its own.
+    """
+
+    def __init__(self, config: Mapping[str, Any], dims: FeatureDims, has_stream_norms: bool) -> None:
+        super().__init__()
+        width, eps, num = dims.target_hidden_size, layer_config(config).rms_norm_eps, len(dims.layers)
+        self.fc = nn.Linear(num * width, dims.hidden_size, bias=False)
+        self.input_norm = LlamaRMSNorm(num * width, eps) if config.get("norm_before_fc") else nn.Identity()
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps) for _ in dims.layers) if has_stream_norms else None
+
+    def forward(self, streams: list[torch.Tensor]) -> torch.Tensor:
+        """Three [batch, nodes, target_hidden] -> [batch, nodes, hidden]."""
+        if self.fc_norm is not None:
+            streams = [norm(x) for norm, x in zip(self.fc_norm, streams, strict=True)]
+        return self.fc(self.input_norm(torch.cat(streams, -1)))
+
+
+def make_body(
+    config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None, embeddings: torch.Tensor
+) -> Eagle3Body:
+    """The drafter with its weights.
+
+    Args:
+        config: ours.
+        dims: sizes.
+        weights: by the names of our layout; None: random ones.
+        embeddings: the target's, for a drafter without.
+    """
+    tokens = target_tokens(dims, weights)
+    with torch.device("meta"):
+        body = Eagle3Body(config, dims, tokens)
+    fill_weights(body, weights, {"embed_tokens.weight": embeddings})
+    return body.eval()
+
+
+def make_fusion(config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None) -> Fusion:
+    """What makes features, with its weights; see `make_body`."""
+    with torch.device("meta"):
+        fusion = Fusion(config, dims, weights is not None and "fc_norm.0.weight" in weights)
+    fill_weights(fusion, weights)
+    return fusion.eval()
+
+
+def target_tokens(dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None) -> torch.Tensor | None:
+    """[draft_vocab] int64: the target's token of each draft token; with random weights they are spread evenly."""
+    num, vocab = dims.draft_vocab_size, dims.vocab_size
+    if num == vocab and (weights is None or "d2t" not in weights):
+        return None
+    if weights is None:
+        return torch.arange(num) * vocab // num
+    return weights["d2t"].to(torch.int64) + torch.arange(num)

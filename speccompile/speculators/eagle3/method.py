@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-3 as a method: the drafter's graph, and the one that fuses three of the target's states to its features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speccompile.core.feature_drafts import FeatureProposer
+from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.protocols import Engine, Outputs
+from speccompile.core.specs import FEATURES
+from speccompile.speculators.eagle3.config import Config as Eagle3Config
+
+DRAFT, FUSION = "draft", "fusion"  # the graphs' names in the bundle
+SOURCES = "speccompile.speculators.eagle3.source"
+LAYERS_RULE = "speccompile.speculators.eagle3.layers:layers_of_target"
+
+
+class Eagle3Method:
+    """See `speccompile.core.protocols.Method`."""
+
+    name = "eagle3"
+    Config = Eagle3Config
+
+    def target_outputs(self, config: Eagle3Config) -> dict[str, Any]:
+        """Three residual streams; which of them depends on the checkpoint and on the target's number of layers."""
+        return {"hidden_layers_rule": (LAYERS_RULE, config.model, config.config, config.chosen_layers)}
+
+    def graph_jobs(self, config: Eagle3Config) -> tuple[GraphJob, ...]:
+        """Drafter and fusion."""
+        layers = (("layers", config.chosen_layers),)
+        own = config.model, config.quantization
+        options = (*config.graph_options(), *layers)
+        return (
+            GraphJob(DRAFT, *own, f"{SOURCES}:DraftSource", options, config.config),
+            GraphJob(FUSION, *own, f"{SOURCES}:FusionSource", layers, config.config),
+        )
+
+    def make_proposer(
+        self, config: Eagle3Config, engines: Mapping[str, Engine], context: MethodContext
+    ) -> FeatureProposer:
+        """The proposer over both engines."""
+        fusion = engines[FUSION]
+        names = [t.name for t in fusion.spec.inputs]
+
+        def fuse(outputs: Outputs) -> Any:
+            return fusion.run({name: outputs[name] for name in names})[FEATURES]
+
+        return config.make_proposer(engines[DRAFT], fuse, DRAFT, context)
