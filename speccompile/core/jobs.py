@@ -11,6 +11,7 @@ from typing import Any
 from speccompile.core.specs import ModelDims
 
 PREFILL_CHUNK = 128  # tokens of a prompt that are read at once
+AS_TARGET = "as target"  # quantization of a job that is the target's own, whatever that is
 DECODER = "speccompile.frontend.decoder_source:DecoderSource"
 
 
@@ -21,7 +22,7 @@ class GraphJob:
     Args:
         name: the graph's name in the bundle; `make_proposer` finds its engine under it.
         model: checkpoint folder or hub id.
-        quantization: `none`, `int8` or `int4`.
+        quantization: `none`, `int8` or `int4`; or `AS_TARGET`.
         source: import string of the `core.protocols.GraphSource` that makes it; a decoder by default.
         options: what the source shall know besides, as (key, value); values are JSON-ready, or tuples.
         config: folder whose config.json stands in for that of `model` where no weights are read.

@@ -17,6 +17,7 @@ BACKENDS = {
 METHODS = {
     "none": "speccompile.speculators.none.method:NoneMethod",
     "draft_model": "speccompile.speculators.draft_model.method:DraftModelMethod",
+    "early_exit": "speccompile.speculators.early_exit.method:EarlyExitMethod",
     "eagle": "speccompile.speculators.eagle.method:EagleMethod",
     "eagle3": "speccompile.speculators.eagle3.method:Eagle3Method",
     "medusa": "speccompile.speculators.medusa.method:MedusaMethod",
@@ -32,6 +33,7 @@ FORMATS = {
     "eagle3": "speccompile.speculators.eagle3.formats:FORMATS",
     "eagle": "speccompile.speculators.eagle.formats:FORMATS",
     "glide": "speccompile.speculators.glide.formats:FORMATS",
+    "early_exit": "speccompile.speculators.early_exit.formats:FORMATS",
     "prophet": "speccompile.speculators.prophet.formats:FORMATS",
 }
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -58,6 +59,7 @@ def export_decoder(
     max_seq_len: int,
     hidden: bool = False,
     hidden_layers: tuple[int, ...] = (),
+    prepare: Callable[[Any, ModelDims], ModelDims] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[ir.Model, ModelDims]:
     """Trace the model in `source` and clean the trace.
@@ -68,6 +70,7 @@ def export_decoder(
         max_seq_len: rows of the cache; no position reaches beyond.
         hidden: whether `hidden` (what the LM head reads) is an output.
         hidden_layers: layers whose residual stream behind them is an output.
+        prepare: changes the loaded model in place; is given its sizes and returns those it has then.
         progress: called with the name of each stage as it begins.
 
     Returns:
@@ -89,6 +92,8 @@ def export_decoder(
     attention.register()
     model = load_model(source, weights)
     check_positions(model, max_seq_len)
+    if prepare is not None:
+        dims = prepare(model, dims)
     dims = replace(dims, num_params=sum(p.numel() for p in model.parameters()))
     spec = decoder_spec("decoder", dims, hidden=hidden, hidden_layers=hidden_layers)
     names = names_by_address(model)

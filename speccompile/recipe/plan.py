@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from speccompile.core import registry
-from speccompile.core.jobs import GraphJob
+from speccompile.core.jobs import AS_TARGET, GraphJob
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import EngineSection, Recipe
 
@@ -177,7 +177,7 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         expected = f"at most engine.max_draft_nodes = {engine.max_draft_nodes}"
         got = f"{num_tree_drafts} draft tokens"
         raise RecipeError("speculator.tree", got, expected, "Draft fewer, or raise engine.max_draft_nodes.")
-    drafts = tuple(method.graph_jobs(config))
+    drafts = tuple(_decided(job, recipe) for job in method.graph_jobs(config))
     backend = registry.backend(engine.backend)
     _check_forms(backend, recipe, drafts)
     return BuildPlan(
@@ -190,6 +190,10 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         engine=_engine_plan(engine, backend),
         decoding=DecodingPlan(**recipe.decoding.model_dump()),
     )
+
+
+def _decided(job: GraphJob, recipe: Recipe) -> GraphJob:
+    return replace(job, quantization=recipe.target.quantization) if job.quantization == AS_TARGET else job
 
 
 def _engine_plan(section: EngineSection, backend: Any) -> EnginePlan:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Self-speculation as a method: one more graph of the target's first layers, on the target's caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speccompile.core.cached_drafts import CachedDraftProposer
+from speccompile.core.jobs import AS_TARGET, GraphJob, MethodContext
+from speccompile.core.protocols import Engine
+from speccompile.speculators.early_exit.config import Config as ExitConfig
+from speccompile.speculators.early_exit.rows import SharedRows
+
+DRAFT = "draft"  # the graph's name in the bundle
+SOURCE = "speccompile.speculators.early_exit.source:ExitSource"
+THE_TARGET = "target"
+
+
+class EarlyExitMethod:
+    """See `speccompile.core.protocols.Method`."""
+
+    name = "early_exit"
+    Config = ExitConfig
+
+    def target_outputs(self, config: ExitConfig) -> dict[str, Any]:
+        """Nothing: the draft's spec says which caches it borrows."""
+        return {}
+
+    def graph_jobs(self, config: ExitConfig) -> tuple[GraphJob, ...]:
+        """The first layers."""
+        quantization = AS_TARGET if config.quantization == THE_TARGET else config.quantization
+        options = (
+            *config.spec_options(),
+            ("has_head", config.model is not None),
+            ("num_exit_layers", config.num_exit_layers),
+        )
+        return (GraphJob(DRAFT, config.model or THE_TARGET, quantization, SOURCE, options, config.config),)
+
+    def make_proposer(
+        self, config: ExitConfig, engines: Mapping[str, Engine], context: MethodContext
+    ) -> CachedDraftProposer:
+        """The proposer over the first layers; how far it drafts depends on the measured costs."""
+        engine = engines[DRAFT]
+        rows = SharedRows(engine, context.max_seq_len)
+        return CachedDraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first layers on the target's own caches: nothing to catch up with, nothing to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.level import Level
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, TREE_MASK
+from speccompile.core.tree import Ints
+
+
+class SharedRows:
+    """See `speccompile.core.cached_drafts.DraftRows`.
+
+    The target has read all that stands in front of the root, in the layers that the draft shares with it, too. What
+    the draft writes from the root's row on the target writes again, with the same numbers where the drafts are kept.
+    No row in front may be written: padding goes behind the root's row as well.
+
+    Args:
+        engine: the first layers; its caches are the target's.
+        max_seq_len: cache rows a sequence may use.
+    """
+
+    def __init__(self, engine: Engine, max_seq_len: int) -> None:
+        self.engine, self.max_seq_len = engine, max_seq_len
+
+    def start(self, slot: int) -> None:
+        """Nothing to forget."""
+
+    def prefill(self, slot: int, tokens: Ints, start: int) -> None:
+        """The target has read it for both."""
+
+    def move(self, source: int, dest: int) -> None:
+        """The target moves its caches."""
+
+    def room(self, place: int, slot: Slot) -> int:
+        """Rows behind the root's."""
+        return self.max_seq_len - len(slot.tokens)
+
+    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+        """Read the roots."""
+        roots = np.array([[slot.tokens[-1]] for slot in batch.slots], dtype=np.int64)
+        lengths = np.array([len(slot.tokens) - 1 for slot in batch.slots], dtype=np.int64)
+        return self.engine.run({TOKENS: roots, LENGTHS: lengths, **warp})
+
+    def expand(self, batch: Batch, level: Level) -> Outputs:
+        """Read a level behind the roots."""
+        starts, idle = [], []
+        for place, (slot, nodes, num) in enumerate(zip(batch.slots, level.nodes, level.num_in_place, strict=True)):
+            starts.append(len(slot.tokens) + num if nodes else len(slot.tokens) - 1)
+            if not nodes:
+                idle.append(place)
+        feeds: dict[str, Any] = {TOKENS: level.tokens, LENGTHS: np.array(starts, dtype=np.int64), **level.warp}
+        width = level.tokens.shape[1]
+        if width > 1:
+            mask = level.tree_mask
+            if idle:  # padding at the end of the cache must not have positions that the model does not know
+                mask = mask.copy()
+                mask[idle] = np.eye(width, dtype=np.bool_)
+            feeds |= {TREE_MASK: mask, SCORED_NODES: level.scored_nodes}
+        return self.engine.run(feeds)
+
+    def commit(self, batch: Batch, num_kept: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """The target has written the rows of the path."""

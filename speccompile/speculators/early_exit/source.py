@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's first layers as the source of a draft's graph. Needs no torch before the export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.core.borrowed_specs import sharing_spec
+from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, guessing_spec
+from speccompile.errors import CheckpointError, RecipeError
+from speccompile.frontend.checkpoint import read_config
+from speccompile.frontend.decoder_source import WEIGHT_FILES, DecoderSource
+from speccompile.frontend.doctor import check_speculator
+from speccompile.frontend.folders import digests_from_checkpoint, find_folder
+from speccompile.frontend.tensor_files import SPECULATOR_FILES
+from speccompile.speculators.early_exit.formats import FORMATS, read
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+@dataclass(frozen=True)
+class ExitDims(ModelDims):
+    """Sizes of the first layers.
+
+    Args:
+        adapter_size: inner size of the head's adapter; 0: there is no head.
+        rms_norm_eps: of the head's norms.
+    """
+
+    adapter_size: int = 0
+    rms_norm_eps: float = 1e-5
+
+
+class ExitSource:
+    """See `speccompile.core.protocols.GraphSource`.
+
+    Options of the job: `num_guesses` and `laws` (see `guessing_spec`); `has_head`: its model is a trained head;
+    `num_exit_layers` or None.
+
+    Args:
+        job: what was asked for.
+        context: with the target's own job.
+    """
+
+    role = "draft"
+    has_tokenizer = False
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        self.job, self.context = job, context
+        options = dict(job.options)
+        assert context.target is not None and context.target_job is not None
+        self.num_guesses, self.laws = min(options["num_guesses"], context.target.vocab_size), options["laws"]
+        kept = tuple((key, value) for key, value in context.target_job.options if key == "num_layers")
+        self.target = DecoderSource(replace(context.target_job, options=kept), replace(context, target=None))
+        self.folder, self.max_rows = self.target.folder, self.target.max_rows
+        self.head_folder = find_folder(job, context.weights, SPECULATOR_FILES) if options["has_head"] else None
+        head = {} if self.head_folder is None else _read_head(self.head_folder, context.target)
+        self.dims = self._read_dims(options["num_exit_layers"], head)
+
+    def _read_dims(self, asked: int | None, head: dict[str, Any]) -> ExitDims:
+        target = self.context.target
+        assert target is not None
+        trained, is_random = head.get("num_exit_layers"), self.context.weights == "random"
+        if asked is not None and trained is not None and asked != trained and not is_random:
+            todo = "Leave speculator.num_exit_layers out, or give another head."
+            raise RecipeError("speculator.num_exit_layers", f"{asked}", f"{trained}, as the head was trained", todo)
+        num = asked or trained or max(target.num_layers // 2, 1)
+        if not 1 <= num < target.num_layers:
+            expected = f"1 to {target.num_layers - 1}, the target's layers but its last"
+            raise RecipeError("speculator.num_exit_layers", f"{num}", expected, "Lower it.")
+        sizes = {f.name: getattr(target, f.name) for f in fields(ModelDims)}
+        eps, inner = float(head.get("rms_norm_eps", 1e-5)), int(head.get("intermediate_size", 0))
+        return ExitDims(**{**sizes, "num_layers": num, "num_params": 0}, adapter_size=inner, rms_norm_eps=eps)
+
+    def check(self) -> None:
+        """Every key and shape of the head; the target's are checked with the target."""
+        if self.head_folder is not None:
+            check_speculator(self.head_folder, FORMATS, self.context.target)
+
+    def digests(self) -> dict[str, str]:
+        """Of the target's config and weights, and of the head's."""
+        weights = self.context.weights
+        held = {f"target/{n}": d for n, d in digests_from_checkpoint(self.folder, weights, WEIGHT_FILES).items()}
+        if self.head_folder is not None:
+            held |= digests_from_checkpoint(self.head_folder, weights, SPECULATOR_FILES)
+        return held
+
+    def counts(self) -> WeightCounts | None:
+        """None: the target's config.json and the sizes tell."""
+        return None
+
+    def spec(self) -> GraphSpec:
+        """Inputs and outputs of the graph: its caches are the target's."""
+        plain = replace(decoder_spec(self.job.name, self.dims), max_rows=self.max_rows)
+        return guessing_spec(sharing_spec(plain), self.num_guesses, self.laws)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ExitDims]:
+        """Read the target, keep its first layers, and trace them."""
+        from speccompile.speculators.early_exit.first_layers import cut_model, make_head
+        from speccompile.speculators.early_exit.heads import ExitSizes
+
+        dims, head = self.dims, None
+        if self.head_folder is not None:
+            weights = None if self.context.weights == "random" else read(self.head_folder)[1]
+            sizes = ExitSizes(dims.hidden_size, dims.vocab_size, dims.num_layers, dims.adapter_size, dims.rms_norm_eps)
+            head = make_head(sizes, weights)
+
+        def prepare(model: Any, held: ModelDims) -> ModelDims:
+            return cut_model(model, held, dims.num_layers, head)
+
+        graph, made = self.target.export_changed(prepare, progress)
+        return graph, replace(dims, num_params=made.num_params)
+
+
+def _read_head(folder: Path, target: ModelDims) -> dict[str, Any]:
+    """The config of a head, whose sizes are the target's.
+
+    Raises:
+        CheckpointError: a size is missing.
+        RecipeError: it was trained for another target.
+    """
+    config = read_config(folder)
+    for name in ("hidden_size", "vocab_size", "num_exit_layers", "intermediate_size"):
+        value = config.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            where = f"{folder / 'config.json'} ({name})"
+            raise CheckpointError(where, repr(value), "a positive integer", "Give the folder of an early-exit head.")
+    for name, want in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if config[name] != want:
+            todo = "Choose the head that was trained for this target."
+            raise RecipeError("speculator.model", f"{name} {config[name]}", f"{want}, as the target has", todo)
+    return config
