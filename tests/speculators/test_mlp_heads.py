@@ -23,6 +23,7 @@ from speccompile.speculators.mlp.config import Config  # noqa: E402
 from speccompile.speculators.mlp.heads import MlpExpander, MlpHeads, random_heads  # noqa: E402
 from speccompile.speculators.mlp.sizes import PREFIX, HeadsSizes, read_sizes  # noqa: E402
 from speccompile.speculators.mlp.source import HeadsSource  # noqa: E402
+from tests.speculators import heads_lab  # noqa: E402
 
 VOCAB, HIDDEN, INNER = 97, 20, 12
 VARIANTS = {"plain": (3, False, False), "tied": (3, True, False), "scaled": (2, False, True), "both": (5, True, True)}
@@ -60,8 +61,8 @@ def random_state(variant, seed=0):
     return made
 
 
-def twin(weights, variant, hidden, tokens, draws, warping):
-    """(tokens, confidences, laws) in float64 from the formula: state [batch, HIDDEN], tokens [batch]."""
+def paths_twin(weights, variant, hidden, tokens):
+    """Logits [batch, vocab] float64 behind tokens [batch, nodes] from the formula: hidden [batch, HIDDEN]."""
     num, _, scaled = VARIANTS[variant]
     state_weight = 0.5 ** (0.5 / num)
     token_weight = math.sqrt((1 - state_weight**2) * (INNER / 2)) / state_weight
@@ -71,18 +72,25 @@ def twin(weights, variant, hidden, tokens, draws, warping):
 
     state = hidden.astype(np.float64)
     state = norm(state) / math.sqrt(2) if scaled else state
-    drafted, sure, laws = [], [], []
-    for i in range(num):
+    for i in range(tokens.shape[1]):
         w = {kind: weights[f"{kind}.{i}.weight"].astype(np.float64) for kind in ("emb", "proj", "head", "ln")}
-        mixed = norm(state @ w["proj"].T + token_weight * w["emb"][tokens]) * w["ln"] + weights[f"ln.{i}.bias"]
+        mixed = norm(state @ w["proj"].T + token_weight * w["emb"][tokens[:, i]]) * w["ln"] + weights[f"ln.{i}.bias"]
         state = mixed * 0.5 * (1 + erf(mixed / math.sqrt(2)))
-        logits = (state @ w["head"].T).astype(np.float32)
+    return state @ w["head"].T
+
+
+def twin(weights, variant, hidden, tokens, draws, warping):
+    """(tokens, confidences, laws) of a chain: state [batch, HIDDEN], tokens [batch]."""
+    read, drafted, sure, laws = tokens[:, None], [], [], []
+    for i in range(VARIANTS[variant][0]):
+        logits = paths_twin(weights, variant, hidden, read).astype(np.float32)
         law = warp(logits, *warping)
         tokens = draw(law, draws[:, i])
         plain = np.exp(logits - logits.max(axis=-1, keepdims=True))
         drafted.append(tokens)
         sure.append(plain[np.arange(len(tokens)), tokens] / plain.sum(axis=-1))
         laws.append(law)
+        read = np.append(read, tokens[:, None], axis=1)
     return np.stack(drafted, 1), np.stack(sure, 1), np.stack(laws, 1)
 
 
@@ -201,6 +209,20 @@ def test_fewer_heads_than_the_checkpoint_has_draft_its_first_tokens(tmp_path):
     feeds = make_feeds(3)
     got = engine.run({**feeds, specs.UNIFORMS: feeds[specs.UNIFORMS][:, :2]})[specs.SAMPLED_TOKENS]
     np.testing.assert_array_equal(got, wanted_from(weights, "plain", feeds)[0][:, :2])
+
+
+@pytest.mark.parametrize("tree", [[[0], [1], [0, 0], [1, 1], [1, 1, 0]], "auto"], ids=str)
+def test_a_tree_is_that_of_its_paths(tree, tmp_path):
+    weights = random_state("plain")
+    folder = save(tmp_path / "in", weights, config())
+    options = Config("heads", tree=tree, tree_width=2, num_guesses=3).form_options()
+    source = HeadsSource(GraphJob("heads", str(folder), options=options), heads_lab.context(HIDDEN, VOCAB))
+
+    def logits(state, tokens):
+        return paths_twin(weights, "plain", state[None], np.array([tokens]))[0]
+
+    for engine in heads_lab.engines(source, tmp_path):
+        heads_lab.check_tree(engine, source.form, logits, heads_lab.feeds(HIDDEN, VOCAB))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
