@@ -9,6 +9,7 @@ from typing import Any
 from speccompile.bundling.checks import check_graph
 from speccompile.bundling.graphs import Graph, compile_graph, compile_options, find_graph, tune_graph
 from speccompile.bundling.manifest import write_bundle_files
+from speccompile.bundling.shared_weights import share_weights
 from speccompile.bundling.stage_cache import StageCache, default_cache_folder
 from speccompile.bundling.stages import Progress, StageLog
 from speccompile.bundling.staging import staged_folder
@@ -54,8 +55,14 @@ def build(
             options = compile_options(plan, graphs[0].max_rows)
             spec = backend.compile_rollback(graphs[0].dims, place / ROLLBACK, options)
             records[ROLLBACK] = {"role": ROLLBACK, "spec": spec.json_from_spec()}
+        files = {name: place / name / backend.graph_file for name in records}
+        for graph in graphs:
+            if graph.shares_weights and backend.graph_file.endswith(".onnx"):
+                name = graph.job.name
+                with log.stage(f"share weights of {name}"):
+                    files[name], records[name]["shared_bytes"] = share_weights(files[plan.target.name], files[name])
         for name, record in records.items():
-            record["file"] = (place / name / backend.graph_file).relative_to(folder).as_posix()
+            record["file"] = files[name].relative_to(folder).as_posix()
         for graph in graphs:
             record = records[graph.job.name]
             spec, file = spec_from_json(record["spec"]), folder / record["file"]

@@ -53,6 +53,11 @@ class Graph:
         return self.source.max_rows
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether its weights are the target's, for the greater part."""
+        return getattr(self.source, "shares_weights", False)
+
+    @property
     def spec(self) -> GraphSpec:
         """Inputs and outputs of the compiled graph."""
         return self.source.spec()

@@ -145,7 +145,8 @@ class Proposer(Protocol):
 class GraphSource(Protocol):
     """A graph before it is compiled: checkpoint or config, sizes, tensors. Named by a job's `source`.
 
-    Importing and making one needs no torch.
+    Importing and making one needs no torch. One whose weights are the target's for the greater part has an attribute
+    `shares_weights` that is true: where graphs are ONNX, what is equal is written once.
     """
 
     role: str  # in the manifest: target, draft, heads, ...

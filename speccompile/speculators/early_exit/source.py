@@ -49,6 +49,7 @@ class ExitSource:
 
     role = "draft"
     has_tokenizer = False
+    shares_weights = True
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         self.job, self.context = job, context

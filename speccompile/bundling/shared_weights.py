@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One data file for graphs with the same weights: what a second graph shares is not written twice.
+
+Readers of ONNX take external data from a graph's own folder alone, so the second graph moves beside the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from speccompile.errors import BuildError
+
+ALIGNMENT = 4096  # of tensors in a data file, so that each can be mapped by itself
+
+
+def share_weights(lender: Path, borrower: Path) -> tuple[Path, int]:
+    """Let a graph refer to the tensors that another one's data file holds already.
+
+    Args:
+        lender: graph file with its data beside it; neither is changed.
+        borrower: graph file in a folder of its own, which is removed.
+
+    Returns:
+        Where the borrower's graph file is now, and the bytes that were not written again.
+
+    Raises:
+        BuildError: the disk is full or not writable.
+    """
+    import onnx_ir as ir
+
+    place = lender.with_name(f"{borrower.parent.name}.onnx")
+    try:
+        held = {_key(tensor): tensor for tensor in _external_tensors(ir.load(lender))}
+        model = ir.load(borrower)
+        data, saved = place.with_name(f"{place.name}.data"), 0
+        with data.open("wb") as sink:
+            for value in model.graph.initializers.values():
+                tensor = value.const_value
+                if not isinstance(tensor, ir.ExternalTensor):
+                    continue
+                same = held.get(_key(tensor))
+                if same is None:
+                    sink.write(bytes(-sink.tell() % ALIGNMENT))
+                    location, offset = data.name, sink.tell()
+                    sink.write(tensor.tobytes())
+                else:
+                    location, offset = str(same.location), same.offset or 0
+                    saved += tensor.nbytes
+                value.const_value = ir.ExternalTensor(
+                    location, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=str(value.name),
+                    base_dir=lender.parent,
+                )  # fmt: skip
+        ir.save(model, place)
+        if data.stat().st_size == 0:
+            data.unlink()
+        for file in borrower.parent.iterdir():
+            file.unlink()
+        borrower.parent.rmdir()
+    except OSError as fault:
+        todo = "Free space or choose another folder."
+        got = fault.strerror or str(fault)
+        raise BuildError(str(place), got, "room and permission to write", todo) from fault
+    return place, saved
+
+
+def _external_tensors(model: Any) -> list[Any]:
+    import onnx_ir as ir
+
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
+
+
+def _key(tensor: Any) -> tuple[Any, ...]:
+    """Equal for tensors with the same contents."""
+    return tensor.dtype, tuple(tensor.shape), hashlib.sha256(tensor.tobytes()).digest()
