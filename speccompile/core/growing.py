@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.growth import Calibration, Candidates, GrowthPolicy, Reach, expected_hits, tree_from_candidates
+from speccompile.core.growth import Calibration, Candidates, GrowthPolicy, Reach, tree_from_candidates
 from speccompile.core.level import Rows, Scorer, make_level
 from speccompile.core.protocols import Batch, Outputs
 from speccompile.core.specs import GUESS_PROBS, GUESSES
@@ -138,7 +138,6 @@ class TreeGrower:
                 continue
             path, chosen = verdict.path[place, : num_accepted[place] + 1].tolist(), self._chosen[place]
             if num_nodes[place] > 1:
-                expected = expected_hits(self._trees[place], chosen, path)
-                self.calibrations[place].learn(expected, num_accepted[place])
+                self.calibrations[place].learn(self._trees[place], chosen, path)
             rows.append(self._rows.num_kept(place, [chosen[node] for node in path[1:]]))
         return rows

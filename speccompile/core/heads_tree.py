@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.growth import Calibration, Candidates, GrowthPolicy, Reach, expected_hits, tree_from_candidates
+from speccompile.core.growth import Calibration, Candidates, GrowthPolicy, Reach, tree_from_candidates
 from speccompile.core.hidden import TargetStates
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
 from speccompile.core.specs import (
@@ -132,8 +132,7 @@ class HeadsTreeProposer:
             self.reaches[place].learn(num_nodes[place] - 1, num_accepted[place])
             if self._grown is not None and num_nodes[place] > 1:
                 trees, chosen = self._grown
-                expected = expected_hits(trees[place], chosen[place], verdict.nodes_kept(place))
-                self.calibrations[place].learn(expected, num_accepted[place])
+                self.calibrations[place].learn(trees[place], chosen[place], verdict.nodes_kept(place))
 
     def move(self, source: int, dest: int) -> None:
         """State and lessons go with the slot."""
@@ -194,7 +193,7 @@ def grow_product(
     heap = [(-probs[0][0], 0, 0, 0)]  # (minus the path's probability, parent, depth of the parent, rank)
     while heap and len(tree.tokens) <= num:
         _, parent, depth, rank = heappop(heap)
-        tree.add(parent, [guesses[depth][rank]], [probs[depth][rank]])
+        tree.add(parent, [guesses[depth][rank]], [probs[depth][rank]], first_rank=rank)
         if rank + 1 < len(probs[depth]):
             heappush(heap, (-tree.paths[parent] * probs[depth][rank + 1], parent, depth, rank + 1))
         if depth + 1 < len(probs):

@@ -15,7 +15,6 @@ from speccompile.core.growth import (
     GrowthPolicy,
     Reach,
     draw_siblings,
-    expected_hits,
     tree_from_candidates,
 )
 from speccompile.core.jobs import StepCosts
@@ -126,25 +125,28 @@ def test_reach_follows_verdicts_and_recovers():
     assert reach.rate > 1.4
 
 
-def test_calibration_learns_the_rate_of_hits():
-    rng, calibration = np.random.default_rng(3), Calibration()
-    tail = []
-    for step in range(4000):
-        probs = calibration.probs([0.3, 0.1])
-        calibration.learn([sum(probs)], int(rng.random() < 0.8))
+def test_calibration_learns_the_rate_of_hits_by_rank():
+    rng, calibration, tail = np.random.default_rng(3), Calibration(), []
+    for step in range(6000):
+        tree = Candidates.from_root(0)
+        tree.add(0, [5, 6], calibration.probs([0.3, 0.2]))
+        hit = int(rng.choice(3, p=[0.3, 0.6, 0.1]))  # none, the first guess, the second
+        calibration.learn(tree, [0, 1, 2], [0, hit] if hit else [0])
         if step > 500:
-            tail.append(sum(probs))
-    assert abs(np.mean(tail) - 0.8) < 0.05
-    assert sum(Calibration(4.0).probs([0.5, 0.4])) <= 1 + 1e-12
+            tail.append(tree.probs[1:])
+    np.testing.assert_allclose(np.mean(tail, axis=0), [0.6, 0.1], atol=0.02)
+    assert sum(Calibration(4.0).probs([0.5, 0.4, 0.05, 0.02, 0.01])) <= 1 + 1e-12
+    assert len(Calibration().probs([0.5])) == 1 and len(Calibration().probs([0.1] * 9)) == 9
 
 
-def test_expected_hits_follow_the_path():
+def test_calibration_learns_from_what_was_scored_behind_the_path_alone():
     tree = Candidates.from_root(0)
     tree.add(0, [1, 2], [0.5, 0.25])
     tree.add(1, [3, 4], [0.5, 0.2])
-    assert expected_hits(tree, [0, 1, 2, 3], [0, 1]) == [0.75, 0.5]
-    assert expected_hits(tree, [0, 1, 2, 3], [0, 2]) == [0.75]
-    assert expected_hits(tree, [0], [0]) == []
+    tree.add(2, [5], [0.5])
+    calibration = Calibration()
+    calibration.learn(tree, [0, 1, 2, 5], [0, 1])  # 1 is kept; 2 is not; what stands behind 2 was never tried
+    np.testing.assert_allclose(calibration.log_odds, [0.05, -0.025, 0, 0])
 
 
 @pytest.mark.parametrize("num", [2, 3])
