@@ -200,8 +200,3 @@ def _measure(losses: torch.Tensor, hits: torch.Tensor, valid: torch.Tensor) -> M
     return Measures(
         (losses * valid).sum(0), (hits & valid).sum(0), valid.sum(0), kept, whole.expand_as(valid).sum(0)
     )  # fmt: skip
-
-
-def acceptance_length(sums: torch.Tensor) -> float:
-    """Estimated mean acceptance length 1 + sum of P(first i + 1 guesses are kept), from stacked measures."""
-    return 1.0 + float((sums[3] / sums[4].clamp(min=1)).sum())

@@ -16,9 +16,10 @@ import torch
 
 from speccompile.bundling.staging import disk_faults, staged_folder
 from speccompile.core.training import TargetNeeds
-from speccompile.errors import BuildError
+from speccompile.errors import BuildError, RecipeError
 from speccompile.frontend.checkpoint import resolve_checkpoint
 from speccompile.recipe.models import Recipe
+from speccompile.recipe.training import TrainingSection
 from speccompile.recipe.training_plan import TrainingPlan
 from speccompile.training.checkpoints import RunRecord, open_record, save_record
 from speccompile.training.distributed import Team, join_team
@@ -84,6 +85,7 @@ class _Run:
         target = Target(source, self.precision, self.section.device)
         book = TextBook(self.recipe, source, self.listener.stage)
         stages = [name for name in ("plain", "generated") if getattr(self.section, name).steps]
+        _check_batches(self.section, stages, self.team.size)
         needs = self.plan.trainer.needs(self.plan.heads, target.config)
         trainable, parts = self._make(target, self._windows(book, stages[0]))
         options = LossOptions(self.section.kl_share, self.section.decay, self.precision)
@@ -201,6 +203,15 @@ def _note(folder: Path, stage: str, facts: dict[str, Any]) -> None:
         part = path.with_suffix(f".{os.getpid()}.part")
         part.write_text(json.dumps({**known, stage: facts}, indent=1))
         part.replace(path)
+
+
+def _check_batches(section: TrainingSection, stages: list[str], num_processes: int) -> None:
+    """Gradients are averaged over the processes, so each must have as many sequences."""
+    for name in stages:
+        size = getattr(section, name).batch_size
+        if size % num_processes:
+            expected = f"a multiple of the {num_processes} processes"
+            raise RecipeError(f"training.{name}.batch_size", f"{size}", expected, "Change it, or their number.")
 
 
 def _check_extras() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -127,16 +126,14 @@ class StageRunner:
         total = None
         for start in range(0, count, MEASURE_ROWS * self.team.size):
             rows = list(range(start, min(count, start + MEASURE_ROWS * self.team.size)))
-            rows = self.team.part(rows) or rows[:1]  # every process takes part in every forward
-            share = 1.0 if len(rows) > 0 and self._counts(start, count) else 0.0
+            # Every process takes part in every forward, though it may have nothing to add.
+            own = self.team.part(rows)
+            share, rows = float(bool(own)), own or rows[:1]
             with torch.autocast(self.team.device, self.precision, enabled=self.precision != torch.float32):
                 _, sums = self.module(self.stage.batch(HELD_OUT, rows, seed=start))
             total = sums * share if total is None else total + sums * share
         assert total is not None
         return self.team.total(total)
-
-    def _counts(self, start: int, count: int) -> bool:
-        return start + self.team.rank < count
 
 
 def measures_from_sums(sums: torch.Tensor) -> dict[str, Any]:
@@ -150,9 +147,3 @@ def measures_from_sums(sums: torch.Tensor) -> dict[str, Any]:
         "kept": [round(v, 5) for v in kept_share],
         "acceptance_length": round(1.0 + sum(kept_share), 5),
     }
-
-
-def steps_left(first: int, last: int, every: int) -> Iterator[tuple[int, bool]]:
-    """(step, whether something is due behind it) from `first` to `last` - 1; the last step is always due."""
-    for step in range(first, last):
-        yield step, (step + 1) % every == 0 or step + 1 == last

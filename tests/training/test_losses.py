@@ -8,7 +8,8 @@ import torch
 
 from speccompile.core.training import Drafted, TrainingBatch
 from speccompile.training import losses
-from speccompile.training.losses import LossOptions, acceptance_length, judge
+from speccompile.training.losses import LossOptions, judge
+from speccompile.training.stage import measures_from_sums
 
 VOCAB, WIDTH, NODES = 29, 8, 7
 
@@ -79,7 +80,7 @@ def test_hits_and_chains_are_counted():
     _, hits, tried, kept, chains = sums.tolist()
     assert hits == [2, 2] and tried == [3, 2]
     assert kept == [1, 1] and chains == [2, 2]  # the third row is no whole chain
-    assert acceptance_length(sums) == pytest.approx(2.0)
+    assert measures_from_sums(sums)["acceptance_length"] == 2.0
 
 
 def test_a_guess_outside_the_draft_vocabulary_cannot_hit():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from speccompile.errors import BuildError
+from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe import load_recipe
 from speccompile.recipe.training_plan import resolve_training
 from speccompile.training import run as run_module
@@ -164,3 +164,10 @@ def test_outputs_are_kept_where_they_are_read_often(write_recipe, folder):
     assert kept["law_tokens"].tolist() == live["law_tokens"].tolist()
     for name in set(live) - {"law_tokens"}:  # a relative error of 2^-8 is bfloat16's
         torch.testing.assert_close(kept[name].float(), live[name].float(), rtol=2**-8, atol=1e-6)
+
+
+def test_a_batch_is_split_evenly_or_not_at_all(write_recipe):
+    section = resolve_training(load_recipe(write_recipe("medusa", "even"), ["training.plain.batch_size=6"])).section
+    run_module._check_batches(section, ["plain"], 3)
+    with pytest.raises(RecipeError, match=r"training.plain.batch_size: got 6; expected a multiple of the 4"):
+        run_module._check_batches(section, ["plain"], 4)
