@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.growing import TreeGrower
 from speccompile.core.growth import GrowthPolicy
 from speccompile.core.jobs import MethodContext, StepCosts
-from speccompile.core.level import Scorer
+from speccompile.core.level import Level, Scorer
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
-from speccompile.core.specs import gives_laws, num_guesses
+from speccompile.core.specs import GUESS_PROBS, GUESSES, gives_laws, num_guesses
 from speccompile.core.static_trees import StaticTrees
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.core.tree_config import TreeFields
@@ -108,6 +111,8 @@ class CachedDraftFields(TreeFields):
         """
         most = context.max_draft_nodes
         self.check_engine(engine, most)
+        if num_guesses(engine.spec) > self.guesses_needed:
+            scorer = FewerGuesses(scorer, self.guesses_needed)
         shape, length = self.shape, self.num_draft_tokens
         if shape is not None:
             static = self._static(scorer, shape, engine, most)
@@ -130,6 +135,34 @@ class CachedDraftFields(TreeFields):
 
     def _static(self, scorer: Scorer, shape: TreeShape, engine: Engine, max_nodes: int) -> StaticTrees:
         return StaticTrees(scorer, shape, may_sample=self.has_laws, vocab_size=engine.spec.vocab_size)
+
+
+class FewerGuesses:
+    """A scorer whose draft was built to guess more than is asked for.
+
+    Args:
+        scorer: the draft.
+        num_guesses: behind a node.
+    """
+
+    def __init__(self, scorer: Scorer, num_guesses: int) -> None:
+        self.scorer, self.num_guesses = scorer, num_guesses
+
+    def room(self, place: int, slot: Slot) -> int:
+        """See `Scorer.room`."""
+        return self.scorer.room(place, slot)
+
+    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+        """See `Scorer.begin`."""
+        return self._cut(self.scorer.begin(batch, places, warp))
+
+    def expand(self, batch: Batch, level: Level) -> Outputs:
+        """See `Scorer.expand`."""
+        return self._cut(self.scorer.expand(batch, level))
+
+    def _cut(self, outputs: Outputs) -> Outputs:
+        few = {name: np.asarray(outputs[name])[:, :, : self.num_guesses] for name in (GUESSES, GUESS_PROBS)}
+        return {**outputs, **few}
 
 
 class Drafts(Protocol):

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafts on the target's caches must keep, whatever they draft: the target's text and the target's law."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from scipy.stats import chisquare
+
+from speccompile.core.sampling import SamplingParams, warp
+from speccompile.runtime.loop import decode
+from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.verifier import Verifier
+from tests.mock_lm import VOCAB, MockEngine, MockLM
+
+MAX_SEQ = 64
+TARGET = MockLM(seed=21, sharpness=1.2)
+DRAFT = TARGET.blurred(seed=22, blur=0.5)
+
+
+class Lab:
+    """A mock target with a proposer.
+
+    Args:
+        make: (target engine, draft model, slots) -> proposer.
+    """
+
+    def __init__(self, make: Callable[[MockEngine, MockLM, int], Any]) -> None:
+        self.make = make
+
+    def run(self, prompts, params, batch, chunk=5):
+        """Decode; returns the finished slots."""
+        target = MockEngine(TARGET, "target", batch, MAX_SEQ, headroom=9)
+        proposer = self.make(target, DRAFT, batch)
+        slots = [Slot(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+        for _ in decode(Verifier(target, MAX_SEQ, chunk), proposer, Slots(list(slots), batch)):
+            pass
+        return slots
+
+
+def some_prompts(num, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, size=rng.integers(1, 14)).tolist() for _ in range(num)]
+
+
+def check_greedy(lab: Lab, batch: int) -> int:
+    """Greedy text is the target's own, to the end of the cache; returns accepted drafts."""
+    prompts = [*some_prompts(9), [3]]
+    params = [SamplingParams(max_new_tokens=n) for n in (30, 1, 2, 17, 25, 3, 200, 12, 200, 20)]
+    slots = lab.run(prompts, params, batch)
+    for slot, prompt, asked in zip(slots, prompts, params, strict=True):
+        num = min(asked.max_new_tokens, MAX_SEQ + 1 - len(prompt))
+        assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, num)
+    return sum(slot.stats.json_from_stats()["num_accepted"] for slot in slots)
+
+
+def check_seeds(make: Callable[[], Lab]) -> None:
+    """The same seed gives the same text in any batch, with any chunks."""
+    prompts = some_prompts(6, seed=5)
+    asked = [(1.0, 0, 1.0), (0.7, 5, 1.0), (0.0, 0, 1.0), (1.3, 0, 0.8), (1.0, 4, 0.9), (0.5, 0, 1.0)]
+    params = [
+        SamplingParams(max_new_tokens=25, temperature=t, top_k=k, top_p=p, seed=i) for i, (t, k, p) in enumerate(asked)
+    ]
+    texts = [[s.tokens for s in make().run(prompts, params, b, c)] for b, c in ((1, 3), (4, 5), (3, 128))]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def check_law(lab: Lab, num: int = 1500) -> None:
+    """Two tokens behind the first follow the target's law. p < 1e-4 happens by chance once in ten thousand seeds."""
+    prompt, heat, top_k = [3, 1, 4], 0.9, 4
+    params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
+    slots = lab.run([prompt] * num, params, 20)
+    expected = {(): float(num)}
+    for _ in range(2):
+        laws = {p: warp(TARGET.logits(np.array([*prompt, *p]))[None], [heat], [top_k], [1.0])[0] for p in expected}
+        expected = {
+            (*p, int(t)): mass * float(laws[p][t]) for p, mass in expected.items() for t in np.flatnonzero(laws[p])
+        }
+    counts = Counter(tuple(slot.tokens[3:5]) for slot in slots)
+    assert set(counts) <= set(expected)
+    common = [path for path, mass in expected.items() if mass >= 8]
+    rest = num - sum(expected[path] for path in common)
+    got = [*(counts[path] for path in common), num - sum(counts[path] for path in common)]
+    assert chisquare(got, [*(expected[path] for path in common), rest], sum_check=False).pvalue > 1e-4
+    accepted = sum(slot.stats.json_from_stats()["num_accepted"] for slot in slots)
+    assert accepted > 0.1 * num

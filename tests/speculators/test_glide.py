@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLIDE: the graph has the numbers of training, and whatever it drafts, the text is the target's."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from speccompile.core import registry, specs
+from speccompile.core.jobs import GraphJob, MethodContext, SourceContext
+from speccompile.core.sampling import SamplingParams
+from speccompile.core.specs import ModelDims
+from speccompile.core.training import TrainingBatch
+from speccompile.errors import CheckpointError, RecipeError
+from speccompile.frontend.heads_file import read_heads, write_heads
+from speccompile.runtime.slots import Slot
+from speccompile.speculators.glide.config import Config
+from speccompile.speculators.glide.heads import Glide, GlideSizes
+from speccompile.speculators.glide.method import DRAFT, GlideMethod
+from speccompile.speculators.glide.rows import GlideRows
+from speccompile.speculators.glide.source import GlideSource
+from speccompile.speculators.glide.trainable import TrainableGlide, config_from_sizes
+from tests.mock_lm import MockEngine
+from tests.speculators.borrower_lab import MAX_SEQ, Lab, check_greedy, check_law, check_seeds
+
+TARGET = ModelDims("llama", 61, 48, 3, 4, 2, 12, 128)
+SIZES = GlideSizes(32, 40, 2, 4, 2, 8, 61, 48, 4, 2, 12, 1e-5, 10000.0, 5000.0)
+BLOCK, NODES = 4, 23
+
+
+@pytest.fixture(scope="module")
+def trainable(tmp_path_factory):
+    """A drafter of random weights as it is read back from its checkpoint, and its folder."""
+    torch.manual_seed(3)
+    drafter, folder = Glide(SIZES), tmp_path_factory.mktemp("glide")
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.copy_(
+                torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 0.2) + (parameter.dim() == 1)
+            )
+    write_heads(folder, config_from_sizes(SIZES), drafter.state_dict())
+    drafter.load_state_dict(read_heads(folder, drafter.state_dict()))
+    return TrainableGlide(drafter.eval(), BLOCK), folder
+
+
+def context(weights="checkpoint", target=TARGET):
+    return SourceContext(weights, 64, 8, target, None)
+
+
+def job(folder, num_guesses=3, laws=True):
+    return GraphJob(DRAFT, str(folder), options=(("laws", laws), ("num_guesses", num_guesses)))
+
+
+@pytest.fixture(scope="module")
+def graph(trainable, tmp_path_factory):
+    """backend -> file, and the spec."""
+    source = GlideSource(job(trainable[1]), context())
+    source.check()
+    model, dims = source.export(lambda stage: None)
+    assert dims.num_params == sum(p.numel() for p in trainable[0].drafter.parameters())
+    folder = tmp_path_factory.mktemp("graph")
+    for backend in ("reference", "onnxruntime"):
+        registry.backend(backend).compile(model, source.spec(), folder / backend)
+    return folder, source.spec()
+
+
+@pytest.fixture
+def text():
+    """A batch of one text, with rows of a target that never was."""
+    rng = torch.Generator().manual_seed(5)
+    k, v = (torch.randn(1, TARGET.num_kv_heads, NODES, TARGET.head_dim, generator=rng) for _ in range(2))
+    tokens = torch.randint(0, 61, (1, NODES), generator=rng)
+    return TrainingBatch(tokens, None, None, k_cache=k, v_cache=v, seed=11)
+
+
+def open_engine(graph, backend, batch, slots=1):
+    """The drafter on the rows of `batch`, which lie in every slot."""
+    folder, spec = graph
+    sizes = {"max_slots": slots, "max_rows": 73}
+    lender = registry.backend(backend).load(
+        folder / backend / "graph.onnx", spec, **sizes, tuning={"threads": 1}
+    )  # its own caches are as good as any to lend from
+    lent = {}
+    for loan, rows in zip(spec.borrowed, (batch.k_cache, batch.v_cache), strict=True):
+        array = np.zeros((slots, TARGET.num_kv_heads, 73, TARGET.head_dim), np.float32)
+        array[:, :, : rows.shape[2]] = rows.numpy()
+        lent[loan.cache] = array
+    if backend == "reference":
+        lenders = {"target": SimpleNamespace(caches=lent)}
+        return registry.backend(backend).load(
+            folder / backend / "graph.onnx", spec, **sizes, tuning={}, lenders=lenders
+        )
+    for cache in lender.bound:
+        if cache.name in {loan.name for loan in spec.borrowed}:
+            loan = next(loan for loan in spec.borrowed if loan.name == cache.name)
+            cache.buffers.grow(73)
+            cache.buffers.view(cache.index)[...] = lent[loan.cache][:, :, : cache.buffers.rows]
+    return lender
+
+
+@pytest.mark.parametrize("backend", ["reference", "onnxruntime"])
+def test_blocks_have_the_laws_that_were_trained(trainable, graph, text, backend):
+    """Each block is fed as a chain behind its root, as drafting does it."""
+    drafted = trainable[0](text)
+    want = (drafted.states[:] @ drafted.projections[0].T).softmax(-1).detach().numpy()
+    engine, starts, got = open_engine(graph, backend, text), [], []
+    shift = int(torch.randint(BLOCK, (1, 1), generator=torch.Generator().manual_seed(text.seed)))
+    root = 0
+    while root < NODES:
+        end = min(root + BLOCK - (shift if root == 0 else 0), NODES)
+        feeds = {
+            specs.TOKENS: text.tokens[:, root:end].numpy(),
+            specs.LENGTHS: np.array([root]),
+            specs.TARGET_LENGTHS: np.array([root]),
+            specs.TEMPERATURE: np.ones(1, np.float32),
+        }
+        laws = np.array(engine.run(feeds)[specs.NODE_LAWS])[0]
+        if root > 0:
+            starts.append(root)
+            got.append(laws)
+        root = end
+    assert len(want) == len(starts) >= 4
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs[: len(ours)], atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "onnxruntime"])
+def test_a_chain_is_the_one_that_training_drafts(trainable, graph, text, backend):
+    """Prompt in chunks, then step by step."""
+    text = replace(text, k_cache=text.k_cache[:, :, :-1], v_cache=text.v_cache[:, :, :-1])  # the root has no row yet
+    want = trainable[0].draft(text, 5).tolist()
+    rows = GlideRows(open_engine(graph, backend, text, slots=2), 64, 8)
+    tokens = text.tokens[0].tolist()
+    slot = Slot(0, tokens, SamplingParams(), frozenset(), None)
+    rows.start(0)
+    for start in (0, 9, 18):
+        rows.prefill(0, np.array([tokens[start : min(start + 9, NODES - 1)]]), start)
+    drafts = [int(np.asarray(rows.begin(SimpleNamespace(slots=[slot]), [0], {})[specs.GUESSES])[0, 0, 0])]
+    for depth in range(1, 5):
+        level = SimpleNamespace(
+            tokens=np.array([[drafts[-1]]]), nodes=[[depth]], num_in_place=[depth - 1], warp={},
+            tree_mask=np.ones((1, 1, 1), bool), scored_nodes=np.zeros((1, 1), np.int64),
+        )  # fmt: skip
+        outputs = rows.expand(SimpleNamespace(slots=[slot]), level)
+        drafts.append(int(np.asarray(outputs[specs.GUESSES])[0, 0, 0]))
+    assert drafts == want
+
+
+class WatchedDraft(MockEngine):
+    """Knows how many rows the target holds of each slot, and that no more is read."""
+
+    def run(self, feeds, first_slot=0):
+        for b, told in enumerate(feeds[specs.TARGET_LENGTHS]):
+            row = self.target.cache[first_slot + b]
+            assert told <= len(row) and (row[:told] >= 0).all()
+        assert (feeds[specs.TARGET_LENGTHS] <= feeds[specs.LENGTHS] + feeds[specs.TOKENS].shape[1]).all()
+        return super().run({k: v for k, v in feeds.items() if k != specs.TARGET_LENGTHS}, first_slot)
+
+
+def lab(**config):
+    """A mock target and drafter behind the method."""
+
+    def make(target, draft, slots):
+        engine = WatchedDraft(draft, "guesser", slots, MAX_SEQ, headroom=9)
+        engine.target = target
+        sizes = MethodContext(slots, MAX_SEQ, 8, config.pop("costs", {}))
+        return GlideMethod().make_proposer(Config("glide", **config), {DRAFT: engine}, sizes)
+
+    return Lab(make)
+
+
+CONFIGS = [
+    {"num_draft_tokens": 3},
+    {"drafts": "greedy"},
+    {"tree": {"widths": [2, 2]}},
+    {"tree": [[0], [1], [0, 0], [0, 0, 0]]},
+    {"tree": "auto", "num_guesses": 3, "tree_width": 2},
+]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_greedy_text_is_the_targets_own(config, batch):
+    accepted = check_greedy(lab(**config), batch)
+    assert accepted > 40
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_same_seed_gives_same_text_in_any_batch(config):
+    check_seeds(lambda: lab(**config))
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2], CONFIGS[4]])
+def test_sampled_text_follows_the_targets_law(config):
+    check_law(lab(**config))
+
+
+def test_a_drafter_of_another_target_is_refused(trainable):
+    for other, what in (
+        (ModelDims("llama", 61, 64, 3, 4, 2, 12, 128), "a target's hidden size of 48"),
+        (ModelDims("llama", 90, 48, 3, 4, 2, 12, 128), "a vocabulary of 61"),
+    ):
+        with pytest.raises(RecipeError, match=rf"speculator: .*: got {what}; expected"):
+            GlideSource(job(trainable[1]), context(target=other))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hidden_size", None, r"\(hidden_size\): got None; expected a positive integer"),
+        ("attention_bias", True, r"\(attention_bias\): got True; expected False: GLIDE drafters have none"),
+        ("rope_scaling", {"factor": 2.0}, r"\(rope_scaling\): got .*; expected None"),
+    ],
+)
+def test_a_config_that_cannot_be_built_is_refused(tmp_path, key, value, message):
+    (tmp_path / "config.json").write_text(json.dumps({**config_from_sizes(SIZES), key: value}))
+    with pytest.raises(CheckpointError, match=message):
+        GlideSource(job(tmp_path), context("random"))
+
+
+def test_a_head_of_its_own_is_used(trainable, tmp_path):
+    weights = {**trainable[0].drafter.state_dict(), "lm_head.weight": torch.randn(61, 32)}
+    write_heads(tmp_path, {**config_from_sizes(SIZES), "tie_word_embeddings": False}, weights)
+    source = GlideSource(job(tmp_path), context())
+    source.check()
+    model, dims = source.export(lambda stage: None)
+    assert any(name.startswith("lm_head") for name in model.graph.initializers)
+    assert dims.num_params == sum(t.numel() for t in weights.values())
