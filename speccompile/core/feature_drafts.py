@@ -147,7 +147,7 @@ class FeatureCache:
             **level.warp,
         }
         if width > 1:
-            feeds |= {TREE_MASK: level.tree_mask, SCORED_NODES: level.scored_nodes}
+            feeds |= {TREE_MASK: _mask_without_idle(level), SCORED_NODES: level.scored_nodes}
         # Row 0 is what the first column was told: its parent's own feature, and that of whoever hangs there as well.
         self._roots, self._places = [0] * len(places), places
         return self._run(feeds)
@@ -158,6 +158,14 @@ class FeatureCache:
         for name in (GUESSES, GUESS_PROBS):
             outputs[name] = np.asarray(outputs[name])[:, :, : self._num_guesses]
         return outputs
+
+
+def _mask_without_idle(level: Level) -> NDArray[np.bool_]:
+    """A level's mask in which what nobody reads sees itself alone, lest it stand at positions beyond the last."""
+    is_idle = np.array([not nodes for nodes in level.nodes])
+    if not is_idle.any():
+        return level.tree_mask
+    return np.where(is_idle[:, None, None], np.eye(level.tokens.shape[1], dtype=np.bool_), level.tree_mask)
 
 
 def _padding_mask(counts: Sequence[int], width: int) -> NDArray[np.bool_]:

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny target with EAGLE drafters on the CPU's engines: whatever is drafted, the text is the target's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from speccompile.core import registry
+from speccompile.core.jobs import GraphJob, MethodContext, SourceContext
+from speccompile.core.sampling import SamplingParams, warp
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.stats import TimedEngine
+
+BACKENDS = ("onnxruntime", "reference")
+METHODS = ("eagle3", "eagle")
+TREES = {"chain": {"tree": "chain"}, "auto": {"tree": "auto"}, "fixed": {"tree": {"widths": [2, 2, 1]}}}
+MAX_SEQ, MAX_NODES = 60, 9
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    pytest.importorskip("torch")
+    from tests.speculators import eagle_lab as lab
+
+    folder = tmp_path_factory.mktemp("eagle")
+    target = lab.write_target(folder / "target")
+    lab.write_eagle3(folder / "eagle3", lab.learnt_eagle3(target), {"embed_tokens.weight": lab.wide_embeddings()})
+    lab.fit_eagle(lab.write_eagle(folder / "eagle", inner=160), target)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engines(place):
+    """By backend and name, all graphs: one target for both methods, drafts for chains and trees."""
+    from speccompile.core.registry import find_class
+    from speccompile.frontend.decoder_source import DecoderSource
+    from tests.speculators import eagle_lab as lab
+
+    target = GraphJob("target", str(place / "target"), options=(("hidden", True), ("hidden_layers", lab.STREAMS)))
+    source = DecoderSource(target, SourceContext("checkpoint", MAX_SEQ, MAX_NODES))
+    context = SourceContext("checkpoint", MAX_SEQ, MAX_NODES, source.dims, target)
+    made = {"target": lab.compiled(source, place, *BACKENDS, slots=8, rows=MAX_SEQ + MAX_NODES + 1)}
+    for method in METHODS:
+        chosen = registry.method(method)
+        for job in chosen.graph_jobs(chosen.Config(str(place / method))):
+            source = find_class(job.source)(job, context)
+            made[f"{method}.{job.name}"] = lab.compiled(
+                source, place / method, *BACKENDS, slots=8, rows=MAX_SEQ + MAX_NODES + 1
+            )
+    return {(backend, name): held[i] for i, backend in enumerate(BACKENDS) for name, held in made.items()}
+
+
+def load(engines, method, backend, **options):
+    """An engine whose proposer knows no costs: on a target as small as this one nothing would be drafted."""
+    chosen, context = registry.method(method), MethodContext(8, MAX_SEQ, MAX_NODES)
+    parts = {n: TimedEngine(e) for (b, n), e in engines.items() if b == backend}
+    drafts = {n.partition(".")[2]: e for n, e in parts.items() if n.startswith(f"{method}.")}
+    proposer = chosen.make_proposer(chosen.Config("", **options), drafts, context)
+    return SpecEngine(parts["target"], drafts, proposer, None, context)
+
+
+def prompts():
+    from tests.speculators.eagle_lab import PROMPTS
+
+    return PROMPTS
+
+
+def greedy(num):
+    return [SamplingParams(max_new_tokens=num + 3 * i) for i in range(len(prompts()))]
+
+
+def tokens(results):
+    return [r.tokens for r in results]
+
+
+def accepted(results):
+    return sum(r.stats["num_accepted"] for r in results)
+
+
+@pytest.fixture(scope="module")
+def plain(engines):
+    """The target's own greedy text, long and short, alone and without drafts."""
+    engine = load(engines, "eagle3", "onnxruntime")
+    return {num: tokens(engine.generate(prompts(), greedy(num), speculative=False, batch_size=1)) for num in (24, 5)}
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("backend", "num"), [("onnxruntime", 24), ("reference", 5)])
+def test_greedy_text_is_the_targets_own(engines, plain, method, backend, num, tree):
+    engine = load(engines, method, backend, **TREES[tree])
+    for batch_size in (1, 3, 8):
+        fast = engine.generate(prompts(), greedy(num), batch_size=batch_size)
+        assert tokens(fast) == plain[num]
+        if backend == "onnxruntime":
+            assert accepted(fast) >= 10  # of about 250 tokens that the drafter has seen
+    assert len(set(plain[24][0])) > 5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_tree_is_longer_than_its_chain(engines, method):
+    lengths = {}
+    for tree in ("chain", "auto"):
+        results = load(engines, method, "onnxruntime", **TREES[tree]).generate(prompts(), greedy(24), batch_size=1)
+        lengths[tree] = np.mean([r.stats["mean_acceptance_length"] for r in results])
+    assert lengths["auto"] > lengths["chain"] > 1.02
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_do_not_depend_on_the_batch(engines, method):
+    """Ragged batches, moves and pending features change no draft: each sequence takes the steps it takes alone."""
+    engine = load(engines, method, "onnxruntime", **TREES["fixed"])
+    counts = [
+        [r.stats["num_steps"] for r in engine.generate(prompts(), greedy(24), batch_size=size)] for size in (1, 3, 8)
+    ]
+    assert counts[0] == counts[1] == counts[2]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_draft_tokens": 3}, TREES["fixed"], {"tree": "auto"}])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_seed_gives_the_same_text_in_any_batch(engines, method, options):
+    engine = load(engines, method, "onnxruntime", **options)
+    heats = (1.0, 0.7, 0.0, 1.2, 0.9, 1.0, 0.5, 1.0)
+    params = [
+        SamplingParams(max_new_tokens=25, temperature=t, top_p=0.9 if i % 2 else 1.0, top_k=9 * (i % 3), seed=i)
+        for i, t in enumerate(heats)
+    ]
+    alone = engine.generate(prompts(), params, batch_size=1)
+    assert accepted(alone) > 0
+    for batch_size in (3, 8):
+        assert tokens(engine.generate(prompts(), params, batch_size=batch_size)) == tokens(alone)
+
+
+def test_a_cache_that_fills_up_ends_where_plain_decoding_ends(engines):
+    params = SamplingParams(max_new_tokens=500)
+    for tree in TREES.values():
+        engine = load(engines, "eagle3", "onnxruntime", **tree)
+        fast, slow = (engine.generate(prompts(), params, speculative=s, batch_size=5) for s in (True, False))
+        assert tokens(fast) == tokens(slow)
+        assert {r.finish_reason for r in fast} == {"cache_full"}
+
+
+def test_features_wait_while_nothing_is_drafted(engines):
+    """Steps without drafts leave no hole: afterwards the drafts are those of one who never paused."""
+    engine = load(engines, "eagle3", "onnxruntime", **TREES["fixed"])
+    steady = engine.generate([prompts()[0]], greedy(24)[:1])[0]
+    drafts, plain = engine.proposer.likeliest, registry.method("none").make_proposer(None, {}, engine.context)
+    propose, num_steps = drafts.propose, []
+
+    def sometimes(batch):
+        num_steps.append(1)
+        return (plain if len(num_steps) <= 14 else drafts_again)(batch)
+
+    plain, drafts_again = plain.propose, propose
+    drafts.propose = sometimes
+    paused = engine.generate([prompts()[0]], greedy(24)[:1])[0]
+    assert paused.tokens == steady.tokens
+    assert paused.stats["num_steps"] < 24 and paused.stats["num_accepted"] == 24 - paused.stats["num_steps"] > 0
+
+
+def shifted(tree):
+    """The tree with laws that its tokens were not drawn from."""
+    laws = tree.draft_probs
+    return tree if laws is None else replace(tree, draft_probs=np.roll(laws, 1, axis=2))
+
+
+# The seed is fixed; p < 1e-4 happens by chance once in ten thousand choices of it.
+@pytest.mark.parametrize(("options", "is_wrong"), [(TREES["fixed"], False), ({}, False), (TREES["fixed"], True)])
+def test_two_sampled_tokens_follow_the_targets_law(engines, place, options, is_wrong):
+    """Laws over the draft's vocabulary reach acceptance as laws over the target's; shifted ones would be noticed."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    num, prompt, heat, top_k = 1600, prompts()[0], 0.8, 6
+    engine = load(engines, "eagle3", "onnxruntime", **options)
+    if is_wrong:
+        propose = engine.proposer.propose
+        engine.proposer.propose = lambda batch: shifted(propose(batch))
+    params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
+    results = engine.generate([prompt] * num, params, batch_size=8)
+    model = LlamaForCausalLM.from_pretrained(place / "target", dtype=torch.float32).eval()
+
+    def law(text):
+        with torch.no_grad():
+            logits = model(torch.tensor([text])).logits[:, -1].numpy()
+        return warp(logits, [heat], [top_k], [1.0])[0].astype(np.float64)
+
+    first = law(prompt)
+    expected = {
+        (int(a), int(b)): num * first[a] * p
+        for a in np.flatnonzero(first)
+        for b, p in enumerate(law([*prompt, int(a)]))
+        if p > 0
+    }
+    counts = Counter(tuple(r.tokens[:2]) for r in results)
+    common = [pair for pair, mass in expected.items() if mass >= 8]
+    got = [*(counts[pair] for pair in common), num - sum(counts[pair] for pair in common)]
+    rest = num - sum(expected[pair] for pair in common)
+    if got[-1] == 0 and rest < 1e-3 * num:
+        got, wanted = got[:-1], [expected[pair] for pair in common]
+    else:
+        wanted = [*(expected[pair] for pair in common), rest]
+    p_value = chisquare(got, wanted, sum_check=False).pvalue
+    if is_wrong:
+        assert p_value < 1e-4
+        return
+    assert set(counts) <= set(expected) and p_value > 1e-4
+    assert 20 < accepted(results) < sum(r.stats["num_draft_tokens"] for r in results)

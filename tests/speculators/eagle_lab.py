@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny target whose text wanders, and drafters in the published layouts that were trained on it for a moment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from speccompile.frontend.layers import rotate
+from speccompile.speculators.eagle3.heads import EagleHeads, EagleSizes
+from speccompile.speculators.eagle3.trainable import config_from_sizes
+from tests.frontend.eagle3_reference import norm
+from tests.pipeline import fakes
+
+VOCAB, HIDDEN, DRAFTED, LAYERS = 40, 32, 24, 7
+STREAMS = (1, 2, 3)  # the published choice for seven layers
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1], [8], [8, 2, 8, 1, 8], [30, 4, 9, 9], [1, 2], [17] * 9, [0, 39]]
+
+
+def write_target(folder: Path, seed: int = 3) -> Path:
+    """A Llama of seven layers whose greedy text does not fall into one token."""
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=96, rms_norm_eps=1e-5, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 1.0 if "embed" in name else 0.35)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(fakes.tokenizer(VOCAB)))
+    return folder
+
+
+def sizes(**changes) -> EagleSizes:
+    plain = {
+        "hidden_size": HIDDEN, "target_hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "draft_vocab_size": DRAFTED, "layers": STREAMS,
+    }  # fmt: skip
+    return EagleSizes(**{**plain, **changes})
+
+
+def random_heads(sizes: EagleSizes, seed: int = 0) -> EagleHeads:
+    """Heads whose parts all matter."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = EagleHeads(sizes)
+    with torch.no_grad():
+        for weight in heads.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.3, generator=generator)
+            else:
+                weight.uniform_(0.5, 1.5, generator=generator)
+    if sizes.draft_vocab_size != sizes.vocab_size:
+        chosen = torch.randperm(sizes.vocab_size, generator=generator)[: sizes.draft_vocab_size].sort().values
+        heads.d2t.copy_(chosen - torch.arange(len(chosen)))
+        heads.t2d[chosen] = True
+    return heads.eval()
+
+
+def write_eagle3(folder: Path, heads: EagleHeads, extra: dict[str, torch.Tensor] | None = None, **config) -> Path:
+    """The layout of the first release, in float32."""
+    folder.mkdir()
+    tensors = {**{k: v.detach() for k, v in heads.state_dict().items()}, **(extra or {})}
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config_from_sizes(heads.sizes), **config}))
+    return folder
+
+
+@torch.no_grad()
+def texts_of(target: Path) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
+    """What the target says behind the prompts, and its states in front of each layer and behind the norm."""
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    texts = [list(prompt) for prompt in PROMPTS]
+    for _ in range(40):
+        rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
+        logits = model(rows, use_cache=False).logits
+        for row, text in zip(logits, texts, strict=True):
+            text.append(int(row[len(text) - 1].argmax()))
+    tensors = [torch.tensor([text]) for text in texts]
+    return tensors, [model(text, output_hidden_states=True).hidden_states for text in tensors]
+
+
+def fitted(inputs: list[torch.Tensor], wanted: list[torch.Tensor], penalty: float) -> torch.Tensor:
+    """The linear layer [out, in] that maps inputs to what is wanted best (ridge regression)."""
+    x, y = torch.cat(inputs).double(), torch.cat(wanted).double()
+    return torch.linalg.solve(x.T @ x + penalty * torch.eye(x.shape[1]), x.T @ y).T.float().contiguous()
+
+
+@torch.no_grad()
+def learnt_eagle3(target: Path) -> EagleHeads:
+    """Wide random heads over most of the vocabulary, with the LM head that fits the target's texts best."""
+    heads = random_heads(sizes(hidden_size=96, intermediate_size=96, head_dim=24, draft_vocab_size=34), seed=1)
+    d2t = heads.target_tokens()
+    assert d2t is not None
+    texts, states = texts_of(target)
+    inputs, wanted = [], []
+    for text, seen in zip(texts, states, strict=True):
+        features, nodes = heads.fuse([seen[i + 1][:, :-2] for i in STREAMS]), text.shape[1] - 2
+        mask = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+        embedded = wide_embeddings()[text[:, 1:-1]]
+        own, _ = heads.read(embedded, features, torch.arange(nodes)[None], None, mask)
+        inputs.append(heads.norm(own)[0])
+        wanted.append(8 * torch.eye(VOCAB)[text[0, 2:]][:, d2t])
+    heads.lm_head.weight.copy_(fitted(inputs, wanted, 0.1))
+    return heads
+
+
+def wide_embeddings() -> torch.Tensor:
+    """Embeddings of the drafter's own, for drafters that are wider than the target."""
+    return torch.randn((VOCAB, 96), generator=torch.Generator().manual_seed(5))
+
+
+def write_eagle(folder: Path, seed: int = 0, num_layers: int = 1, bias: bool = True, inner: int = 48) -> Path:
+    """EAGLE-1's layout with random weights, in float32."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1) + (len(shape) == 1)
+
+    folder.mkdir()
+    kv = HIDDEN // 2
+    tensors = {"embed_tokens.weight": draw(VOCAB, HIDDEN) * 3, "fc.weight": draw(HIDDEN, 2 * HIDDEN)}
+    if bias:
+        tensors["fc.bias"] = draw(HIDDEN) - 1
+    for i in range(num_layers):
+        rows = {"q": HIDDEN, "k": kv, "v": kv, "o": HIDDEN}
+        tensors |= {f"layers.{i}.self_attn.{n}_proj.weight": draw(width, HIDDEN) for n, width in rows.items()}
+        tensors |= {f"layers.{i}.mlp.{n}_proj.weight": draw(inner, HIDDEN) for n in ("gate", "up")}
+        tensors[f"layers.{i}.mlp.down_proj.weight"] = draw(HIDDEN, inner)
+        tensors[f"layers.{i}.post_attention_layernorm.weight"] = draw(HIDDEN)
+        if i:
+            tensors[f"layers.{i}.input_layernorm.weight"] = draw(HIDDEN)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "bias": bias,
+        "intermediate_size": inner, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB,
+        "num_hidden_layers": num_layers, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 10000.0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@torch.no_grad()
+def eagle_forward(
+    folder: Path, tokens: torch.Tensor, features: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """EAGLE-1's layers in plain torch, from the public description.
+
+    Args:
+        folder: as `write_eagle` writes it.
+        tokens: [nodes] int64.
+        features: [nodes, HIDDEN].
+        mask: [nodes, nodes] bool, what each sees.
+        positions: [nodes].
+
+    Returns:
+        Own features, and of the last layer what its down projection reads and adds to.
+    """
+    t, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    x = torch.cat((t["embed_tokens.weight"][tokens], features), -1) @ t["fc.weight"].T + t.get("fc.bias", 0)
+    eps, theta = config["rms_norm_eps"], config["rope_theta"]
+    for i in range(config["num_hidden_layers"]):
+        part = {k.removeprefix(f"layers.{i}."): v for k, v in t.items() if k.startswith(f"layers.{i}.")}
+        y = norm(x, part["input_layernorm.weight"], eps) if i else x
+        q, k, v = ((y @ part[f"self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, 8)).transpose(0, 1) for n in "qkv")
+        q, k = rotate(q[None], positions[None], theta)[0], rotate(k[None], positions[None], theta)[0]
+        k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1).flatten(1)
+        x = x + mixed @ part["self_attn.o_proj.weight"].T
+        y = norm(x, part["post_attention_layernorm.weight"], eps)
+        gate, up = (y @ part[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        inner, before = torch.nn.functional.silu(gate) * up, x
+        x = x + inner @ part["mlp.down_proj.weight"].T
+    return x, inner, before
+
+
+@torch.no_grad()
+def fit_eagle(folder: Path, target: Path) -> Path:
+    """Give a drafter the down projection that fits the target's features best."""
+    texts, states = texts_of(target)
+    inputs, wanted = [], []
+    for text, seen in zip(texts, states, strict=True):
+        nodes = text.shape[1] - 1
+        mask = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+        _, inner, before = eagle_forward(folder, text[0, 1:], seen[-1][0, :-1], mask, torch.arange(nodes))
+        inputs.append(inner)
+        wanted.append(seen[-1][0, 1:] - before)
+    held = load_file(folder / "model.safetensors")
+    held["layers.0.mlp.down_proj.weight"] = fitted(inputs, wanted, 1.0)
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def compiled(source, folder: Path, *backends: str, slots: int = 2, rows: int = 64) -> list:
+    """The engines of a source's graph, exported once, on backends of the CPU."""
+    from speccompile.core import registry
+
+    model, _ = source.export(lambda stage: None)
+    engines = []
+    for name in backends or ("onnxruntime",):
+        chosen, place = registry.backend(name), folder / name / source.job.name
+        chosen.compile(model, source.spec(), place)
+        sizes = {"max_slots": slots, "max_rows": rows, "tuning": {"threads": 1}}
+        if source.role == "target":
+            chosen.compile_rollback(source.dims, place / "rollback")
+            sizes["rollback"] = place / "rollback" / chosen.graph_file
+        engines.append(chosen.load(place / chosen.graph_file, source.spec(), **sizes))
+    return engines

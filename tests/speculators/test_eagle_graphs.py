@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs of EAGLE drafters against the drafters in plain torch: chains in pieces, trees, laws, variants."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from speccompile.core.jobs import GraphJob, SourceContext
+from speccompile.core.specs import (
+    FEATURE_NODES,
+    FEATURES,
+    GUESS_PROBS,
+    GUESSES,
+    LENGTHS,
+    NEXT_FEATURES,
+    NODE_LAWS,
+    SCORED_NODES,
+    TEMPERATURE,
+    TOKENS,
+    TREE_MASK,
+    hidden_name,
+)
+from speccompile.errors import CheckpointError, ExportError, RecipeError
+from speccompile.frontend.checkpoint import read_dims
+
+torch = pytest.importorskip("torch")
+
+from tests.speculators import eagle_lab as lab  # noqa: E402
+
+BACKENDS = ("reference", "onnxruntime")
+TOLERANCE = 1e-5  # of the largest number: float32 sums in another order differ by about 1e-6
+TOKENS_READ, TREE = [5, 1, 33, 7, 20], [11, 2, 30, 8]  # a chain, and behind it two branches: 11 (2, 30) and 8
+SEEN = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]  # by node of the tree
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("eagle")
+    lab.write_target(place / "target")
+    return place
+
+
+def context(folder, weights="checkpoint"):
+    target = folder / "target"
+    return SourceContext(weights, 64, 6, read_dims(target), GraphJob("target", str(target)))
+
+
+def eagle3_source(folder, name, kind="Draft", weights="checkpoint", **options):
+    from speccompile.speculators.eagle3 import source
+
+    given = {"layers": None, "num_guesses": 4, "laws": False, **options}
+    job = GraphJob(kind.lower(), str(folder / name), options=tuple(given.items()))
+    return getattr(source, f"{kind}Source")(job, context(folder, weights))
+
+
+def eagle_source(folder, name, weights="checkpoint", **options):
+    from speccompile.speculators.eagle.source import DraftSource
+
+    given = {"num_guesses": 4, "laws": False, **options}
+    return DraftSource(GraphJob("draft", str(folder / name), options=tuple(given.items())), context(folder, weights))
+
+
+def assert_close(got, wanted):
+    wanted = np.asarray(wanted)
+    assert np.abs(got - wanted).max() <= TOLERANCE * np.abs(wanted).max()
+
+
+def features_of(width, seed=0):
+    return np.random.default_rng(seed).normal(size=(len(TOKENS_READ), width)).astype(np.float32)
+
+
+def drafted(engine, features, warp=None):
+    """A chain read in two pieces (the second in slot 1 of a ragged batch), then a tree behind it on own features.
+
+    Returns:
+        Outputs of the second piece and of the tree, of slot 1.
+    """
+    split = 2
+    first = {TOKENS: np.array([TOKENS_READ[:split]]), LENGTHS: np.array([0]), FEATURES: features[None]}
+    engine.run({**first, FEATURE_NODES: np.arange(split)[None], SCORED_NODES: np.array([[0]])}, first_slot=1)
+    rest = len(TOKENS_READ) - split
+    tokens = np.array([[9] * rest, TOKENS_READ[split:]])
+    both = np.stack((np.ones_like(features), features[::-1]))  # rows are picked, so their order is free
+    rows = np.array([[0, 1, 2], [len(features) - 1 - i for i in range(split, len(features))]])
+    feeds = {TOKENS: tokens, LENGTHS: np.array([0, split]), FEATURES: both, FEATURE_NODES: rows, **(warp or {})}
+    outputs = engine.run({**feeds, SCORED_NODES: np.array([[0], [rest - 1]])})
+    chain = {name: np.asarray(value)[1].copy() for name, value in outputs.items()}
+    told = np.asarray(outputs[NEXT_FEATURES]).copy()
+    # Both first nodes are told the root's own feature, which is row `rest` of what came; the others' parent is node 0.
+    top = engine.run(
+        {
+            TOKENS: np.array([[1], TREE[:1]]),
+            LENGTHS: np.array([0, len(TOKENS_READ)]),
+            FEATURES: told,
+            FEATURE_NODES: np.array([[0], [rest]]),
+            **(warp or {}),
+        }
+    )
+    told = np.asarray(top[NEXT_FEATURES]).copy()
+    mask = np.stack((np.eye(4, dtype=bool), np.array(SEEN, dtype=bool)))
+    outputs = engine.run(
+        {
+            TOKENS: np.array([[1] * 4, TREE]),
+            LENGTHS: np.array([0, len(TOKENS_READ)]),
+            TREE_MASK: mask,
+            FEATURES: told,
+            FEATURE_NODES: np.array([[0] * 4, [0, 1, 1, 0]]),
+            SCORED_NODES: np.array([[0, 0], [3, 1]]),
+            **(warp or {}),
+        }
+    )
+    return chain, {name: np.asarray(value)[1] for name, value in outputs.items()}
+
+
+def by_heads(heads, embeddings, features):
+    """The same by `EagleHeads.read`, path by path: own features of the chain, and of the tree's nodes."""
+    text, told = embeddings[torch.tensor(TOKENS_READ)][None], torch.from_numpy(features)[None]
+    num = len(TOKENS_READ)
+    mask = torch.ones(num, num, dtype=torch.bool).tril()
+    own, held = heads.read(text, told, torch.arange(num)[None], None, mask)
+    nodes, after = [], {}
+    for node, parent in enumerate((-1, 0, 0, -1)):
+        before, rows = (own[:, -1:], held) if parent < 0 else after[parent]
+        place = torch.tensor([[num if parent < 0 else num + 1]])
+        after[node] = heads.read(embeddings[TREE[node]][None, None], before, place, rows, None)
+        nodes.append(after[node][0])
+    return own, torch.cat(nodes, 1)
+
+
+@pytest.fixture(scope="module")
+def reduced(folder):
+    """Heads with a draft vocabulary, and their folder; embeddings are the target's."""
+    heads = lab.random_heads(lab.sizes(norm_before_residual=True))
+    lab.write_eagle3(folder / "reduced", heads)
+    return heads
+
+
+def test_eagle3_graph_drafts_what_the_heads_do(folder, reduced, tmp_path):
+    from speccompile.frontend.target_tables import read_tables
+
+    source = eagle3_source(folder, "reduced", laws=True)
+    source.check()
+    features = features_of(lab.HIDDEN)
+    heat = {TEMPERATURE: np.full(2, 0.7, np.float32)}
+    d2t = reduced.target_tokens().numpy()
+    with torch.no_grad():
+        own, nodes = by_heads(reduced, read_tables(context(folder)).embeddings, features)
+        logits = [reduced.lm_head(reduced.norm(state))[0].double() for state in (own[:, -1:], nodes[:, [3, 1]])]
+    for engine in lab.compiled(source, tmp_path, *BACKENDS):
+        chain, tree = drafted(engine, features, heat)
+        assert_close(chain[NEXT_FEATURES], torch.cat((torch.from_numpy(features[2:3]), own[0, 2:])))
+        assert_close(tree[NEXT_FEATURES], torch.cat((own[0, -1:], nodes[0])))
+        for got, raw in zip((chain, tree), logits, strict=True):
+            order = raw.argsort(-1, descending=True)[:, :4].numpy()
+            assert np.array_equal(got[GUESSES], d2t[order])
+            assert_close(got[GUESS_PROBS], np.take_along_axis(raw.softmax(-1).numpy(), order, -1))
+            laws = np.zeros((len(raw), lab.VOCAB))
+            laws[:, d2t] = (raw / 0.7).softmax(-1).numpy()
+            assert_close(got[NODE_LAWS], laws)
+            assert not got[NODE_LAWS][:, np.setdiff1d(np.arange(lab.VOCAB), d2t)].any()
+        if engine.__class__.__name__ == "OrtEngine":  # a greedy batch gets a dummy law
+            assert drafted(engine, features)[0][NODE_LAWS].shape == (1, 1)
+
+
+def test_eagle_graph_drafts_what_the_published_layers_do(folder, tmp_path):
+    from speccompile.frontend.target_tables import read_tables
+
+    name, num = "eagle", len(TOKENS_READ)
+    lab.write_eagle(folder / name, num_layers=2)
+    source = eagle_source(folder, name)
+    source.check()
+    features = features_of(lab.HIDDEN)
+    told, text = torch.from_numpy(features), torch.tensor(TOKENS_READ + TREE)
+    mask = torch.zeros(num + 4, num + 4, dtype=torch.bool)
+    mask[:num, :num] = torch.ones(num, num, dtype=torch.bool).tril()
+    mask[num:, :num], mask[num:, num:] = True, torch.tensor(SEEN).bool()
+    places = torch.tensor([*range(num), num, num + 1, num + 1, num])
+
+    def forward(count):
+        return lab.eagle_forward(folder / name, text[:count], told, mask[:count, :count], places[:count])[0]
+
+    chain_wanted = forward(num)
+    told = torch.cat((told, chain_wanted[-1:]))
+    first = forward(num + 1)[-1:]
+    told = torch.cat((told, first, first, chain_wanted[-1:]))
+    nodes = forward(num + 4)
+    logits = nodes[[num + 3, num + 1]] @ read_tables(context(folder)).lm_head.T
+    for engine in lab.compiled(source, tmp_path, *BACKENDS):
+        chain, tree = drafted(engine, features)
+        assert_close(chain[NEXT_FEATURES][1:], chain_wanted[2:])
+        assert_close(tree[NEXT_FEATURES][1:], nodes[num:])
+        assert np.array_equal(tree[GUESSES], logits.argsort(-1, descending=True)[:, :4].numpy())
+
+
+@pytest.mark.parametrize("variant", ["plain", "norm_before_fc", "fc_norm"])
+def test_fusion_follows_the_variants_of_the_config(folder, tmp_path, variant):
+    heads = lab.random_heads(lab.sizes(draft_vocab_size=lab.VOCAB))
+    rng = torch.Generator().manual_seed(2)
+    streams = [torch.randn(1, 3, lab.HIDDEN, generator=rng) for _ in lab.STREAMS]
+    weights = torch.rand(3 * lab.HIDDEN, generator=rng)
+    extra, config, joined = {}, {}, torch.cat(streams, -1)
+
+    def normed(x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + heads.sizes.rms_norm_eps)
+
+    if variant == "norm_before_fc":
+        extra, config, joined = {"input_norm.weight": weights}, {variant: True}, normed(joined) * weights
+    if variant == "fc_norm":
+        extra = {f"fc_norm.{i}.weight": part for i, part in enumerate(weights.chunk(3))}
+        joined = torch.cat([normed(x) for x in streams], -1) * weights
+    lab.write_eagle3(folder / variant, heads, extra, **config)
+    source = eagle3_source(folder, variant, "Fusion")
+    source.check()
+    assert source.dims.layers == lab.STREAMS
+    [engine] = lab.compiled(source, tmp_path)
+    feeds = {hidden_name(i): x.numpy() for i, x in zip(lab.STREAMS, streams, strict=True)}
+    got = np.asarray(engine.run(feeds)[FEATURES])
+    assert_close(got, (joined @ heads.fc.weight.T).detach())
+
+
+def test_wide_drafters_have_embeddings_of_their_own(folder, tmp_path):
+    heads = lab.random_heads(lab.sizes(hidden_size=48, head_dim=12))
+    own = torch.randn(lab.VOCAB, 48, generator=torch.Generator().manual_seed(4))
+    lab.write_eagle3(folder / "wide", heads, {"embed_tokens.weight": own})
+    source = eagle3_source(folder, "wide")
+    source.check()
+    assert not source.needs_tables and not any(name.startswith("target/") for name in source.digests())
+    features = features_of(48)
+    chain, _ = drafted(lab.compiled(source, tmp_path)[0], features)
+    with torch.no_grad():
+        wanted, _ = by_heads(heads, own, features)
+    assert_close(chain[NEXT_FEATURES][1:], wanted[0, 2:])
+
+
+def test_weights_are_counted_before_they_are_read(folder, reduced):
+    from speccompile.speculators.eagle import drafter as eagle
+    from speccompile.speculators.eagle3 import drafter as eagle3
+
+    lab.write_eagle(folder / "counted", num_layers=2, bias=False)
+    draft, fusion = eagle3_source(folder, "reduced"), eagle3_source(folder, "reduced", "Fusion")
+    older, table = eagle_source(folder, "counted"), torch.zeros(lab.VOCAB, lab.HIDDEN)
+    for source, module in (
+        (draft, eagle3.make_body(draft.config, draft.dims, None, table)),
+        (fusion, eagle3.make_fusion(fusion.config, fusion.dims, None)),
+        (older, eagle.make_body(older.config, older.dims, None, table)),
+    ):
+        assert source.counts().num_params == sum(p.numel() for p in module.parameters())
+
+
+def test_random_weights_need_a_config_alone_and_layers_follow_the_target(folder, tmp_path):
+    place = tmp_path / "config"
+    place.mkdir()
+    held = json.loads((lab.write_eagle3(tmp_path / "w", lab.random_heads(lab.sizes())) / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**held, "eagle_aux_hidden_state_layer_ids": [2, 16, 29]}))
+    shutil.copytree(folder / "target", tmp_path / "target")
+    source = eagle3_source(tmp_path, "config", weights="random")
+    assert source.dims.layers == (1, 2, 3)  # no 28 among seven
+    model, _ = source.export(lambda stage: None)
+    assert any(n.op_type == "CachedAttention" for n in model.graph)
+
+
+RULE_CASES = [
+    ({}, 32, (1, 15, 28)),
+    ({"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}, 32, (1, 15, 28)),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, 32, (1, 15, 28)),
+    ({"eagle_aux_hidden_state_layer_ids": [24, 30, 36]}, 36, (23, 29, 35)),
+]
+
+
+@pytest.mark.parametrize(("config", "num_layers", "layers"), RULE_CASES)
+def test_layers_are_read_in_either_way_of_counting(tmp_path, config, num_layers, layers):
+    from speccompile.speculators.eagle3.layers import layers_of_target
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert layers_of_target(str(tmp_path), None, None, num_layers, "checkpoint") == layers
+    assert layers_of_target(str(tmp_path), None, (3, 0, 5), num_layers, "checkpoint") == (3, 0, 5)
+
+
+REFUSED_LAYERS = [
+    ({"eagle_aux_hidden_state_layer_ids": [2, 16, 33]}, None, CheckpointError, "the stream behind layer 32"),
+    ({"eagle_aux_hidden_state_layer_ids": [0, 16, 29]}, None, CheckpointError, "different numbers from 1 on"),
+    ({"eagle_aux_hidden_state_layer_ids": [2, 2, 29]}, None, CheckpointError, "different numbers from 1 on"),
+    ({}, (1, 2, 32), RecipeError, r"speculator\.layers: got \[1, 2, 32\]; expected 3 different layers"),
+]
+
+
+@pytest.mark.parametrize(("config", "asked", "error", "message"), REFUSED_LAYERS)
+def test_layers_that_cannot_be_are_refused(tmp_path, config, asked, error, message):
+    from speccompile.speculators.eagle3.layers import layers_of_target
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=message):
+        layers_of_target(str(tmp_path), None, asked, 32, "checkpoint")
+
+
+def test_too_few_layers_are_refused_but_for_random_weights(tmp_path):
+    from speccompile.speculators.eagle3.layers import layers_of_target
+
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RecipeError, match="a target of 4 layers; expected 7 layers or more"):
+        layers_of_target(str(tmp_path), None, None, 4, "checkpoint")
+    assert layers_of_target(str(tmp_path), None, None, 4, "random") == (0, 2, 3)
+
+
+REFUSED_CONFIGS = [
+    ({"eagle_config": {"use_aux_hidden_state": False}}, CheckpointError, "three states are fused"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ExportError, "rope type 'dynamic'"),
+    ({"target_hidden_size": 64}, RecipeError, "target states of 64; expected 32"),
+    ({"vocab_size": 48}, RecipeError, "a vocabulary of 48 tokens; expected 40"),
+    ({"num_attention_heads": 0}, CheckpointError, r"\(num_attention_heads\): got 0"),
+]
+
+
+@pytest.mark.parametrize(("config", "error", "message"), REFUSED_CONFIGS)
+def test_variants_that_are_not_computed_are_refused_by_name(folder, tmp_path, config, error, message):
+    held = json.loads((lab.write_eagle3(tmp_path / "w", lab.random_heads(lab.sizes())) / "config.json").read_text())
+    (tmp_path / "w" / "config.json").write_text(json.dumps({**held, **config}))
+    shutil.copytree(folder / "target", tmp_path / "target")
+    with pytest.raises(error, match=message):
+        eagle3_source(tmp_path, "w", weights="random")
