@@ -87,12 +87,13 @@ class DraftCache:
         while num - (start := self.lengths[place]) > self._spare:
             self._read(place, np.array(tokens[start : min(start + PREFILL_CHUNK, num - 1)], dtype=np.int64))
 
-    def _idle(self, place: int, width: int, num_in_place: int = 0) -> int:
-        """Where a step writes padding; a slot that is full gives up its last rows, as padding must go somewhere.
+    def _idle(self, place: int, span: int, num_in_place: int = 0) -> int:
+        """Where a step writes padding of `span` positions, which the draft must know.
 
-        It could not draft more than they hold, and would read them again.
+        A slot that is full gives up its last rows, as padding must go somewhere: it could not draft more than they
+        hold, and would read them again.
         """
-        last = self.max_seq_len - width
+        last = self.max_seq_len - span
         if self.lengths[place] + num_in_place <= last:
             return self.lengths[place] + num_in_place
         self.lengths[place] = min(self.lengths[place], last)
@@ -100,9 +101,9 @@ class DraftCache:
 
     def expand(self, batch: Batch, level: Level) -> Outputs:
         """Read a level behind the roots."""
-        width, starts = level.tokens.shape[1], []
+        width, span, starts = level.tokens.shape[1], level.depth + 1, []
         for place, (nodes, num) in enumerate(zip(level.nodes, level.num_in_place, strict=True)):
-            starts.append(self.lengths[place] + num if nodes else self._idle(place, width, num))
+            starts.append(self.lengths[place] + num if nodes else self._idle(place, span, num))
         feeds: dict[str, Any] = {TOKENS: level.tokens, LENGTHS: np.array(starts, dtype=np.int64), **level.warp}
         if width > 1:
             feeds |= {TREE_MASK: level.tree_mask, SCORED_NODES: level.scored_nodes}

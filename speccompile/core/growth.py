@@ -39,10 +39,11 @@ class Calibration:
         log_odds: of a first guess being right, over the odds that its confidence means, to begin with.
     """
 
-    __slots__ = ("log_odds",)
+    __slots__ = ("_factors", "log_odds")
 
     def __init__(self, log_odds: float = 0.0) -> None:
         self.log_odds = [share * log_odds for share in RANK_SHARES]
+        self._factors: list[float] = []  # of the odds, by rank, for as many ranks as were asked for; empty: to be made
 
     def probs(self, confidences: Sequence[float]) -> list[float]:
         """Probability that each of the guesses behind one node is the token that follows; they sum to 1 at most.
@@ -50,9 +51,12 @@ class Calibration:
         Args:
             confidences: by rank.
         """
-        factors = [math.exp(odds) for odds in self.log_odds]
-        factors += factors[-1:] * (len(confidences) - len(factors))
-        probs = [f * c / (f * c + 1 - c) if c < 1 else 1.0 for f, c in zip(factors, confidences, strict=False)]
+        factors = self._factors
+        if len(factors) < len(confidences):
+            factors = [math.exp(odds) for odds in self.log_odds]
+            self._factors = factors = factors + factors[-1:] * (len(confidences) - len(factors))
+        # 1e-9 keeps a confidence of 1 from 0/0 and of being surer than sure.
+        probs = [f * c / (f * c + 1.000000001 - c) for f, c in zip(factors, confidences, strict=False)]
         total = sum(probs)
         return probs if total <= 1 else [prob / total for prob in probs]
 
@@ -64,7 +68,7 @@ class Calibration:
             chosen: candidate of each node that was scored.
             path: nodes kept, the root first.
         """
-        kept, last = {chosen[node] for node in path}, len(RANK_SHARES) - 1
+        kept, last, self._factors = {chosen[node] for node in path}, len(RANK_SHARES) - 1, []
         for candidate in chosen[1:]:
             if tree.parents[candidate] in kept:
                 rank = min(tree.ranks[candidate], last)
@@ -96,16 +100,16 @@ class Candidates:
         self, parent: int, tokens: Sequence[int], probs: Sequence[float], floor: float = 0.0, first_rank: int = 0
     ) -> None:
         """Guesses behind a candidate, by rank; those whose path is less likely than `floor` are left out."""
-        path, depth = self.paths[parent], self.depths[parent] + 1
-        for rank, (token, prob) in enumerate(zip(tokens, probs, strict=True), start=first_rank):
-            if path * prob < floor:
-                continue
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.probs.append(prob)
-            self.paths.append(path * prob)
-            self.depths.append(depth)
-            self.ranks.append(rank)
+        path, ranks = self.paths[parent], list(range(first_rank, first_rank + len(tokens)))
+        if floor > 0:
+            kept = [i for i, prob in enumerate(probs) if path * prob >= floor]
+            tokens, probs, ranks = [tokens[i] for i in kept], [probs[i] for i in kept], [ranks[i] for i in kept]
+        self.tokens += tokens
+        self.probs += probs
+        self.ranks += ranks
+        self.paths += [path * prob for prob in probs]
+        self.parents += [parent] * len(tokens)
+        self.depths += [self.depths[parent] + 1] * len(tokens)
 
     def likeliest(self, start: int, width: int) -> list[int]:
         """The `width` likeliest of the candidates from `start` on, the likeliest first."""

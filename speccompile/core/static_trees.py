@@ -9,6 +9,7 @@ law, before the first of them is drawn.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,8 @@ class StaticTrees:
 
 def _for_batch(plan: Level, drafts: _Drafts, places: Sequence[int]) -> Level:
     batch, nodes = len(drafts.tokens), plan.nodes[0]
+    if batch == 1:
+        return replace(plan, tokens=drafts.tokens[:, nodes], warp=drafts.warp)
     takes_part = set(places)
     return Level(
         plan.depth,
@@ -148,7 +151,8 @@ class _Drafts:
         for column, (_, children, ranks) in enumerate(level):
             self.tokens[:, children] = tokens[:, column, ranks]
         fresh = [child for _, children, _ in level for child in children]
-        self.is_there[np.ix_(places, fresh)] = True
+        for place in places:
+            self.is_there[place, fresh] = True
         if self.laws is not None:
             width = max(len(children) for _, children, _ in level)
             draws = self.batch.sibling_uniforms(depth + 1, width).tolist()

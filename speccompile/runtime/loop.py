@@ -58,7 +58,9 @@ def decode(
 def emit(tree: TokenTree, verdict: Verdict, slots: Slots) -> list[Step]:
     """Give each sequence the tokens of its path and the next token."""
     accepted, following, drafts = verdict.num_accepted.tolist(), verdict.next_token.tolist(), tree.num_nodes.tolist()
-    steps = []
+    steps, deepest = [], []
+    if not tree.is_chain:
+        deepest = [max(row[:num]) for row, num in zip(tree.depths().tolist(), drafts, strict=True)]
     for place, slot in enumerate(slots.slots):
         num, num_drafts = accepted[place], drafts[place] - 1
         if tree.is_chain:
@@ -66,7 +68,7 @@ def emit(tree: TokenTree, verdict: Verdict, slots: Slots) -> list[Step]:
             is_bonus = 0 < num == num_drafts
         else:
             path = verdict.path[place, : num + 1]
-            new, depth = tree.tokens[place, path[1:]].tolist(), int(tree.depths()[place, : num_drafts + 1].max())
+            new, depth = tree.tokens[place, path[1:]].tolist(), deepest[place]
             is_bonus = num > 0 and not tree.children(place, int(path[-1]))
         new.append(following[place])
         steps.append(slot.emit(new, num_drafts, depth, is_bonus))

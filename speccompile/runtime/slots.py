@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core import sampling as laws
-from speccompile.core.sampling import DRAFT_SIBLING_LANE, SamplingParams, tree_uniforms, uniforms, warp_inputs
+from speccompile.core.sampling import DRAFT_SIBLING_LANE, SIBLING_LANE, SamplingParams, uniforms, warp_inputs
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.runtime.stats import SlotStats
@@ -52,11 +52,12 @@ class UniformTable:
         start: first position needed.
     """
 
-    __slots__ = ("_start", "_table", "seed")
+    __slots__ = ("_lanes", "_start", "_table", "seed")
 
     def __init__(self, seed: int, start: int) -> None:
         self.seed, self._start = np.array([seed], dtype=np.uint64), start
         self._table = np.empty((3, 0), dtype=np.float32)
+        self._lanes: dict[int, Floats] = {}  # of later siblings, made when they are asked for
 
     def rows(self, start: int, end: int) -> Floats:
         """[3, end - start] float32: accept, target and draft draws of positions start .. end - 1."""
@@ -67,6 +68,16 @@ class UniformTable:
             self._table = np.concatenate((self._table, np.stack(block)), axis=1)
         rows: Floats = self._table[:, start - self._start : end - self._start]
         return rows
+
+    def lane(self, lane: int, start: int, end: int) -> Floats:
+        """[end - start] float32: draws of any lane at positions start .. end - 1."""
+        held = self._lanes.get(lane, self._table[0, :0])
+        while self._start + len(held) < end:
+            first = self._start + len(held)
+            block = uniforms(self.seed, np.arange(first, first + BLOCK, dtype=np.int64)[None], lane)[0]
+            held = self._lanes[lane] = np.concatenate((held, block))
+        draws: Floats = held[start - self._start : end - self._start]
+        return draws
 
 
 class Slot:
@@ -145,6 +156,21 @@ class Slot:
         return Step(self.index, new, num_drafts, num_accepted, is_bonus, text, reason)
 
 
+def _draws_of_tree(table: UniformTable, root: int, depths: Ints, ranks: Ints) -> Floats:
+    """[nodes, 2] float32: what `sampling.tree_uniforms` gives for one slot, from its table.
+
+    Args:
+        table: of the slot.
+        root: index of the root in its sequence.
+        depths: [nodes] int64.
+        ranks: [nodes] int64, siblings before each node.
+    """
+    end = root + int(depths.max()) + 2
+    rows = table.rows(root, end)
+    later = [table.lane(SIBLING_LANE + rank, root, end) for rank in range(1, int(ranks.max()) + 1)]
+    return np.stack((np.stack((rows[0], *later))[ranks, depths], rows[1][depths + 1]), axis=1)
+
+
 class Slots:
     """The active sequences at places 0 .. batch - 1, and those that wait. See `speccompile.core.protocols.Batch`.
 
@@ -159,13 +185,11 @@ class Slots:
         self.max_slots = max_slots
         self.is_greedy = True
         self._warp: dict[str, NDArray[Any]] = {}
-        self._seeds = np.zeros(0, dtype=np.uint64)
 
     def changed(self) -> None:
         """Recompute what depends on who sits where."""
         params = [slot.sampling for slot in self.slots]
         self.is_greedy = all(p.is_greedy for p in params)
-        self._seeds = np.array([p.seed for p in params], dtype=np.uint64)
         self._warp = {}
         if not self.is_greedy:
             temperature, top_k, top_p = warp_inputs(params)
@@ -192,17 +216,23 @@ class Slots:
         """See `Batch.sibling_uniforms`."""
         draws = np.zeros((len(self.slots), num), dtype=np.float32)
         draws[:, 0] = self.draft_uniforms(depth)
-        if num > 1 and not self.is_greedy:
-            places = self.root_positions()[:, None] + np.full(num - 1, depth)
-            draws[:, 1:] = uniforms(self._seeds, places, DRAFT_SIBLING_LANE + np.arange(1, num))
+        for place, slot in enumerate(self.slots):
+            if slot.table is not None:
+                at = len(slot.tokens) + depth - 1
+                for rank in range(1, num):
+                    draws[place, rank] = slot.table.lane(DRAFT_SIBLING_LANE + rank, at, at + 1)[0]
         return draws
 
     def tree_uniforms(self, tree: TokenTree) -> Floats:
         """[batch, nodes, 2] float32: the draws that acceptance reads (`sampling.tree_uniforms`)."""
-        if not tree.is_chain:
-            return tree_uniforms(self._seeds, self.root_positions(), tree)
         nodes = tree.nodes
         draws = np.zeros((tree.batch, nodes, 2), dtype=np.float32)
+        if not tree.is_chain:
+            depths, ranks = tree.depths(), tree.sibling_ranks()
+            for place, slot in enumerate(self.slots):
+                if slot.table is not None:
+                    draws[place] = _draws_of_tree(slot.table, len(slot.tokens) - 1, depths[place], ranks[place])
+            return draws
         for place, slot in enumerate(self.slots):
             if slot.table is not None:
                 root = len(slot.tokens) - 1

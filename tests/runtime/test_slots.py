@@ -37,9 +37,13 @@ def test_chain_draws_are_those_of_the_tree(slots):
     np.testing.assert_array_equal(got[[0, 2]], wanted[[0, 2]])
     assert not got[1].any()  # a greedy slot draws nothing
     branching = TokenTree.tree(np.zeros((3, 4)), [[-1, 0, 0, 1]] * 3)
-    np.testing.assert_array_equal(
-        slots.tree_uniforms(branching), tree_uniforms(seeds, np.array(LENGTHS) - 1, branching)
-    )
+    for tree in (
+        branching,
+        TokenTree.tree(np.zeros((3, 6)), [[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 2, 3, 0], [-1, 0, 0, 0, 2, 3]]),
+    ):
+        wanted, got = tree_uniforms(seeds, np.array(LENGTHS) - 1, tree), slots.tree_uniforms(tree)
+        np.testing.assert_array_equal(got[[0, 2]], wanted[[0, 2]])
+        assert not got[1].any()
 
 
 def test_a_draft_token_is_drawn_at_the_position_it_will_stand_at(slots):

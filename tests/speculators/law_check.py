@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the text of a proposer over mock engines follows the target's law exactly: a chi-square over three tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from scipy.stats import chisquare
+
+from speccompile.core.sampling import SamplingParams, warp
+from speccompile.runtime.loop import decode
+from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.verifier import Verifier
+from tests.mock_lm import MockEngine, MockLM
+
+PROMPT = (3, 1, 4)
+NUM_TOKENS = 3
+# Seeds are fixed; a right proposer fails with this by chance once in ten thousand choices of them.
+LEAST = 1e-4
+
+Warp = tuple[float, int, float]  # temperature, top_k, top_p
+WARPS: tuple[Warp, ...] = ((0.9, 4, 1.0), (0.5, 0, 0.9), (1.5, 3, 1.0), (1.0, 0, 0.6))
+
+
+def exact_law(model: MockLM, heat: Warp) -> dict[tuple[int, ...], float]:
+    """Probability of every text of NUM_TOKENS behind PROMPT."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(NUM_TOKENS):
+        rows = {
+            path: warp(model.logits(np.array([*PROMPT, *path]))[None], *([part] for part in heat))[0] for path in law
+        }
+        law = {
+            (*path, int(token)): mass * float(rows[path][token])
+            for path, mass in law.items()
+            for token in np.flatnonzero(rows[path])
+        }
+    return law
+
+
+def decode_many(
+    target: MockEngine, proposer: Any, heat: Warp, num: int, max_seq_len: int, max_new_tokens: int = NUM_TOKENS + 1
+) -> list[Slot]:
+    """Decode PROMPT with `num` seeds; returns the finished sequences."""
+    asked = [
+        SamplingParams(max_new_tokens=max_new_tokens, temperature=heat[0], top_k=heat[1], top_p=heat[2], seed=s)
+        for s in range(num)
+    ]
+    waiting = [Slot(i, list(PROMPT), p, frozenset(), None) for i, p in enumerate(asked)]
+    for _ in decode(Verifier(target, max_seq_len), proposer, Slots(waiting, target.max_slots)):
+        pass
+    return waiting
+
+
+def law_p_value(slots: list[Slot], model: MockLM, heat: Warp) -> float:
+    """p of the chi-square test of their first tokens; 0 where one cannot occur at all."""
+    num, law = len(slots), exact_law(model, heat)
+    counts = Counter(tuple(slot.tokens[len(PROMPT) : len(PROMPT) + NUM_TOKENS]) for slot in slots)
+    if not set(counts) <= set(law):
+        return 0.0
+    common = [path for path, mass in law.items() if mass * num >= 8]
+    rest = num * (1 - sum(law[path] for path in common))
+    got, wanted = [counts[path] for path in common], [num * law[path] for path in common]
+    if rest > 1e-3:
+        got, wanted = [*got, num - sum(got)], [*wanted, rest]
+    return float(chisquare(got, wanted, sum_check=False).pvalue)

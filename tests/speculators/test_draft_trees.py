@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees of a small model over mock engines: the target's text and law, the draft's cache, and what is refused."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from speccompile.core import static_trees
+from speccompile.core.growth import draw_siblings
+from speccompile.core.jobs import MethodContext, StepCosts
+from speccompile.core.sampling import SamplingParams, warp
+from speccompile.errors import RecipeError
+from speccompile.runtime.loop import decode
+from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.verifier import Verifier
+from speccompile.speculators.draft_model.config import Config
+from speccompile.speculators.draft_model.method import DraftModelMethod
+from tests.mock_lm import VOCAB, MockEngine, MockLM
+from tests.speculators.law_check import LEAST, WARPS, decode_many, law_p_value
+
+TARGET = MockLM(seed=1)
+DRAFT = TARGET.blurred(seed=2, blur=0.8)
+ROWS, NODES = 96, 10
+COSTS = {"target": StepCosts(((1, 10.0), (4, 10.5), (16, 16.0))), "draft": StepCosts(((1, 0.2), (16, 0.4)))}
+PROMPTS = [[3], [1, 2, 3], [5] * 20, [7, 8], [9] * 60]
+TREES = ("auto", {"widths": [2, 2, 1]}, [[0], [2], [0, 1], [0, 1, 0], [0, 1, 0, 0]], {"widths": [1, 1, 1]})
+
+
+def make_proposer(tree, slots=1, costs=None, rows=ROWS, **fields):
+    context = MethodContext(slots, ROWS, NODES, costs or {}, {"draft": rows})
+    engine = MockEngine(DRAFT, "guesser", slots, rows, headroom=NODES + 1)
+    return DraftModelMethod().make_proposer(Config("d", tree=tree, num_guesses=4, **fields), {"draft": engine}, context)
+
+
+def run(proposer, slots, params):
+    verifier = Verifier(MockEngine(TARGET, "target", slots, ROWS, headroom=NODES + 1), ROWS)
+    waiting = [Slot(i, list(p), params[i], frozenset(), None) for i, p in enumerate(PROMPTS)]
+    for _ in decode(verifier, proposer, Slots(waiting, slots)):
+        pass
+    return waiting
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("costs", [None, COSTS])
+def test_greedy_text_is_the_targets_own_to_the_end_of_the_cache(tree, slots, costs):
+    params = [SamplingParams(max_new_tokens=60 - 7 * i) for i in range(len(PROMPTS))]
+    done = run(make_proposer(tree, slots, costs), slots, params)
+    for slot, prompt in zip(done, PROMPTS, strict=True):
+        assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, min(60 - 7 * slot.index, ROWS - len(prompt) + 1))
+    steps = sum(sum(slot.stats.outcomes.values()) for slot in done)
+    assert sum(slot.stats.num_tokens for slot in done) > 1.8 * steps
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("rows", [40, 12, 3])
+def test_a_draft_with_fewer_rows_than_the_target_drafts_as_long_as_it_can(tree, rows):
+    proposer = make_proposer(tree, 2, rows=rows)
+    done = run(proposer, 2, [SamplingParams(max_new_tokens=36)] * len(PROMPTS))
+    for slot, prompt in zip(done, PROMPTS, strict=True):
+        assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, 36)
+    drafted = [slot.stats.num_draft_tokens for slot in done]
+    assert drafted[0] > 0 and drafted[4] == 0
+
+
+def test_a_wider_tree_is_accepted_further_than_its_chain():
+    tokens = {}
+    for name, tree in (("chain", {"widths": [1, 1, 1]}), ("tree", {"widths": [2, 2, 1]}), ("auto", "auto")):
+        done = run(make_proposer(tree), 1, [SamplingParams(max_new_tokens=36)] * len(PROMPTS))
+        tokens[name] = sum(s.stats.num_tokens for s in done) / sum(sum(s.stats.outcomes.values()) for s in done)
+    assert tokens["chain"] + 0.2 < tokens["tree"] <= tokens["auto"] + 0.2
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_draft_reads_little_again(tree):
+    """Behind an accepted path at most its length is read at once, and levels feed no more than the tree has."""
+    proposer = make_proposer(tree)
+    run(proposer, 1, [SamplingParams(max_new_tokens=36)] * len(PROMPTS))
+    widths = [seen["tokens"][1] for seen in proposer.cache.engine.feeds_seen]
+    assert max(widths[1:]) <= 60 and np.mean(widths) < 6
+    chain = make_proposer({"widths": [1, 1, 1, 1]})
+    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
+    batch = SimpleNamespace(slots=[slot], is_greedy=True, warp_feeds=dict)
+    chain.start(0, slot)
+    chain.propose(batch)
+    assert [seen["tokens"][1] for seen in chain.cache.engine.feeds_seen] == [3, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("num_accepted", "reads"), [(3, 2), (2, 1), (0, 1)])
+def test_rows_of_accepted_drafts_are_kept(num_accepted, reads):
+    proposer = make_proposer({"widths": [1, 1, 1]})
+    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
+    batch = SimpleNamespace(slots=[slot], is_greedy=True, warp_feeds=dict)
+    proposer.start(0, slot)
+    tree = proposer.propose(batch)
+    path = np.array([[*range(num_accepted + 1), *[-1] * (3 - num_accepted)]])
+    proposer.commit(batch, tree, SimpleNamespace(num_accepted=np.array([num_accepted]), path=path), {})
+    slot.tokens += [*tree.tokens[0, 1 : num_accepted + 1].tolist(), 7]
+    proposer.cache.engine.feeds_seen.clear()
+    proposer.propose(batch)
+    assert proposer.cache.engine.feeds_seen[0]["tokens"][1] == reads
+
+
+@pytest.mark.parametrize("tree", TREES[1:])
+@pytest.mark.parametrize("heat", WARPS)
+def test_drawn_trees_follow_the_targets_law(tree, heat):
+    proposer = make_proposer(tree, slots=20)
+    target = MockEngine(TARGET, "target", 20, ROWS, headroom=NODES + 1)
+    done = decode_many(target, proposer, heat, 1000, ROWS)
+    assert law_p_value(done, TARGET, heat) > LEAST
+    assert sum(slot.stats.num_draft_tokens for slot in done) > 1000
+
+
+@pytest.mark.parametrize("fields", [{"drafts": "greedy"}, {}])
+def test_guessed_trees_leave_sampled_text_as_it_is(fields):
+    tree = "auto" if not fields else {"widths": [2, 2, 1]}
+    params = [SamplingParams(max_new_tokens=30, temperature=0.8, top_p=0.9, seed=i) for i in range(len(PROMPTS))]
+    texts = []
+    for proposer, slots in ((make_proposer(tree, 3, **fields), 3), (make_proposer(tree, 1, COSTS, **fields), 1)):
+        texts.append([slot.tokens for slot in run(proposer, slots, params)])
+    from speccompile.speculators.none.proposer import NoneProposer
+
+    assert texts[0] == texts[1] == [slot.tokens for slot in run(NoneProposer(), 1, params)]
+
+
+def test_drawn_text_depends_on_the_seed_alone():
+    heats = (0.9, 0.0, 1.2, 0.7, 0.0)
+    params = [SamplingParams(max_new_tokens=30, temperature=t, top_k=5 * (i % 2), seed=i) for i, t in enumerate(heats)]
+    for tree in TREES[1:]:
+        texts = [[slot.tokens for slot in run(make_proposer(tree, slots), slots, params)] for slots in (1, 2, 5)]
+        assert texts[0] == texts[1] == texts[2]
+        for i in (1, 4):
+            assert texts[0][i][len(PROMPTS[i]) :] == TARGET.greedy(PROMPTS[i], 30)
+
+
+def _with_replacement(law, draws, laws):
+    tokens = draw_siblings(law, draws, laws)
+    laws[: len(tokens)] = law  # as if each sibling were drawn from the whole law
+    return tokens
+
+
+def _of_the_parent(law, draws, laws):
+    tokens = draw_siblings(law, draws, laws)
+    laws[: len(tokens)] = laws[0] if len(tokens) == 1 else laws[: len(tokens)][::-1].copy()
+    return tokens
+
+
+@pytest.mark.parametrize("wrong", [_with_replacement, _of_the_parent])
+def test_a_wrong_law_of_siblings_is_noticed(monkeypatch, wrong):
+    monkeypatch.setattr(static_trees, "draw_siblings", wrong)
+    proposer = make_proposer({"widths": [3, 2]}, slots=20)
+    target = MockEngine(TARGET, "target", 20, ROWS, headroom=NODES + 1)
+    heat = WARPS[0]
+    assert law_p_value(decode_many(target, proposer, heat, 1000, ROWS), TARGET, heat) < LEAST
+
+
+def test_drawn_siblings_carry_the_laws_they_were_drawn_from():
+    proposer = make_proposer({"widths": [2, 1]}, slots=2)
+    params = [SamplingParams(temperature=0.8, top_k=5, seed=3), SamplingParams()]
+    slots = Slots([], 2)
+    slots.slots = [Slot(i, [4, 5 + i], p, frozenset(), None) for i, p in enumerate(params)]
+    slots.changed()
+    for place, slot in enumerate(slots.slots):
+        slot.plan(ROWS)
+        proposer.start(place, slot)
+    tree = proposer.propose(slots)
+    tree.validate(VOCAB)
+    law = warp(DRAFT.logits(np.array([4, 5]))[None, None], [0.8], [5], [1.0])[0, 0]
+    np.testing.assert_allclose(tree.draft_probs[0, 1], law, rtol=1e-6)
+    rest = np.where(np.arange(VOCAB) == tree.tokens[0, 1], 0, law)
+    np.testing.assert_allclose(tree.draft_probs[0, 2], rest / rest.sum(), rtol=1e-5)
+    for node in range(1, 5):  # a greedy slot: one-hot laws of the guesses
+        assert tree.draft_probs[1, node, tree.tokens[1, node]] == 1 and tree.draft_probs[1, node].sum() == 1
+
+
+def test_trees_that_the_draft_cannot_make_are_refused():
+    with pytest.raises(RecipeError, match=r"speculator\.drafts: got 'sampled'; expected greedy or auto with"):
+        Config("d", tree="auto", drafts="sampled")
+    with pytest.raises(RecipeError, match=r"speculator\.engine_form: got 'unrolled'; expected auto or stepwise with"):
+        Config("d", tree="auto", engine_form="unrolled")
+    with pytest.raises(RecipeError, match="got a draft built as 4 guesses a node; expected 5 guesses a node"):
+        make_proposer({"widths": [5]})
+    with pytest.raises(RecipeError, match=r"got 12 draft tokens; expected at most engine\.max_draft_nodes = 10"):
+        make_proposer({"widths": [3, 3]})
+    with pytest.raises(RecipeError, match="got a draft built as 4 guesses a node; expected an engine for chains"):
+        make_proposer("chain")
+    chains = MockEngine(DRAFT, "draft", 1, ROWS, headroom=NODES + 1)
+    with pytest.raises(RecipeError, match="got a draft built as an engine for chains; expected 8 guesses a node"):
+        DraftModelMethod().make_proposer(Config("d", tree="auto"), {"draft": chains}, MethodContext(1, ROWS, NODES))
+
+
+def test_the_draft_is_built_for_what_the_tree_needs():
+    jobs = {
+        "chain": (),
+        "auto": (("laws", False), ("num_guesses", 8)),
+        ((0,), (1,)): (("laws", True), ("num_guesses", 2)),
+    }
+    for tree, options in jobs.items():
+        assert DraftModelMethod().graph_jobs(Config("d", tree=tree))[0].options == options
