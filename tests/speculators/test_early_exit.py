@@ -96,8 +96,8 @@ def test_the_graph_is_the_targets_first_layers(folders, tmp_path, head, asked):
 
 def test_random_layers_are_those_of_the_random_target(folders):
     """Whatever the number of layers: the target's weights are made first, then cut."""
-    theirs = load_model(folders[0], "random").state_dict()
     draft, _ = source_of(folders, False, 2, "random").export(lambda stage: None)
+    theirs = load_model(folders[0], "random").state_dict()
     held = {n: v.const_value.numpy() for n, v in draft.graph.initializers.items() if n.startswith("model.layers")}
     assert {name.split(".")[2] for name in held} == {"0", "1"}
     for name, array in held.items():
