@@ -62,7 +62,7 @@ class CompiledLayer(nn.Module):
         cross = layer.cross_attn
         q = tables[1](split_heads(cross.q_proj(x), sizes.target_head_dim), positions)
         x = x + cross.o_proj(cross_attention(q, *target, limits, sizes.target_head_dim**-0.5).flatten(2))
-        return x + layer.mlp(layer.post_attention_layernorm(x)), k_all, v_all
+        return layer.feed_forward(x), k_all, v_all
 
 
 class CompiledGlide(nn.Module):

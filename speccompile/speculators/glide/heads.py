@@ -104,7 +104,11 @@ class GlideLayer(nn.Module):
             k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
         x = x + self.self_attn.o_proj(join_heads(attend(q, k, v, mask)))
         x = x + self.cross_attn(x, positions, target, target_mask)
-        return x + self.mlp(self.post_attention_layernorm(x)), (k, v)
+        return self.feed_forward(x), (k, v)
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The stream behind the last part of the layer."""
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class GlideModel(nn.Module):
