@@ -11,6 +11,7 @@ import torch
 
 from speccompile.core import registry, specs
 from speccompile.core.jobs import GraphJob, MethodContext, SourceContext
+from speccompile.core.level import Level
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import ModelDims
 from speccompile.core.training import TrainingBatch
@@ -140,10 +141,8 @@ def test_a_chain_is_the_one_that_training_drafts(trainable, graph, text, backend
         rows.prefill(0, np.array([tokens[start : min(start + 9, NODES - 1)]]), start)
     drafts = [int(np.asarray(rows.begin(SimpleNamespace(slots=[slot]), [0], {})[specs.GUESSES])[0, 0, 0])]
     for depth in range(1, 5):
-        level = SimpleNamespace(
-            tokens=np.array([[drafts[-1]]]), nodes=[[depth]], num_in_place=[depth - 1], warp={},
-            tree_mask=np.ones((1, 1, 1), bool), scored_nodes=np.zeros((1, 1), np.int64),
-        )  # fmt: skip
+        ones, nothing = np.ones((1, 1, 1), bool), np.zeros((1, 1), np.int64)
+        level = Level(depth, np.array([[drafts[-1]]]), ones, nothing, [depth - 1], [[depth]], [[depth - 1]], {})
         outputs = rows.expand(SimpleNamespace(slots=[slot]), level)
         drafts.append(int(np.asarray(outputs[specs.GUESSES])[0, 0, 0]))
     assert drafts == want
