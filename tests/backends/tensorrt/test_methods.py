@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plans of every method's graphs build without a GPU: one row a method (tests/method_rows.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+if importlib.util.find_spec("tensorrt_rtx") is None:
+    pytest.skip("TensorRT-RTX is not installed: NO PLAN IS BUILT", allow_module_level=True)
+
+from speccompile.core import registry
+from speccompile.core.jobs import CompileOptions
+from tests.method_rows import MAX_NODES, MAX_ROWS, ROWS, forms, sources
+
+OPTIONS = {"flavour": "tensorrt_rtx", "plugins": "none"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from tests.speculators.eagle_lab import write_target
+
+    place = tmp_path_factory.mktemp("plans")
+    write_target(place / "target")
+    return place
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    """Exported graphs by what they are made of."""
+    return {}
+
+
+@pytest.mark.parametrize(("method", "form"), [case for case in forms() if ROWS[case[0]].write is not None])
+def test_plans_of_all_graphs_build(folder, graphs, tmp_path, method, form):
+    model = folder / method
+    if not model.exists():
+        ROWS[method].write(model, folder / "target")
+    backend = registry.backend("tensorrt")
+    _, *drafts = sources(method, form, folder / "target", model)
+    assert drafts
+    for source in drafts:
+        graph = (source.job.model, str(getattr(source, "outputs", source.job.options)))
+        if graph not in graphs:
+            graphs[graph] = source.export(lambda stage: None)[0]
+        rows = MAX_ROWS if source.max_rows else 0
+        options = CompileOptions("float16", 2, rows, MAX_NODES + 1, OPTIONS)
+        place = tmp_path / source.job.name
+        backend.compile(graphs[graph], source.spec(), place, quantization="none", options=options)
+        assert (place / backend.graph_file).stat().st_size > 10_000

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every method, with chains and trees, on the CPU's backends at batch 1, 3 and 8: the text is the target's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from speccompile.core import registry
+from speccompile.core.jobs import MethodContext
+from speccompile.core.sampling import SamplingParams
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.stats import TimedEngine
+from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, forms, sources
+
+BACKENDS = ("onnxruntime", "reference")
+BATCHES = (1, 3, 8)
+SLOTS = 8
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """(method, form, backend) -> SpecEngine; every graph is exported once and compiled once a backend."""
+    pytest.importorskip("torch")
+    pytest.importorskip("onnxruntime")
+    from tests.speculators.eagle_lab import write_target
+
+    folder = tmp_path_factory.mktemp("methods")
+    write_target(folder / "target")
+    models, engines, graphs = {}, {}, {}
+
+    def engine_of(source, backend):
+        key = (source.job, backend)
+        if key not in engines:
+            # A decoder's graph is the same whatever its tail will be.
+            graph = (source.job.model, str(getattr(source, "outputs", source.job.options)))
+            if graph not in graphs:
+                graphs[graph] = source.export(lambda stage: None)[0]
+            maker, place = registry.backend(backend), folder / f"graph{len(engines)}"
+            maker.compile(graphs[graph], source.spec(), place)
+            sizes = {"max_slots": SLOTS, "max_rows": MAX_ROWS, "tuning": {"threads": 1}}
+            if source.role == "target":
+                maker.compile_rollback(source.dims, place / "rollback")
+                sizes["rollback"] = place / "rollback" / maker.graph_file
+            engines[key] = TimedEngine(maker.load(place / maker.graph_file, source.spec(), **sizes))
+        return engines[key]
+
+    def load(method, form, backend):
+        row = ROWS[method]
+        if row.write is not None and method not in models:
+            row.write(folder / method, folder / "target")
+        models[method] = folder / method
+        target, *rest = sources(method, form, folder / "target", models[method])
+        drafts = {source.job.name: engine_of(source, backend) for source in rest}
+        context = MethodContext(SLOTS, MAX_SEQ, MAX_NODES)
+        proposer = registry.method(method).make_proposer(config_of(method, form, models[method]), drafts, context)
+        return SpecEngine(engine_of(target, backend), drafts, proposer, None, context)
+
+    return load
+
+
+def prompts():
+    from tests.speculators.eagle_lab import PROMPTS
+
+    return [*PROMPTS, [4, 4, 2]]
+
+
+def params(num):
+    return [SamplingParams(max_new_tokens=num + 2 * i, ignore_eos=True) for i in range(len(prompts()))]
+
+
+@pytest.fixture(scope="module")
+def plain(lab):
+    """The target's own greedy text."""
+    engine = lab("ngram", "chain", "onnxruntime")
+    return [r.tokens for r in engine.generate(prompts(), params(30), speculative=False, batch_size=1)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("method", "form"), forms())
+def test_greedy_text_equals_plain_decoding(lab, plain, method, form, backend):
+    engine = lab(method, form, backend)
+    # The reference evaluator is slow: its texts are shorter.
+    num = 30 if backend == "onnxruntime" else 4
+    for batch_size in BATCHES:
+        results = engine.generate(prompts(), params(num), batch_size=batch_size)
+        wanted = [text[: num + 2 * i] for i, text in enumerate(plain)]
+        assert [r.tokens for r in results] == wanted, f"batch {batch_size}"
+        if backend == "onnxruntime":
+            assert sum(r.stats["num_accepted"] for r in results) >= 20
+
+
+@pytest.mark.parametrize(("method", "form"), forms())
+def test_texts_that_fill_the_cache_end_as_plain_decoding_does(lab, method, form):
+    engine = lab(method, form, "onnxruntime")
+    asked = SamplingParams(max_new_tokens=500, ignore_eos=True)
+    fast, slow = (engine.generate(prompts(), asked, speculative=s, batch_size=3) for s in (True, False))
+    assert [r.tokens for r in fast] == [r.tokens for r in slow]
+    assert {r.finish_reason for r in fast} == {"cache_full"}
+
+
+@pytest.mark.parametrize(("method", "form"), forms())
+def test_the_seed_alone_decides_sampled_text(lab, method, form):
+    engine = lab(method, form, "onnxruntime")
+    heats = (1.0, 0.0, 1.3, 0.6, 0.9, 0.0, 1.1, 0.7, 1.0)
+    asked = [
+        SamplingParams(max_new_tokens=16, temperature=t, top_p=0.9 if i % 2 else 1.0, seed=i, ignore_eos=True)
+        for i, t in enumerate(heats)
+    ]
+    alone = [r.tokens for r in engine.generate(prompts(), asked, batch_size=1)]
+    for batch_size in BATCHES[1:]:
+        assert [r.tokens for r in engine.generate(prompts(), asked, batch_size=batch_size)] == alone

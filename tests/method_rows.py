@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row a method: how a tiny speculator for the tiny target is written, and its recipe's fields for chain and tree.
+
+What every method must do is tested over these rows: greedy text on every backend (tests/e2e/test_methods.py) and plans
+(tests/backends/tensorrt/test_methods.py). A method without a tree has a chain alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from speccompile.core import registry
+from speccompile.core.jobs import GraphJob, SourceContext
+from tests.speculators.heads_lab import write_medusa, write_prophet
+
+MAX_SEQ, MAX_NODES = 60, 10
+MAX_ROWS = MAX_SEQ + MAX_NODES + 1
+
+
+def write_learnt_eagle(folder: Path, target: Path) -> None:
+    """EAGLE-1 or 2."""
+    from tests.speculators import eagle_lab
+
+    eagle_lab.write_learnt_eagle(folder, target)
+
+
+def write_learnt_eagle3(folder: Path, target: Path) -> None:
+    """EAGLE-3."""
+    from tests.speculators import eagle_lab
+
+    eagle_lab.write_learnt_eagle3(folder, target)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method.
+
+    Args:
+        write: (folder, target's folder): writes the speculator's checkpoint; None: it has none.
+        chain: fields of its `Config` besides `model`.
+        tree: the same for a tree; None: it drafts chains alone.
+    """
+
+    write: Callable[[Path, Path], Any] | None
+    chain: dict[str, Any] = field(default_factory=dict)
+    tree: dict[str, Any] | None = None
+
+
+def write_draft(folder: Path, target: Path) -> None:
+    """A draft model: the target itself with noise on its weights."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight += 0.12 * weight.std() * torch.randn_like(weight)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes((target / "tokenizer.json").read_bytes())
+
+
+def successors(target: Path) -> np.ndarray:
+    """[vocab, vocab]: how often a token follows another in the target's greedy texts."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from tests.speculators.eagle_lab import PROMPTS, VOCAB
+
+    model, counts = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), np.zeros((VOCAB, VOCAB))
+    for prompt in PROMPTS:
+        text = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0)[0].tolist()
+        np.add.at(counts, (text[1:], text[:-1]), 1)
+    return counts / (1 + counts.sum(axis=0))
+
+
+def write_mlp(folder: Path, target: Path, num_heads: int = 3) -> None:
+    """An MLP speculator that has learnt by heart which token follows which; the target's state has no say."""
+    from safetensors.numpy import save_file
+
+    from tests.speculators.eagle_lab import HIDDEN, VOCAB
+
+    table = successors(target)
+    folder.mkdir()
+    sizes = {"emb_dim": HIDDEN, "inner_dim": VOCAB, "vocab_size": VOCAB, "n_predict": num_heads}
+    (folder / "config.json").write_text(json.dumps({"model_type": "mlp_speculator", **sizes}))
+    tensors = {}
+    for i in range(num_heads):
+        tensors[f"emb.{i}.weight"] = np.eye(VOCAB)
+        tensors[f"proj.{i}.weight"] = 1e-3 * np.ones((VOCAB, HIDDEN if i == 0 else VOCAB))
+        tensors[f"head.{i}.weight"] = table
+        tensors[f"ln.{i}.weight"], tensors[f"ln.{i}.bias"] = np.ones(VOCAB), np.zeros(VOCAB)
+    save_file({f"speculator.{n}": t.astype(np.float32) for n, t in tensors.items()}, folder / "model.safetensors")
+
+
+AUTO, FIXED = {"tree": "auto"}, {"tree": {"widths": [2, 2, 1]}}
+ROWS: dict[str, Row] = {
+    "draft_model": Row(write_draft, {"num_draft_tokens": 3}, FIXED),
+    "eagle": Row(write_learnt_eagle, {"tree": "chain", "num_draft_tokens": 3}, AUTO),
+    "eagle3": Row(write_learnt_eagle3, {"tree": "chain", "num_draft_tokens": 3}, AUTO),
+    "ngram": Row(None, {"min_match": 1, "max_match": 2}),
+    "mlp": Row(write_mlp, {"num_draft_tokens": 3}, FIXED),
+    "medusa": Row(write_medusa, {"tree": "chain"}, AUTO),
+    "prophet": Row(write_prophet, {"num_draft_tokens": 3}, {**AUTO, "tree_width": 2, "tree_depth": 3}),
+}
+
+
+def forms() -> list[tuple[str, str]]:
+    """(method, chain or tree) of all rows."""
+    return [(name, form) for name, row in ROWS.items() for form in ("chain", "tree") if form == "chain" or row.tree]
+
+
+def config_of(method: str, form: str, model: Path) -> Any:
+    """The method's `Config` for a form; a tree of the row that does not fit MAX_NODES is the row's fault."""
+    row = ROWS[method]
+    fields = row.chain if form == "chain" else row.tree
+    assert fields is not None
+    config = registry.method(method).Config
+    return config(**({"model": str(model)} if row.write else {}), **fields)
+
+
+def sources(method: str, form: str, target: Path, model: Path) -> Iterator[Any]:
+    """The sources of the target's graph, which is the same for all, and of all that the method wants beside it."""
+    from speccompile.frontend.decoder_source import DecoderSource
+    from tests.speculators.eagle_lab import STREAMS
+
+    config, chosen = config_of(method, form, model), registry.method(method)
+    # One target that gives all that any method wants: it is exported once.
+    job = GraphJob("target", str(target), options=(("hidden", True), ("hidden_layers", STREAMS)))
+    first = DecoderSource(job, SourceContext("checkpoint", MAX_SEQ, MAX_NODES))
+    yield first
+    for wanted in chosen.graph_jobs(config):
+        context = SourceContext("checkpoint", MAX_SEQ, MAX_NODES, first.dims, job)
+        yield registry.find_class(wanted.source)(wanted, context)
