@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of heads on every backend that runs here, and trees drafted step by step to compare them with."""
+"""Graphs of heads on every backend that runs here, trees drafted step by step, and tiny speculators."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,3 +89,59 @@ def check_tree(engine: Any, form: DraftForm, logits: Logits, given: dict[str, np
         np.testing.assert_allclose(outputs[specs.CONFIDENCES][slot], probs, rtol=2e-4)
         if form.width:
             np.testing.assert_array_equal(outputs[specs.DRAFT_PARENTS][slot], parents)
+
+
+def write_medusa(folder: Path, target: Path, num_heads: int = 3) -> None:
+    """Medusa heads trained for a moment on the target's greedy texts, which they then know by heart."""
+    import torch
+    from safetensors.torch import save_file
+    from torch.nn.functional import cross_entropy
+    from transformers import LlamaForCausalLM
+
+    from speccompile.speculators.medusa.heads import HeadsSizes, MedusaHeads
+    from tests.speculators.eagle_lab import HIDDEN, PROMPTS, VOCAB
+
+    model, states, labels = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), [], []
+    for prompt in PROMPTS:
+        text = model.generate(torch.tensor([prompt]), max_new_tokens=44, do_sample=False, pad_token_id=0)
+        with torch.no_grad():
+            states.append(model.model(text).last_hidden_state[0, : -1 - num_heads])
+        # The state behind a token gives the root, and head i the token i + 1 behind that.
+        labels.append(torch.stack([text[0, 2 + i : text.shape[1] - num_heads + i + 1] for i in range(num_heads)], 1))
+    torch.manual_seed(1)
+    heads = MedusaHeads(HeadsSizes(HIDDEN, VOCAB, num_heads, 2, False))
+    optimizer = torch.optim.Adam(heads.parameters(), lr=2e-2)
+    for _ in range(150):
+        loss = cross_entropy(heads(torch.cat(states)).flatten(0, 1), torch.cat(labels).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": num_heads, "medusa_num_layers": 2}))
+    tensors = {name: tensor.contiguous() for name, tensor in heads.state_dict().items()}
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+
+
+def write_prophet(folder: Path, target: Path) -> None:
+    """A Prophet whose layers change little, and which has learnt by heart which token follows which."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from speccompile.frontend.heads_file import write_heads
+    from speccompile.speculators.prophet.heads import Prophet, ProphetSizes
+    from tests.speculators.eagle_lab import HIDDEN, PROMPTS, VOCAB
+
+    model, counts = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), torch.zeros(VOCAB, VOCAB)
+    for prompt in PROMPTS:
+        text = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0)[0]
+        counts.index_put_((text[1:], text[:-1]), torch.ones(len(text) - 1), accumulate=True)
+    sizes = ProphetSizes(VOCAB, HIDDEN, VOCAB, 24, 1, 2, 1, VOCAB // 2, 8, uses_target_embeddings=False)
+    heads = Prophet(sizes)
+    with torch.no_grad():
+        for name, weight in heads.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.mul_(0.1)
+        heads.embed_tokens.weight.copy_(torch.eye(VOCAB))
+        heads.lm_head.weight.copy_(counts / (1 + counts.sum(0)))
+    folder.mkdir()
+    write_heads(folder, sizes.config_from_sizes(), heads.state_dict())

@@ -19,7 +19,7 @@ from tests.speculators import heads_lab  # noqa: E402
 
 TARGET, WIDTH, VOCAB, HEADS, KV_HEADS, HEAD_DIM, INNER = 24, 16, fakes.VOCAB, 4, 2, 4, 20
 CHOICES = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 1], [1, 0, 0]]
-TREES = {"choices": (CHOICES, 1), "auto": ("auto", 2)}
+TREES = {"choices": (CHOICES, 2), "auto": ("auto", 1)}
 
 
 def config(**changed):
