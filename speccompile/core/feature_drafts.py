@@ -10,23 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
+from speccompile.core.cached_drafts import Drafts
 from speccompile.core.features import PendingFeatures
-from speccompile.core.growing import TreeGrower
 from speccompile.core.jobs import PREFILL_CHUNK
 from speccompile.core.level import Level
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
 from speccompile.core.specs import (
     FEATURE_NODES,
     FEATURES,
-    GUESS_PROBS,
-    GUESSES,
     LENGTHS,
     NEXT_FEATURES,
     SCORED_NODES,
     TOKENS,
     TREE_MASK,
 )
-from speccompile.core.static_trees import StaticTrees
 from speccompile.core.tree import Ints, TokenTree, chain_mask
 
 
@@ -42,7 +39,6 @@ class FeatureCache:
         make: features [batch, nodes, hidden] of the target's outputs.
         max_seq_len: rows that a sequence may use.
         max_nodes: most nodes that a step with every slot may have.
-        num_guesses: tokens behind a node that are looked at.
     """
 
     def __init__(
@@ -51,7 +47,6 @@ class FeatureCache:
         make: Callable[[Outputs], Any],
         max_seq_len: int,
         max_nodes: int,
-        num_guesses: int,
     ) -> None:
         self.engine, self.max_seq_len, self.max_nodes, self._make = engine, max_seq_len, max_nodes, make
         width = engine.spec.input(FEATURES).dims[2]
@@ -59,7 +54,6 @@ class FeatureCache:
         self.pending = PendingFeatures(engine.max_slots, width, make)
         self.lengths = [0] * engine.max_slots  # rows with the target's features
         self._prompts: list[list[int]] = [[]] * engine.max_slots
-        self._num_guesses = num_guesses
         self._next: Any = None  # what the last run gave
         self._roots: list[int] = []  # row of the root's own feature in it, by slot
         self._places: list[dict[int, int]] = []  # row of each node that was read, by slot
@@ -153,10 +147,8 @@ class FeatureCache:
         return self._run(feeds)
 
     def _run(self, feeds: Mapping[str, Any]) -> Outputs:
-        outputs = dict(self.engine.run(feeds))
+        outputs = self.engine.run(feeds)
         self._next = outputs[NEXT_FEATURES]
-        for name in (GUESSES, GUESS_PROBS):
-            outputs[name] = np.asarray(outputs[name])[:, :, : self._num_guesses]
         return outputs
 
 
@@ -184,9 +176,7 @@ class FeatureProposer:
         drawn: drafts of batches that sample; the same as `likeliest` where none are drawn.
     """
 
-    def __init__(
-        self, cache: FeatureCache, likeliest: TreeGrower | StaticTrees, drawn: TreeGrower | StaticTrees
-    ) -> None:
+    def __init__(self, cache: FeatureCache, likeliest: Drafts, drawn: Drafts) -> None:
         self.cache, self.likeliest, self.drawn = cache, likeliest, drawn
         self._both = (likeliest,) if likeliest is drawn else (likeliest, drawn)
         self._used = likeliest

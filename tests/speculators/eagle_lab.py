@@ -198,6 +198,16 @@ def fit_eagle(folder: Path, target: Path) -> Path:
     return folder
 
 
+def write_learnt_eagle3(folder: Path, target: Path) -> Path:
+    """An EAGLE-3 drafter that has seen the target's texts, with embeddings and a vocabulary of its own."""
+    return write_eagle3(folder, learnt_eagle3(target), {"embed_tokens.weight": wide_embeddings()})
+
+
+def write_learnt_eagle(folder: Path, target: Path) -> Path:
+    """An EAGLE-1 drafter that has seen the target's texts."""
+    return fit_eagle(write_eagle(folder, inner=160), target)
+
+
 def compiled(source, folder: Path, *backends: str, slots: int = 2, rows: int = 64) -> list:
     """The engines of a source's graph, exported once, on backends of the CPU."""
     from speccompile.core import registry

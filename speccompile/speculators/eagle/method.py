@@ -28,7 +28,7 @@ class EagleMethod:
 
     def graph_jobs(self, config: EagleConfig) -> tuple[GraphJob, ...]:
         """The drafter."""
-        options = config.graph_options()
+        options = config.spec_options()
         return (GraphJob(DRAFT, config.model, config.quantization, SOURCE, options, config.config),)
 
     def make_proposer(

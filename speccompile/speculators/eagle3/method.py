@@ -31,7 +31,7 @@ class Eagle3Method:
         """Drafter and fusion."""
         layers = (("layers", config.chosen_layers),)
         own = config.model, config.quantization
-        options = (*config.graph_options(), *layers)
+        options = (*config.spec_options(), *layers)
         return (
             GraphJob(DRAFT, *own, f"{SOURCES}:DraftSource", options, config.config),
             GraphJob(FUSION, *own, f"{SOURCES}:FusionSource", layers, config.config),
