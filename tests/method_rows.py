@@ -100,6 +100,20 @@ def write_mlp(folder: Path, target: Path, num_heads: int = 3) -> None:
     save_file({f"speculator.{n}": t.astype(np.float32) for n, t in tensors.items()}, folder / "model.safetensors")
 
 
+def write_glide(folder: Path, target: Path) -> None:
+    """A GLIDE drafter; see `tests.speculators.borrower_files`."""
+    from tests.speculators import borrower_files
+
+    borrower_files.write_glide(folder, target)
+
+
+def write_exit(folder: Path, target: Path) -> None:
+    """An early-exit head; see `tests.speculators.borrower_files`."""
+    from tests.speculators import borrower_files
+
+    borrower_files.write_exit(folder, target)
+
+
 AUTO, FIXED = {"tree": "auto"}, {"tree": {"widths": [2, 2, 1]}}
 ROWS: dict[str, Row] = {
     "draft_model": Row(write_draft, {"num_draft_tokens": 3}, FIXED),
@@ -109,6 +123,8 @@ ROWS: dict[str, Row] = {
     "mlp": Row(write_mlp, {"num_draft_tokens": 3}, FIXED),
     "medusa": Row(write_medusa, {"tree": "chain"}, AUTO),
     "prophet": Row(write_prophet, {"num_draft_tokens": 3}, {**AUTO, "tree_width": 2, "tree_depth": 3}),
+    "glide": Row(write_glide, {"num_draft_tokens": 3}, FIXED),
+    "early_exit": Row(write_exit, {"num_draft_tokens": 3}, {"tree": "auto", "tree_width": 2, "tree_depth": 3}),
 }
 
 

@@ -97,11 +97,13 @@ class FeatureDraft(nn.Module):
         depth = tree_mask.to(torch.int64).sum(-1) - 1
         with forward_pass(Frame(lengths, tree_mask, scored_nodes, caches)) as frame:
             own = self.body.advance(tokens, told, self.rotary(told, lengths.unsqueeze(1) + depth))
-        logits = self.body.logits(gather_nodes(own, scored_nodes))
+        logits, tokens_of = self.body.logits(gather_nodes(own, scored_nodes)), self.body.target_tokens
+        if self.laws:  # with laws over the target's vocabulary, guesses are made over it as well: bodies know but one
+            logits, tokens_of = self._spread(logits), None
         guesses, probs = top_tokens(logits, self.num_guesses)
-        if self.body.target_tokens is not None:
-            guesses = self.body.target_tokens[guesses]
-        laws = (node_laws(self._spread(logits), *warp),) if self.laws else ()
+        if tokens_of is not None:
+            guesses = tokens_of[guesses]
+        laws = (node_laws(logits, *warp),) if self.laws else ()
         updated = [cache for i in range(self.num_layers) for cache in frame.updated[i]]
         return (guesses, probs, *laws, torch.cat((told[:, :1], own), 1), *updated)
 

@@ -28,16 +28,17 @@ def lab(tmp_path_factory):
     write_target(folder / "target")
     models, engines, graphs = {}, {}, {}
 
-    def engine_of(source, backend):
+    def engine_of(source, backend, target=None):
         key = (source.job, backend)
         if key not in engines:
+            lenders = {"target": engine_of(target, backend).engine} if source.spec().borrowed else {}
             # A decoder's graph is the same whatever its tail will be.
             graph = (source.job.model, str(getattr(source, "outputs", source.job.options)))
             if graph not in graphs:
                 graphs[graph] = source.export(lambda stage: None)[0]
             maker, place = registry.backend(backend), folder / f"graph{len(engines)}"
             maker.compile(graphs[graph], source.spec(), place)
-            sizes = {"max_slots": SLOTS, "max_rows": MAX_ROWS, "tuning": {"threads": 1}}
+            sizes = {"max_slots": SLOTS, "max_rows": MAX_ROWS, "tuning": {"threads": 1}, "lenders": lenders}
             if source.role == "target":
                 maker.compile_rollback(source.dims, place / "rollback")
                 sizes["rollback"] = place / "rollback" / maker.graph_file
@@ -50,7 +51,7 @@ def lab(tmp_path_factory):
             row.write(folder / method, folder / "target")
         models[method] = folder / method
         target, *rest = sources(method, form, folder / "target", models[method])
-        drafts = {source.job.name: engine_of(source, backend) for source in rest}
+        drafts = {source.job.name: engine_of(source, backend, target) for source in rest}
         context = MethodContext(SLOTS, MAX_SEQ, MAX_NODES)
         proposer = registry.method(method).make_proposer(config_of(method, form, models[method]), drafts, context)
         return SpecEngine(engine_of(target, backend), drafts, proposer, None, context)
