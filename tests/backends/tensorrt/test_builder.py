@@ -98,6 +98,8 @@ def test_a_child_beyond_its_memory_is_ended(tmp_path, monkeypatch):
 
 
 PARENT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with it ignored
 import sys
 from pathlib import Path
 from speccompile.backends.tensorrt import builder
