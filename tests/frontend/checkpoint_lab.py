@@ -136,6 +136,13 @@ def mlp_config(hidden: int, inner: int, vocab: int, num: int, tie: bool = False,
     }  # fmt: skip
 
 
+def early_exit_ours(folder: Path) -> Path:
+    rows = {"adapter_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,), "adapter.down_proj.weight": (HIDDEN, INNER)}
+    rows |= {f"adapter.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "intermediate_size": INNER, "num_exit_layers": 1}
+    return save(folder, {"model_type": "early_exit", **sizes}, draw(rows))
+
+
 def mlp_plain(folder: Path) -> Path:
     shapes = mlp_shapes(HIDDEN, INNER, VOCAB, 3, first_only=False)
     return save(folder, mlp_config(HIDDEN, INNER, VOCAB, 3), draw(shapes))
@@ -333,6 +340,7 @@ def write_sparse(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, t
 
 
 LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "early_exit": (early_exit_ours, "early_exit/ours"),
     "medusa": (medusa_ours, "medusa/ours"),
     "medusa-release": (medusa_release, "medusa/ours"),
     "medusa-pickle": (medusa_pickle, "medusa/ours"),

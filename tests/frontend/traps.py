@@ -353,4 +353,10 @@ TRAPS = {
         r"\(embed_tokens\.weight\): got no such key; expected BF16 \[40, 8\]",
         tensors(lambda held: held.pop("embed_tokens.weight")),
     ),
+    "an exit behind the target's last layer": Trap(
+        lab.early_exit_ours,
+        "early_exit.layers",
+        r"\(num_exit_layers\): got 6; expected 1 to 5",
+        config(num_exit_layers=6),
+    ),
 }
