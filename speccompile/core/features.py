@@ -55,7 +55,8 @@ class PendingFeatures:
 
     def count(self, slot: int) -> int:
         """Rows that a slot has."""
-        return len(self._rows[slot]) + (self._counts[slot] if self._live is not None else 0)
+        is_live = self._live is not None and slot < len(self._counts)
+        return len(self._rows[slot]) + (self._counts[slot] if is_live else 0)
 
     def take(self, batch: int, width: int) -> tuple[Any, Ints]:
         """All rows of the first `batch` slots, at most `width` each; they are no longer pending.

@@ -44,6 +44,7 @@ class FeatureSource:
         self.job, self.context, self.options = job, context, dict(job.options)
         self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
         self.config = config_of(self.folder, self.formats, has_weights=context.weights == "checkpoint")
+        _check_window(self.folder, read_config(self.folder))
         check_config({**self.config, "model_type": self.formats[0].method}, context.max_seq_len)
         assert context.target is not None
         self.max_rows = context.max_seq_len
@@ -68,6 +69,16 @@ class FeatureSource:
         """Of config and weights, and of the target's tables where they are used."""
         own = digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
         return own | (digests_from_target(self.context) if self.needs_tables else {})
+
+
+def _check_window(folder: Path, config: Mapping[str, Any]) -> None:
+    """A window of the attention, which loaders that know no window drop in silence."""
+    held = config.get(_NESTED)
+    layer = held if isinstance(held, Mapping) else config
+    window = layer.get("sliding_window")
+    if window and layer.get("use_sliding_window", True):
+        where, todo = f"{folder / 'config.json'} (sliding_window)", "Drafters with a window are not supported."
+        raise CheckpointError(where, f"a window of {window} tokens", "full attention", todo)
 
 
 def config_of(folder: Path, formats: Sequence[Format], *, has_weights: bool) -> dict[str, Any]:

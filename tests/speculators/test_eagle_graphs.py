@@ -308,6 +308,7 @@ def test_too_few_layers_are_refused_but_for_random_weights(tmp_path):
 
 REFUSED_CONFIGS = [
     ({"eagle_config": {"use_aux_hidden_state": False}}, CheckpointError, "three states are fused"),
+    ({"sliding_window": 512}, CheckpointError, r"\(sliding_window\): got a window of 512 tokens"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ExportError, "rope type 'dynamic'"),
     ({"target_hidden_size": 64}, RecipeError, "target states of 64; expected 32"),
     ({"vocab_size": 48}, RecipeError, "a vocabulary of 48 tokens; expected 40"),
