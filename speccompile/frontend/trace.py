@@ -147,13 +147,19 @@ def _declare_schema(op: Op) -> None:
         return
     kinds = {float: defs.OpSchema.AttrType.FLOAT, int: defs.OpSchema.AttrType.INT}
 
-    def parameters(tensors: tuple[TensorSpec, ...]) -> list[Any]:
-        types = {"float32": "tensor(float)", "int64": "tensor(int64)", "bool": "tensor(bool)"}
-        return [defs.OpSchema.FormalParameter(t.name, types[t.dtype]) for t in tensors]
+    # TensorRT's graphs hold the same ops on inputs in half precision, each for itself.
+    reals = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
+    constraints = [(f"T_{t.name}", reals, "") for t in op.inputs if t.dtype == "float32"]
+
+    def parameters(tensors: tuple[TensorSpec, ...], real: str) -> list[Any]:
+        types = {"float32": real, "int64": "tensor(int64)", "bool": "tensor(bool)"}
+        return [defs.OpSchema.FormalParameter(t.name, types[t.dtype].format(t.name)) for t in tensors]
 
     attributes = [defs.OpSchema.Attribute(n, kinds[type(v)], "", required=False) for n, v in op.attributes.items()]
-    sides = {"inputs": parameters(op.inputs), "outputs": parameters(op.outputs)}
-    defs.register_schema(defs.OpSchema(op.name, DOMAIN, VERSION, **sides, attributes=attributes))
+    sides = {"inputs": parameters(op.inputs, "T_{}"), "outputs": parameters(op.outputs, "tensor(float)")}
+    defs.register_schema(
+        defs.OpSchema(op.name, DOMAIN, VERSION, **sides, type_constraints=constraints, attributes=attributes)
+    )
 
 
 def _declare_io(model: ir.Model, spec: GraphSpec) -> None:
