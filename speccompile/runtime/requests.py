@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server asks of the scheduler, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from speccompile.core.sampling import SamplingParams
+from speccompile.errors import RuntimeFault
+
+Speculation = Literal["auto", "on", "off"]
+SPECULATION: tuple[Speculation, ...] = ("auto", "on", "off")
+
+
+class Busy(RuntimeFault):
+    """The queue is full: the request was not taken; it may be sent again later."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and what is wanted of it.
+
+    Args:
+        prompt: a text, or token ids.
+        sampling: see `SamplingParams`. Output i of several draws with `sampling.seed + i`.
+        num_outputs: independent continuations of the prompt (`n` in the OpenAI API).
+        speculation: `auto`: the controller decides; `on`: always draft, as far as limits let; `off`: never.
+        timeout_s: seconds from submission to the last token; None: no limit but the service's own.
+        wants_trace: give the tree of every step with its piece.
+
+    Raises:
+        RuntimeFault: a value is out of range.
+    """
+
+    prompt: str | Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_outputs: int = 1
+    speculation: Speculation = "auto"
+    timeout_s: float | None = None
+    wants_trace: bool = False
+
+    def __post_init__(self) -> None:
+        timeout = self.timeout_s
+        checks: tuple[tuple[str, bool, object, str], ...] = (
+            ("num_outputs", 1 <= self.num_outputs <= 128, self.num_outputs, "1 to 128"),
+            ("speculation", self.speculation in SPECULATION, self.speculation, ", ".join(SPECULATION)),
+            ("timeout_s", timeout is None or 0 < timeout < float("inf"), timeout, "above 0, or None"),
+        )
+        for name, is_right, got, expected in checks:
+            if not is_right:
+                raise RuntimeFault(f"Request.{name}", repr(got), expected, "Correct the request.")
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """The tree of one step of one sequence.
+
+    Args:
+        tokens: of each node; node 0 is the root, the last token emitted before.
+        parents: of each node; the root's is -1.
+        path: nodes kept, the root first.
+        next_token: recovered or bonus token behind the path.
+        texts: of `tokens`, each decoded alone (empty without a tokenizer).
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    path: list[int]
+    next_token: int
+    texts: list[str]
+
+
+class Piece(NamedTuple):
+    """What one step gave one output of a request.
+
+    Args:
+        index: which output, below `num_outputs`.
+        text: to show; never half a character, nothing of a stop string.
+        tokens: new token ids; the first `num_accepted` of them were drafts (fewer where the end cut them off).
+        num_draft_tokens: draft tokens scored in this step.
+        num_accepted: of them, kept.
+        is_bonus: a whole path of at least one draft was kept, so the last token is a bonus and not recovered.
+        finish_reason: None while it goes on; `stop`, `length`, `cache_full`, `cancelled`, `timeout` or `error`.
+        stats: with the last piece: `SlotStats.json_from_stats` plus `num_prompt_tokens`, `num_reused_tokens`,
+            `queue_ms`, `time_to_first_token_ms`, `time_per_token_ms`.
+        trace: where the request wants it.
+        error: with `error`, what happened.
+    """
+
+    index: int
+    text: str
+    tokens: list[int]
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    is_bonus: bool = False
+    finish_reason: str | None = None
+    stats: dict[str, Any] | None = None
+    trace: StepTrace | None = None
+    error: str | None = None
