@@ -76,7 +76,7 @@ class Piece(NamedTuple):
     """What one step gave one output of a request.
 
     Args:
-        index: which output, below `num_outputs`.
+        output_index: which output, below `num_outputs`.
         text: to show; never half a character, nothing of a stop string.
         tokens: new token ids; the first `num_accepted` of them were drafts (fewer where the end cut them off).
         num_draft_tokens: draft tokens scored in this step.
@@ -89,7 +89,7 @@ class Piece(NamedTuple):
         error: with `error`, what happened.
     """
 
-    index: int
+    output_index: int
     text: str
     tokens: list[int]
     num_draft_tokens: int = 0
