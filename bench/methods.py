@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Every method on one target: chain against tree, both against plain decoding in the same run.
+
+    python bench/methods.py --prompts PROMPTS [--target FOLDER] [--rows prophet:auto,...] [--json OUT]
+
+Builds recipes/pycode-<name>.yaml once a row with the settings of that row (under --work, kept between runs), runs
+`speccompile bench` on each, and prints a Markdown table. Plain and speculative rounds are interleaved within a row;
+rows follow one another, so compare ratios, not tokens/s, between rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CHAIN, AUTO = {"speculator.tree": "chain"}, {"speculator.tree": "auto"}
+# recipe -> form -> settings. "chain" is as long as it pays; "fixed" is a chain that is always drafted and scored whole.
+ROWS: dict[str, dict[str, dict[str, Any]]] = {
+    "draft": {"chain": CHAIN, "fixed": CHAIN | {"speculator.num_draft_tokens": 4}, "tree": AUTO},
+    "medusa": {"chain": CHAIN, "tree": AUTO},
+    "mlp": {"chain": CHAIN, "fixed": CHAIN | {"speculator.num_draft_tokens": 4}, "tree": AUTO},
+    "eagle3": {"chain": CHAIN, "fixed": CHAIN | {"speculator.num_draft_tokens": 5}, "tree": AUTO},
+    "glide": {"chain": CHAIN, "fixed": CHAIN | {"speculator.num_draft_tokens": 5}, "tree": AUTO},
+    "prophet": {"chain": CHAIN, "fixed": CHAIN | {"speculator.num_draft_tokens": 5}, "tree": AUTO},
+    "early-exit": {"chain": CHAIN, "tree": AUTO},
+    "ngram": {"chain": {}},
+}
+RECIPES = {"draft": "pycode"}  # the others are pycode-<name>
+HEAD = ("method", "drafts", "acceptance length", "plain tokens/s", "tokens/s", "ratio to plain", "text")
+
+
+def build(name: str, form: str, settings: dict[str, Any], target: Path, work: Path, extra: list[str]) -> Path:
+    """The row's bundle, built where it is not there yet."""
+    bundle = work / f"{target.name}-{name}-{form}"
+    if not (bundle / "manifest.json").is_file():
+        recipe = ROOT / "recipes" / f"{RECIPES.get(name, f'pycode-{name}')}.yaml"
+        sets = {"target.model": str(target), **settings}
+        words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+        words += [word for item in extra for word in ("--set", item)]
+        call("build", str(recipe), "-o", str(bundle), *words)
+    return bundle
+
+
+def call(*words: str) -> None:
+    """Run speccompile; its output is shown only where it fails."""
+    done = subprocess.run([sys.executable, "-m", "speccompile", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"speccompile {' '.join(words)}\n{done.stderr}{done.stdout}")
+
+
+def measure(bundle: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """One run of `speccompile bench`."""
+    out = bundle.with_suffix(".bench.json")
+    numbers = {"--limit": args.limit, "--max-new-tokens": args.max_new_tokens, "--repeats": args.repeats}
+    words = [word for key, value in numbers.items() for word in (key, str(value))]
+    words += ["--threads", str(args.threads)] if args.threads else []
+    modes = ("--modes", "plain,speculative")
+    call("bench", str(bundle), "--prompts", str(args.prompts), *modes, *words, "--json", str(out))
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
+
+
+def row_from_report(name: str, form: str, report: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of a row, see `HEAD`."""
+    plain, spec = report["modes"]["plain"], report["modes"]["speculative"]
+    text = "equal" if spec["exact"] else f"equal for {spec['exact_share']:.0%}"
+    speeds = (f"{plain['tokens_per_s']:.1f}", f"{spec['tokens_per_s']:.1f}")
+    ratio = report["ratios"]["speculative/plain"]
+    return (name, form, f"{spec['mean_acceptance_length']:.2f}", *speeds, f"{ratio:.2f}", text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--target", type=Path, default=ROOT / "examples/models/pycode-16m")
+    parser.add_argument("--rows", help="name or name:form, comma-separated; all by default")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every build")
+    parser.add_argument("--work", type=Path, default=ROOT / "bundles/methods")
+    parser.add_argument("--limit", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    wanted = set(args.rows.split(",")) if args.rows else {*ROWS}
+    known = {*ROWS, *(f"{name}:{form}" for name, forms in ROWS.items() for form in forms)}
+    if unknown := sorted(wanted - known):
+        parser.error(f"--rows: got {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
+    reports = {}
+    print("| " + " | ".join(HEAD) + " |\n|" + "---|" * len(HEAD), flush=True)
+    for name, forms in ROWS.items():
+        for form, settings in forms.items():
+            if not wanted & {name, f"{name}:{form}"}:
+                continue
+            bundle = build(name, form, settings, args.target.resolve(), args.work, args.set)
+            reports[f"{name}:{form}"] = report = measure(bundle, args)
+            print("| " + " | ".join(row_from_report(name, form, report)) + " |", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(reports, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
