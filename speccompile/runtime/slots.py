@@ -14,6 +14,7 @@ from speccompile.core import sampling as laws
 from speccompile.core.sampling import DRAFT_SIBLING_LANE, SIBLING_LANE, SamplingParams, uniforms, warp_inputs
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.runtime.requests import Speculation
 from speccompile.runtime.stats import SlotStats
 from speccompile.runtime.text import TextSink
 
@@ -89,6 +90,8 @@ class Slot:
         sampling: what was asked for.
         stop_ids: tokens that end it.
         sink: makes text; None where nobody needs text before the end.
+
+    `speculation`, `auto` unless it is set, tells who bounds its drafts: see `speccompile.runtime.planner`.
     """
 
     __slots__ = (
@@ -98,6 +101,7 @@ class Slot:
         "room",
         "sampling",
         "sink",
+        "speculation",
         "stats",
         "stop_ids",
         "table",
@@ -112,6 +116,7 @@ class Slot:
         self.num_prompt = len(prompt)
         self.room = 0
         self.max_drafts = 0
+        self.speculation: Speculation = "auto"
         self.stats = SlotStats(0.0)
         self.table = None if sampling.is_greedy else UniformTable(sampling.seed, len(prompt) - 1)
 
