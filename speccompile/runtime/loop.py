@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from speccompile.core.protocols import Proposer
 from speccompile.core.sampling import tree_uniforms, warp
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS, TREE_MASK
 from speccompile.core.tree import TokenTree
+from speccompile.runtime.planner import StepTimes
 from speccompile.runtime.slots import Slot, Slots, Step
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
@@ -37,22 +39,60 @@ def decode(
     """
     admit(verifier, proposer, slots)
     while slots.slots:
-        start_s, engine_s = perf_counter(), sum(engine.seconds for engine in engines)
-        for slot in slots.slots:
-            slot.plan(verifier.max_seq_len)
-        tree = proposer.propose(slots)
-        verdict = verifier.score(tree, slots)
-        verifier.commit(tree, verdict)
-        proposer.commit(slots, tree, verdict, verifier.outputs)
-        steps = emit(tree, verdict, slots)
-        engine_s = sum(engine.seconds for engine in engines) - engine_s
-        now_s = perf_counter()
-        for slot in slots.slots:
-            slot.stats.add_times(now_s, now_s - start_s, engine_s)
+        steps = run_step(verifier, proposer, slots, engines).steps
         yield steps
         if any(step.finish_reason is not None for step in steps):
             retire(verifier, proposer, slots, steps)
             admit(verifier, proposer, slots)
+
+
+class Round(NamedTuple):
+    """One step of a batch.
+
+    Args:
+        tree: what was scored.
+        verdict: on it; its arrays are valid until the target runs again.
+        steps: what it gave each sequence.
+        times: of it.
+    """
+
+    tree: TokenTree
+    verdict: Verdict
+    steps: list[Step]
+    times: StepTimes
+
+
+def run_step(
+    verifier: Verifier,
+    proposer: Proposer,
+    slots: Slots,
+    engines: tuple[TimedEngine, ...] = (),
+    limit: int | None = None,
+) -> Round:
+    """One step of the active sequences: propose, score, commit, emit.
+
+    Args:
+        verifier: the target.
+        proposer: the drafts.
+        slots: at least one is active.
+        engines: whose time is told apart from the loop's own.
+        limit: see `Slot.plan`.
+    """
+    start_s, engine_s = perf_counter(), sum(engine.seconds for engine in engines)
+    for slot in slots.slots:
+        slot.plan(verifier.max_seq_len, limit)
+    tree = proposer.propose(slots)
+    proposed_s = perf_counter()
+    verdict = verifier.score(tree, slots)
+    scored_s = perf_counter()
+    verifier.commit(tree, verdict)
+    proposer.commit(slots, tree, verdict, verifier.outputs)
+    steps = emit(tree, verdict, slots)
+    engine_s = sum(engine.seconds for engine in engines) - engine_s
+    now_s = perf_counter()
+    for slot in slots.slots:
+        slot.stats.add_times(now_s, now_s - start_s, engine_s)
+    return Round(tree, verdict, steps, StepTimes(proposed_s - start_s, scored_s - proposed_s, now_s - start_s))
 
 
 def emit(tree: TokenTree, verdict: Verdict, slots: Slots) -> list[Step]:

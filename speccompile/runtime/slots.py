@@ -120,11 +120,18 @@ class Slot:
         self.stats = SlotStats(0.0)
         self.table = None if sampling.is_greedy else UniformTable(sampling.seed, len(prompt) - 1)
 
-    def plan(self, max_seq_len: int) -> None:
-        """Set what the next step may use; a step needs the root's row and one row a draft."""
+    def plan(self, max_seq_len: int, limit: int | None = None) -> None:
+        """Set what the next step may use; a step needs the root's row and one row a draft.
+
+        Args:
+            max_seq_len: cache rows a sequence may use.
+            limit: most draft tokens on a path, where the sequence leaves that to others; None: no such bound.
+        """
         self.room = max_seq_len - len(self.tokens)  # rows left once the root has its own
         num_left = self.num_prompt + self.sampling.max_new_tokens - len(self.tokens)
-        self.max_drafts = min(num_left - 1, self.room)
+        self.max_drafts = 0 if self.speculation == "off" else min(num_left - 1, self.room)
+        if limit is not None and self.speculation == "auto":
+            self.max_drafts = min(self.max_drafts, limit)
 
     def emit(self, new: list[int], num_drafts: int, depth: int, is_bonus: bool) -> Step:
         """Append the tokens of a step, as far as the limits let them.
@@ -182,13 +189,16 @@ class Slots:
     Args:
         waiting: sequences in the order in which they get places.
         max_slots: places.
+        is_invariant: no text may depend on what is drafted, nor on how much of it: drafts are deterministic, and
+            sampled text is plain decoding's with the same seed. Then draft lengths may follow clocks and neighbours.
     """
 
-    def __init__(self, waiting: Iterable[Slot], max_slots: int) -> None:
+    def __init__(self, waiting: Iterable[Slot], max_slots: int, is_invariant: bool = False) -> None:
         self.slots: list[Slot] = []
         self.waiting = deque(waiting)
         self.max_slots = max_slots
-        self.is_greedy = True
+        self.is_invariant = is_invariant
+        self.is_greedy = True  # every slot has temperature 0
         self._warp: dict[str, NDArray[Any]] = {}
 
     def changed(self) -> None:
@@ -203,6 +213,11 @@ class Slots:
                 self._warp[TOP_K] = top_k
             if (top_p < 1).any():
                 self._warp[TOP_P] = top_p
+
+    @property
+    def may_draw(self) -> bool:
+        """See `Batch.may_draw`."""
+        return not (self.is_greedy or self.is_invariant)
 
     def warp_feeds(self) -> dict[str, NDArray[Any]]:
         """See `Batch.warp_feeds`."""

@@ -98,7 +98,7 @@ class SpecEngine:
         self.verifier = Verifier(target, context.max_seq_len, chunk)
         self.proposer = proposer
         self._plain = registry.method("none")
-        self._engines = (target, *drafts.values())
+        self.engines = (target, *drafts.values())
         self._num_runs = 0
 
     def generate(
@@ -175,22 +175,27 @@ class SpecEngine:
         """Makes text of a request's tokens; None without a tokenizer."""
         return None if self.tokenizer is None else TextSink(self.tokenizer, params.stop)
 
+    def take_over(self, rows: int = 1) -> int:
+        """End the runs before: their caches are void. Returns the number of the run that begins.
+
+        Args:
+            rows: cache rows to have from the start.
+        """
+        self._num_runs += 1
+        for engine in self.engines:
+            engine.reset(rows)
+        return self._num_runs
+
     def _decode(self, slots: list[Slot], speculative: bool, batch_size: int | None) -> Iterator[list[Step]]:
         most = self.context.max_slots
         if batch_size is not None and not 1 <= batch_size <= most:
             raise RuntimeFault(
                 "batch_size", str(batch_size), f"1 to {most}", "Build the bundle with a larger engine.max_batch_size."
             )
-        self._num_runs += 1
-        run, proposer = (
-            self._num_runs,
-            self.proposer if speculative else self._plain.make_proposer(None, {}, self.context),
-        )
+        proposer = self.proposer if speculative else self._plain.make_proposer(None, {}, self.context)
         places = batch_size or most
-        rows = max((slot.num_prompt for slot in slots[:places]), default=1)
-        for engine in self._engines:
-            engine.reset(rows)
-        for steps in decode(self.verifier, proposer, Slots(slots, places), self._engines):
+        run = self.take_over(max((slot.num_prompt for slot in slots[:places]), default=1))
+        for steps in decode(self.verifier, proposer, Slots(slots, places), self.engines):
             yield steps
             if run != self._num_runs:
                 raise RuntimeFault(
@@ -211,11 +216,20 @@ class SpecEngine:
         asked = [sampling or self.defaults] * len(given) if not isinstance(sampling, Sequence) else sampling
         if len(asked) != len(given):
             raise RuntimeFault("sampling", f"{len(asked)} entries", f"{len(given)}, as many as prompts", "Match them.")
-        return [
-            self._make_slot(i, p, params, with_text) for i, (p, params) in enumerate(zip(given, asked, strict=True))
-        ]
+        return [self.make_slot(i, p, params, with_text) for i, (p, params) in enumerate(zip(given, asked, strict=True))]
 
-    def _make_slot(self, index: int, prompt: Prompt, params: SamplingParams, with_text: bool) -> Slot:
+    def make_slot(self, index: int, prompt: Prompt, params: SamplingParams, with_text: bool) -> Slot:
+        """A sequence to decode.
+
+        Args:
+            index: of the prompt, or of the output of one.
+            prompt: a text, or token ids.
+            params: what is asked for.
+            with_text: make text step by step.
+
+        Raises:
+            RuntimeFault: as `generate`.
+        """
         tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         self._check_prompt(index, tokens)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)

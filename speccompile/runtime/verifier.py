@@ -48,15 +48,29 @@ class Verifier:
         Yields:
             The tokens of the chunk [1, nodes], where they start, and the target's outputs.
         """
-        row = self.lengths[slot : slot + 1]
-        row[0] = 0
-        for start in range(0, len(tokens) - 1, self.chunk):
-            nodes = np.array([tokens[start : min(start + self.chunk, len(tokens) - 1)]], dtype=np.int64)
-            # One scored node: the LM head is computed for one row, not for the whole chunk.
-            feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.zeros((1, 1), dtype=np.int64)}
-            outputs = self.engine.run(feeds, first_slot=slot)
-            row += nodes.shape[1]
+        self.lengths[slot] = 0
+        while (start := int(self.lengths[slot])) < len(tokens) - 1:
+            nodes, outputs = self.read(slot, tokens)
             yield nodes, start, outputs
+
+    def read(self, slot: int, tokens: Sequence[int]) -> tuple[Ints, Outputs]:
+        """Read the next chunk of a prompt, as far as its last token but one.
+
+        Args:
+            slot: place of the sequence; its cache holds the first `lengths[slot]` tokens.
+            tokens: all of the prompt.
+
+        Returns:
+            The tokens of the chunk [1, nodes], and the target's outputs.
+        """
+        row = self.lengths[slot : slot + 1]
+        start = int(row[0])
+        nodes = np.array([tokens[start : min(start + self.chunk, len(tokens) - 1)]], dtype=np.int64)
+        # One scored node: the LM head is computed for one row, not for the whole chunk.
+        feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.zeros((1, 1), dtype=np.int64)}
+        outputs = self.engine.run(feeds, first_slot=slot)
+        row += nodes.shape[1]
+        return nodes, outputs
 
     def score(self, tree: TokenTree, slots: Slots) -> Verdict:
         """One forward; the verdict's arrays are valid until the next one."""
@@ -73,7 +87,7 @@ class Verifier:
         if not slots.is_greedy:
             feeds.update(slots.warp_feeds())
             feeds[UNIFORMS] = slots.tree_uniforms(tree)
-            if tree.draft_probs is not None:
+            if tree.draft_probs is not None and not slots.is_invariant:
                 feeds[DRAFT_PROBS] = tree.draft_probs
         self.outputs = outputs = self.engine.run(feeds)
         return Verdict(outputs[PATH], outputs[NUM_ACCEPTED], outputs[NEXT_TOKEN])
