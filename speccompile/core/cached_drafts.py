@@ -231,7 +231,7 @@ class CachedDraftProposer:
 
     def propose(self, batch: Batch) -> TokenTree:
         """Trees; a slot that cannot or should not draft is padded."""
-        self._used = self.likeliest if batch.is_greedy else self.drawn
+        self._used = self.drawn if batch.may_draw else self.likeliest
         return self._used.propose(batch)
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:

@@ -193,7 +193,7 @@ class FeatureProposer:
 
     def propose(self, batch: Batch) -> TokenTree:
         """Trees; a slot that cannot or should not draft is padded."""
-        self._used = self.likeliest if batch.is_greedy else self.drawn
+        self._used = self.drawn if batch.may_draw else self.likeliest
         tree = self._used.propose(batch)
         self.cache.pending.settle()  # where nothing was drafted
         return tree

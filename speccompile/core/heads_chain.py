@@ -50,7 +50,7 @@ class HeadsChainProposer:
         """Chains; a slot that cannot or should not draft is padded."""
         slots = batch.slots
         roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
-        is_drawn = self.may_sample and not batch.is_greedy
+        is_drawn = self.may_sample and batch.may_draw
         able = self.states.known([p for p, slot in enumerate(slots) if slot.max_drafts > 0])
         drafting = self._worth_drafting(able, len(slots), is_drawn)
         if not drafting:

@@ -86,8 +86,11 @@ class Batch(Protocol):
         ...
 
     @property
-    def is_greedy(self) -> bool:
-        """True when every slot has temperature 0."""
+    def may_draw(self) -> bool:
+        """Whether drafts may be drawn: a slot samples, and texts may depend on what is drafted.
+
+        Otherwise drafts must be deterministic; no draws may be asked for, and no laws given.
+        """
         ...
 
     def warp_feeds(self) -> dict[str, NDArray[Any]]:

@@ -86,7 +86,7 @@ class StaticTrees:
         if not able:
             return TokenTree.roots(roots)
         limits = [min(slot.max_drafts, room + 1) for slot, room in zip(slots, rooms, strict=True)]
-        drafts = _Drafts(self, batch, roots, self.may_sample and not batch.is_greedy)
+        drafts = _Drafts(self, batch, roots, self.may_sample and batch.may_draw)
         drafts.take(0, able, self.scorer.begin(batch, able, drafts.warp))
         for depth, (plan, held) in enumerate(self._plans, start=1):
             places = [place for place in able if limits[place] > depth]

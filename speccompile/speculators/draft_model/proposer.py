@@ -65,7 +65,7 @@ class DraftModelProposer:
         """Chains, as far as the policy goes; a slot that has stopped is padded."""
         slots = batch.slots
         rows = [[slot.tokens[-1]] for slot in slots]
-        is_sampled = self.may_sample and not batch.is_greedy
+        is_sampled = self.may_sample and batch.may_draw
         drafting = self._begin(slots, is_sampled)
         if not drafting:
             return TokenTree.chain(np.array(rows, dtype=np.int64))

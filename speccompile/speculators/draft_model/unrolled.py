@@ -49,7 +49,7 @@ class UnrolledProposer(DraftModelProposer):
         """Chains of one length, shorter where a draft is known not to be worth its place or a slot has no room."""
         slots = batch.slots
         rows = [[slot.tokens[-1]] for slot in slots]
-        is_sampled = self.may_sample and not batch.is_greedy
+        is_sampled = self.may_sample and batch.may_draw
         drafting = self._begin(slots, is_sampled)
         if not drafting:
             return TokenTree.chain(np.array(rows, dtype=np.int64))
