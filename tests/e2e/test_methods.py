@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
+from speccompile.runtime.loop import admit, retire, run_step
+from speccompile.runtime.slots import Slots
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, forms, sources
@@ -110,3 +113,34 @@ def test_the_seed_alone_decides_sampled_text(lab, method, form):
     alone = [r.tokens for r in engine.generate(prompts(), asked, batch_size=1)]
     for batch_size in BATCHES[1:]:
         assert [r.tokens for r in engine.generate(prompts(), asked, batch_size=batch_size)] == alone
+
+
+def decode_with_limits(engine, asked, batch_size, seed):
+    """Texts of `prompts()` where no text may depend on the drafts, and a clock could have chosen their lengths."""
+    verifier, proposer, rng = engine.verifier, engine.proposer, np.random.default_rng(seed)
+    waiting = [engine.make_slot(i, p, a, False) for i, (p, a) in enumerate(zip(prompts(), asked, strict=True))]
+    engine.take_over()
+    slots, num_accepted = Slots(waiting, batch_size, is_invariant=True), 0
+    admit(verifier, proposer, slots)
+    while slots.slots:
+        limit = (None, 0, 1, 2, None)[rng.integers(5)]
+        steps = run_step(verifier, proposer, slots, limit=limit).steps
+        num_accepted += sum(step.num_accepted for step in steps)
+        retire(verifier, proposer, slots, steps)
+        admit(verifier, proposer, slots)
+    return [slot.tokens[slot.num_prompt :] for slot in waiting], num_accepted
+
+
+@pytest.mark.parametrize(("method", "form"), forms())
+def test_sampled_text_is_plain_text_where_no_text_may_depend_on_drafts(lab, method, form):
+    engine = lab(method, form, "onnxruntime")
+    laws = ((0.5, 0, 1.0), (1.0, 0, 1.0), (1.5, 5, 1.0), (0.0, 0, 1.0), (1.0, 0, 0.8), (0.8, 8, 0.9))
+    asked = [
+        SamplingParams(max_new_tokens=14 + i, temperature=t, top_k=k, top_p=p, seed=50 + i, ignore_eos=True)
+        for i, (t, k, p) in enumerate((laws * 2)[: len(prompts())])
+    ]
+    plain = [r.tokens for r in engine.generate(prompts(), asked, speculative=False, batch_size=1)]
+    for batch_size in (1, 3):
+        texts, num_accepted = decode_with_limits(engine, asked, batch_size, seed=batch_size)
+        assert texts == plain, f"batch {batch_size}"
+        assert num_accepted >= 5
