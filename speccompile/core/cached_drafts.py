@@ -239,6 +239,9 @@ class CachedDraftProposer:
         num_kept = self._used.commit(tree, verdict)
         self.rows.commit(batch, num_kept, verdict.num_accepted.tolist())
 
+    def settle(self) -> None:
+        """Nothing of the target's is held."""
+
     def move(self, source: int, dest: int) -> None:
         """Rows and lessons go with the slot."""
         self.rows.move(source, dest)

@@ -203,6 +203,10 @@ class FeatureProposer:
         self._used.commit(tree, verdict)
         self.cache.pending.keep(tree, verdict, outputs)
 
+    def settle(self) -> None:
+        """Bring the features to the host."""
+        self.cache.pending.settle()
+
     def move(self, source: int, dest: int) -> None:
         """Cache and lessons go with the slot."""
         self.cache.move(source, dest)

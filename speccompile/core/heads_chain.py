@@ -89,6 +89,10 @@ class HeadsChainProposer:
         for place in range(tree.batch):
             self.records[place].learn(num_nodes[place] - 1, num_accepted[place])
 
+    def settle(self) -> None:
+        """Bring the states to the host."""
+        self.states.settle()
+
     def move(self, source: int, dest: int) -> None:
         """State and lessons go with the slot."""
         self.states.move(source, dest)

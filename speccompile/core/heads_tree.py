@@ -134,6 +134,10 @@ class HeadsTreeProposer:
                 trees, chosen = self._grown
                 self.calibrations[place].learn(trees[place], chosen[place], verdict.nodes_kept(place))
 
+    def settle(self) -> None:
+        """Bring the states to the host."""
+        self.states.settle()
+
     def move(self, source: int, dest: int) -> None:
         """State and lessons go with the slot."""
         self.states.move(source, dest)

@@ -33,7 +33,7 @@ class TargetStates:
 
     def start(self, slot: int) -> None:
         """A new sequence takes a place; the target is about to read its prompt."""
-        self._settle()
+        self.settle()
         self._known[slot] = False
 
     def read(self, slot: int, hidden: Any) -> None:
@@ -53,7 +53,7 @@ class TargetStates:
 
     def move(self, source: int, dest: int) -> None:
         """A sequence goes on at another place."""
-        self._settle()
+        self.settle()
         self._rows[dest] = self._rows[source]
         self._known[dest] = self._known[source]
 
@@ -64,12 +64,13 @@ class TargetStates:
     def feeds(self, batch: int) -> dict[str, Any]:
         """`hidden` [batch, nodes, width] and `start_nodes` [batch] for the first `batch` places."""
         if self._live is not None and self._live.shape[0] != batch:
-            self._settle()
+            self.settle()
         if self._live is not None:
             return {HIDDEN: self._live, START_NODES: self._nodes}
         return {HIDDEN: self._rows[:batch], START_NODES: self._start[:batch]}
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Bring what lies in the target's output to the host: the target is about to run."""
         if self._live is not None:
             batch = len(self._nodes)
             self._rows[:batch, 0] = np.asarray(self._live)[np.arange(batch), self._nodes]

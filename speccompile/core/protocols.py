@@ -113,8 +113,9 @@ class Proposer(Protocol):
     """Drafts tokens. Knows nothing of the target but its tokens, verdicts and, if asked for, hidden states.
 
     The order of calls for a slot is start, prefill (once per chunk of all prompt tokens but the last), then
-    propose and commit in turn. Slots of a batch may start, end and move between two steps. Any call may be
-    the last one: a run that is abandoned is followed by `start`.
+    propose and commit in turn. Slots of a batch may start, end and move between two steps. Prompts may be read in
+    parts between the steps of others: `settle` comes before each part. Any call may be the last one: a run that is
+    abandoned is followed by `start`.
     """
 
     def start(self, slot: int, sequence: Slot) -> None:
@@ -138,6 +139,10 @@ class Proposer(Protocol):
             verdict: what it decided.
             outputs: the target's outputs of that step, valid during the call.
         """
+        ...
+
+    def settle(self) -> None:
+        """The target is about to run for others: what it gave in its last step will be void."""
         ...
 
     def move(self, source: int, dest: int) -> None:

@@ -53,19 +53,21 @@ class Verifier:
             nodes, outputs = self.read(slot, tokens)
             yield nodes, start, outputs
 
-    def read(self, slot: int, tokens: Sequence[int]) -> tuple[Ints, Outputs]:
+    def read(self, slot: int, tokens: Sequence[int], most: int | None = None) -> tuple[Ints, Outputs]:
         """Read the next chunk of a prompt, as far as its last token but one.
 
         Args:
             slot: place of the sequence; its cache holds the first `lengths[slot]` tokens.
             tokens: all of the prompt.
+            most: tokens to read at most; None: no other bound than `chunk`.
 
         Returns:
             The tokens of the chunk [1, nodes], and the target's outputs.
         """
         row = self.lengths[slot : slot + 1]
         start = int(row[0])
-        nodes = np.array([tokens[start : min(start + self.chunk, len(tokens) - 1)]], dtype=np.int64)
+        num = self.chunk if most is None else min(self.chunk, most)
+        nodes = np.array([tokens[start : min(start + num, len(tokens) - 1)]], dtype=np.int64)
         # One scored node: the LM head is computed for one row, not for the whole chunk.
         feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.zeros((1, 1), dtype=np.int64)}
         outputs = self.engine.run(feeds, first_slot=slot)

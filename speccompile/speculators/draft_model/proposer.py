@@ -190,6 +190,9 @@ class DraftModelProposer:
                 self.lengths[place] = kept
             self.plans[place].learn(num_drafts[place] - 1, num_accepted[place])
 
+    def settle(self) -> None:
+        """Nothing of the target's is held."""
+
     def move(self, source: int, dest: int) -> None:
         """The cache and what is known of it go with the slot."""
         self.engine.move_slot(source, dest)

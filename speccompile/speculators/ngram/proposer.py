@@ -171,6 +171,9 @@ class NgramProposer:
             if size > 0:
                 self._rates[place].learn(size, num_nodes[place] - 1, num_accepted[place])
 
+    def settle(self) -> None:
+        """Nothing of the target's is held."""
+
     def move(self, source: int, dest: int) -> None:
         """The index goes with its slot."""
         self._indices[dest] = self._indices.pop(source)

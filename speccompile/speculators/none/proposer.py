@@ -26,5 +26,8 @@ class NoneProposer:
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Nothing to keep."""
 
+    def settle(self) -> None:
+        """Nothing of the target's is held."""
+
     def move(self, source: int, dest: int) -> None:
         """Nothing to move."""

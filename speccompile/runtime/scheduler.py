@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching: sequences join and leave between steps, prompts are read in chunks between them."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from speccompile.errors import SpecCompileError
+from speccompile.runtime.counters import Counters
+from speccompile.runtime.loop import Round, run_step
+from speccompile.runtime.places import Places
+from speccompile.runtime.planner import Planner, Unlimited
+from speccompile.runtime.requests import Piece
+from speccompile.runtime.slots import Slots
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.tickets import Output, Ticket, trace_step
+
+Event = tuple[Ticket, Piece]
+# What an engine or a method may raise in a step. It ends the requests of that step, not the service.
+FAULTS = (SpecCompileError, RuntimeError, ValueError, ArithmeticError, LookupError, MemoryError, OSError)
+
+
+class Scheduler:
+    """Decodes tickets, step by step. Used on one thread; nothing else may use the engine meanwhile.
+
+    Args:
+        engine: the target with its proposer.
+        planner: bounds the drafts of a step.
+        prefill_chunk: prompt tokens read between two decoding steps.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        engine: SpecEngine,
+        planner: Planner | None = None,
+        prefill_chunk: int = 128,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.engine, self.planner, self.prefill_chunk = engine, planner or Unlimited(), prefill_chunk
+        self.queue: deque[Output] = deque()
+        # Draws decide, drafts only guess them: so a text depends neither on neighbours nor on what the planner does.
+        self.slots = Slots((), engine.context.max_slots, is_invariant=True)
+        self.places = Places(engine.verifier, engine.proposer, self.slots)
+        self.counters = Counters()
+        self.num_waiting = 0  # tickets none of whose outputs was given a place yet
+        self._clock = clock
+        self._tickets: dict[int, Ticket] = {}  # open ones
+        self._deadlines: list[tuple[float, int]] = []  # a heap of (when, number of the ticket)
+        engine.take_over()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any output is not ended."""
+        return bool(self._tickets)
+
+    def add(self, ticket: Ticket) -> None:
+        """Take in a ticket with its outputs."""
+        self._tickets[ticket.number] = ticket
+        self.queue.extend(ticket.open)
+        self.counters.num_requests += 1
+        self.num_waiting += 1
+        if ticket.deadline_s is not None:
+            heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.number))
+
+    def cancel(self, ticket: Ticket, reason: str = "cancelled") -> list[Event]:
+        """End all open outputs of a ticket; none where it has ended already."""
+        return [self._end(output, reason) for output in tuple(ticket.open)]
+
+    def cancel_all(self) -> list[Event]:
+        """End everything."""
+        return [event for ticket in tuple(self._tickets.values()) for event in self.cancel(ticket)]
+
+    def abandon(self, error: str) -> list[Event]:
+        """Last pieces for all that is open, from a scheduler that can do nothing else any more."""
+        tickets, now_s = tuple(self._tickets.values()), self._clock()
+        self._tickets.clear()
+        return [(ticket, output.last_piece("error", now_s, error)) for ticket in tickets for output in ticket.open]
+
+    def step(self) -> list[Event]:
+        """Read a part of a prompt, decode one step; what came of it, in order."""
+        events = self._expire()
+        events += self._read_prompts()
+        if self.places.active:
+            events += self._decode()
+        return events
+
+    def _expire(self) -> list[Event]:
+        events: list[Event] = []
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            _, number = heapq.heappop(self._deadlines)
+            if number in self._tickets:
+                events += self.cancel(self._tickets[number], "timeout")
+        return events
+
+    def _read_prompts(self) -> list[Event]:
+        """Read prompts until the chunk is used up; who has read all of it, joins."""
+        left = self.prefill_chunk
+        while left > 0:
+            if self.places.reading is None:
+                if not self.queue or not self.places.has_room:
+                    break
+                self._open(self.queue.popleft())
+            try:
+                left -= self._read(left)
+            except FAULTS as fault:
+                return [self._fail(fault)]
+        return []
+
+    def _open(self, output: Output) -> None:
+        output.started_s = output.slot.stats.start_s = output.slot.stats.end_s = self._clock()
+        self._serve(output.ticket)
+        self.places.open(output)
+
+    def _serve(self, ticket: Ticket) -> None:
+        """It waits no more."""
+        self.num_waiting -= ticket.is_waiting
+        ticket.is_waiting = False
+
+    def _read(self, most: int) -> int:
+        """Read at most `most` tokens of the prompt at hand; returns how many."""
+        places, verifier, proposer, start_s = self.places, self.engine.verifier, self.engine.proposer, self._clock()
+        output, place = places.reading, places.reading_place
+        assert output is not None
+        tokens, start = output.slot.tokens, int(verifier.lengths[place])
+        num = 0
+        if start < len(tokens) - 1:
+            proposer.settle()
+            nodes, outputs = verifier.read(place, tokens, most)
+            proposer.prefill(place, nodes, start, outputs)
+            num = nodes.shape[1]
+            self.counters.num_prefill_tokens += num
+        if start + num == len(tokens) - 1:
+            places.join()
+        output.slot.stats.prefill_s += self._clock() - start_s
+        return num
+
+    def _fail(self, fault: BaseException) -> Event:
+        """The prompt at hand cannot be read."""
+        self.counters.num_engine_faults += 1
+        output = self.places.reading
+        assert output is not None
+        return self._end(output, "error", str(fault))
+
+    def _decode(self) -> list[Event]:
+        engine, slots = self.engine, self.slots
+        seated = tuple(self.places.active)
+        sequences = tuple(slots.slots)
+        try:
+            limit = self.planner.plan(sequences)
+            round_ = run_step(engine.verifier, engine.proposer, slots, engine.engines, limit)
+        except FAULTS as fault:
+            return self._restart(fault)
+        self.planner.observe(sequences, round_.steps, round_.tree.nodes, round_.times)
+        self.counters.count_step(round_.steps, round_.times.step_s)
+        return self._deliver(seated, round_)
+
+    def _deliver(self, seated: tuple[Output, ...], round_: Round) -> list[Event]:
+        """Pieces of a step; who has ended leaves, the last place first."""
+        events, now_s = [], self._clock()
+        for place, (output, step) in enumerate(zip(seated, round_.steps, strict=True)):
+            wants = output.ticket.request.wants_trace
+            trace = trace_step(self.engine.tokenizer, round_.tree, round_.verdict, place) if wants else None
+            events.append((output.ticket, output.piece(step, now_s, trace)))
+        for place in reversed(range(len(seated))):
+            piece = events[place][1]
+            if piece.finish_reason is not None:
+                self._close(seated[place], piece)
+        return events
+
+    def _restart(self, fault: BaseException) -> list[Event]:
+        """A step failed: who took part ends, who was reading begins again, the caches are void."""
+        self.counters.num_engine_faults += 1
+        events = [self._end(output, "error", str(fault)) for output in reversed(self.places.active)]
+        reading = self.places.reading
+        self.places.clear()
+        if reading is not None:
+            self.queue.appendleft(reading)
+        self.engine.take_over()
+        return events
+
+    def _end(self, output: Output, reason: str, error: str | None = None) -> Event:
+        """End an output that no step ended, wherever it is."""
+        piece = output.last_piece(reason, self._clock(), error)
+        self._close(output, piece)
+        return output.ticket, piece
+
+    def _close(self, output: Output, piece: Piece) -> None:
+        """Free what an output holds, and count it."""
+        ticket = output.ticket
+        ticket.open.remove(output)
+        if output is self.places.reading or output in self.places.active:
+            self.places.leave(output)
+        else:
+            self.queue.remove(output)
+        if not ticket.open:
+            del self._tickets[ticket.number]
+            self._serve(ticket)
+        assert piece.finish_reason is not None and piece.stats is not None
+        request_ms = (self._clock() - ticket.submitted_s) * 1e3
+        self.counters.count_end(piece.finish_reason, piece.stats, request_ms, output.slot.stats.outcomes)
+
+    def json_from_scheduler(self) -> dict[str, Any]:
+        """Counters, gauges and the planner's decisions."""
+        return {
+            **self.counters.json_from_counters(),
+            "num_queued": len(self.queue),
+            "num_prefilling": int(self.places.reading is not None),
+            "num_active": len(self.places.active),
+            "num_places": self.places.max_places,
+            "controller": self.planner.decisions(),
+        }

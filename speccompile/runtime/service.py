@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bundle as a service: requests from any thread or event loop, one scheduler thread over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.engine import load
+from speccompile.runtime.planner import Planner
+from speccompile.runtime.requests import SPECULATION, Busy, Piece, Request, Speculation
+from speccompile.runtime.scheduler import Event, Scheduler
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.tickets import Ticket, open_outputs
+
+JOIN_S = 30.0  # a step that takes longer than this when the service closes is hung
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """How a service treats its requests.
+
+    Args:
+        max_queue: requests that may wait for a place; one more is refused.
+        timeout_s: of requests that name none; None: no limit.
+        prefill_chunk: prompt tokens read between two decoding steps: more reads prompts faster, less lets those
+            that decode wait less.
+        keep_prefixes: keep the caches of finished requests for those to come that begin alike.
+        speculation: what `auto` means to a request: the controller decides (`auto`), always (`on`), never (`off`).
+
+    Raises:
+        RuntimeFault: a value is out of range.
+    """
+
+    max_queue: int = 256
+    timeout_s: float | None = None
+    prefill_chunk: int = 128
+    keep_prefixes: bool = True
+    speculation: Speculation = "auto"
+
+    def __post_init__(self) -> None:
+        timeout = self.timeout_s
+        checks: tuple[tuple[str, bool, object, str], ...] = (
+            ("max_queue", self.max_queue >= 1, self.max_queue, "at least 1"),
+            ("timeout_s", timeout is None or 0 < timeout < float("inf"), timeout, "above 0, or None"),
+            ("prefill_chunk", self.prefill_chunk >= 1, self.prefill_chunk, "at least 1"),
+            ("speculation", self.speculation in SPECULATION, self.speculation, ", ".join(SPECULATION)),
+        )
+        for name, is_right, got, expected in checks:
+            if not is_right:
+                raise RuntimeFault(f"ServiceOptions.{name}", repr(got), expected, "Correct the options.")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One whole output of a request.
+
+    Args:
+        index: of the output.
+        text: of the new tokens, cut before a stop string.
+        tokens: new token ids.
+        finish_reason: see `Piece.finish_reason`.
+        stats: see `Piece.stats`.
+        error: with `error`, what happened.
+    """
+
+    index: int
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    stats: dict[str, Any]
+    error: str | None = None
+
+
+class _Add(NamedTuple):
+    ticket: Ticket
+
+
+class _Cancel(NamedTuple):
+    ticket: Ticket
+
+
+class _Close(NamedTuple):
+    deadline_s: float
+
+
+class _Tell(NamedTuple):
+    answer: SimpleQueue[dict[str, Any]]
+
+
+_Command = _Add | _Cancel | _Close | _Tell
+
+
+class Service:
+    """Continuous batching behind a queue.
+
+    Every output of every accepted request ends with exactly one piece that has a finish reason.
+
+    Args:
+        engine: nothing else may use it as long as the service runs.
+        options: see `ServiceOptions`.
+        planner: bounds the drafts of each step; None: a controller of its own.
+    """
+
+    def __init__(
+        self, engine: SpecEngine, options: ServiceOptions | None = None, planner: Planner | None = None
+    ) -> None:
+        self.engine, self.options = engine, options or ServiceOptions()
+        self._scheduler = Scheduler(engine, planner, self.options.prefill_chunk)
+        self._commands: SimpleQueue[_Command] = SimpleQueue()
+        self._lock = threading.Lock()  # over what follows; never held during a step
+        self._num_tickets = self._num_coming = self._num_busy = 0
+        self._is_open = self._is_running = False
+        self._fault: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to serve.
+
+        Raises:
+            RuntimeFault: it was started before.
+        """
+        if self._thread is not None:
+            raise RuntimeFault("service", "a second start", "one", "Make another service.")
+        self._thread = threading.Thread(target=self._serve, name="speccompile-scheduler", daemon=True)
+        self._is_open = self._is_running = True
+        self._thread.start()
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Refuse what comes, finish what runs, end the rest.
+
+        Args:
+            drain_s: seconds that running and waiting requests have to finish; what is left then is cancelled.
+
+        Raises:
+            RuntimeFault: the engine hangs.
+        """
+        with self._lock:
+            self._is_open = False
+        thread = self._thread
+        if thread is None:
+            return
+        self._commands.put(_Close(perf_counter() + drain_s))
+        thread.join(drain_s + JOIN_S)
+        if thread.is_alive():
+            raise RuntimeFault("service", f"a step of more than {JOIN_S} s", "less", "End the process.")
+
+    def submit(self, request: Request, on_piece: Callable[[Piece], None]) -> Ticket:
+        """Hand in a request. May be called on any thread.
+
+        Args:
+            request: what is wanted.
+            on_piece: called with each piece, on the scheduler's thread. It must not block, nor raise: that would end
+                the service for all.
+
+        Returns:
+            What to cancel it by.
+
+        Raises:
+            RuntimeFault: the request is wrong; see `SpecEngine.generate`.
+            Busy: too many are waiting, or the service does not run.
+        """
+        timeout_s = self.options.timeout_s if request.timeout_s is None else request.timeout_s
+        ticket = Ticket(request, 0, perf_counter(), timeout_s, on_piece)
+        open_outputs(ticket, self.engine, self.options.speculation)
+        with self._lock:
+            if not self._is_open:
+                got = "a request to a service that does not run" if self._fault is None else self._fault
+                raise Busy("service", got, "a running service", "Send the request to another one, or start it again.")
+            waiting, most = self._num_coming + self._scheduler.num_waiting, self.options.max_queue
+            if waiting >= most:
+                self._num_busy += 1
+                raise Busy("queue", f"{waiting} waiting requests", f"less than {most}", "Send the request again later.")
+            self._num_coming += 1
+            self._num_tickets += 1
+            ticket.number = self._num_tickets
+            self._commands.put(_Add(ticket))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request's open outputs, each with a piece `cancelled`. Any thread, any moment, any number of times."""
+        self._commands.put(_Cancel(ticket))
+
+    async def stream(self, request: Request) -> AsyncIterator[Piece]:
+        """The pieces of a request as they come, in the running event loop. To close the iterator cancels it.
+
+        Raises:
+            RuntimeFault, Busy: as `submit`.
+        """
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
+
+        def on_piece(piece: Piece) -> None:
+            with suppress(RuntimeError):  # the loop was closed under the request: nobody waits for the piece
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        num_open = request.num_outputs
+        ticket = self.submit(request, on_piece)
+        try:
+            while num_open:
+                piece = await pieces.get()
+                num_open -= piece.finish_reason is not None
+                yield piece
+        finally:
+            if num_open:
+                self.cancel(ticket)
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """All outputs of a request, in their order.
+
+        Raises:
+            RuntimeFault, Busy: as `submit`.
+        """
+        texts = [""] * request.num_outputs
+        tokens: list[list[int]] = [[] for _ in texts]
+        ends: dict[int, Piece] = {}
+        async for piece in self.stream(request):
+            texts[piece.output_index] += piece.text
+            tokens[piece.output_index] += piece.tokens
+            if piece.finish_reason is not None:
+                ends[piece.output_index] = piece
+        return [
+            Completion(index, text, tokens[index], str(end.finish_reason), end.stats or {}, end.error)
+            for index, text in enumerate(texts)
+            for end in (ends[index],)
+        ]
+
+    def stats(self) -> dict[str, Any]:
+        """A snapshot, JSON-ready; see the page on the scheduler. Any thread; waits for the step that is running."""
+        answer: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        with self._lock:
+            is_running = self._is_running
+            if is_running:
+                self._commands.put(_Tell(answer))
+        snapshot = answer.get() if is_running else self._scheduler.json_from_scheduler()
+        return {**snapshot, "num_busy": self._num_busy, "is_open": self._is_open, "fault": self._fault}
+
+    def _serve(self) -> None:
+        """The scheduler's thread. However it ends, nobody is left without a last piece or an answer."""
+        fault: str | None = "a bug in the service: see the process's standard error"
+        try:
+            self._run()
+            fault = None
+        finally:
+            with self._lock:  # nobody adds a command behind this
+                self._is_open = self._is_running = False
+                self._fault = fault
+            self._obey(self._next_commands(is_busy=True), is_ending=True)
+            self._deliver(self._scheduler.cancel_all() if fault is None else self._scheduler.abandon(fault))
+
+    def _run(self) -> None:
+        end_s: float | None = None
+        while True:
+            commands = self._next_commands(self._scheduler.has_work or end_s is not None)
+            end_s = next((c.deadline_s for c in commands if isinstance(c, _Close)), end_s)
+            self._deliver(self._obey(commands))
+            if end_s is not None and (not self._scheduler.has_work or perf_counter() >= end_s):
+                return
+            self._deliver(self._scheduler.step())
+
+    def _next_commands(self, is_busy: bool) -> list[_Command]:
+        """All commands that have come; with nothing else to do, wait for one."""
+        commands = [] if is_busy else [self._commands.get()]
+        try:
+            while True:
+                commands.append(self._commands.get_nowait())
+        except Empty:
+            return commands
+
+    def _obey(self, commands: list[_Command], is_ending: bool = False) -> list[Event]:
+        events: list[Event] = []
+        for command in commands:
+            if isinstance(command, _Add):
+                with self._lock:
+                    self._num_coming -= 1
+                    self._scheduler.add(command.ticket)
+            elif isinstance(command, _Cancel) and not is_ending:
+                events += self._scheduler.cancel(command.ticket)
+            elif isinstance(command, _Tell):
+                command.answer.put(self._scheduler.json_from_scheduler())
+        return events
+
+    def _deliver(self, events: list[Event]) -> None:
+        for ticket, piece in events:
+            ticket.on_piece(piece)
+
+
+def load_service(path: Path | str, options: ServiceOptions | None = None, **load_kwargs: Any) -> Service:
+    """Load a bundle into a service that is not started yet.
+
+    Args:
+        path: the bundle's folder.
+        options: see `ServiceOptions`.
+        load_kwargs: of `speccompile.runtime.engine.load`.
+
+    Raises:
+        BundleError, RecipeError: as `load`.
+    """
+    return Service(load(path, **load_kwargs), options)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that were accepted: their outputs, the times of these, and the pieces they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.tree import TokenTree
+from speccompile.runtime.requests import Piece, Request, Speculation, StepTrace
+from speccompile.runtime.slots import Slot, Step
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.text import Tokenizer
+
+
+class Output:
+    """One continuation of a request's prompt, from the queue to its last piece.
+
+    Args:
+        ticket: of the request.
+        slot: the sequence; its index is that of the output.
+    """
+
+    __slots__ = ("first_s", "last_s", "num_first", "num_reused", "slot", "started_s", "ticket")
+
+    def __init__(self, ticket: Ticket, slot: Slot) -> None:
+        self.ticket, self.slot = ticket, slot
+        self.num_reused = 0  # prompt tokens that were in a cache already
+        self.started_s: float | None = None  # its prompt began to be read
+        self.first_s: float | None = None  # its first tokens were there
+        self.last_s = 0.0  # its latest ones
+        self.num_first = 0  # how many came first
+
+    def piece(self, step: Step, now_s: float, trace: StepTrace | None = None) -> Piece:
+        """What a step gave."""
+        self.last_s = now_s
+        if self.first_s is None:
+            self.first_s, self.num_first = now_s, len(step.tokens)
+        drafts, kept, reason = step.num_draft_tokens, step.num_accepted, step.finish_reason
+        stats = None if reason is None else self.stats(now_s)
+        return Piece(self.slot.index, step.text, step.tokens, drafts, kept, step.is_bonus, reason, stats, trace)
+
+    def last_piece(self, reason: str, now_s: float, error: str | None = None) -> Piece:
+        """The end of an output that no step ended; text that was held back is given out."""
+        sink = self.slot.sink
+        text = sink.finish() if sink is not None else ""
+        return Piece(self.slot.index, text, [], finish_reason=reason, stats=self.stats(now_s), error=error)
+
+    def stats(self, now_s: float) -> dict[str, Any]:
+        """See `Piece.stats`; times that there are none of are None."""
+        slot, ticket = self.slot, self.ticket
+        first_s, started_s = self.first_s, now_s if self.started_s is None else self.started_s
+        num_later = 0 if first_s is None else slot.stats.num_tokens - self.num_first
+        return {
+            **slot.stats.json_from_stats(),
+            "num_prompt_tokens": slot.num_prompt,
+            "num_reused_tokens": self.num_reused,
+            "queue_ms": (started_s - ticket.submitted_s) * 1e3,
+            "time_to_first_token_ms": None if first_s is None else (first_s - ticket.submitted_s) * 1e3,
+            "time_per_token_ms": (self.last_s - (first_s or 0.0)) * 1e3 / num_later if num_later else None,
+        }
+
+
+class Ticket:
+    """A request that was accepted; what to cancel it by.
+
+    Args:
+        request: as it came.
+        number: of the ticket, in the order of submission.
+        submitted_s: when.
+        timeout_s: how long it may take; None: any time.
+        on_piece: what its pieces are given to.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        number: int,
+        submitted_s: float,
+        timeout_s: float | None,
+        on_piece: Callable[[Piece], None],
+    ) -> None:
+        self.request, self.number, self.submitted_s, self.on_piece = request, number, submitted_s, on_piece
+        self.deadline_s = None if timeout_s is None else submitted_s + timeout_s
+        self.open: list[Output] = []  # outputs without their last piece
+        self.is_waiting = True  # none of them was given a place yet
+
+
+def open_outputs(ticket: Ticket, engine: SpecEngine, default: Speculation) -> None:
+    """Make the outputs of a ticket.
+
+    Args:
+        ticket: a new one.
+        engine: that will decode them.
+        default: what `auto` means.
+
+    Raises:
+        RuntimeFault: the prompt is empty, too long or not of the vocabulary; or stop strings without a tokenizer.
+    """
+    request = ticket.request
+    prompt = engine.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+    for index in range(request.num_outputs):
+        sampling = request.sampling
+        if index:
+            sampling = replace(sampling, seed=(sampling.seed + index) % 2**64)
+        slot = engine.make_slot(0, prompt, sampling, with_text=True)
+        slot.index = index
+        slot.speculation = default if request.speculation == "auto" else request.speculation
+        ticket.open.append(Output(ticket, slot))
+
+
+def trace_step(tokenizer: Tokenizer | None, tree: TokenTree, verdict: Verdict, place: int) -> StepTrace:
+    """The tree of one sequence in one step."""
+    num = int(tree.num_nodes[place])
+    tokens = tree.tokens[place, :num].tolist()
+    texts = [] if tokenizer is None else [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    path, following = verdict.nodes_kept(place), int(verdict.next_token[place])
+    return StepTrace(tokens, tree.parents[place, :num].tolist(), path, following, texts)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+import asyncio
+import threading
+
+import pytest
+
+from speccompile.core.sampling import SamplingParams
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.requests import Busy, Request
+from speccompile.runtime.service import Service, ServiceOptions
+from tests.runtime.test_spec_engine import TARGET, Letters, make_engine, text
+
+
+def greedy(num=12, **rest):
+    return SamplingParams(max_new_tokens=num, **rest)
+
+
+@pytest.fixture
+def serve():
+    """Makes services that are closed behind the test."""
+    services = []
+
+    def make(options=None, **sizes):
+        services.append(Service(make_engine(**sizes), options))
+        services[-1].start()
+        return services[-1]
+
+    yield make
+    for service in services:
+        service.close()
+
+
+class Sink:
+    """Takes pieces; `wait` until all outputs have ended."""
+
+    def __init__(self, num_outputs=1):
+        self.pieces, self._left, self._done = [], num_outputs, threading.Event()
+        self.started = threading.Event()
+
+    def __call__(self, piece):
+        self.pieces.append(piece)
+        self.started.set()
+        self._left -= piece.finish_reason is not None
+        if self._left == 0:
+            self._done.set()
+
+    def wait(self):
+        assert self._done.wait(30)
+        return self.pieces
+
+
+def test_many_requests_at_once_get_their_own_texts(serve):
+    service = serve()
+    prompts = ["abc", "dab", "xx", "k" * 30, "c", "ab"] * 4
+    sinks = [Sink() for _ in prompts]
+    for i, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
+        service.submit(Request(prompt, greedy(5 + i)), sink)
+    for i, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
+        pieces = sink.wait()
+        assert "".join(p.text for p in pieces) == text(prompt, 5 + i)
+        assert [t for p in pieces for t in p.tokens] == TARGET.greedy(Letters().encode(prompt).ids, 5 + i)
+        assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    stats = service.stats()
+    assert stats["num_finished"] == {"length": len(prompts)} and stats["num_requests"] == len(prompts)
+    assert stats["num_tokens"] == sum(5 + i for i in range(len(prompts)))
+    assert (stats["num_queued"], stats["num_prefilling"], stats["num_active"]) == (0, 0, 0)
+
+
+def test_streams_and_completions_in_an_event_loop(serve):
+    service = serve()
+
+    async def all_of_it():
+        one = service.generate(Request("abc", greedy(20)))
+        three = service.generate(Request("dab", greedy(9, temperature=1.0, seed=5), num_outputs=3))
+        pieces = [piece async for piece in service.stream(Request("xx", greedy(7)))]
+        return await one, await three, pieces
+
+    [one], three, pieces = asyncio.run(all_of_it())
+    assert (one.text, one.finish_reason, one.error) == (text("abc", 20), "length", None)
+    assert [c.index for c in three] == [0, 1, 2] and len({c.text for c in three}) > 1
+    alone = make_engine().generate("dab", greedy(9, temperature=1.0, seed=6), speculative=False)[0]
+    assert three[1].tokens == alone.tokens
+    assert "".join(p.text for p in pieces) == text("xx", 7)
+    stats = pieces[-1].stats
+    assert stats["num_tokens"] == 7 and stats["num_prompt_tokens"] == 2 and stats["num_reused_tokens"] == 0
+    assert 0 <= stats["queue_ms"] <= stats["time_to_first_token_ms"]
+
+
+def test_a_stream_that_is_closed_cancels_its_request(serve):
+    service = serve(max_seq=4096)
+
+    async def first_piece():
+        stream = service.stream(Request("abc", greedy(4000)))
+        piece = await anext(stream)
+        await stream.aclose()
+        return piece
+
+    assert asyncio.run(first_piece()).finish_reason is None
+    while service.stats()["num_active"]:
+        pass
+    assert service.stats()["num_finished"] == {"cancelled": 1}
+
+
+def test_cancel_is_idempotent_and_gives_each_output_one_last_piece(serve):
+    service = serve(max_seq=4096)
+    sink, waiting = Sink(3), Sink()
+    ticket = service.submit(Request("abc", greedy(4000), num_outputs=3), sink)
+    behind = service.submit(Request("abc", greedy(4)), waiting)
+    assert sink.started.wait(30)
+    service.cancel(behind)
+    service.cancel(ticket)
+    service.cancel(ticket)
+    ends = [p for p in sink.wait() if p.finish_reason]
+    assert sorted(p.output_index for p in ends) == [0, 1, 2]
+    assert {p.finish_reason for p in ends} == {"cancelled"} == {p.finish_reason for p in waiting.wait()}
+    service.cancel(ticket)
+    assert service.stats()["num_finished"] == {"cancelled": 4}
+
+
+def test_a_full_queue_is_busy(serve):
+    service = serve(ServiceOptions(max_queue=2), slots=1, max_seq=4096)
+    first = Sink()
+    ticket = service.submit(Request("abc", greedy(4000)), first)
+    assert first.started.wait(30)
+    sinks = [Sink(), Sink()]
+    for sink in sinks:
+        service.submit(Request("dab", greedy(3)), sink)
+    with pytest.raises(Busy, match=r"queue: got 2 waiting requests; expected less than 2\. Send the request again"):
+        service.submit(Request("dab", greedy(3)), Sink())
+    service.cancel(ticket)
+    assert all(sink.wait()[-1].finish_reason == "length" for sink in sinks)
+    assert service.stats()["num_busy"] == 1
+
+
+def test_a_timeout_ends_a_request_and_keeps_its_text(serve):
+    service = serve(ServiceOptions(timeout_s=0.05), slots=1, max_seq=20000)
+    sink, late = Sink(), Sink()
+    service.submit(Request("abc", greedy(19000)), sink)
+    service.submit(Request("abc", greedy(4), timeout_s=0.01), late)
+    assert sink.wait()[-1].finish_reason == late.wait()[-1].finish_reason == "timeout"
+    got = [t for p in sink.pieces for t in p.tokens]
+    assert got == TARGET.greedy([0, 1, 2], len(got)) and sink.pieces[-1].stats["num_tokens"] == len(got)
+
+
+def test_close_drains_or_cancels_and_refuses(serve):
+    service = serve()
+    sink = Sink()
+    service.submit(Request("abc", greedy(50)), sink)
+    service.close(drain_s=30)
+    assert sink.wait()[-1].finish_reason == "length"
+    with pytest.raises(Busy, match="a request to a service that does not run"):
+        service.submit(Request("abc"), Sink())
+    service.close()
+    assert service.stats()["is_open"] is False
+
+    service, sink = serve(slots=1, max_seq=4096), Sink()
+    waiting = Sink()
+    service.submit(Request("abc", greedy(4000)), sink)
+    service.submit(Request("abc", greedy(4000)), waiting)
+    assert sink.started.wait(30)
+    service.close()
+    assert sink.wait()[-1].finish_reason == waiting.wait()[-1].finish_reason == "cancelled"
+
+
+def test_a_wrong_request_is_refused_at_once(serve):
+    service = serve()
+    with pytest.raises(RuntimeFault, match="prompt 0: got no tokens"):
+        service.submit(Request(""), Sink())
+    with pytest.raises(RuntimeFault, match="expected at most 64"):
+        service.submit(Request("a" * 65), Sink())
+    with pytest.raises(RuntimeFault, match=r"ServiceOptions.max_queue: got 0; expected at least 1"):
+        ServiceOptions(max_queue=0)
+    with pytest.raises(RuntimeFault, match="a second start"):
+        service.start()
+    assert service.stats()["num_requests"] == 0
+
+
+def test_a_fault_of_the_engine_ends_the_batch_and_the_service_goes_on(serve, monkeypatch):
+    service = serve()
+    target = service.engine.verifier.engine.engine
+    real, calls = target.run, []
+
+    def failing(feeds, first_slot=0):
+        calls.append(1)
+        if len(calls) == 12:
+            raise RuntimeFault("engine target", "a fault", "none", "Try again.")
+        return real(feeds, first_slot)
+
+    monkeypatch.setattr(target, "run", failing)
+    sinks = [Sink() for _ in range(8)]
+    for sink in sinks:
+        service.submit(Request("abc", greedy(20)), sink)
+    reasons = [sink.wait()[-1].finish_reason for sink in sinks]
+    assert 0 < reasons.count("error") <= 3 and set(reasons) == {"error", "length"}
+    for sink, reason in zip(sinks, reasons, strict=True):
+        if reason == "length":
+            assert "".join(p.text for p in sink.pieces) == text("abc", 20)
+        else:
+            assert "a fault" in sink.pieces[-1].error
+    assert service.stats()["num_engine_faults"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_the_service_leaves_nobody_waiting(serve):
+    service = serve()
+
+    def wrong(piece):
+        raise TypeError("a sink that fails")
+
+    other = Sink()
+    service.submit(Request("abc", greedy(60)), other)
+    service.submit(Request("abc", greedy(60)), wrong)
+    assert other.wait()[-1].finish_reason in ("error", "length")
+    service.close()
+    assert "bug in the service" in service.stats()["fault"]
+    with pytest.raises(Busy, match="bug in the service"):
+        service.submit(Request("abc"), Sink())
