@@ -15,7 +15,10 @@ from speccompile.errors import CheckpointError, RecipeError
 from speccompile.runtime.bundle import digest_from_json
 
 TOKENIZER = "tokenizer.json"
-_FILES = (TOKENIZER, "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+_FILES = (
+    *(TOKENIZER, "tokenizer_config.json", "chat_template.jinja"),
+    *("generation_config.json", "special_tokens_map.json"),
+)
 
 
 @dataclass(frozen=True)

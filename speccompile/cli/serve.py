@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""speccompile serve: a bundle behind OpenAI's API."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from speccompile.errors import RuntimeFault
+
+LOOPBACK = "127.0.0.1"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command(name="serve")(serve_command)
+
+
+def serve_command(
+    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; the default is reached from here alone.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 chooses a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="SPECCOMPILE_API_KEY", help="Ask for this key; repeatable.")
+    ] = None,
+    model_name: Annotated[str | None, typer.Option(help="Name of the model; the bundle's folder by default.")] = None,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are told to come back.")] = 256,
+    timeout_s: Annotated[float | None, typer.Option(help="Most seconds of a request.")] = None,
+    max_request_bytes: Annotated[int, typer.Option(min=1, help="Largest body.")] = 1 << 20,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="Let pages of this origin send requests (CORS); repeatable.")
+    ] = None,
+    speculation: Annotated[str, typer.Option(help="auto, on or off, where a request says nothing.")] = "auto",
+    drain_s: Annotated[float, typer.Option(min=0.0, help="Seconds that running requests get at SIGTERM.")] = 30.0,
+    page: Annotated[bool, typer.Option(help="Show a page at / that watches a generation.")] = True,
+    method: Annotated[str | None, typer.Option(help="Another speculation method than the recipe's.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Another backend than the recipe's.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the target's engine.")] = None,
+    log_level: Annotated[str, typer.Option(help="warning, info or debug.")] = "info",
+) -> None:
+    """Serve a bundle: /v1/completions, /v1/chat/completions, /v1/models, /metrics, /health, and a page at /."""
+    check_packages()
+    from speccompile.runtime.engine import load
+    from speccompile.runtime.requests import SPECULATION
+    from speccompile.runtime.service import Service, ServiceOptions
+    from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+    from speccompile.serving.openai.process import Listener, bind, run
+    from speccompile.serving.page.routes import page_routes
+
+    wanted = next((name for name in SPECULATION if name == speculation), None)
+    if wanted is None:
+        raise typer.BadParameter(f"--speculation is one of {', '.join(SPECULATION)}")
+    keys, origins = tuple(api_key or ()), tuple(allow_origin or ())
+    if not keys and not is_loopback(host):
+        typer.echo(f"warning: {host} is reached from other machines, and no --api-key is asked for", err=True)
+    listener = Listener(host, port, drain_s, log_level)
+    bound = bind(listener)
+    engine = load(bundle, backend=backend, threads=threads, method=method)
+    service = Service(engine, ServiceOptions(max_queue=max_queue, timeout_s=timeout_s, speculation=wanted))
+    server = OpenAIServer(service, ServerOptions(model_name, keys, max_request_bytes, origins))
+    app = make_app(server, [page_routes] if page else [])
+    service.start()
+    try:
+        run(app, service, listener, bound)
+    finally:
+        service.close()
+
+
+def is_loopback(host: str) -> bool:
+    """True when only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_packages() -> None:
+    """Refuse to start without the server's packages.
+
+    Raises:
+        RuntimeFault: one is missing.
+    """
+    for name in ("fastapi", "uvicorn", "prometheus_client", "jinja2"):
+        if importlib.util.find_spec(name) is None:
+            todo = "Install them: pip install 'speccompile[serve]'."
+            raise RuntimeFault("speccompile serve", f"no package {name}", "the packages of the extra [serve]", todo)

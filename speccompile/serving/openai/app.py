@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The application: routes over a service."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+import speccompile
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.requests import Request
+from speccompile.runtime.service import Service
+from speccompile.serving.openai.answer import Answer, unless_disconnected
+from speccompile.serving.openai.chat import ChatTemplate, read_chat_template
+from speccompile.serving.openai.errors import INVALID, NOT_FOUND, ApiError, error_from_fault, error_from_validation
+from speccompile.serving.openai.limits import BodyCheck, KeyCheck
+from speccompile.serving.openai.metrics import Metrics
+from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
+from speccompile.serving.openai.requests import request_from_chat, requests_from_completion
+from speccompile.serving.openai.responses import CHAT, COMPLETION, Form, Head, Usage, chunks, whole_answer
+from speccompile.serving.openai.stream import EventStream
+
+Body = TypeVar("Body", bound=Sampled)
+_HUNG_UP = 499  # nobody reads it; the log does
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How the application answers.
+
+    Args:
+        model_name: what `model` has to be; None: the name of the bundle's folder.
+        api_keys: any of them is asked for; none: everybody may ask.
+        max_request_bytes: of a body.
+        allowed_origins: of pages that browsers may send requests from; none: only pages of this server.
+    """
+
+    model_name: str | None = None
+    api_keys: tuple[str, ...] = ()
+    max_request_bytes: int = 1 << 20
+    allowed_origins: tuple[str, ...] = ()
+
+
+class OpenAIServer:
+    """What the routes share.
+
+    Args:
+        service: takes the requests; started and closed by whoever made it.
+        options: how to answer.
+    """
+
+    def __init__(self, service: Service, options: ServerOptions) -> None:
+        self.service, self.options = service, options
+        self.metrics = Metrics(service)
+        bundle = service.engine.bundle
+        self.template: ChatTemplate | None = None
+        if bundle is not None and bundle.tokenizer_path is not None:
+            self.template = read_chat_template(bundle.tokenizer_path.parent)
+        self.model_name = options.model_name or (bundle.path.resolve().name if bundle else "speccompile")
+        # Two answers with the same fingerprint and seed are the same text.
+        self.fingerprint = f"sc-{bundle.manifest['digest'][:12]}" if bundle else None
+        self.created = int(time.time())
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for a model that is not served here.
+
+        Raises:
+            ApiError: it is another one.
+        """
+        if name is not None and name != self.model_name:
+            message = f"The model `{name}` is not served here; `{self.model_name}` is."
+            raise ApiError(404, message, NOT_FOUND, "model", "model_not_found")
+
+    def answer(self, requests: Sequence[Request]) -> Answer:
+        """Submit requests.
+
+        Raises:
+            ApiError: they were not taken.
+        """
+        answer = Answer(self.service, requests)
+        try:
+            answer.submit()
+        except RuntimeFault as fault:
+            raise error_from_fault(fault) from fault
+        return answer
+
+    async def respond(self, http: HttpRequest, form: Form, body: Sampled, requests: Sequence[Request]) -> Response:
+        """Answer a request, at once or as a stream."""
+        identity = {
+            "id": f"{form.prefix}{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": self.model_name,
+            "system_fingerprint": self.fingerprint,
+        }
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        head = Head(form, identity, with_usage, body.return_stats)
+        answer = self.answer(requests)
+        usage = Usage(sum(len(request.prompt) for request in requests))
+        if body.stream:
+            return EventStream(chunks(head, answer, usage), answer.close)
+        try:
+            whole = await unless_disconnected(http, whole_answer(head, answer, usage))
+        finally:
+            answer.close()
+        return Response(status_code=_HUNG_UP) if whole is None else JSONResponse(whole)
+
+
+async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is not what the API takes.
+    """
+    try:
+        return kind.model_validate_json(await http.body())
+    except ValidationError as fault:
+        raise error_from_validation(fault) from fault
+
+
+def api_routes(server: OpenAIServer) -> APIRouter:
+    """The routes below /v1, /metrics and /health."""
+    router = APIRouter()
+
+    @router.post("/v1/completions", openapi_extra=_body_schema(CompletionBody))
+    async def complete(http: HttpRequest) -> Response:
+        """Continue one or more prompts."""
+        body = await read_body(http, CompletionBody)
+        server.check_model(body.model)
+        requests = await requests_from_completion(body, server.service.engine)
+        return await server.respond(http, COMPLETION, body, requests)
+
+    @router.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody))
+    async def chat(http: HttpRequest) -> Response:
+        """Answer the last message of a chat."""
+        body = await read_body(http, ChatBody)
+        server.check_model(body.model)
+        request = await request_from_chat(body, server.service.engine, server.template)
+        return await server.respond(http, CHAT, body, [request])
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model that is served."""
+        return {"object": "list", "data": [_model(server)]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """The model by its name."""
+        server.check_model(name)
+        return _model(server)
+
+    @router.get("/metrics")
+    def metrics() -> Response:
+        """Counts, gauges and histograms for Prometheus."""
+        return Response(server.metrics.text(), media_type=server.metrics.content_type)
+
+    @router.get("/health")
+    def health() -> JSONResponse:
+        """200 while requests are taken, 503 once the server shuts down; no answer while the engine hangs in a step."""
+        stats = server.service.stats()
+        status = "ok" if stats["is_open"] else stats["fault"] or "shutting down"
+        return JSONResponse({"status": status, "model": server.model_name}, 200 if stats["is_open"] else 503)
+
+    return router
+
+
+def _model(server: OpenAIServer) -> dict[str, Any]:
+    return {
+        "id": server.model_name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "speccompile",
+        "max_model_len": server.service.engine.context.max_seq_len,
+    }
+
+
+def _body_schema(kind: type[Sampled]) -> dict[str, Any]:
+    """OpenAPI's description of a body that `read_body` reads."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+
+
+def make_app(server: OpenAIServer, more_routes: Sequence[Callable[[OpenAIServer], APIRouter]] = ()) -> FastAPI:
+    """The application.
+
+    Args:
+        server: what the routes share.
+        more_routes: other routes over the same service, such as a page's.
+    """
+    # The interactive documentation would load its scripts from elsewhere.
+    app = FastAPI(title="speccompile", version=speccompile.__version__, docs_url=None, redoc_url=None)
+    for routes in (api_routes, *more_routes):
+        app.include_router(routes(server))
+    app.add_exception_handler(ApiError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    options = server.options
+    app.add_middleware(BodyCheck, max_bytes=options.max_request_bytes)
+    if options.api_keys:
+        app.add_middleware(KeyCheck, keys=options.api_keys)
+    if options.allowed_origins:
+        headers = ["Authorization", "Content-Type"]
+        origins = list(options.allowed_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=headers)
+    return app
+
+
+async def _answer_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.json_from_error(), error.status, headers=error.headers)
+
+
+async def _answer_http_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = NOT_FOUND if error.status_code == 404 else INVALID
+    wrapped = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}.", kind)
+    return JSONResponse(wrapped.json_from_error(), error.status_code, headers=error.headers)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates: a bundle's own, rendered in jinja's sandbox as transformers renders them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from speccompile.errors import BundleError
+from speccompile.runtime.bundle import read_json
+from speccompile.serving.openai.errors import ApiError
+
+TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what training learns from; here its contents stand for themselves."""
+
+    tags = {"generation"}  # noqa: RUF012 -- as jinja declares it
+
+    def parse(self, parser: Parser) -> Node | list[Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Makes a prompt of messages.
+
+    Args:
+        source: the template's text.
+        special_tokens: by name, e.g. `bos_token`.
+    """
+
+    source: str
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Mapping[str, Any]
+    ) -> str:
+        """The prompt, special tokens included.
+
+        Args:
+            messages: with `role` and `content`.
+            add_generation_prompt: open the assistant's turn at the end.
+            extra: more variables for the template.
+
+        Raises:
+            ApiError: the template refuses these messages, or cannot be rendered with them.
+        """
+        try:
+            template = _environment().from_string(self.source)
+            variables = {**self.special_tokens, **extra, "messages": messages}
+            return template.render(add_generation_prompt=add_generation_prompt, **variables)
+        except (TemplateError, TypeError, ValueError) as fault:
+            raise ApiError(
+                400, f"The chat template refuses: {fault}", param="messages", code="chat_template"
+            ) from fault
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # jinja's own escapes <, > and & for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def read_chat_template(folder: Path) -> ChatTemplate | None:
+    """The template beside a tokenizer; None where there is none.
+
+    Raises:
+        BundleError: tokenizer_config.json is no JSON object.
+    """
+    config = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
+    path = folder / TEMPLATE_FILE
+    source = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
+    if isinstance(source, list):  # several by name, as older tokenizers have them
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        where, got = str(folder / CONFIG_FILE), f"a chat_template of type {type(source).__name__}"
+        raise BundleError(where, got, "a text", "Correct it in the checkpoint and build the bundle again.")
+    tokens = {name: _text_of_token(config.get(name)) for name in _SPECIAL}
+    return ChatTemplate(source, {name: text for name, text in tokens.items() if text is not None})
+
+
+def _text_of_token(value: Any) -> str | None:
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None

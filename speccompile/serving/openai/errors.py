@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong with a request, in the JSON that OpenAI's clients read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.requests import Busy, Piece
+
+INVALID, AUTHENTICATION, NOT_FOUND = "invalid_request_error", "authentication_error", "not_found_error"
+OVERLOADED, TIMEOUT, SERVER = "overloaded_error", "timeout_error", "server_error"
+RETRY_AFTER_S = 1  # a queue place comes free with every request that ends
+
+# What the runtime calls it, and what the request called it.
+_PARAMS: Mapping[str, str] = {
+    "SamplingParams.max_new_tokens": "max_tokens",
+    "Request.num_outputs": "n",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: of HTTP.
+        message: for people.
+        kind: `error.type`.
+        param: the field of the request that is at fault.
+        code: `error.code`, for programs.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.headers = dict(headers or {})
+
+    def json_from_error(self) -> dict[str, Any]:
+        """{"error": {"message", "type", "param", "code"}}."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def error_from_fault(fault: RuntimeFault) -> ApiError:
+    """The answer to a request that the runtime did not take."""
+    if isinstance(fault, Busy):
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        is_full = fault.where == "queue"
+        code = "server_busy" if is_full else "shutting_down"
+        return ApiError(429 if is_full else 503, str(fault), OVERLOADED, None, code, headers)
+    param = _PARAMS.get(fault.where) or fault.where.rpartition(".")[2].partition(" ")[0]
+    code = "context_length_exceeded" if fault.got.endswith(" tokens") and param == "prompt" else "invalid_value"
+    return ApiError(400, str(fault), INVALID, param, code)
+
+
+def error_from_validation(fault: ValidationError) -> ApiError:
+    """The answer to a body that is not what the API takes: its first fault."""
+    first = fault.errors(include_url=False)[0]
+    param = ".".join(str(part) for part in first["loc"]) or first.get("ctx", {}).get("param")
+    if first["type"] == "extra_forbidden":
+        message = f"Unknown field `{param}`: this server does not know it, and ignores nothing in silence."
+        return ApiError(400, message, INVALID, param, "unknown_field")
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"The body is not JSON: {first['msg']}.", INVALID, None, "invalid_json")
+    if first["type"] == "missing":
+        return ApiError(400, f"`{param}` is missing.", INVALID, param, "missing_field")
+    code = "unsupported_field" if first["type"] == "unsupported_field" else "invalid_value"
+    message = first["msg"]
+    return ApiError(400, f"`{param}`: {message}." if param else f"{message}.", INVALID, param, code)
+
+
+def error_from_piece(piece: Piece) -> ApiError | None:
+    """The answer to a request whose output ended without having come to an end; None for `stop` and the limits."""
+    if piece.finish_reason == "timeout":
+        return ApiError(504, "The request took longer than its time-out.", TIMEOUT, None, "timeout")
+    if piece.finish_reason == "cancelled":
+        return ApiError(503, "The server is shutting down.", OVERLOADED, None, "shutting_down")
+    if piece.finish_reason == "error":
+        return ApiError(500, f"The engine failed: {piece.error}", SERVER, None, "engine_error")
+    return None

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands before every route: the API key, the size of a body and its type."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from speccompile.serving.openai.errors import AUTHENTICATION, ApiError
+
+# Nothing of these tells anything of the model or its requests.
+OPEN_PATHS = frozenset({"/", "/health"})
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """Answer with an error."""
+    body = json.dumps(error.json_from_error()).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """A header of a request, empty where it has none."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+
+
+class KeyCheck:
+    """Refuses requests without the API key.
+
+    Args:
+        app: what is behind it.
+        keys: any of them will do.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self._app = app
+        self._keys = tuple(key.encode() for key in keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Look at the `Authorization` header."""
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(scope):
+            await self._app(scope, receive, send)
+            return
+        message = "The API key is missing or wrong: send it as `Authorization: Bearer KEY`."
+        headers = {"WWW-Authenticate": "Bearer"}
+        await send_error(send, ApiError(401, message, AUTHENTICATION, None, "invalid_api_key", headers))
+
+    def _is_known(self, scope: Scope) -> bool:
+        scheme, _, given = header(scope, b"authorization").partition(" ")
+        # Every key is compared, and each in constant time, so that an answer's time tells nothing of them.
+        same = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
+        return scheme.lower() == "bearer" and any(same)
+
+
+class BodyCheck:
+    """Refuses bodies that are too large, and those that are not sent as JSON.
+
+    A page of another origin can make a browser send other types than JSON without asking this server first.
+
+    Args:
+        app: what is behind it.
+        max_bytes: of a body.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Look at the headers, then count what comes."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        if header(scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
+            message = "Send JSON, with `Content-Type: application/json`."
+            await send_error(send, ApiError(415, message, code="unsupported_media_type"))
+            return
+        length = header(scope, b"content-length")
+        if length.isdigit() and int(length) > self._max_bytes:
+            await send_error(send, self._error())
+            return
+        await self._counted(scope, receive, send)
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body here, so that one without a length is bounded too."""
+        messages: list[Message] = []
+        num_bytes = 0
+        while True:
+            message = await receive()
+            messages.append(message)
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                await send_error(send, self._error())
+                return
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                break
+
+        async def replay() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        await self._app(scope, replay, send)
+
+    def _error(self) -> ApiError:
+        message = f"The body is larger than {self._max_bytes} bytes."
+        return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})

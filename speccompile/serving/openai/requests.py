@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the body of a request to what the scheduler is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from speccompile.core.sampling import SamplingParams
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.requests import Request
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.serving.openai.chat import ChatTemplate
+from speccompile.serving.openai.errors import ApiError, error_from_fault
+from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
+
+MAX_PROMPTS = 128  # of one request, as `n` is bounded
+_SHORT = 4096  # characters that are encoded faster than a thread is woken
+_NO_TEMPLATE = (
+    "This model has no chat template, so that it is unknown how it wants messages to be written. "
+    "Use /v1/completions, or build the bundle from a checkpoint whose tokenizer has a chat_template."
+)
+
+
+def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParams:
+    """The bundle's defaults with what the body says in their place.
+
+    Without a `seed`, requests that draw get one of their own each, as OpenAI's API has it.
+
+    Raises:
+        ApiError: a value is out of range.
+    """
+    given: dict[str, Any] = {
+        "max_new_tokens": body.max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": None if body.top_k is None else max(body.top_k, 0),
+        "min_p": body.min_p,
+        "repetition_penalty": body.repetition_penalty,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "stop": (body.stop,) if isinstance(body.stop, str) else None if body.stop is None else tuple(body.stop),
+        "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
+        "ignore_eos": body.ignore_eos or None,
+        "logit_bias": None if not body.logit_bias else _biases(body.logit_bias),
+        # A negative seed is as good as any: its two's complement.
+        "seed": secrets.randbits(63) if body.seed is None else body.seed & (2**64 - 1),
+    }
+    try:
+        return replace(defaults, **{name: value for name, value in given.items() if value is not None})
+    except RuntimeFault as fault:
+        raise error_from_fault(fault) from fault
+
+
+def _biases(biases: dict[str, float]) -> dict[int, float]:
+    wrong = next((token for token in biases if not (token.isascii() and token.isdigit())), None)
+    if wrong is not None:
+        raise ApiError(400, f"`logit_bias`: {wrong!r} is no token id.", param="logit_bias", code="invalid_value")
+    return {int(token): bias for token, bias in biases.items()}
+
+
+async def requests_from_completion(body: CompletionBody, engine: SpecEngine) -> list[Request]:
+    """One request for each prompt, as token ids.
+
+    Raises:
+        ApiError: a value is out of range, no prompt or too many of them.
+    """
+    prompts = body.prompts()
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        message = f"`prompt`: got {len(prompts)} prompts, expected 1 to {MAX_PROMPTS}."
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    sampling = sampling_from_body(body, engine.defaults)
+    ids = [await encode(engine, p, special=True) if isinstance(p, str) else p for p in prompts]
+    return [request_from_tokens(tokens, body, sampling) for tokens in ids]
+
+
+async def request_from_chat(body: ChatBody, engine: SpecEngine, template: ChatTemplate | None) -> Request:
+    """The request of a chat, as token ids.
+
+    Raises:
+        ApiError: a value is out of range, the bundle has no chat template, or that refuses the messages.
+    """
+    if template is None:
+        raise ApiError(400, _NO_TEMPLATE, param="messages", code="no_chat_template")
+    messages = [message.for_template() for message in body.messages]
+    prompt = template.render(messages, body.add_generation_prompt, body.chat_template_kwargs)
+    sampling = sampling_from_body(body, engine.defaults)
+    # Templates write special tokens themselves.
+    return request_from_tokens(await encode(engine, prompt, special=False), body, sampling)
+
+
+def request_from_tokens(tokens: Sequence[int], body: Sampled, sampling: SamplingParams) -> Request:
+    """The request of a prompt.
+
+    Raises:
+        ApiError: a value is out of range.
+    """
+    try:
+        return Request(tokens, sampling, body.n, body.speculation, body.timeout_s)
+    except RuntimeFault as fault:
+        raise error_from_fault(fault) from fault
+
+
+async def encode(engine: SpecEngine, text: str, special: bool) -> list[int]:
+    """Token ids of a text; a long one in a thread, so that other requests go on.
+
+    Args:
+        engine: whose tokenizer it is.
+        text: what to encode.
+        special: with the special tokens that the tokenizer puts around it.
+
+    Raises:
+        ApiError: the bundle has no tokenizer.
+    """
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "This bundle has no tokenizer: give token ids.", param="prompt", code="no_tokenizer")
+
+    def ids() -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+
+    return ids() if len(text) <= _SHORT else await asyncio.to_thread(ids)

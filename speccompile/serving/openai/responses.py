@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From pieces to the objects of OpenAI's API: whole answers, chunks, usage."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from speccompile.runtime.requests import Piece
+from speccompile.serving.openai.answer import Answer
+from speccompile.serving.openai.errors import error_from_piece
+from speccompile.serving.openai.stream import DONE, event_from_json
+
+# Of ours: what OpenAI's API calls it. A full cache is a length too.
+FINISH_REASONS: Mapping[str | None, str | None] = {
+    None: None,
+    "stop": "stop",
+    "length": "length",
+    "cache_full": "length",
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the objects of one endpoint look.
+
+    Args:
+        prefix: of ids.
+        whole, chunk: their `object`.
+        text_of_whole, text_of_chunk: the part of a choice that holds a text.
+        opening: the same of a first chunk that has no text yet; None where there is no such chunk.
+    """
+
+    prefix: str
+    whole: str
+    chunk: str
+    text_of_whole: Callable[[str], dict[str, Any]]
+    text_of_chunk: Callable[[str], dict[str, Any]]
+    opening: dict[str, Any] | None = None
+
+
+COMPLETION = Form("cmpl-", "text_completion", "text_completion", lambda t: {"text": t}, lambda t: {"text": t})
+CHAT = Form(
+    "chatcmpl-",
+    "chat.completion",
+    "chat.completion.chunk",
+    lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    lambda text: {"delta": {"content": text} if text else {}},
+    {"delta": {"role": "assistant", "content": ""}},
+)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What all objects of one answer share.
+
+    Args:
+        form: of the endpoint.
+        identity: `id`, `created`, `model`, `system_fingerprint`.
+        with_usage: streams: the usage in a chunk of its own at the end, and null in all others.
+        with_stats: `stats` with every choice.
+    """
+
+    form: Form
+    identity: Mapping[str, Any]
+    with_usage: bool = False
+    with_stats: bool = False
+
+    def choice(self, index: int, text: Mapping[str, Any], last: Piece | None) -> dict[str, Any]:
+        """One choice of an answer or a chunk; `last` is the piece that ended it."""
+        reason = FINISH_REASONS[last.finish_reason if last else None]
+        choice = {"index": index, **text, "logprobs": None, "finish_reason": reason}
+        if last is not None and self.with_stats:
+            choice["stats"] = last.stats
+        return choice
+
+    def chunk_from_choice(self, choice: dict[str, Any]) -> bytes:
+        """The event of one choice."""
+        usage = {"usage": None} if self.with_usage else {}
+        return event_from_json({**self.identity, "object": self.form.chunk, "choices": [choice], **usage})
+
+
+@dataclass
+class Usage:
+    """Adds up tokens, drafts among them.
+
+    `prediction` tokens of OpenAI's API are the same idea as drafts: guessed, and then kept or not.
+
+    Args:
+        prompt_tokens: of all prompts of the request.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    reused_tokens: int = 0
+    drafts: int = 0
+    accepted: int = 0
+
+    def add(self, piece: Piece) -> None:
+        """Count a piece."""
+        self.completion_tokens += len(piece.tokens)
+        self.drafts += piece.num_draft_tokens
+        self.accepted += piece.num_accepted
+        if piece.stats is not None and piece.output_index == 0:
+            self.reused_tokens += piece.stats.get("num_reused_tokens", 0)
+
+    def json_from_usage(self) -> dict[str, Any]:
+        """OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.reused_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.drafts - self.accepted,
+            },
+        }
+
+
+@dataclass
+class _Choice:
+    parts: list[str] = field(default_factory=list)
+    last: Piece | None = None
+
+
+async def whole_answer(head: Head, answer: Answer, usage: Usage) -> dict[str, Any]:
+    """The answer once all choices have ended.
+
+    Raises:
+        ApiError: one of them did not come to its end.
+    """
+    choices = [_Choice() for _ in range(answer.num_choices)]
+    async for index, piece in answer.pieces():
+        usage.add(piece)
+        choices[index].parts.append(piece.text)
+        if piece.finish_reason is not None:
+            if error := error_from_piece(piece):
+                raise error
+            choices[index].last = piece
+    texts = [head.form.text_of_whole("".join(choice.parts)) for choice in choices]
+    made = [head.choice(i, text, choice.last) for i, (text, choice) in enumerate(zip(texts, choices, strict=True))]
+    return {**head.identity, "object": head.form.whole, "choices": made, "usage": usage.json_from_usage()}
+
+
+async def chunks(head: Head, answer: Answer, usage: Usage) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events. A choice that fails ends the stream with an event that holds the error."""
+    if head.form.opening is not None:
+        for index in range(answer.num_choices):
+            yield head.chunk_from_choice(head.choice(index, head.form.opening, None))
+    async for index, piece in answer.pieces():
+        usage.add(piece)
+        is_last = piece.finish_reason is not None
+        if is_last and (error := error_from_piece(piece)):
+            yield event_from_json(error.json_from_error())
+            yield DONE
+            return
+        if piece.text or is_last:
+            choice = head.choice(index, head.form.text_of_chunk(piece.text), piece if is_last else None)
+            yield head.chunk_from_choice(choice)
+    if head.with_usage:
+        identity = {**head.identity, "object": head.form.chunk}
+        yield event_from_json({**identity, "choices": [], "usage": usage.json_from_usage()})
+    yield DONE

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page's routes: the page itself, what it shows of the bundle, and a stream of steps."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, Response
+
+from speccompile.serving.openai.app import OpenAIServer, read_body
+from speccompile.serving.openai.protocol import Sampled
+from speccompile.serving.openai.requests import encode, request_from_tokens, sampling_from_body
+from speccompile.serving.openai.stream import EventStream
+from speccompile.serving.page.trace import events
+
+_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+class PageBody(Sampled):
+    """`POST /page/generate`: one prompt, one output."""
+
+    prompt: str
+
+
+def policy_from_html(html: str) -> str:
+    """A content security policy under which the page's own script and style run, and nothing else.
+
+    Args:
+        html: with its script and style inline.
+    """
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+    for tag, text in _INLINE.findall(html):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        hashes[tag].append(f"'sha256-{digest}'")
+    sources = "; ".join(f"{tag}-src {' '.join(found)}" for tag, found in hashes.items())
+    return f"default-src 'none'; connect-src 'self'; img-src data:; {sources}; base-uri 'none'; frame-ancestors 'none'"
+
+
+def facts_from_server(server: OpenAIServer) -> dict[str, Any]:
+    """What the page says of the model."""
+    engine = server.service.engine
+    recipe = engine.bundle.recipe if engine.bundle is not None else {}
+    return {
+        "model": server.model_name,
+        "method": recipe.get("speculator", {}).get("method"),
+        "backend": recipe.get("engine", {}).get("backend"),
+        "max_seq_len": engine.context.max_seq_len,
+        "temperature": engine.defaults.temperature,
+        "max_tokens": engine.defaults.max_new_tokens,
+        "speculation": server.service.options.speculation,
+    }
+
+
+def page_routes(server: OpenAIServer) -> APIRouter:
+    """The routes `/`, `/page/facts` and `/page/generate`."""
+    router = APIRouter(include_in_schema=False)
+    html = files("speccompile.serving.page").joinpath("index.html").read_text(encoding="utf-8")
+    headers = {"Content-Security-Policy": policy_from_html(html), "Cache-Control": "no-cache"}
+
+    @router.get("/")
+    async def page() -> HTMLResponse:
+        return HTMLResponse(html, headers=headers)
+
+    @router.get("/page/facts")
+    async def facts() -> dict[str, Any]:
+        return facts_from_server(server)
+
+    @router.post("/page/generate")
+    async def generate(http: HttpRequest) -> Response:
+        body = await read_body(http, PageBody)
+        engine = server.service.engine
+        tokens = await encode(engine, body.prompt, special=True)
+        sampling = sampling_from_body(body, engine.defaults)
+        asked = request_from_tokens(tokens, body.model_copy(update={"n": 1}), sampling)
+        answer = server.answer([replace(asked, wants_trace=True)])
+        painter = engine.text_sink(sampling)
+        return EventStream(events(answer, painter, engine.tokenizer, len(tokens)), answer.close)
+
+    return router

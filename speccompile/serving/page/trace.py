@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From pieces to what the page draws."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+from speccompile.runtime.requests import Piece, StepTrace
+from speccompile.serving.openai.answer import Answer
+from speccompile.serving.openai.errors import error_from_piece
+from speccompile.serving.openai.stream import event_from_json
+
+
+class Painter(Protocol):
+    """The part of `runtime.text.TextSink` that turns one token at a time into text."""
+
+    def push(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
+        """Text that these tokens complete."""
+        ...
+
+    def finish(self) -> str:
+        """The text that was held back."""
+        ...
+
+
+def kinds_from_piece(piece: Piece) -> list[str]:
+    """What each token of a step is: drafts first, then the one that the target gave."""
+    last = "bonus" if piece.is_bonus else "recovered" if piece.num_draft_tokens else "plain"
+    return [*["accepted"] * piece.num_accepted, last][: len(piece.tokens)]
+
+
+def json_from_trace(trace: StepTrace, next_text: str) -> dict[str, Any]:
+    """The tree of a step: `texts` and `parents` by node, the `path` that was kept, and the text of the next token."""
+    return {"texts": trace.texts, "parents": trace.parents, "path": trace.path, "next": next_text}
+
+
+async def events(
+    answer: Answer, painter: Painter | None, tokenizer: Any, num_prompt: int
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events: `start`, a `step` for each step, `end` or `error`.
+
+    Args:
+        answer: of one request with one output and a trace; submitted.
+        painter: makes text of single tokens; None without a tokenizer.
+        tokenizer: of the bundle, or None.
+        num_prompt: tokens of the prompt.
+    """
+    start_s = perf_counter()
+    yield event_from_json({"kind": "start", "num_prompt_tokens": num_prompt})
+    async for _, piece in answer.pieces():
+        if piece.tokens:
+            yield event_from_json(_step(piece, painter, tokenizer, (perf_counter() - start_s) * 1e3))
+        if piece.finish_reason is None:
+            continue
+        if error := error_from_piece(piece):
+            yield event_from_json({"kind": "error", **error.json_from_error()})
+            return
+        tail = painter.finish() if painter is not None else ""
+        yield event_from_json({"kind": "end", "reason": piece.finish_reason, "tail": tail, "stats": piece.stats})
+
+
+def _step(piece: Piece, painter: Painter | None, tokenizer: Any, time_ms: float) -> dict[str, Any]:
+    texts = [painter.push([token])[0] if painter is not None else f" {token}" for token in piece.tokens]
+    step: dict[str, Any] = {
+        "kind": "step",
+        "tokens": [list(pair) for pair in zip(texts, kinds_from_piece(piece), strict=True)],
+        "num_draft_tokens": piece.num_draft_tokens,
+        "num_accepted": piece.num_accepted,
+        "is_bonus": piece.is_bonus,
+        "time_ms": round(time_ms, 2),
+    }
+    if piece.trace is not None:
+        ids = [piece.trace.next_token]
+        text = tokenizer.decode(ids, skip_special_tokens=False) if tokenizer is not None else str(ids[0])
+        step["tree"] = json_from_trace(piece.trace, text)
+    return step

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the scheduler's pieces to output tensors. numpy alone: testable without Triton."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.runtime.requests import Piece
+from speccompile.serving.triton.asking import Call
+from speccompile.serving.triton.contract import (
+    FINISH_REASON,
+    NUM_INPUT_TOKENS,
+    NUM_OUTPUT_TOKENS,
+    OUTPUT_IDS,
+    PERF_OUTPUTS,
+    SEQUENCE_LENGTH,
+    TEXT_OUTPUT,
+)
+
+# Endings that are no answer: the client gets an error, so that a cut text is never taken for a whole one.
+FAILURES = ("error", "timeout", "cancelled")
+_DTYPES = {"int32": np.int32, "int64": np.int64, "float32": np.float32}
+
+
+@dataclass
+class Growing:
+    """One output of one row, as far as it is.
+
+    Args:
+        row: index in the batch.
+        index: among the row's sequences.
+    """
+
+    row: int
+    index: int
+    text: str = ""  # not sent yet
+    tokens: list[int] = field(default_factory=list)  # not sent yet
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+    finished_ns: int = 0
+    is_sent: bool = False  # with its end
+
+
+class Answer:
+    """What a call has been given so far.
+
+    Args:
+        call: what was asked.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.sequences = {(r, i): Growing(r, i) for r, q in enumerate(call.rows) for i in range(q.num_outputs)}
+        self.failure: tuple[str, str] | None = None  # finish reason, message
+
+    @property
+    def is_done(self) -> bool:
+        """Every sequence has its end."""
+        return all(sequence.finish_reason is not None for sequence in self.sequences.values())
+
+    def push(self, row: int, piece: Piece) -> None:
+        """Take in a piece of a row."""
+        sequence = self.sequences[row, piece.output_index]
+        sequence.text += piece.text
+        sequence.tokens += piece.tokens
+        sequence.num_tokens += len(piece.tokens)
+        if piece.finish_reason is not None:
+            sequence.finish_reason, sequence.stats = piece.finish_reason, piece.stats or {}
+            sequence.finished_ns = time.time_ns()
+            if piece.finish_reason in FAILURES and self.failure is None:
+                self.failure = piece.finish_reason, piece.error or ""
+
+    def pieces(self) -> list[dict[str, NDArray[Any]]]:
+        """Responses of a stream: what came since the last call, one for each sequence that has something."""
+        wants_ids = OUTPUT_IDS.name in self.call.wanted
+        ready = [s for s in self.sequences.values() if s.text or (wants_ids and s.tokens) or s.finish_reason]
+        responses = []
+        for sequence in ready:
+            if sequence.is_sent:
+                continue
+            responses.append(self._arrays([[sequence]], is_last=sequence.finish_reason is not None))
+            sequence.text, sequence.tokens = "", []
+            sequence.is_sent = sequence.finish_reason is not None
+        return responses
+
+    def whole(self) -> dict[str, NDArray[Any]]:
+        """The one response of a call that does not stream: [rows,] sequences."""
+        num_rows = len(self.call.rows)
+        rows = [[s for s in self.sequences.values() if s.row == row] for row in range(num_rows)]
+        most = max(len(row) for row in rows)
+        # A tensor has no ragged rows; that all ask for the same number is checked where a batch is taken in.
+        assert all(len(row) == most for row in rows)
+        return self._arrays(rows, is_last=True)
+
+    def _arrays(self, rows: Sequence[Sequence[Growing]], is_last: bool) -> dict[str, NDArray[Any]]:
+        arrays: dict[str, NDArray[Any]] = {}
+        wanted = self.call.wanted
+        if TEXT_OUTPUT.name in wanted:
+            arrays[TEXT_OUTPUT.name] = np.array([[self._text(s) for s in row] for row in rows], dtype=np.object_)
+        if OUTPUT_IDS.name in wanted or SEQUENCE_LENGTH.name in wanted:
+            arrays |= self._ids(rows)
+        for name in ("batch_index", "sequence_index"):
+            if name in wanted:
+                key = "row" if name == "batch_index" else "index"
+                arrays[name] = np.array([[getattr(s, key) for s in row] for row in rows], dtype=np.int32)
+        if is_last:
+            arrays |= self._results(rows)
+        kept = {name: array for name, array in arrays.items() if name in wanted}
+        return kept if self.call.has_batch else {name: array[0] for name, array in kept.items()}
+
+    def _text(self, sequence: Growing) -> bytes:
+        prompt = self.call.prompts[sequence.row]
+        shown = prompt + sequence.text if self.call.echoes and isinstance(prompt, str) else sequence.text
+        return shown.encode()
+
+    def _ids(self, rows: Sequence[Sequence[Growing]]) -> dict[str, NDArray[Any]]:
+        lists = [[self._tokens(s) for s in row] for row in rows]
+        most = max(len(tokens) for row in lists for tokens in row)
+        ids = [[tokens + [self.call.end_id] * (most - len(tokens)) for tokens in row] for row in lists]
+        shape = (len(lists), len(lists[0]), most)
+        return {
+            OUTPUT_IDS.name: np.array(ids, dtype=np.int32).reshape(shape),
+            SEQUENCE_LENGTH.name: np.array([[len(tokens) for tokens in row] for row in lists], dtype=np.int32),
+        }
+
+    def _tokens(self, sequence: Growing) -> list[int]:
+        prompt = self.call.prompts[sequence.row]
+        return [*prompt, *sequence.tokens] if self.call.echoes and isinstance(prompt, list) else sequence.tokens
+
+    def _results(self, rows: Sequence[Sequence[Growing]]) -> dict[str, NDArray[Any]]:
+        arrays: dict[str, NDArray[Any]] = {}
+        for tensor in (*PERF_OUTPUTS, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS):
+            if tensor.name in self.call.wanted:
+                values = [[_RESULTS[tensor.name](s, self.call.arrival_ns) for s in row] for row in rows]
+                arrays[tensor.name] = np.array(values, dtype=_DTYPES[tensor.dtype])
+        if FINISH_REASON.name in self.call.wanted:
+            reasons = [[(s.finish_reason or "").encode() for s in row] for row in rows]
+            arrays[FINISH_REASON.name] = np.array(reasons, dtype=np.object_)
+        return arrays
+
+
+def _acceptance_rate(sequence: Growing, arrival_ns: int) -> float:
+    drafted = sequence.stats.get("num_draft_tokens", 0)
+    return float(sequence.stats.get("num_accepted", 0) / drafted) if drafted else 0.0
+
+
+def _acceptance_length(sequence: Growing, arrival_ns: int) -> float:
+    steps = sequence.stats.get("num_steps", 0)
+    return float(1 + sequence.stats.get("num_accepted", 0) / steps) if steps else 1.0
+
+
+def _counted(key: str) -> Callable[[Growing, int], int]:
+    return lambda sequence, arrival_ns: int(sequence.stats.get(key, 0))
+
+
+def _moment(key: str) -> Callable[[Growing, int], int]:
+    return lambda sequence, arrival_ns: arrival_ns + int(1e6 * float(sequence.stats.get(key) or 0.0))
+
+
+_RESULTS: dict[str, Callable[[Growing, int], float]] = {
+    "acceptance_rate": _acceptance_rate,
+    "mean_acceptance_length": _acceptance_length,
+    "total_accepted_draft_tokens": _counted("num_accepted"),
+    "total_draft_tokens": _counted("num_draft_tokens"),
+    "num_input_tokens": _counted("num_prompt_tokens"),
+    "num_output_tokens": lambda sequence, arrival_ns: sequence.num_tokens,
+    "arrival_time_ns": lambda sequence, arrival_ns: arrival_ns,
+    "first_scheduled_time_ns": _moment("queue_ms"),
+    "first_token_time_ns": _moment("time_to_first_token_ms"),
+    "last_token_time_ns": lambda sequence, arrival_ns: sequence.finished_ns,
+}

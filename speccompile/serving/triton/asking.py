@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the input tensors of one Triton request to requests of the scheduler. numpy alone: testable without Triton."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.sampling import SamplingParams
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.requests import Request
+from speccompile.serving.triton.contract import FLAGS, INPUT_IDS, INPUT_LENGTHS, SYNONYMS, TEXT_INPUT
+from speccompile.serving.triton.old_rules import Arrays, check_old_inputs, old_sampling, words_from_lists
+
+# Inputs that are fields of SamplingParams, under the field's name.
+_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "max_tokens": ("max_new_tokens", int),
+    "temperature": ("temperature", float),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "repetition_penalty": ("repetition_penalty", float),
+    "presence_penalty": ("presence_penalty", float),
+    "frequency_penalty": ("frequency_penalty", float),
+    "seed": ("seed", int),
+    "ignore_eos": ("ignore_eos", bool),
+}
+
+
+class Decoder(Protocol):
+    """The part of `tokenizers.Tokenizer` that stop words given as ids need."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of a run of tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a model reads its inputs.
+
+    Args:
+        defaults: sampling where a request says nothing.
+        eos_token_ids: the model's own ends; an `end_id` that is not among them takes their place.
+        tokenizer: None where prompts are ids.
+        has_batch: tensors have one more dim in front.
+        is_old: the rules of the removed backend hold; see `old_rules`.
+        speculation: `auto`, `on` or `off` where a request says nothing.
+    """
+
+    defaults: SamplingParams
+    eos_token_ids: Collection[int]
+    tokenizer: Decoder | None
+    has_batch: bool = False
+    is_old: bool = False
+    speculation: str = "auto"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One Triton request.
+
+    Args:
+        rows: a scheduler's request for each row of the batch.
+        prompts: text or ids that an answer begins with, for each row.
+        streams: an answer a piece, not one in the end.
+        echoes: the answer begins with the prompt.
+        wanted: names of the outputs to send.
+        has_batch: see `Rules`.
+        end_id: fills ids of shorter sequences.
+        arrival_ns: since the epoch.
+    """
+
+    rows: tuple[Request, ...]
+    prompts: tuple[str | list[int], ...]
+    streams: bool
+    echoes: bool
+    wanted: frozenset[str]
+    has_batch: bool = False
+    end_id: int = 0
+    arrival_ns: int = field(default_factory=time.time_ns)
+
+
+def call_from_arrays(arrays: Arrays, requested: Collection[str], known: Collection[str], rules: Rules) -> Call:
+    """Read the inputs of a request.
+
+    Args:
+        arrays: the tensors that were sent; BYTES tensors are object arrays of `bytes`.
+        requested: outputs the client asks for; all of them where it does not say.
+        known: all outputs of the model.
+        rules: of the model.
+
+    Raises:
+        RuntimeFault: a value is missing, refused or out of range.
+    """
+    if rules.is_old:
+        check_old_inputs(arrays)
+    by_name = _renamed(arrays)
+    num_rows = len(next(iter(arrays.values()))) if rules.has_batch and arrays else 1
+    rows = [
+        _row({name: array[i] if rules.has_batch else array for name, array in by_name.items()}, rules)
+        for i in range(num_rows)
+    ]
+    requests, prompts, streams, echoes = zip(*rows, strict=True)
+    if len(set(streams)) > 1 or len(set(echoes)) > 1:
+        todo = "Send rows that differ in it as requests of their own."
+        raise RuntimeFault("stream, exclude_input_in_output", "other values in other rows", "one for the batch", todo)
+    ends = sorted(rules.eos_token_ids)
+    return Call(
+        rows=requests,
+        prompts=prompts,
+        streams=streams[0],
+        echoes=echoes[0] and not streams[0],
+        wanted=_wanted(by_name, requested, known),
+        has_batch=rules.has_batch,
+        end_id=ends[0] if ends else 0,
+    )
+
+
+def _renamed(arrays: Arrays) -> dict[str, NDArray[Any]]:
+    found: dict[str, NDArray[Any]] = {}
+    for old, array in arrays.items():
+        name = SYNONYMS.get(old, old)
+        if name in found and not np.array_equal(found[name], array):
+            raise RuntimeFault(f"{name}, {old}", "two different values", "one of the two", "Leave one out.")
+        found[name] = array
+    return found
+
+
+def _row(row: Mapping[str, NDArray[Any]], rules: Rules) -> tuple[Request, str | list[int], bool, bool]:
+    prompt = _prompt(row)
+    given = {field_name: read(_one(row, name)) for name, (field_name, read) in _FIELDS.items() if name in row}
+    ends = {} if "end_id" not in row else _ends(int(_one(row, "end_id")), rules.eos_token_ids)
+    stops = {"stop": stop} if (stop := _stops(row, rules.tokenizer)) is not None else {}
+    fields = {**(old_sampling(given) if rules.is_old else given), **ends, **stops}
+    limit = float(_one(row, "timeout_s")) if "timeout_s" in row else None
+    request = Request(
+        prompt=prompt,
+        sampling=replace(SamplingParams(max_new_tokens=rules.defaults.max_new_tokens), **fields)
+        if rules.is_old
+        else replace(rules.defaults, **fields),
+        num_outputs=int(_one(row, "num_return_sequences")) if "num_return_sequences" in row else 1,
+        speculation=_speculation(row, rules.speculation),  # type: ignore[arg-type]
+        timeout_s=limit,
+    )
+    echoes = not ("exclude_input_in_output" in row and bool(_one(row, "exclude_input_in_output")))
+    return request, prompt, "stream" in row and bool(_one(row, "stream")), echoes
+
+
+def _one(row: Mapping[str, NDArray[Any]], name: str) -> Any:
+    values = row[name].reshape(-1)
+    if len(values) != 1:
+        raise RuntimeFault(name, f"shape {list(row[name].shape)}", "one value", "Correct the request.")
+    return values[0]
+
+
+def _prompt(row: Mapping[str, NDArray[Any]]) -> str | list[int]:
+    text, ids = row.get(TEXT_INPUT.name), row.get(INPUT_IDS.name)
+    if (text is None) == (ids is None):
+        got = "neither" if text is None else "both"
+        raise RuntimeFault(f"{TEXT_INPUT.name}, {INPUT_IDS.name}", got, "one of the two", "Correct the request.")
+    if text is not None:
+        return _text(_one(row, TEXT_INPUT.name), TEXT_INPUT.name)
+    assert ids is not None
+    tokens = [int(i) for i in ids.reshape(-1)]
+    if INPUT_LENGTHS.name in row:
+        length = int(_one(row, INPUT_LENGTHS.name))
+        if not 0 <= length <= len(tokens):
+            raise RuntimeFault(INPUT_LENGTHS.name, str(length), f"at most {len(tokens)}, the ids sent", "Correct it.")
+        tokens = tokens[:length]
+    return tokens
+
+
+def _text(value: Any, name: str) -> str:
+    try:
+        return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError as fault:
+        raise RuntimeFault(name, f"byte {fault.start} is not UTF-8", "text in UTF-8", "Encode it as UTF-8.") from fault
+
+
+def _ends(end_id: int, eos_token_ids: Collection[int]) -> dict[str, Any]:
+    if end_id in eos_token_ids and len(eos_token_ids) == 1:
+        return {}
+    return {"ignore_eos": True, "stop_token_ids": (end_id,) if end_id >= 0 else ()}
+
+
+def _stops(row: Mapping[str, NDArray[Any]], tokenizer: Decoder | None) -> tuple[str, ...] | None:
+    """Stop strings; None where the request has none of the inputs. Empty ones, which old clients send, are none."""
+    if "stop_words" not in row and "stop_words_list" not in row:
+        return None
+    words = [_text(word, "stop_words") for word in row["stop_words"].reshape(-1)] if "stop_words" in row else []
+    if "stop_words_list" in row:
+        lists = words_from_lists(row["stop_words_list"])
+        if lists and tokenizer is None:
+            raise RuntimeFault("stop_words_list", "words", "a bundle with a tokenizer", "Use end_id.")
+        words += [tokenizer.decode(ids) for ids in lists if tokenizer is not None]
+    return tuple(dict.fromkeys(word for word in words if word))
+
+
+def _speculation(row: Mapping[str, NDArray[Any]], default: str) -> str:
+    if "speculation" in row:
+        return _text(_one(row, "speculation"), "speculation")
+    if "num_draft_tokens" in row:
+        return "on" if int(_one(row, "num_draft_tokens")) > 0 else "off"
+    return default
+
+
+def _wanted(row: Mapping[str, NDArray[Any]], requested: Collection[str], known: Collection[str]) -> frozenset[str]:
+    if set(requested) != set(known):
+        return frozenset(requested)
+    unasked = {name for flag, names in FLAGS.items() if not (flag in row and np.any(row[flag])) for name in names}
+    if TEXT_INPUT.name in row:
+        unasked |= {"output_ids", "sequence_length"}
+    return frozenset(known) - unasked

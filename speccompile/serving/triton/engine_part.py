@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoupled model: tokenizer and scheduler inside, every Triton request a call, one thread that answers.
+
+Triton calls `execute` on its own thread, the scheduler calls back on another. Both only put events into a queue; one
+thread takes them out, so that all responses of a request are sent in order and the scheduler never waits for Triton.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from speccompile.errors import RuntimeFault, SpecCompileError
+from speccompile.runtime.engine import load
+from speccompile.runtime.requests import Busy, Piece
+from speccompile.runtime.service import Service, ServiceOptions
+from speccompile.serving.triton.answering import Answer
+from speccompile.serving.triton.asking import Rules, call_from_arrays
+from speccompile.serving.triton.metrics import Metrics
+from speccompile.serving.triton.probe import check_tensors
+from speccompile.serving.triton.settings import Settings, settings_from_args
+
+CANCEL_POLL_S = 0.1  # how often clients are looked for that have gone
+METRICS_S = 0.5
+
+
+class Exchange:
+    """A Triton request on its way.
+
+    Args:
+        sender: Triton's response sender.
+        request_id: as the client named it, or empty.
+        answer: what it was given so far.
+    """
+
+    def __init__(self, sender: Any, request_id: str, answer: Answer) -> None:
+        self.sender, self.request_id, self.answer = sender, request_id, answer
+        self.tickets: list[Any] = []
+        self.is_over = False
+
+
+class Event(NamedTuple):
+    """A piece for a row of an exchange."""
+
+    exchange: Exchange
+    row: int
+    piece: Piece
+
+
+class EnginePart:
+    """See the module.
+
+    Args:
+        pb: the module `triton_python_backend_utils` as the stub provides it.
+        args: what Triton initialises a model with.
+
+    Raises:
+        SpecCompileError: the bundle, the configuration or the environment is wrong.
+    """
+
+    def __init__(self, pb: Any, args: Mapping[str, str]) -> None:
+        check_tensors(pb)
+        self._pb = pb
+        settings, config = settings_from_args(args)
+        self._settings = settings
+        engine = load(settings.bundle, backend=settings.backend or None, threads=settings.threads or None)
+        self._rules = Rules(
+            engine.defaults,
+            engine.eos_token_ids,
+            engine.tokenizer,
+            has_batch=int(config["max_batch_size"]) > 0,
+            is_old=settings.rules == "trtllm",
+        )
+        self._known = frozenset(output["name"] for output in config["output"])
+        self._inputs = [entry["name"] for entry in config["input"]]
+        self._service = Service(engine, _options(settings))
+        self._metrics = Metrics(pb, {"model": args["model_name"], "version": args["model_version"]})
+        self._events: SimpleQueue[Event | None] = SimpleQueue()
+        self._open: set[Exchange] = set()
+        self._lock = threading.Lock()  # over _open
+        self._service.start()
+        self._thread = threading.Thread(target=self._answer_all, name="speccompile-answers", daemon=True)
+        self._thread.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; they are answered later."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._take(request, sender)
+            except Busy as fault:
+                self._fail(sender, str(fault), self._pb.TritonError.UNAVAILABLE)
+            except SpecCompileError as fault:
+                self._fail(sender, str(fault), self._pb.TritonError.INVALID_ARG)
+
+    def finalize(self) -> None:
+        """Finish what runs, for as long as the settings allow; answer all, then end the threads."""
+        self._service.close(self._settings.drain_s)
+        self._events.put(None)
+        self._thread.join()
+
+    def _take(self, request: Any, sender: Any) -> None:
+        arrays = {}
+        for name in self._inputs:
+            tensor = self._pb.get_input_tensor_by_name(request, name)
+            if tensor is not None:
+                arrays[name] = tensor.as_numpy()
+        if np.any(arrays.pop("stop", np.zeros(1, dtype=np.bool_))):
+            self._stop(request.request_id())
+            sender.send(flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            return
+        call = call_from_arrays(arrays, request.requested_output_names(), self._known, self._rules)
+        exchange = Exchange(sender, request.request_id(), Answer(call))
+        with self._lock:
+            self._open.add(exchange)
+        try:
+            for row, wanted in enumerate(call.rows):
+                exchange.tickets.append(self._service.submit(wanted, self._sink(exchange, row)))
+        except RuntimeFault:
+            self._drop(exchange)
+            raise
+        if exchange.is_over:  # a first row failed while later ones were handed in
+            self._drop(exchange)
+
+    def _sink(self, exchange: Exchange, row: int) -> Callable[[Piece], None]:
+        return lambda piece: self._events.put(Event(exchange, row, piece))
+
+    def _stop(self, request_id: str) -> None:
+        """What the input `stop` of the removed backend asks for: end the request of the same id."""
+        with self._lock:
+            meant = [exchange for exchange in self._open if request_id and exchange.request_id == request_id]
+        for exchange in meant:
+            for ticket in exchange.tickets:
+                self._service.cancel(ticket)
+
+    def _answer_all(self) -> None:
+        looked_at = told_at = time.monotonic()
+        is_ending = False
+        while not is_ending:
+            events = self._next_events()
+            is_ending = None in events
+            touched: dict[Exchange, None] = {}
+            for event in events:
+                if event is not None and not event.exchange.is_over:
+                    event.exchange.answer.push(event.row, event.piece)
+                    touched[event.exchange] = None
+            for exchange in touched:
+                self._advance(exchange)
+            now = time.monotonic()
+            if now - looked_at >= CANCEL_POLL_S:
+                looked_at = now
+                self._look_for_gone()
+            if now - told_at >= METRICS_S or is_ending:
+                told_at = now
+                self._metrics.update(self._service.stats())
+
+    def _next_events(self) -> list[Event | None]:
+        """All events that have come; with none, wait until it is time to look around."""
+        try:
+            events = [self._events.get(timeout=CANCEL_POLL_S)]
+            while True:
+                events.append(self._events.get_nowait())
+        except Empty:
+            pass
+        return events
+
+    def _advance(self, exchange: Exchange) -> None:
+        """Send what is ready."""
+        answer, final = exchange.answer, self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        if answer.failure is not None:
+            self._close_failed(exchange, *answer.failure)
+            return
+        arrays = answer.pieces() if answer.call.streams else [answer.whole()] if answer.is_done else []
+        for index, outputs in enumerate(arrays):
+            is_last = answer.is_done and index == len(arrays) - 1
+            tensors = [self._pb.Tensor(name, array) for name, array in outputs.items()]
+            try:
+                exchange.sender.send(self._pb.InferenceResponse(tensors), flags=final if is_last else 0)
+            except self._pb.TritonModelException:  # the client has gone and the request with it
+                self._drop(exchange)
+                return
+        if answer.is_done:
+            self._finish(exchange)
+
+    def _close_failed(self, exchange: Exchange, reason: str, message: str) -> None:
+        codes = {"cancelled": self._pb.TritonError.CANCELLED, "timeout": self._pb.TritonError.UNAVAILABLE}
+        texts = {
+            "cancelled": "The request was cancelled.",
+            "timeout": "The request took longer than its time-out; what came of it is not whole.",
+        }
+        self._drop(exchange)
+        self._fail(
+            exchange.sender, message or texts.get(reason, reason), codes.get(reason, self._pb.TritonError.INTERNAL)
+        )
+
+    def _fail(self, sender: Any, message: str, code: int) -> None:
+        response = self._pb.InferenceResponse(error=self._pb.TritonError(message, code))
+        try:
+            sender.send(response, flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        except self._pb.TritonModelException:
+            return  # nobody is left to be told
+
+    def _drop(self, exchange: Exchange) -> None:
+        """No more answers; end what still runs for it."""
+        self._finish(exchange)
+        for ticket in exchange.tickets:
+            self._service.cancel(ticket)
+
+    def _finish(self, exchange: Exchange) -> None:
+        exchange.is_over = True
+        with self._lock:
+            self._open.discard(exchange)
+
+    def _look_for_gone(self) -> None:
+        """Cancel the requests whose clients cancelled or have gone; their last pieces then close them."""
+        with self._lock:
+            still = list(self._open)
+        for exchange in still:
+            if exchange.sender.is_cancelled():
+                for ticket in exchange.tickets:
+                    self._service.cancel(ticket)
+
+
+def _options(settings: Settings) -> ServiceOptions:
+    return ServiceOptions(
+        max_queue=settings.max_queue,
+        timeout_s=settings.timeout_s or None,
+        speculation=settings.speculation,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests of the removed TensorRT-LLM backend mean, and which of them are refused.
+
+A value that would change the output and that we do not honour is refused, never dropped in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.errors import RuntimeFault
+
+Arrays = Mapping[str, NDArray[Any]]
+
+# Input -> what it must be to be taken. `pad_id`, `length_penalty` and `early_stopping` have no say without beams.
+_ONLY: dict[str, tuple[Callable[[NDArray[Any]], bool], str]] = {
+    "beam_width": (lambda v: bool(np.all(v <= 1)), "1: there is no beam search"),
+    "min_tokens": (lambda v: bool(np.all(v <= 1)), "1 or nothing: the model's own ends are kept"),
+    "bad_words": (lambda v: not any(bytes(word) for word in v.reshape(-1)), "no words: none can be forbidden"),
+    "bad_words_list": (lambda v: bool(np.all(v.reshape(2, -1)[1] <= 0)), "no words: none can be forbidden"),
+    "return_log_probs": (lambda v: not np.any(v), "false: no probabilities are returned"),
+    "return_context_logits": (lambda v: not np.any(v), "false: no logits are returned"),
+    "return_generation_logits": (lambda v: not np.any(v), "false: no logits are returned"),
+}
+
+
+def check_old_inputs(arrays: Arrays) -> None:
+    """Refuse what would change the answer and is not there.
+
+    Raises:
+        RuntimeFault: such a value.
+    """
+    for name, (is_right, expected) in _ONLY.items():
+        value = arrays.get(name)
+        if value is not None and not is_right(value):
+            raise RuntimeFault(
+                name, _shown(value), expected, "Leave it out; docs/migrate_tensorrt_llm.md has the list."
+            )
+
+
+def old_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `SamplingParams` by the old rules, whatever the bundle's defaults are.
+
+    Neither top-k nor top-p, or top-k 1: greedy, even with a temperature. Temperature is 1 unless it is said; top-p 0
+    is off.
+    """
+    top_k, top_p = int(given.get("top_k", 0)), float(given.get("top_p", 0.0))
+    is_greedy = top_k == 1 or (top_k <= 0 and top_p == 0.0)
+    neutral = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": 0}
+    rest = {**neutral, **{key: value for key, value in given.items() if key not in ("temperature", "top_k", "top_p")}}
+    if is_greedy:
+        return {**rest, "temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    heat = float(given.get("temperature", 1.0))
+    return {**rest, "temperature": heat, "top_k": max(top_k, 0), "top_p": top_p if top_p > 0 else 1.0}
+
+
+def words_from_lists(words: NDArray[Any]) -> list[list[int]]:
+    """Token ids of each word of a [2, n] array: ids one behind the other, then where each word ends, -1 behind."""
+    ids, ends = words.reshape(2, -1)
+    starts, found = 0, []
+    for end in ends:
+        if end > starts:
+            found.append([int(i) for i in ids[starts:end]])
+            starts = int(end)
+    return found
+
+
+def lists_from_words(words: list[list[int]]) -> NDArray[np.int32]:
+    """The inverse of `words_from_lists`; [2, 1] with no word in it where there is none."""
+    flat = [i for word in words for i in word]
+    ends = np.cumsum([len(word) for word in words], dtype=np.int64).tolist() if words else []
+    size = max(1, len(flat), len(ends))
+    lists = np.zeros((2, size), dtype=np.int32)
+    lists[1] = -1
+    lists[0, : len(flat)], lists[1, : len(ends)] = flat, ends
+    return lists
+
+
+def _shown(value: NDArray[Any]) -> str:
+    values = [v.decode(errors="replace") if isinstance(v, bytes) else v for v in value.reshape(-1)[:4].tolist()]
+    return repr(values[0] if len(values) == 1 else values)

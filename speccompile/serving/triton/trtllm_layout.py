@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The five models of the removed TensorRT-LLM backend, by their names and with their tensors.
+
+`tensorrt_llm` holds tokenizer and scheduler; the other four are for clients that know them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from speccompile.serving.triton.config_text import ModelConfig, Step
+from speccompile.serving.triton.contract import (
+    POSTPROCESSING_INPUTS,
+    POSTPROCESSING_OUTPUTS,
+    PREPROCESSING_INPUTS,
+    PREPROCESSING_OUTPUTS,
+    SYNONYMS,
+    old_engine_inputs,
+    old_engine_outputs,
+    old_text_inputs,
+    old_text_outputs,
+)
+from speccompile.serving.triton.settings import Settings
+
+ENGINE, PRE, POST, ENSEMBLE, BLS = "tensorrt_llm", "preprocessing", "postprocessing", "ensemble", "tensorrt_llm_bls"
+
+# The ensemble's inputs that preprocessing reads, by their names there.
+_TO_PREPROCESSING = {
+    "QUERY": "text_input",
+    "REQUEST_OUTPUT_LEN": "max_tokens",
+    "EMBEDDING_BIAS_WORDS": "embedding_bias_words",
+    "EMBEDDING_BIAS_WEIGHTS": "embedding_bias_weights",
+    "BAD_WORDS_DICT": "bad_words",
+    "END_ID": "end_id",
+    "PAD_ID": "pad_id",
+}
+# What preprocessing makes and the engine reads: engine's input -> preprocessing's output.
+FROM_PREPROCESSING = {
+    "input_ids": "INPUT_ID",
+    "input_lengths": "REQUEST_INPUT_LEN",
+    "request_output_len": "REQUEST_OUTPUT_LEN",
+    "bad_words_list": "BAD_WORDS_IDS",
+    "embedding_bias": "EMBEDDING_BIAS",
+}
+
+
+def trtllm_models(settings: Settings, max_batch_size: int, kind: str) -> dict[str, ModelConfig]:
+    """name -> configuration; `settings` are those of the model with the engine, `kind` where it runs."""
+    engine = ModelConfig(
+        ENGINE,
+        old_engine_inputs(),
+        old_engine_outputs(),
+        is_decoupled=True,
+        parameters=replace(settings, rules="trtllm").parameters(),
+        kind=kind,
+        comment=("Batching is done inside, between steps: keep one instance, and Triton's own batchers off.",),
+    )
+    models = {
+        PRE: ModelConfig(
+            PRE, PREPROCESSING_INPUTS, PREPROCESSING_OUTPUTS, parameters=Settings(part="preprocessing").parameters()
+        ),
+        ENGINE: engine,
+        POST: ModelConfig(
+            POST, POSTPROCESSING_INPUTS, POSTPROCESSING_OUTPUTS, parameters=Settings(part="postprocessing").parameters()
+        ),
+        ENSEMBLE: ModelConfig(ENSEMBLE, old_text_inputs(), old_text_outputs(), backend="", steps=ensemble_steps()),
+        BLS: ModelConfig(
+            BLS,
+            old_text_inputs(),
+            old_text_outputs(),
+            is_decoupled=True,
+            parameters=Settings(part="bls").parameters(),
+        ),
+    }
+    return {name: replace(model, max_batch_size=max_batch_size) for name, model in models.items()}
+
+
+def engine_names() -> dict[str, str]:
+    """A text model's input -> the engine's, for those that need no preprocessing."""
+    old = {new: name for name, new in SYNONYMS.items() if name not in ("random_seed",)}
+    texts = {tensor.name for tensor in old_text_inputs()}
+    engine = {tensor.name for tensor in old_engine_inputs()}
+    names = {name: old.get(name, name) for name in texts}
+    return {name: there for name, there in sorted(names.items()) if there in engine - set(FROM_PREPROCESSING)}
+
+
+def ensemble_steps() -> list[Step]:
+    """preprocessing, tensorrt_llm, postprocessing."""
+    made = {output: f"_{output}" for output in FROM_PREPROCESSING.values()}
+    inner = {"output_ids": "_TOKENS_BATCH", "sequence_length": "_SEQUENCE_LENGTH", "text_output": "_TEXT"}
+    passed = {tensor.name: tensor.name for tensor in old_text_outputs() if tensor.name not in inner}
+    return [
+        Step(PRE, _TO_PREPROCESSING, made),
+        Step(
+            ENGINE,
+            {**{name: made[output] for name, output in FROM_PREPROCESSING.items()}}
+            | {there: name for name, there in engine_names().items()},
+            {**inner, **passed},
+        ),
+        Step(
+            POST,
+            {"TOKENS_BATCH": "_TOKENS_BATCH", "SEQUENCE_LENGTH": "_SEQUENCE_LENGTH", "TEXT": "_TEXT"},
+            {"OUTPUT": "text_output"},
+        ),
+    ]
