@@ -24,25 +24,12 @@ def build_bundle(folder: Path, name: str, text: str, overrides: tuple[str, ...] 
     return build(plan, folder / name, cache=StageCache(folder / "cache")).path
 
 
-@pytest.fixture(scope="session")
-def e2e_folder(tmp_path_factory) -> Path:
-    pytest.importorskip("torch")
-    pytest.importorskip("onnxruntime")
-    return tmp_path_factory.mktemp("e2e")
-
-
 def pair_recipe(quantization: str) -> str:
     return (
         f"target: {{model: {MODELS / 'pycode-16m'}, quantization: {quantization}}}\n"
         f"speculator: {{method: draft_model, model: {MODELS / 'pycode-16m-draft'}}}\n"
         "engine: {max_batch_size: 8, max_seq_len: 512, threads: 1}\n"
     )
-
-
-@pytest.fixture(scope="session")
-def pair(e2e_folder) -> Path:
-    """The trained example pair in fp32."""
-    return build_bundle(e2e_folder, "pair", pair_recipe("none"))
 
 
 @pytest.fixture(scope="session")

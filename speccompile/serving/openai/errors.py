@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,6 +21,8 @@ _PARAMS: Mapping[str, str] = {
     "SamplingParams.max_new_tokens": "max_tokens",
     "Request.num_outputs": "n",
 }
+_COUNT = re.compile(r"\d+ tokens")
+_ALTERNATIVE = re.compile(r"str|list\[.*\]")
 
 
 class ApiError(Exception):
@@ -60,14 +63,17 @@ def error_from_fault(fault: RuntimeFault) -> ApiError:
         code = "server_busy" if is_full else "shutting_down"
         return ApiError(429 if is_full else 503, str(fault), OVERLOADED, None, code, headers)
     param = _PARAMS.get(fault.where) or fault.where.rpartition(".")[2].partition(" ")[0]
-    code = "context_length_exceeded" if fault.got.endswith(" tokens") and param == "prompt" else "invalid_value"
-    return ApiError(400, str(fault), INVALID, param, code)
+    is_too_long = param == "prompt" and _COUNT.fullmatch(fault.got) is not None
+    code = "context_length_exceeded" if is_too_long else "invalid_value"
+    message = f"`{param}`: got {fault.got}; expected {fault.expected}. {fault.todo}"
+    return ApiError(400, message, INVALID, param, code)
 
 
 def error_from_validation(fault: ValidationError) -> ApiError:
     """The answer to a body that is not what the API takes: its first fault."""
-    first = fault.errors(include_url=False)[0]
-    param = ".".join(str(part) for part in first["loc"]) or first.get("ctx", {}).get("param")
+    errors = fault.errors(include_url=False, include_input=False)
+    first = errors[0]
+    param = _param(first["loc"]) or first.get("ctx", {}).get("param")
     if first["type"] == "extra_forbidden":
         message = f"Unknown field `{param}`: this server does not know it, and ignores nothing in silence."
         return ApiError(400, message, INVALID, param, "unknown_field")
@@ -76,8 +82,16 @@ def error_from_validation(fault: ValidationError) -> ApiError:
     if first["type"] == "missing":
         return ApiError(400, f"`{param}` is missing.", INVALID, param, "missing_field")
     code = "unsupported_field" if first["type"] == "unsupported_field" else "invalid_value"
-    message = first["msg"]
+    # A field that may be several things has an error for each.
+    message = ", or ".join(dict.fromkeys(error["msg"] for error in errors if error["loc"][:1] == first["loc"][:1]))
     return ApiError(400, f"`{param}`: {message}." if param else f"{message}.", INVALID, param, code)
+
+
+def _param(loc: Sequence[str | int]) -> str:
+    """A field's path, without the names that pydantic gives to the alternatives of a type."""
+    parts = [str(part) for part in loc]
+    end = next((at for at, part in enumerate(parts) if at and _ALTERNATIVE.fullmatch(part)), len(parts))
+    return ".".join(parts[:end])
 
 
 def error_from_piece(piece: Piece) -> ApiError | None:

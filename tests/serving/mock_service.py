@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real service over the language model in numpy: one letter a token, one engine step as long as the test likes."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from speccompile.core.jobs import MethodContext
+from speccompile.runtime.service import Service, ServiceOptions
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.stats import TimedEngine
+from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+from speccompile.serving.page.routes import page_routes
+from speccompile.speculators.draft_model.config import Config
+from speccompile.speculators.draft_model.method import DraftModelMethod
+from tests.mock_lm import MockEngine, MockLM
+
+TARGET = MockLM(seed=21)
+ALPHABET = "abcdefghijklmnopqrstuvwx"
+
+
+class Letters:
+    """A tokenizer of one letter a token; `a` goes in front where special tokens are wanted."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Any:
+        ids = [ALPHABET.index(c) for c in text if c in ALPHABET]
+        return SimpleNamespace(ids=[0, *ids] if add_special_tokens else ids)
+
+    def decode(self, ids, skip_special_tokens=True) -> str:
+        return "".join(ALPHABET[i] for i in ids)
+
+
+class GatedEngine(MockEngine):
+    """A target whose steps wait for `gate`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fault: BaseException | None = None
+
+    def run(self, feeds, first_slot=0):
+        assert self.gate.wait(20)
+        if self.fault is not None:
+            raise self.fault
+        return super().run(feeds, first_slot)
+
+
+def make_engine(slots: int = 3, max_seq: int = 64, eos=(), tokenizer=None) -> tuple[SpecEngine, GatedEngine]:
+    context = MethodContext(slots, max_seq, 8)
+    gated = GatedEngine(TARGET, "target", slots, max_seq, headroom=9)
+    draft = TimedEngine(MockEngine(TARGET.blurred(22, 0.7), "draft", slots, max_seq))
+    proposer = DraftModelMethod().make_proposer(Config("d", num_draft_tokens=4), {"draft": draft}, context)
+    engine = SpecEngine(TimedEngine(gated), {"draft": draft}, proposer, tokenizer or Letters(), context, eos, chunk=7)
+    return engine, gated
+
+
+def text_of(prompt: str, num: int) -> str:
+    """What greedy decoding must give."""
+    letters = Letters()
+    return letters.decode(TARGET.greedy(letters.encode(prompt).ids, num))
+
+
+@contextmanager
+def serving(options: ServerOptions | None = None, service_options: ServiceOptions | None = None, **engine_options):
+    """(application, service, gated engine) of a started service."""
+    engine, gated = make_engine(**engine_options)
+    service = Service(engine, service_options)
+    server = OpenAIServer(service, options or ServerOptions(model_name="mock"))
+    service.start()
+    try:
+        yield make_app(server, [page_routes]), service, gated
+    finally:
+        gated.gate.set()
+        service.close()

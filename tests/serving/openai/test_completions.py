@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+import asyncio
+import threading
+
+import pytest
+
+from speccompile.core.sampling import SamplingParams
+from speccompile.runtime.service import ServiceOptions
+from tests.serving.asgi_lab import ask, get, post
+from tests.serving.mock_service import make_engine, serving, text_of
+
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def app():
+    with serving() as (app, _, _):
+        yield app
+
+
+def error_of(reply, status):
+    assert reply.status == status, reply.body
+    assert reply.headers["content-type"] == "application/json"
+    [(key, error)] = reply.json().items()
+    assert key == "error" and error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+def test_a_whole_answer(app):
+    reply = post(app, PATH, {"model": "mock", "prompt": "bcd", "max_tokens": 12})
+    answer = reply.json()
+    assert reply.status == 200 and answer["object"] == "text_completion" and answer["model"] == "mock"
+    assert answer["id"].startswith("cmpl-") and answer["created"] > 0
+    [choice] = answer["choices"]
+    assert choice == {"index": 0, "text": text_of("bcd", 12), "logprobs": None, "finish_reason": "length"}
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (4, 12, 16)
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+
+
+def test_several_prompts_and_outputs_are_numbered_prompt_by_prompt(app):
+    prompts = ["bcd", "dab", [0, 1, 2, 3]]
+    answer = post(app, PATH, {"prompt": ["bcd", "dab"], "n": 2, "max_tokens": 5}).json()
+    wanted = [text_of(p, 5) for p in ("bcd", "bcd", "dab", "dab")]
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+    assert [c["text"] for c in answer["choices"]] == wanted
+    assert answer["usage"]["prompt_tokens"] == 8 and answer["usage"]["completion_tokens"] == 20
+    ids = post(app, PATH, {"prompt": prompts[2], "max_tokens": 5}).json()
+    many = post(app, PATH, {"prompt": [prompts[2], [3, 0, 1]], "max_tokens": 5}).json()
+    assert ids["choices"][0]["text"] == many["choices"][0]["text"] == text_of("bcd", 5)
+
+
+def test_a_seed_draws_the_same_text_and_no_seed_another(app):
+    body = {"prompt": "b", "max_tokens": 30, "temperature": 3.0}
+    drawn = [post(app, PATH, {**body, "seed": 5}).json()["choices"][0]["text"] for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    params = SamplingParams(max_new_tokens=30, temperature=3.0, seed=5)
+    offline = make_engine()[0].generate("b", params, speculative=False)
+    assert drawn[0] == offline[0].text
+    free = {post(app, PATH, body).json()["choices"][0]["text"] for _ in range(4)}
+    assert len(free) == 4  # 24**30 texts
+    two = post(app, PATH, {**body, "seed": 5, "n": 2}).json()["choices"]
+    assert two[0]["text"] == drawn[0] != two[1]["text"]
+    assert post(app, PATH, {**body, "seed": -1}).status == 200
+
+
+def test_a_stop_string_ends_the_text_before_it(app):
+    whole = text_of("bcd", 20)
+    stop = whole[6:8]
+    reply = post(app, PATH, {"prompt": "bcd", "max_tokens": 20, "stop": stop}).json()
+    assert reply["choices"][0]["text"] == whole[: whole.index(stop)]
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    many = post(app, PATH, {"prompt": "bcd", "max_tokens": 20, "stop": ["??", stop]}).json()
+    assert many["choices"][0]["text"] == reply["choices"][0]["text"]
+
+
+def test_speculation_can_be_switched_off_and_stats_asked_for(app):
+    body = {"prompt": "bcd", "max_tokens": 20, "return_stats": True}
+    plain = post(app, PATH, {**body, "speculation": "off"}).json()
+    fast = post(app, PATH, {**body, "speculation": "on"}).json()
+    assert plain["choices"][0]["text"] == fast["choices"][0]["text"]
+    assert plain["choices"][0]["stats"]["num_draft_tokens"] == 0
+    assert fast["choices"][0]["stats"]["num_steps"] < plain["choices"][0]["stats"]["num_steps"] == 20
+    details = plain["usage"]["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+
+
+def test_a_stream_gives_the_same_text_and_its_usage(app):
+    body = {"prompt": "bcd", "max_tokens": 12, "stream": True, "stream_options": {"include_usage": True}}
+    reply = post(app, PATH, body)
+    assert reply.status == 200 and reply.headers["content-type"].startswith("text/event-stream")
+    *events, usage, done = reply.events()
+    assert done == "[DONE]" and usage["choices"] == [] and usage["usage"]["completion_tokens"] == 12
+    assert {event["id"] for event in events} == {usage["id"]}
+    assert all(event["usage"] is None for event in events)
+    choices = [choice for event in events for choice in event["choices"]]
+    assert "".join(choice["text"] for choice in choices) == text_of("bcd", 12)
+    assert [c["finish_reason"] for c in choices][-1] == "length"
+    assert all(c["finish_reason"] is None for c in choices[:-1])
+    assert len(choices) > 3, "it came in pieces"
+    plain = post(app, PATH, {**body, "stream_options": None}).events()
+    assert plain[-1] == "[DONE]" and all("usage" not in event for event in plain[:-1])
+
+
+def test_a_stream_of_several_choices(app):
+    events = post(app, PATH, {"prompt": ["bcd", "dab"], "n": 2, "max_tokens": 6, "stream": True}).events()
+    texts = [""] * 4
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [text_of(p, 6) for p in ("bcd", "bcd", "dab", "dab")]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"prompt": None}, "prompt", "missing_field"),
+        ({"prompt": 5}, "prompt", "invalid_value"),
+        ({"prompt": []}, "prompt", "invalid_value"),
+        ({"prompt": "b" * 80}, "prompt", "context_length_exceeded"),
+        ({"prompt": [99]}, "prompt", "invalid_value"),
+        ({"prompt": [[]]}, "prompt", "invalid_value"),
+        ({"prompt": ["b"] * 129}, "prompt", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": "5"}, "max_tokens", "invalid_value"),
+        ({"temperature": -1}, "temperature", "invalid_value"),
+        ({"temperature": True}, "temperature", "invalid_value"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"top_k": -2}, "top_k", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 1000}, "n", "invalid_value"),
+        ({"stop": [""]}, "stop", "invalid_value"),
+        ({"timeout_s": 0}, "timeout_s", "invalid_value"),
+        ({"speculation": "perhaps"}, "speculation", "invalid_value"),
+        ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1", "invalid_value"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"stream_options": {"extra": True}}, "stream_options.extra", "unknown_field"),
+        ({"frequency": 1}, "frequency", "unknown_field"),
+        ({"logprobs": 0}, "logprobs", "unsupported_field"),
+        ({"best_of": 2}, "best_of", "unsupported_field"),
+        ({"echo": True}, "echo", "unsupported_field"),
+        ({"suffix": "x"}, "suffix", "unsupported_field"),
+        ({"min_tokens": 1}, "min_tokens", "unsupported_field"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_name(app, change, param, code):
+    error = error_of(post(app, PATH, {"prompt": "b", **change}), 400)
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+    assert param.partition(".")[0] in error["message"]
+
+
+def test_fields_that_ask_for_nothing_may_be_there(app):
+    neutral = {"logprobs": None, "best_of": 1, "echo": False, "suffix": "", "user": "me", "top_k": -1, "store": False}
+    assert post(app, PATH, {"prompt": "b", "max_tokens": 1, **neutral}).status == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b'"x"', b"[" * 100_000, b'{"prompt": "\xff"}', b'{"temperature": NaN}']
+)
+def test_what_is_no_json_object_is_refused(app, body):
+    error = error_of(post(app, PATH, body), 400)
+    assert error["type"] == "invalid_request_error"
+
+
+def test_another_model_is_not_found(app):
+    assert error_of(post(app, PATH, {"model": "gpt", "prompt": "b"}), 404)["code"] == "model_not_found"
+    assert get(app, "/v1/models/mock").json()["id"] == "mock"
+    assert error_of(get(app, "/v1/models/gpt"), 404)["param"] == "model"
+    [model] = get(app, "/v1/models").json()["data"]
+    assert model["object"] == "model" and model["max_model_len"] == 64
+    assert error_of(get(app, "/v1/nothing"), 404)["type"] == "not_found_error"
+    assert error_of(get(app, PATH), 405)["type"] == "invalid_request_error"
+
+
+def test_a_full_queue_says_when_to_come_back():
+    async def run(app, service, gated):
+        gated.gate.clear()
+        first = asyncio.ensure_future(ask(app, "POST", PATH, {"prompt": "b", "max_tokens": 3}))
+        while not await asyncio.to_thread(lambda: service._scheduler.has_work):
+            await asyncio.sleep(0.01)
+        second = asyncio.ensure_future(ask(app, "POST", PATH, {"prompt": "c", "max_tokens": 3}))
+        await asyncio.sleep(0.05)
+        refused = await ask(app, "POST", PATH, {"prompt": "d", "max_tokens": 3})
+        streamed = await ask(app, "POST", PATH, {"prompt": "d", "max_tokens": 3, "stream": True})
+        several = await ask(app, "POST", PATH, {"prompt": ["d", "e"], "max_tokens": 3})
+        gated.gate.set()
+        return refused, streamed, several, await first, await second
+
+    with serving(service_options=ServiceOptions(max_queue=1)) as (app, service, gated):
+        *refused, first, second = asyncio.run(run(app, service, gated))
+    for reply in refused:
+        error = error_of(reply, 429)
+        assert error["code"] == "server_busy" and reply.headers["Retry-After".lower()] == "1"
+    assert first.json()["choices"][0]["text"] == text_of("b", 3)
+    assert second.json()["choices"][0]["text"] == text_of("c", 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_ends_its_request(stream):
+    async def run(app, service, gated):
+        gated.gate.clear()
+        body = {"prompt": "b", "max_tokens": 50, "stream": stream, "n": 2}
+        reply = await ask(app, "POST", PATH, body, hang_up_after=0)
+        gated.gate.set()
+        return reply
+
+    with serving() as (app, service, gated):
+        asyncio.run(run(app, service, gated))
+        stats = service.stats()
+        while stats["num_active"] or stats["num_queued"]:
+            stats = service.stats()
+        assert stats["num_finished"] == {"cancelled": 2}
+        assert post(app, PATH, {"prompt": "b", "max_tokens": 3}).json()["choices"][0]["text"] == text_of("b", 3)
+
+
+def test_a_stream_that_is_read_in_part_ends_its_request():
+    with serving(max_seq=2000) as (app, service, _):
+        body = {"prompt": "b", "max_tokens": 1900, "stream": True}
+        reply = asyncio.run(ask(app, "POST", PATH, body, hang_up_after=3))
+        assert reply.status == 200 and b"[DONE]" not in reply.body
+        assert service.stats()["num_finished"] == {"cancelled": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails_ends_the_request_with_an_error(stream):
+    with serving() as (app, _, gated):
+        gated.fault = RuntimeError("out of memory")
+        reply = post(app, PATH, {"prompt": "bcd", "max_tokens": 5, "stream": stream})
+        if stream:
+            *_, last, done = reply.events()
+            assert reply.status == 200 and done == "[DONE]"
+            error = last["error"]
+        else:
+            error = error_of(reply, 500)
+        assert error["type"] == "server_error" and "out of memory" in error["message"]
+        gated.fault = None
+        assert post(app, PATH, {"prompt": "b", "max_tokens": 3}).json()["choices"][0]["text"] == text_of("b", 3)
+
+
+def test_a_request_that_takes_too_long_is_told_so():
+    with serving() as (app, _, gated):
+        gated.gate.clear()
+        timer = threading.Timer(0.2, gated.gate.set)
+        timer.start()
+        error = error_of(post(app, PATH, {"prompt": "b", "max_tokens": 5, "timeout_s": 0.05}), 504)
+        assert error["type"] == "timeout_error"
+        timer.join()
+
+
+def test_a_server_that_shuts_down_takes_nothing_more():
+    with serving() as (app, service, _):
+        assert get(app, "/health").json() == {"status": "ok", "model": "mock"}
+        service.close()
+        reply = post(app, PATH, {"prompt": "b"})
+        assert error_of(reply, 503)["code"] == "shutting_down" and reply.headers["retry-after"] == "1"
+        health = get(app, "/health")
+        assert health.status == 503 and health.json()["status"] == "shutting down"
