@@ -33,6 +33,7 @@ from speccompile.core.specs import (
     TREE_MASK,
     UNIFORMS,
     GraphSpec,
+    TensorSpec,
     guess_outputs,
     num_guesses,
 )
@@ -90,6 +91,8 @@ class MockEngine:
         self.model, self.role, self.max_slots, self.max_seq_len = model, role, max_slots, max_seq_len
         self.max_rows = max_rows = max_seq_len + headroom
         outputs = guess_outputs(num_guesses, laws=True) if role == "guesser" else ()
+        if role == "target":
+            outputs = (TensorSpec(LOGITS, ("batch", "scored", VOCAB), "float32"),)
         self.spec = GraphSpec(role, (), outputs, (), VOCAB)
         self.cache = np.full((max_slots, max_rows), -1, dtype=np.int64)
         self.feeds_seen: list[dict[str, tuple[int, ...]]] = []

@@ -8,11 +8,20 @@ Leviathan et al. 2023 (chains) and Chen et al. 2024, "Sequoia" (siblings drawn w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from speccompile.core.sampling import draw
 from speccompile.core.tree import Floats, Ints, TokenTree
+
+
+class Laws(Protocol):
+    """The warped law behind each node, [vocab] float32: an array of rows, or something that makes them when asked."""
+
+    def __getitem__(self, node: int, /) -> Any:
+        """Row of a node."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +56,14 @@ def residual(target_probs: Floats, draft_probs: Floats) -> Floats:
 
 
 def accept_slot(
-    tokens: Ints, parents: Ints, target_probs: Floats, uniforms: Floats, draft_probs: Floats | None
+    tokens: Ints, parents: Ints, target_probs: Laws, uniforms: Floats, draft_probs: Floats | None
 ) -> tuple[list[int], int]:
     """Walk one tree from its root.
 
     Args:
         tokens: [nodes] int64.
         parents: [nodes] int64.
-        target_probs: [nodes, vocab] float32, warped.
+        target_probs: [nodes, vocab] float32, warped; rows are read as the walk gets to them.
         uniforms: [nodes, 2] float32 in [0, 1): accept draw of the node, draw made at the node.
         draft_probs: [nodes, vocab] float32, the law each node was drawn from; None or [nodes, 1] when the
             drafts are deterministic. Then the token is drawn first and the child that has it is kept, so the

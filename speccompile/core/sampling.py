@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,12 +32,20 @@ _HALF = np.uint64(32)
 class SamplingParams:
     """What one request asks of decoding.
 
+    Ranges and meanings of the penalties are those of the OpenAI API and of vLLM; see `core.processors` for the law.
+
     Args:
         max_new_tokens: upper bound of tokens to emit.
         temperature: 0 = greedy.
         top_k: keep the k most probable tokens; 0 = off.
         top_p: keep the smallest set of tokens with this mass; 1 = off.
         seed: 0 to 2**64 - 1. The same seed gives the same text in any batch composition.
+        min_p: keep the tokens that are at least this times as probable as the likeliest; 0 = off.
+        repetition_penalty: divides the positive logits of tokens of prompt and text, multiplies the negative ones;
+            1 = off.
+        presence_penalty: taken off the logit of each token that the text has; 0 = off.
+        frequency_penalty: taken off the logit of each token as often as the text has it; 0 = off.
+        logit_bias: added to logits, as (token, bias) pairs or as a mapping, which becomes pairs in order of tokens.
         stop: end the text before the first of these strings.
         stop_token_ids: end at these tokens, besides the model's own.
         ignore_eos: do not end at the model's own end-of-sequence tokens.
@@ -51,27 +59,56 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        bias = self._pairs()
+        object.__setattr__(self, "logit_bias", bias)
         checks: tuple[tuple[str, bool, object, str], ...] = (
             ("max_new_tokens", self.max_new_tokens >= 1, self.max_new_tokens, "at least 1"),
             ("temperature", 0.0 <= self.temperature < float("inf"), self.temperature, "0 (greedy) or above"),
             ("top_k", self.top_k >= 0, self.top_k, "0 (off) or above"),
             ("top_p", 0.0 < self.top_p <= 1.0, self.top_p, "above 0, at most 1 (off)"),
             ("seed", 0 <= self.seed < 2**64, self.seed, "0 to 2**64 - 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, self.min_p, "0 (off) to 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), self.repetition_penalty, "above 0"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, self.presence_penalty, "-2 to 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, self.frequency_penalty, "-2 to 2"),
+            ("logit_bias", all(t >= 0 and -100 <= b <= 100 for t, b in bias), bias, "token ids, biases of -100 to 100"),
             ("stop", all(self.stop) and not isinstance(self.stop, str), self.stop, "a tuple of non-empty strings"),
         )
         for name, is_right, got, expected in checks:
             if not is_right:
                 raise RuntimeFault(f"SamplingParams.{name}", repr(got), expected, "Correct the request.")
 
+    def _pairs(self) -> tuple[tuple[int, float], ...]:
+        """The biases in order of tokens; a token that is named twice keeps its last."""
+        given = self.logit_bias
+        try:
+            pairs = given.items() if isinstance(given, Mapping) else given
+            named = {int(token): float(bias) for token, bias in pairs}
+        except (TypeError, ValueError) as fault:
+            expected = "(token id, bias) pairs, or a mapping"
+            raise RuntimeFault("SamplingParams.logit_bias", repr(given), expected, "Correct the request.") from fault
+        return tuple(sorted(named.items()))
+
     @property
     def is_greedy(self) -> bool:
         """True when no random number is needed."""
         return self.temperature == 0.0
+
+    @property
+    def is_shaped(self) -> bool:
+        """True when the law needs more than temperature, top-k and top-p: see `core.processors`."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties) or bool(self.logit_bias) or (self.min_p > 0 and not self.is_greedy)
 
 
 def warp_inputs(params: Sequence[SamplingParams]) -> tuple[Floats, Ints, Floats]:

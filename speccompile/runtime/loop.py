@@ -15,6 +15,7 @@ from speccompile.core.sampling import tree_uniforms, warp
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS, TREE_MASK
 from speccompile.core.tree import TokenTree
 from speccompile.runtime.planner import StepTimes
+from speccompile.runtime.shaping import judge_shaped
 from speccompile.runtime.slots import Slot, Slots, Step
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
@@ -172,7 +173,10 @@ def decode_one(verifier: Verifier, proposer: Proposer, slot: Slot) -> Iterator[l
         outputs = engine.run({TOKENS: tree.tokens, LENGTHS: lengths, TREE_MASK: tree.mask()})
         probs = warp(outputs[LOGITS], [params.temperature], [params.top_k], [params.top_p])
         seeds = np.array([params.seed], dtype=np.uint64)
-        verdict = accept(tree, probs, tree_uniforms(seeds, slots.root_positions(), tree))
+        draws = tree_uniforms(seeds, slots.root_positions(), tree)
+        verdict = accept(tree, probs, draws)
+        if params.is_shaped:
+            verdict = judge_shaped(verdict, tree, slots.slots, [0], outputs[LOGITS], draws, tree.draft_probs)
         verifier.commit(tree, verdict)
         proposer.commit(slots, tree, verdict, outputs)
         [step] = emit(tree, verdict, slots)

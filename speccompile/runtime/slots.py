@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core import sampling as laws
+from speccompile.core.processors import Shaper
 from speccompile.core.sampling import DRAFT_SIBLING_LANE, SIBLING_LANE, SamplingParams, uniforms, warp_inputs
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints, TokenTree
@@ -97,9 +98,11 @@ class Slot:
     __slots__ = (
         "index",
         "max_drafts",
+        "may_draft",
         "num_prompt",
         "room",
         "sampling",
+        "shaper",
         "sink",
         "speculation",
         "stats",
@@ -116,7 +119,9 @@ class Slot:
         self.num_prompt = len(prompt)
         self.room = 0
         self.max_drafts = 0
+        self.may_draft = True  # False where its verdicts and the target's caches would part ways
         self.speculation: Speculation = "auto"
+        self.shaper: Shaper | None = None  # made by its first verdict, where the law is shaped
         self.stats = SlotStats(0.0)
         self.table = None if sampling.is_greedy else UniformTable(sampling.seed, len(prompt) - 1)
 
@@ -129,7 +134,8 @@ class Slot:
         """
         self.room = max_seq_len - len(self.tokens)  # rows left once the root has its own
         num_left = self.num_prompt + self.sampling.max_new_tokens - len(self.tokens)
-        self.max_drafts = 0 if self.speculation == "off" else min(num_left - 1, self.room)
+        is_plain = self.speculation == "off" or not self.may_draft
+        self.max_drafts = 0 if is_plain else min(num_left - 1, self.room)
         if limit is not None and self.speculation == "auto":
             self.max_drafts = min(self.max_drafts, limit)
 
@@ -199,12 +205,14 @@ class Slots:
         self.max_slots = max_slots
         self.is_invariant = is_invariant
         self.is_greedy = True  # every slot has temperature 0
+        self.shaped: list[int] = []  # places whose law the target's graph does not know
         self._warp: dict[str, NDArray[Any]] = {}
 
     def changed(self) -> None:
         """Recompute what depends on who sits where."""
         params = [slot.sampling for slot in self.slots]
         self.is_greedy = all(p.is_greedy for p in params)
+        self.shaped = [place for place, p in enumerate(params) if p.is_shaped]
         self._warp = {}
         if not self.is_greedy:
             temperature, top_k, top_p = warp_inputs(params)

@@ -236,7 +236,9 @@ class SpecEngine:
         if params.stop and self.tokenizer is None:
             raise RuntimeFault(f"prompt {index}", "stop strings", "a bundle with a tokenizer", "Use stop_token_ids.")
         sink = self.text_sink(params) if with_text or params.stop else None
-        return Slot(index, tokens, params, stop_ids, sink)
+        slot = Slot(index, tokens, params, stop_ids, sink)
+        slot.may_draft = self.verifier.may_draft(f"prompt {index}", params)
+        return slot
 
     def _check_prompt(self, index: int, tokens: list[int]) -> None:
         where, most = f"prompt {index}", self.context.max_seq_len

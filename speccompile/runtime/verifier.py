@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Engine, Outputs
+from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import (
     DRAFT_PROBS,
     LENGTHS,
+    LOGITS,
     NEXT_TOKEN,
     NUM_ACCEPTED,
     PARENTS,
@@ -24,6 +26,8 @@ from speccompile.core.specs import (
     UNIFORMS,
 )
 from speccompile.core.tree import Ints, TokenTree, chain_parents
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.shaping import judge_shaped
 from speccompile.runtime.slots import Slots
 
 
@@ -41,6 +45,29 @@ class Verifier:
         self.lengths = np.zeros(engine.max_slots, dtype=np.int64)
         self.outputs: Outputs = {}
         self._compacts: bool = not getattr(engine, "compacts_in_step", False)
+
+    def may_draft(self, where: str, params: SamplingParams) -> bool:
+        """Whether drafts may be scored for a request that the target can serve.
+
+        A target that compacts its caches by its own verdict must not be overruled: a sequence whose verdicts are made
+        on the host drafts nothing there.
+
+        Raises:
+            RuntimeFault: the request's law needs logits, which the target does not give, or names a token that is not
+                in the vocabulary.
+        """
+        if not params.is_shaped:
+            return True
+        spec = self.engine.spec
+        if all(tensor.name != LOGITS for tensor in spec.outputs):
+            got = "min_p, a penalty or a logit_bias, with a target that keeps its logits to itself"
+            todo = "Build the bundle with engine.logits: true, or leave these out."
+            raise RuntimeFault(where, got, "temperature, top_k and top_p alone", todo)
+        wrong = [token for token in dict(params.logit_bias) if spec.vocab_size and token >= spec.vocab_size]
+        if wrong:
+            expected = f"ids below {spec.vocab_size}"
+            raise RuntimeFault(f"{where} (logit_bias)", f"token {wrong[0]}", expected, "Use the bundle's own ids.")
+        return self._compacts
 
     def prefill(self, slot: int, tokens: Sequence[int]) -> Iterator[tuple[Ints, int, Outputs]]:
         """Read all prompt tokens but the last, chunk by chunk.
@@ -92,7 +119,13 @@ class Verifier:
             if tree.draft_probs is not None and not slots.is_invariant:
                 feeds[DRAFT_PROBS] = tree.draft_probs
         self.outputs = outputs = self.engine.run(feeds)
-        return Verdict(outputs[PATH], outputs[NUM_ACCEPTED], outputs[NEXT_TOKEN])
+        verdict = Verdict(outputs[PATH], outputs[NUM_ACCEPTED], outputs[NEXT_TOKEN])
+        if not slots.shaped:
+            return verdict
+        laws = feeds.get(DRAFT_PROBS)
+        laws = None if laws is None else np.asarray(laws)
+        logits = np.asarray(outputs[LOGITS])
+        return judge_shaped(verdict, tree, slots.slots, slots.shaped, logits, feeds.get(UNIFORMS), laws)
 
     def commit(self, tree: TokenTree, verdict: Verdict) -> None:
         """Keep the rows of the accepted paths. A chain needs no copy: the length alone rolls it back."""
