@@ -90,3 +90,7 @@ def get(app, path, **options) -> Reply:
 
 def post(app, path, body, **options) -> Reply:
     return asyncio.run(ask(app, "POST", path, body, **options))
+
+
+def ask_now(app, method, path, **options) -> Reply:
+    return asyncio.run(ask(app, method, path, **options))

@@ -63,7 +63,7 @@ class ChatTemplate:
             template = _environment().from_string(self.source)
             variables = {**self.special_tokens, **extra, "messages": messages}
             return template.render(add_generation_prompt=add_generation_prompt, **variables)
-        except (TemplateError, TypeError, ValueError) as fault:
+        except (TemplateError, TypeError, ValueError, ArithmeticError) as fault:
             raise ApiError(
                 400, f"The chat template refuses: {fault}", param="messages", code="chat_template"
             ) from fault

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys, sizes, types and origins."""
+
+import pytest
+
+from speccompile.serving.openai.app import ServerOptions
+from tests.serving.asgi_lab import ask_now, get, post
+from tests.serving.mock_service import serving
+
+PATH, BODY = "/v1/completions", {"prompt": "b", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def locked():
+    keys, origins = ("secret", "schlüssel"), ("https://good.example",)
+    with serving(ServerOptions("mock", keys, max_request_bytes=200, allowed_origins=origins)) as (app, _, _):
+        yield app
+
+
+@pytest.fixture(scope="module")
+def bare():
+    with serving() as (app, _, _):
+        yield app
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/page/facts", "/openapi.json"])
+@pytest.mark.parametrize(
+    "given", [None, "Bearer", "Bearer ", "Bearer secre", "Bearer secret2", "Basic secret", "secret"]
+)
+def test_a_wrong_key_is_refused(locked, path, given):
+    reply = get(locked, path, headers={"authorization": given})
+    assert reply.status == 401 and reply.headers["www-authenticate"] == "Bearer"
+    assert reply.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("given", ["Bearer secret", "bearer secret", "Bearer sch\u00fcssel"])
+def test_any_of_the_keys_opens(locked, given):
+    wire = given.encode().decode("latin-1") if not given.isascii() else given
+    reply = get(locked, "/v1/models", headers={"authorization": wire})
+    assert reply.status == (200 if given.isascii() else 401)  # "schüssel" is no "schlüssel"
+
+
+def test_what_tells_nothing_is_open(locked):
+    assert get(locked, "/health").status == 200
+    assert get(locked, "/").status == 200
+
+
+@pytest.mark.parametrize("parts", [1, 7])
+@pytest.mark.parametrize("length", [None, "1", "99999"])
+def test_a_large_body_is_refused_however_it_comes(locked, parts, length):
+    big = {"prompt": "b" * 300, "max_tokens": 2}
+    headers = {"authorization": "Bearer secret", "content-length": length}
+    reply = post(locked, PATH, big, headers=headers, parts=parts)
+    assert reply.status == 413 and reply.json()["error"]["code"] == "request_too_large"
+
+
+def test_a_body_in_parts_is_read_whole(locked):
+    assert post(locked, PATH, BODY, headers={"authorization": "Bearer secret"}, parts=9).status == 200
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_what_a_page_can_send_unasked_is_refused(bare, kind):
+    assert post(bare, PATH, BODY, headers={"content-type": kind}).status == 415
+    assert post(bare, PATH, BODY, headers={"content-type": "application/json; charset=utf-8"}).status == 200
+
+
+def test_other_origins_are_let_in_only_where_they_are_named(bare, locked):
+    asks = {"origin": "https://good.example", "access-control-request-method": "POST"}
+    asks["access-control-request-headers"] = "content-type,authorization"
+    answer = get(bare, "/v1/models", headers={"origin": "https://good.example"})
+    assert not any(name.startswith("access-control") for name in answer.headers)
+    assert ask_now(bare, "OPTIONS", PATH, headers=asks).status == 405
+    allowed = ask_now(locked, "OPTIONS", PATH, headers=asks)
+    assert allowed.status == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://good.example"
+    other = ask_now(locked, "OPTIONS", PATH, headers={**asks, "origin": "https://bad.example"})
+    assert other.status == 400 and "access-control-allow-origin" not in other.headers
