@@ -94,6 +94,7 @@ class MockEngine:
         if role == "target":
             outputs = (TensorSpec(LOGITS, ("batch", "scored", VOCAB), "float32"),)
         self.spec = GraphSpec(role, (), outputs, (), VOCAB)
+        self.voids_moved = True  # what moves is not read where it was; prompts that are shared are copied, though
         self.cache = np.full((max_slots, max_rows), -1, dtype=np.int64)
         self.feeds_seen: list[dict[str, tuple[int, ...]]] = []
         self._outputs: dict[str, np.ndarray] = {}
@@ -149,9 +150,19 @@ class MockEngine:
     def reset(self, rows=1):
         self.cache[...] = -1
 
-    def move_slot(self, source, dest):
-        self.cache[dest] = self.cache[source]
-        self.cache[source] = -1
+    def shrink(self, rows):
+        self.cache[:, rows:] = -1
+
+    def move_slot(self, source, dest, rows=None):
+        self.cache[dest] = -1
+        self.cache[dest, :rows] = self.cache[source, :rows]
+        if self.voids_moved:
+            self.cache[source] = -1
+
+    def swap_slots(self, first, second, rows):
+        kept = self.cache[[second, first], :rows]
+        self.cache[[first, second]] = -1
+        self.cache[[first, second], :rows] = kept
 
     def compact(self, lengths, path):
         for b, length in enumerate(lengths):

@@ -173,7 +173,7 @@ class Drafts(Protocol):
         ...
 
     def move(self, source: int, dest: int) -> None:
-        """A sequence goes on at another place."""
+        """A sequence goes on at another place, in exchange for what was learnt there."""
         ...
 
     def propose(self, batch: Batch) -> TokenTree:
@@ -192,6 +192,10 @@ class DraftRows(Scorer, Protocol):
         """Nothing is read."""
         ...
 
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """See `speccompile.core.protocols.Proposer.resume`."""
+        ...
+
     def prefill(self, slot: int, tokens: Ints, start: int) -> None:
         """The target has read `tokens` [1, nodes], which stand at `start`."""
         ...
@@ -202,6 +206,14 @@ class DraftRows(Scorer, Protocol):
 
     def move(self, source: int, dest: int) -> None:
         """A sequence goes on at another place."""
+        ...
+
+    def swap(self, first: int, second: int) -> None:
+        """Two places exchange what they hold."""
+        ...
+
+    def copy(self, source: int, dest: int, num_rows: int) -> None:
+        """See `speccompile.core.protocols.Proposer.copy`."""
         ...
 
 
@@ -225,6 +237,12 @@ class CachedDraftProposer:
         for drafts in self._both:
             drafts.start(slot)
 
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """The rows are known, the lessons are not."""
+        for drafts in self._both:
+            drafts.start(slot)
+        return self.rows.resume(slot, sequence, num_rows)
+
     def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Read the chunk as well."""
         self.rows.prefill(slot, tokens, start)
@@ -247,3 +265,13 @@ class CachedDraftProposer:
         self.rows.move(source, dest)
         for drafts in self._both:
             drafts.move(source, dest)
+
+    def swap(self, first: int, second: int) -> None:
+        """Rows and lessons go with their slots."""
+        self.rows.swap(first, second)
+        for drafts in self._both:
+            drafts.move(first, second)
+
+    def copy(self, source: int, dest: int, num_rows: int) -> None:
+        """Rows are copied, lessons are not."""
+        self.rows.copy(source, dest, num_rows)

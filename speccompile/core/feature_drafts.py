@@ -63,6 +63,13 @@ class FeatureCache:
         self.pending.start(slot)
         self.lengths[slot], self._prompts[slot] = 0, list(sequence.tokens)
 
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """A row is of a feature and of the token behind it: the last one's is not known to be the same."""
+        self.pending.start(slot)
+        self._prompts[slot] = list(sequence.tokens)
+        self.lengths[slot] = max(min(self.lengths[slot], num_rows - 1), 0)
+        return self.lengths[slot]
+
     def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Read the chunk [1, nodes] but for the prompt's last row, which the first drafts start from."""
         prompt, num = self._prompts[slot], tokens.shape[1]
@@ -88,9 +95,22 @@ class FeatureCache:
 
     def move(self, source: int, dest: int) -> None:
         """Rows and what is pending go with the slot."""
-        self.engine.move_slot(source, dest)
+        self.engine.move_slot(source, dest, self.lengths[source])
         self.pending.move(source, dest)
         self.lengths[dest], self._prompts[dest] = self.lengths[source], self._prompts[source]
+
+    def swap(self, first: int, second: int) -> None:
+        """Rows and what is pending go with their slots."""
+        self.engine.swap_slots(first, second, max(self.lengths[first], self.lengths[second]))
+        self.pending.swap(first, second)
+        lengths, prompts = self.lengths, self._prompts
+        lengths[first], lengths[second] = lengths[second], lengths[first]
+        prompts[first], prompts[second] = prompts[second], prompts[first]
+
+    def copy(self, source: int, dest: int, num_rows: int) -> None:
+        """Rows alone."""
+        self.lengths[dest] = min(self.lengths[source], num_rows)
+        self.engine.move_slot(source, dest, self.lengths[dest])
 
     def room(self, place: int, slot: Slot) -> int:
         """Rows behind the root's; none without a feature, as after a prompt of one token."""
@@ -187,6 +207,12 @@ class FeatureProposer:
         for drafts in self._both:
             drafts.start(slot)
 
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """The cache is known as far as the target's features were read, the lessons are not."""
+        for drafts in self._both:
+            drafts.start(slot)
+        return self.cache.resume(slot, sequence, num_rows)
+
     def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Read the chunk as well."""
         self.cache.prefill(slot, tokens, start, outputs)
@@ -212,3 +238,13 @@ class FeatureProposer:
         self.cache.move(source, dest)
         for drafts in self._both:
             drafts.move(source, dest)
+
+    def swap(self, first: int, second: int) -> None:
+        """Cache and lessons go with their slots."""
+        self.cache.swap(first, second)
+        for drafts in self._both:
+            drafts.move(first, second)
+
+    def copy(self, source: int, dest: int, num_rows: int) -> None:
+        """The cache is copied, lessons are not."""
+        self.cache.copy(source, dest, num_rows)

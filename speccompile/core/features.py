@@ -85,6 +85,11 @@ class PendingFeatures:
         self.settle()
         self._rows[dest] = self._rows[source]
 
+    def swap(self, first: int, second: int) -> None:
+        """Two places exchange what they hold."""
+        self.settle()
+        self._rows[first], self._rows[second] = self._rows[second], self._rows[first]
+
     def settle(self) -> None:
         """Bring what lies in the target's outputs to the host: the target is about to run."""
         if self._live is None:

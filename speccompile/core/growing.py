@@ -57,7 +57,7 @@ class TreeGrower:
         self.reaches[slot], self.calibrations[slot] = Reach(self._first_rate), Calibration(self._log_odds)
 
     def move(self, source: int, dest: int) -> None:
-        """Lessons go with the slot."""
+        """Lessons go with the slot, in exchange for those there."""
         self.reaches[source], self.reaches[dest] = self.reaches[dest], self.reaches[source]
         self.calibrations[source], self.calibrations[dest] = self.calibrations[dest], self.calibrations[source]
 

@@ -41,6 +41,11 @@ class HeadsChainProposer:
         self.records[slot] = SlotRecord(self._log_odds)
         self._prompts[slot] = len(sequence.tokens)
 
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """Heads have no rows; the state that they need is behind a token that is read in any case."""
+        self.start(slot, sequence)
+        return num_rows
+
     def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Keep the state behind the last token that was read: the root follows it."""
         if start + tokens.shape[1] == self._prompts[slot] - 1:
@@ -97,3 +102,11 @@ class HeadsChainProposer:
         """State and lessons go with the slot."""
         self.states.move(source, dest)
         self.records[source], self.records[dest] = self.records[dest], self.records[source]
+
+    def swap(self, first: int, second: int) -> None:
+        """States and lessons go with their slots."""
+        self.states.swap(first, second)
+        self.records[first], self.records[second] = self.records[second], self.records[first]
+
+    def copy(self, source: int, dest: int, num_rows: int) -> None:
+        """Nothing to copy: a state is of one text."""

@@ -67,6 +67,11 @@ class HeadsTreeProposer:
         self.reaches[slot], self.calibrations[slot] = Reach(self._first_rate), Calibration(self._log_odds)
         self._prompts[slot] = len(sequence.tokens)
 
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """Heads have no rows; the state that they need is behind a token that is read in any case."""
+        self.start(slot, sequence)
+        return num_rows
+
     def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Keep the state behind the last token that was read: the root follows it."""
         if start + tokens.shape[1] == self._prompts[slot] - 1:
@@ -144,6 +149,16 @@ class HeadsTreeProposer:
         self.reaches[source], self.reaches[dest] = self.reaches[dest], self.reaches[source]
         known = self.calibrations
         known[source], known[dest] = known[dest], known[source]
+
+    def swap(self, first: int, second: int) -> None:
+        """States and lessons go with their slots."""
+        self.states.swap(first, second)
+        self.reaches[first], self.reaches[second] = self.reaches[second], self.reaches[first]
+        known = self.calibrations
+        known[first], known[second] = known[second], known[first]
+
+    def copy(self, source: int, dest: int, num_rows: int) -> None:
+        """Nothing to copy: a state is of one text."""
 
 
 def _check_tree(spec: GraphSpec, shape: TreeShape | None) -> None:

@@ -57,6 +57,12 @@ class TargetStates:
         self._rows[dest] = self._rows[source]
         self._known[dest] = self._known[source]
 
+    def swap(self, first: int, second: int) -> None:
+        """Two places exchange what they hold."""
+        self.settle()
+        self._rows[[first, second]] = self._rows[[second, first]]
+        self._known[first], self._known[second] = self._known[second], self._known[first]
+
     def known(self, places: Sequence[int]) -> list[int]:
         """Those of the places that have a state; after a prompt of one token there is none yet."""
         return [place for place in places if self._known[place]]

@@ -28,6 +28,7 @@ class Engine(Protocol):
     each step. Caches that its spec borrows are another engine's memory: slot for slot the same, and only the owner
     moves, resets and compacts them. Lengths belong to the caller. Not thread-safe. An engine whose steps keep the
     accepted path by themselves has an attribute `compacts_in_step` that is true: `compact` is not called for them.
+    One whose steps work on all rows of a view that grows has an attribute `view_rows`: as many as it has now.
     """
 
     spec: GraphSpec
@@ -55,8 +56,16 @@ class Engine(Protocol):
         """No slot is in use any more; the caches may be laid out anew for sequences of `rows` rows."""
         ...
 
-    def move_slot(self, source: int, dest: int) -> None:
-        """Copy the cache of slot `source` to slot `dest`."""
+    def shrink(self, rows: int) -> None:
+        """No slot needs more than its first `rows` rows now; the caches may be laid out anew, keeping these."""
+        ...
+
+    def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
+        """Copy the cache of slot `source` to slot `dest`, at least its first `rows` rows; None: all."""
+        ...
+
+    def swap_slots(self, first: int, second: int, rows: int) -> None:
+        """Exchange at least the first `rows` rows of two slots."""
         ...
 
     def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
@@ -141,12 +150,33 @@ class Proposer(Protocol):
         """
         ...
 
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """As `start`, but the place holds the first tokens of the sequence from before.
+
+        Args:
+            slot: the place; what it held last began with the same tokens, and the target's cache still has their rows.
+            sequence: the new one.
+            num_rows: how many tokens these are; at most all of the prompt but its last two.
+
+        Returns:
+            How many of them need not be read again: `prefill` starts there.
+        """
+        ...
+
     def settle(self) -> None:
         """The target is about to run for others: what it gave in its last step will be void."""
         ...
 
     def move(self, source: int, dest: int) -> None:
-        """The sequence at place `source` goes on at place `dest`."""
+        """The sequence at place `source` goes on at place `dest`; what that held before is void."""
+        ...
+
+    def swap(self, first: int, second: int) -> None:
+        """Two places exchange what they hold: sequences, or what has ended and may be resumed."""
+        ...
+
+    def copy(self, source: int, dest: int, num_rows: int) -> None:
+        """Place `dest` is to hold the first `num_rows` tokens of place `source` as well; `resume` follows there."""
         ...
 
 

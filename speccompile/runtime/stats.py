@@ -41,10 +41,28 @@ class TimedEngine:
         """Lay the caches out anew."""
         self.engine.reset(rows)
 
-    def move_slot(self, source: int, dest: int) -> None:
+    @property
+    def view_rows(self) -> int:
+        """Of the engine; 0 where its steps work on no more rows than they need."""
+        rows: int = getattr(self.engine, "view_rows", 0)
+        return rows
+
+    def shrink(self, rows: int) -> None:
+        """Lay the caches out anew, timed."""
+        start = perf_counter()
+        self.engine.shrink(rows)
+        self.seconds += perf_counter() - start
+
+    def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """Copy a slot, timed."""
         start = perf_counter()
-        self.engine.move_slot(source, dest)
+        self.engine.move_slot(source, dest, rows)
+        self.seconds += perf_counter() - start
+
+    def swap_slots(self, first: int, second: int, rows: int) -> None:
+        """Exchange two slots, timed."""
+        start = perf_counter()
+        self.engine.swap_slots(first, second, rows)
         self.seconds += perf_counter() - start
 
     def compact(self, lengths: NDArray[Any], path: NDArray[Any]) -> None:

@@ -137,5 +137,15 @@ class Verifier:
 
     def move(self, source: int, dest: int) -> None:
         """The sequence at place `source` goes on at place `dest`."""
-        self.engine.move_slot(source, dest)
-        self.lengths[dest] = self.lengths[source]
+        self.copy(source, dest, int(self.lengths[source]))
+
+    def copy(self, source: int, dest: int, num_rows: int) -> None:
+        """Place `dest` holds the first `num_rows` rows of place `source` as well."""
+        self.engine.move_slot(source, dest, num_rows)
+        self.lengths[dest] = num_rows
+
+    def swap(self, first: int, second: int) -> None:
+        """Two places exchange what they hold."""
+        lengths = self.lengths
+        self.engine.swap_slots(first, second, int(max(lengths[first], lengths[second])))
+        lengths[[first, second]] = lengths[[second, first]]

@@ -129,8 +129,8 @@ def lab(**config):
             lengths[first_slot : first_slot + len(rows)] = rows
             return outputs
 
-        def moved(source, dest):
-            MockEngine.move_slot(target, source, dest)
+        def moved(source, dest, rows=None):
+            MockEngine.move_slot(target, source, dest, rows)
             lengths[dest], lengths[source] = lengths[source], 0
 
         target.run, target.move_slot, engine.verifier_lengths = noted, moved, lambda: lengths

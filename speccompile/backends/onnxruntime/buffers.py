@@ -77,11 +77,19 @@ class CacheBuffers:
         self.rows = new_rows
         return True
 
-    def move_slot(self, source: int, dest: int) -> None:
-        """Copy the rows of slot `source` over those of slot `dest`."""
+    def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
+        """Copy the first `rows` rows of slot `source`, or all, over those of slot `dest`."""
         for flat in self._flat:
-            view = self._view(flat, self.rows)
+            view = self._view(flat, self.rows)[:, :, :rows]
             view[dest] = view[source]
+
+    def swap_slots(self, first: int, second: int, rows: int) -> None:
+        """Exchange the first `rows` rows of two slots."""
+        for flat in self._flat:
+            view = self._view(flat, self.rows)[:, :, :rows]
+            held = view[first].copy()
+            view[first] = view[second]
+            view[second] = held
 
 
 @dataclass(frozen=True, eq=False)

@@ -251,17 +251,32 @@ class OrtCudaEngine:
                 if runner is not None:
                     runner.forget_steps()
 
+    @property
+    def view_rows(self) -> int:
+        """Rows of its own caches that every step works on."""
+        return 0 if self.caches is None else self.caches.rows
+
     def reset(self, rows: int = 1) -> None:
         """Shrink the view to what `rows` rows need. Called when no slot is in use."""
+        self.shrink(rows)
+
+    def shrink(self, rows: int) -> None:
+        """See `speccompile.core.protocols.Engine.shrink`."""
         if self.caches is not None and bucket_rows(max(rows, 1), self.max_rows) < self.caches.rows:
             self._resize(self.caches, rows)
 
-    def move_slot(self, source: int, dest: int) -> None:
+    def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""
         if source != dest and self.caches is not None:
             self.device.activate()
-            self.caches.move_slot(source, dest)
+            self.caches.move_slot(source, dest, rows)
             self.device.synchronize()
+
+    def swap_slots(self, first: int, second: int, rows: int) -> None:
+        """See `speccompile.core.protocols.Engine.swap_slots`."""
+        if self.caches is not None:
+            self.device.activate()
+            self.caches.swap_slots(first, second, rows)
 
     def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
         """See `speccompile.core.protocols.Engine.compact`."""

@@ -8,6 +8,7 @@ calls `run_with_iobinding`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class _Binding:
             self.io.bind_input(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
         for spec in engine.plain_outputs:
             shape = shape_from_dims(spec, sizes)
-            self.outputs[spec.name] = array = np.zeros(shape, spec.dtype)
+            self.outputs[spec.name] = array = engine.output_array(spec, shape)
             self.io.bind_output(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
         for cache in engine.bound:
             shape, start = cache.shape(sizes["batch"]), cache.address(first_slot)
@@ -114,6 +115,7 @@ class OrtEngine:
         written = set(spec.caches)
         self._written = tuple(dict.fromkeys(cache.buffers for cache in self.bound if cache.name in written))
         self._bindings: dict[tuple[int, ...], _Binding] = {}
+        self._logits: np.ndarray = np.zeros(0, np.float32)
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
@@ -139,8 +141,22 @@ class OrtEngine:
                 self._bindings.clear()
             binding = self._bindings[key] = _Binding(self, sizes, first_slot)
         binding.fill(feeds)
-        self.session.run_with_iobinding(binding.io)
+        try:
+            self.session.run_with_iobinding(binding.io)
+        except FAULTS as fault:
+            todo = "Send the request again; if that fails too, load the bundle anew."
+            raise RuntimeFault(f"engine {self.spec.name}", str(fault), "a step that runs", todo) from fault
         return binding.outputs
+
+    def output_array(self, spec: specs.TensorSpec, shape: tuple[int, ...]) -> np.ndarray:
+        """Where a binding writes an output. Logits are large, and all bindings write theirs to one place."""
+        if spec.name != specs.LOGITS:
+            return np.zeros(shape, spec.dtype)
+        size = math.prod(shape)
+        if size > self._logits.size:
+            self._bindings.clear()
+            self._logits = np.zeros(size, spec.dtype)
+        return self._logits[:size].reshape(shape)
 
     def _grow(self, rows: int) -> None:
         if rows > self.max_rows:
@@ -154,15 +170,28 @@ class OrtEngine:
             buffers.grow(rows)
         self._bindings.clear()
 
+    @property
+    def view_rows(self) -> int:
+        """Rows of its own caches that every step works on."""
+        return self.caches.rows
+
     def reset(self, rows: int = 1) -> None:
         """Shrink the view to what `rows` rows need. Called when no slot is in use."""
+        self.shrink(rows)
+
+    def shrink(self, rows: int) -> None:
+        """See `speccompile.core.protocols.Engine.shrink`."""
         if self.caches.shrink(rows):
             self._bindings.clear()
 
-    def move_slot(self, source: int, dest: int) -> None:
+    def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""
         if source != dest:
-            self.caches.move_slot(source, dest)
+            self.caches.move_slot(source, dest, rows)
+
+    def swap_slots(self, first: int, second: int, rows: int) -> None:
+        """See `speccompile.core.protocols.Engine.swap_slots`."""
+        self.caches.swap_slots(first, second, rows)
 
     def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
         """See `speccompile.core.protocols.Engine.compact`."""

@@ -81,10 +81,18 @@ class ReferenceEngine:
     def reset(self, rows: int = 1) -> None:
         """Nothing to shrink."""
 
-    def move_slot(self, source: int, dest: int) -> None:
+    def shrink(self, rows: int) -> None:
+        """Nothing to shrink."""
+
+    def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""
         for cache in self.caches.values():
-            cache[dest] = cache[source]
+            cache[dest, :, :rows] = cache[source, :, :rows]
+
+    def swap_slots(self, first: int, second: int, rows: int) -> None:
+        """See `speccompile.core.protocols.Engine.swap_slots`."""
+        for cache in self.caches.values():
+            cache[[first, second], :, :rows] = cache[[second, first], :, :rows]
 
     def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
         """See `speccompile.core.protocols.Engine.compact`."""

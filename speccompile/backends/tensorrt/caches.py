@@ -56,11 +56,28 @@ class Caches:
         """Where slot `first_slot` of a cache begins."""
         return self._memories[index].address + first_slot * self.slot_bytes
 
-    def move_slot(self, source: int, dest: int) -> None:
-        """Copy slot `source` over slot `dest`, on the device."""
+    def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
+        """Copy the first `rows` rows of slot `source`, or all, over those of slot `dest`, on the device."""
         for memory in self._memories:
             start = memory.address
-            self.device.copy(start + dest * self.slot_bytes, start + source * self.slot_bytes, self.slot_bytes)
+            self._copy_slot(start + dest * self.slot_bytes, start + source * self.slot_bytes, rows)
+
+    def swap_slots(self, first: int, second: int, rows: int) -> None:
+        """Exchange the first `rows` rows of two slots, on the device; waits for it."""
+        spare = self.device.allocate(self.slot_bytes)
+        for memory in self._memories:  # one after another on the stream, so they share the spare memory
+            one, other = (memory.address + slot * self.slot_bytes for slot in (first, second))
+            for dest, source in ((spare.address, one), (one, other), (other, spare.address)):
+                self._copy_slot(dest, source, rows)
+        self.device.synchronize()  # before the spare memory goes
+
+    def _copy_slot(self, dest: int, source: int, rows: int | None) -> None:
+        if rows is None or rows >= self.rows:
+            self.device.copy(dest, source, self.slot_bytes)
+        elif rows > 0:
+            kv_heads, held, head_dim = self.dims
+            row_bytes = head_dim * item_bytes(self.dtype)
+            self.device.copy_rows(dest, held * row_bytes, source, held * row_bytes, rows * row_bytes, kv_heads)
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,11 +99,20 @@ class TrtEngine:
     def reset(self, rows: int = 1) -> None:
         """Nothing to do: caches keep their place, and lengths belong to the caller."""
 
-    def move_slot(self, source: int, dest: int) -> None:
+    def shrink(self, rows: int) -> None:
+        """Nothing to do: each step reads no more rows than its sequences have."""
+
+    def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""
         if source != dest and self.caches is not None:
             self.device.activate()
-            self.caches.move_slot(source, dest)
+            self.caches.move_slot(source, dest, rows)
+
+    def swap_slots(self, first: int, second: int, rows: int) -> None:
+        """See `speccompile.core.protocols.Engine.swap_slots`."""
+        if self.caches is not None:
+            self.device.activate()
+            self.caches.swap_slots(first, second, rows)
 
     def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
         """See `speccompile.core.protocols.Engine.compact`."""

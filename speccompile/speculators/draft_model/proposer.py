@@ -50,6 +50,16 @@ class DraftModelProposer:
         self.lengths[slot] = 0
         self.plans[slot] = Plan(self.policy)
 
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """What the cache lacks of the rows it reads at once, if one chunk is enough; otherwise all read on from it."""
+        self.plans[slot] = Plan(self.policy)
+        start = self.lengths[slot] = min(self.lengths[slot], num_rows)
+        end = min(num_rows, self.max_seq_len)
+        if end - start > CHUNK:
+            return start
+        self._read(slot, np.array(sequence.tokens[start:end], dtype=np.int64))
+        return num_rows
+
     def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Read the chunk as well, while there is room."""
         if start == self.lengths[slot]:
@@ -195,9 +205,21 @@ class DraftModelProposer:
 
     def move(self, source: int, dest: int) -> None:
         """The cache and what is known of it go with the slot."""
-        self.engine.move_slot(source, dest)
+        self.engine.move_slot(source, dest, self.lengths[source])
         self.lengths[dest] = self.lengths[source]
         self.plans[source], self.plans[dest] = self.plans[dest], self.plans[source]
+
+    def swap(self, first: int, second: int) -> None:
+        """Each cache goes with its slot."""
+        lengths = self.lengths
+        self.engine.swap_slots(first, second, max(lengths[first], lengths[second]))
+        lengths[first], lengths[second] = lengths[second], lengths[first]
+        self.plans[first], self.plans[second] = self.plans[second], self.plans[first]
+
+    def copy(self, source: int, dest: int, num_rows: int) -> None:
+        """The cache, as far as it goes."""
+        self.lengths[dest] = min(self.lengths[source], num_rows)
+        self.engine.move_slot(source, dest, self.lengths[dest])
 
 
 def chains(rows: list[list[int]], laws: Floats | None) -> TokenTree:

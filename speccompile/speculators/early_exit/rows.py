@@ -33,11 +33,21 @@ class SharedRows:
     def start(self, slot: int) -> None:
         """Nothing to forget."""
 
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """The rows are the target's."""
+        return num_rows
+
     def prefill(self, slot: int, tokens: Ints, start: int) -> None:
         """The target has read it for both."""
 
     def move(self, source: int, dest: int) -> None:
         """The target moves its caches."""
+
+    def swap(self, first: int, second: int) -> None:
+        """The target exchanges its caches."""
+
+    def copy(self, source: int, dest: int, num_rows: int) -> None:
+        """The target copies its caches."""
 
     def room(self, place: int, slot: Slot) -> int:
         """Rows behind the root's."""

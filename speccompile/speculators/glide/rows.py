@@ -38,10 +38,19 @@ class TargetReader:
         """See `speccompile.core.protocols.Engine.reset`."""
         self.engine.reset(rows)
 
-    def move_slot(self, source: int, dest: int) -> None:
+    def shrink(self, rows: int) -> None:
+        """See `speccompile.core.protocols.Engine.shrink`."""
+        self.engine.shrink(rows)
+
+    def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """The target moves its own caches."""
-        self.engine.move_slot(source, dest)
+        self.engine.move_slot(source, dest, rows)
         self.target_lengths[dest] = self.target_lengths[source]
+
+    def swap_slots(self, first: int, second: int, rows: int) -> None:
+        """The target exchanges its own caches."""
+        self.engine.swap_slots(first, second, rows)
+        self.target_lengths[[first, second]] = self.target_lengths[[second, first]]
 
     def compact(self, lengths: Ints, path: Ints) -> None:
         """See `speccompile.core.protocols.Engine.compact`."""
@@ -65,6 +74,11 @@ class GlideRows(DraftCache):
         """Empty caches."""
         super().start(slot)
         self.reader.target_lengths[slot] = 0
+
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """The target's rows are there."""
+        self.reader.target_lengths[slot] = num_rows
+        return super().resume(slot, sequence, num_rows)
 
     def prefill(self, slot: int, tokens: Ints, start: int) -> None:
         """Read the chunk as well; the target has just read it."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from speccompile.core.tree import Ints, TokenTree
 from speccompile.speculators.ngram.config import Config
 
 Floats64 = NDArray[np.float64]
+Held = TypeVar("Held")
 
 FIRST_RATES = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9)  # acceptance rate behind a match of 1, 2, ... tokens, to begin with
 MEMORY = 0.9  # weight of the past in it
@@ -133,6 +135,11 @@ class NgramProposer:
         self._indices[slot] = NgramIndex(self.config.min_match, self.config.max_match)
         self._rates[slot] = MatchRates()
 
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """A fresh index: to make it costs next to nothing."""
+        self.start(slot, sequence)
+        return num_rows
+
     def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Nothing: the index reads the slot's own tokens."""
 
@@ -178,6 +185,22 @@ class NgramProposer:
         """The index goes with its slot."""
         self._indices[dest] = self._indices.pop(source)
         self._rates[dest] = self._rates.pop(source)
+
+    def swap(self, first: int, second: int) -> None:
+        """Each index goes with its slot; a place that has ended has none that anybody will read."""
+        _exchange(self._indices, first, second)
+        _exchange(self._rates, first, second)
+
+    def copy(self, source: int, dest: int, num_rows: int) -> None:
+        """Nothing to copy: an index is of one text."""
+
+
+def _exchange(held: dict[int, Held], first: int, second: int) -> None:
+    one, other = held.pop(first, None), held.pop(second, None)
+    if one is not None:
+        held[second] = one
+    if other is not None:
+        held[first] = other
 
 
 def _draft(tokens: list[int], position: int, num: int) -> list[int]:

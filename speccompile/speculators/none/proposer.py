@@ -16,6 +16,10 @@ class NoneProposer:
     def start(self, slot: int, sequence: Slot) -> None:
         """Nothing to prepare."""
 
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """Nothing to read."""
+        return num_rows
+
     def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Nothing to read."""
 
@@ -31,3 +35,9 @@ class NoneProposer:
 
     def move(self, source: int, dest: int) -> None:
         """Nothing to move."""
+
+    def swap(self, first: int, second: int) -> None:
+        """Nothing to move."""
+
+    def copy(self, source: int, dest: int, num_rows: int) -> None:
+        """Nothing to copy."""
