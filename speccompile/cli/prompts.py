@@ -44,11 +44,23 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _biases(value: Any) -> dict[int, float]:
+    """JSON has no numbers as keys: token ids are strings of digits, as in the OpenAI API."""
+    if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
+        raise ValueError("an object of biases by token id")
+    return {int(token): _number(bias) for token, bias in value.items()}
+
+
 READERS: Mapping[str, Callable[[Any], Any]] = {
     "seed": _whole,
     "temperature": _number,
     "top_k": _whole,
     "top_p": _number,
+    "min_p": _number,
+    "repetition_penalty": _number,
+    "presence_penalty": _number,
+    "frequency_penalty": _number,
+    "logit_bias": _biases,
     "max_new_tokens": _whole,
     "stop": _stops,
 }

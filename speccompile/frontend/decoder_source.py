@@ -35,7 +35,8 @@ class DecoderSource:
     """See `speccompile.core.protocols.GraphSource`.
 
     Options of the job are keywords of `decoder_spec`, `num_layers` (build with fewer layers), and for a draft
-    `num_steps` (unrolled: one run drafts a chain of so many tokens) or `num_guesses` with `laws` (`guessing_spec`).
+    `num_steps` (unrolled: one run drafts a chain of so many tokens) or `num_guesses` with `laws` (`guessing_spec`),
+    for the target `keep_logits` (`verified_spec`).
     Instead of `hidden_layers` a `hidden_layers_rule` may be given, where they depend on the number of layers: the
     import string of a function and its arguments, to which that number and the kind of weights are added.
 
@@ -53,6 +54,7 @@ class DecoderSource:
         self.num_steps: int | None = options.pop("num_steps", None)
         self.num_guesses: int | None = options.pop("num_guesses", None)
         self.laws: bool = options.pop("laws", False)
+        self.keep_logits: bool = options.pop("keep_logits", False)
         rule = options.pop("hidden_layers_rule", None)
         self.outputs: dict[str, Any] = options
         self.role = "target" if context.target is None else "draft"
@@ -90,7 +92,7 @@ class DecoderSource:
         """The target verifies; a draft samples one token or a chain of them, or guesses behind every node."""
         plain = replace(decoder_spec(self.job.name, self.dims, **self.outputs), max_rows=self.max_rows)
         if self.context.target is None:
-            return verified_spec(plain)
+            return verified_spec(plain, self.keep_logits)
         if self.num_guesses is not None:
             return guessing_spec(plain, min(self.num_guesses, self.dims.vocab_size), self.laws)
         return sampled_spec(plain) if self.num_steps is None else unrolled_spec(sampled_spec(plain), self.num_steps)

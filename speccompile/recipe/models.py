@@ -116,6 +116,11 @@ class EngineSection(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto", description="Threads of an engine; 'auto' measures at build time."
     )
+    logits: bool | Literal["auto"] = Field(
+        "auto",
+        description="The target gives its logits, which requests with min_p, penalties or logit_bias need; 'auto': "
+        "where that costs nothing.",
+    )
     tensorrt: TensorRTSection = Field(
         default_factory=lambda: TensorRTSection.model_validate({}), description="What the TensorRT backend alone reads."
     )
@@ -128,6 +133,16 @@ class DecodingSection(Section):
     temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="0 is greedy.")
     top_k: int = Field(0, ge=0, description="Keep the k most probable tokens; 0 is off.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Keep the smallest set with this mass; 1 is off.")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="Keep tokens this near to the likeliest; 0 is off.")
+    repetition_penalty: float = Field(
+        1.0, gt=0.0, allow_inf_nan=False, description="Above 1: tokens of prompt and text become less likely; 1 is off."
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-2.0, le=2.0, description="Taken off the logits of tokens that the text has; 0 is off."
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2.0, le=2.0, description="Taken off as often as the text has the token; 0 is off."
+    )
     seed: int = Field(0, ge=0, lt=2**64, description="Same seed, same text.")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="End the text before these strings.")
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from speccompile.core import registry
+from speccompile.core.devices import backend_on
 from speccompile.core.jobs import AS_TARGET, GraphJob
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import EngineSection, Recipe
@@ -70,6 +71,7 @@ class EnginePlan:
     max_seq_len: int
     max_draft_nodes: int
     threads: int | Literal["auto"]
+    logits: bool
     tensorrt: TensorRTPlan
 
     def backend_options(self) -> dict[str, Any]:
@@ -86,6 +88,10 @@ class DecodingPlan:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
     seed: int
     stop: tuple[str, ...]
 
@@ -179,15 +185,16 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         raise RecipeError("speculator.tree", got, expected, "Draft fewer, or raise engine.max_draft_nodes.")
     drafts = tuple(_decided(job, recipe) for job in method.graph_jobs(config))
     backend = registry.backend(engine.backend)
+    engine_plan = _engine_plan(engine, backend)
     _check_forms(backend, recipe, drafts)
     return BuildPlan(
-        target=_target_job(recipe, method.target_outputs(config)),
+        target=_target_job(recipe, method.target_outputs(config), engine_plan.logits),
         weights=recipe.target.weights,
         dtype=backend.dtypes[0] if recipe.target.dtype == "auto" else recipe.target.dtype,
         method=method.name,
         speculator=config,
         drafts=drafts,
-        engine=_engine_plan(engine, backend),
+        engine=engine_plan,
         decoding=DecodingPlan(**recipe.decoding.model_dump()),
     )
 
@@ -203,6 +210,8 @@ def _engine_plan(section: EngineSection, backend: Any) -> EnginePlan:
         own[name] = ProfilePlan(**own[name])
     if section.device == "auto":
         values["device"] = backend.devices[0]
+    if section.logits == "auto":
+        values["logits"] = bool(getattr(backend_on(backend.name, values["device"]), "keeps_logits", False))
     return EnginePlan(**values, tensorrt=TensorRTPlan(**own))
 
 
@@ -220,8 +229,10 @@ def _check_forms(backend: Any, recipe: Recipe, drafts: Sequence[GraphJob]) -> No
             raise RecipeError(where, repr(got), expected, "Choose one of these, or another backend.")
 
 
-def _target_job(recipe: Recipe, outputs: Mapping[str, Any]) -> GraphJob:
+def _target_job(recipe: Recipe, outputs: Mapping[str, Any], keeps_logits: bool) -> GraphJob:
     target, options = recipe.target, dict(outputs)
+    if keeps_logits:
+        options["keep_logits"] = True
     if target.num_layers is not None:
         if target.weights != "random":
             got = f"{target.num_layers} with target.weights: {target.weights}"

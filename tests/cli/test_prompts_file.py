@@ -10,7 +10,7 @@ from speccompile.errors import RuntimeFault
 def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
     rows = [
         {"prompt": "a", "seed": 3, "temperature": 1, "top_k": 5, "top_p": 0.5, "max_new_tokens": 4, "stop": "x"},
-        {"prompt": [1, 2], "stop": ["x", "y"], "id": 7, "temperature": None},
+        {"prompt": [1, 2], "stop": ["x", "y"], "id": 7, "temperature": None, "logit_bias": {"5": -1}, "min_p": 0.1},
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
@@ -18,7 +18,7 @@ def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
     assert first == Request(
         "a", {"seed": 3, "temperature": 1.0, "top_k": 5, "top_p": 0.5, "max_new_tokens": 4, "stop": ("x",)}
     )
-    assert second == Request([1, 2], {"stop": ("x", "y")})
+    assert second == Request([1, 2], {"stop": ("x", "y"), "logit_bias": {5: -1.0}, "min_p": 0.1})
     assert read_requests(file, limit=1) == [first]
 
 
@@ -30,6 +30,8 @@ def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
         ('{"text": "a"}', "expected an object with `prompt`"),
         ('{"prompt": "a", "temperature": "hot"}', r"p\.jsonl:2 \(temperature\): got 'hot'; expected a number"),
         ('{"prompt": "a", "top_k": 1.5}', r"\(top_k\): got 1\.5; expected a whole number"),
+        ('{"prompt": "a", "logit_bias": {"a": 1}}', r"\(logit_bias\): got \{'a': 1\}; expected an object of biases by"),
+        ('{"prompt": "a", "logit_bias": {"1": "b"}}', r"\(logit_bias\): got \{'1': 'b'\}; expected a number"),
         ('{"prompt": "a", "stop": [""]}', r"\(stop\): got \[''\]; expected a string or a list of strings"),
     ],
 )

@@ -24,7 +24,7 @@ def plan(folder: Path, *overrides: str) -> BuildPlan:
 
 def test_the_plan_holds_every_decision(tmp_path: Path) -> None:
     made = plan(tmp_path, "target.quantization=int8", "decoding.stop=[a]")
-    outputs = (("hidden", True), ("hidden_layers", (1,)))
+    outputs = (("hidden", True), ("hidden_layers", (1,)), ("keep_logits", True))
     assert made.target == GraphJob("target", "org/gpt2", "int8", options=outputs)
     assert made.drafts == (GraphJob("draft", "org/small", "none"),)
     assert made.decoding.stop == ("a",)
@@ -63,6 +63,23 @@ def test_contradictions_are_refused(tmp_path: Path, override: str, where: str) -
         plan(tmp_path, override)
     assert caught.value.where == where
     assert caught.value.todo
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keeps"),
+    [
+        ((), True),
+        (("engine.logits=false",), False),
+        (("engine.backend=reference",), True),
+        (("engine.device=cuda",), False),
+        (("engine.backend=tensorrt",), False),
+        (("engine.backend=tensorrt", "engine.logits=true"), True),
+    ],
+)
+def test_logits_are_kept_where_that_costs_nothing_or_is_asked_for(tmp_path, overrides, keeps) -> None:  # type: ignore[no-untyped-def]
+    made = plan(tmp_path, *overrides)
+    assert made.engine.logits is keeps
+    assert dict(made.target.options).get("keep_logits", False) is keeps
 
 
 def test_this_machine_has_a_core() -> None:

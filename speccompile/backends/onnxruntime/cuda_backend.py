@@ -25,6 +25,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
     """Branch-free bodies, shapes kept on the device, CUDA graphs; see `OnnxRuntimeBackend`."""
 
     devices = ("cuda",)
+    keeps_logits = False  # what an output costs there was not measured
 
     def compile(
         self,

@@ -27,6 +27,7 @@ class ReferenceBackend:
     dtypes = ("float32",)
     quantizations = ("none",)
     graph_file = GRAPH_FILE
+    keeps_logits = True
 
     def compile(
         self,
