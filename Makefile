@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.set-up
+TRITON_VENV ?= .venv-triton
 BUNDLE ?= bundles/pycode
 ARGS   ?=
 
@@ -15,10 +16,10 @@ NVCC           ?= nvcc
 PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp plugins/library.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format golden bench gpu-check docs plugins clean
+.PHONY: help setup demo test triton-server test-triton lint format golden bench gpu-check docs plugins clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Create .venv with speccompile in it (again only when pyproject.toml changed)
 
@@ -34,6 +35,15 @@ demo: setup  ## Build recipes/pycode.yaml, generate live, compare plain with spe
 
 test: setup  ## Run all tests (one file: make test ARGS=tests/core)
 	$(BIN)/python -m pytest $(ARGS)
+
+triton-server: $(TRITON_VENV)/.set-up  ## Make .venv-triton: a real Triton Inference Server, without Docker
+
+$(TRITON_VENV)/.set-up: pyproject.toml examples/triton/install_server.py
+	$(PYTHON) examples/triton/install_server.py $(TRITON_VENV)
+	@touch $@
+
+test-triton: triton-server bundles/pycode/manifest.json  ## Run the tests against that server (about 2 minutes)
+	SPECCOMPILE_TRITON=$(TRITON_VENV)/bin/tritonserver $(TRITON_VENV)/bin/python -m pytest tests/serving/triton $(ARGS)
 
 lint: setup  ## ruff, mypy, import-linter
 	$(BIN)/ruff check .

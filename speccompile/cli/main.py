@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import typer
 
 import speccompile
-from speccompile.cli import bench, build, convert, doctor, generate, inspect, schema, serve, train
+from speccompile.cli import bench, build, convert, doctor, generate, inspect, schema, serve, train, triton
 from speccompile.cli.output import print_error
 from speccompile.errors import SpecCompileError
 
@@ -41,7 +41,7 @@ def _options(
     del version
 
 
-for _command in (build, generate, serve, bench, train, inspect, doctor, convert, schema):
+for _command in (build, generate, serve, triton, bench, train, inspect, doctor, convert, schema):
     _command.register(app)
 
 

@@ -116,9 +116,8 @@ class Answer:
         return kept if self.call.has_batch else {name: array[0] for name, array in kept.items()}
 
     def _text(self, sequence: Growing) -> bytes:
-        prompt = self.call.prompts[sequence.row]
-        shown = prompt + sequence.text if self.call.echoes and isinstance(prompt, str) else sequence.text
-        return shown.encode()
+        prompt = self.call.texts[sequence.row] if self.call.echoes else ""
+        return (prompt + sequence.text).encode()
 
     def _ids(self, rows: Sequence[Sequence[Growing]]) -> dict[str, NDArray[Any]]:
         lists = [[self._tokens(s) for s in row] for row in rows]
@@ -131,8 +130,8 @@ class Answer:
         }
 
     def _tokens(self, sequence: Growing) -> list[int]:
-        prompt = self.call.prompts[sequence.row]
-        return [*prompt, *sequence.tokens] if self.call.echoes and isinstance(prompt, list) else sequence.tokens
+        prompt = self.call.prompts[sequence.row] if self.call.echoes else []
+        return [*prompt, *sequence.tokens]
 
     def _results(self, rows: Sequence[Sequence[Growing]]) -> dict[str, NDArray[Any]]:
         arrays: dict[str, NDArray[Any]] = {}

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +16,16 @@ from numpy.typing import NDArray
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Request
-from speccompile.serving.triton.contract import FLAGS, INPUT_IDS, INPUT_LENGTHS, SYNONYMS, TEXT_INPUT
+from speccompile.serving.triton.contract import (
+    FLAGS,
+    INDEXES,
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    OUTPUT_IDS,
+    SEQUENCE_LENGTH,
+    SYNONYMS,
+    TEXT_INPUT,
+)
 from speccompile.serving.triton.old_rules import Arrays, check_old_inputs, old_sampling, words_from_lists
 
 # Inputs that are fields of SamplingParams, under the field's name.
@@ -67,7 +78,8 @@ class Call:
 
     Args:
         rows: a scheduler's request for each row of the batch.
-        prompts: text or ids that an answer begins with, for each row.
+        prompts: ids of each row's prompt, where they came as ids.
+        texts: of each row's prompt, where the answer begins with it.
         streams: an answer a piece, not one in the end.
         echoes: the answer begins with the prompt.
         wanted: names of the outputs to send.
@@ -77,7 +89,8 @@ class Call:
     """
 
     rows: tuple[Request, ...]
-    prompts: tuple[str | list[int], ...]
+    prompts: tuple[list[int], ...]
+    texts: tuple[str, ...]
     streams: bool
     echoes: bool
     wanted: frozenset[str]
@@ -106,20 +119,38 @@ def call_from_arrays(arrays: Arrays, requested: Collection[str], known: Collecti
         _row({name: array[i] if rules.has_batch else array for name, array in by_name.items()}, rules)
         for i in range(num_rows)
     ]
-    requests, prompts, streams, echoes = zip(*rows, strict=True)
+    requests, streams, echoes = zip(*rows, strict=True)
     if len(set(streams)) > 1 or len(set(echoes)) > 1:
         todo = "Send rows that differ in it as requests of their own."
         raise RuntimeFault("stream, exclude_input_in_output", "other values in other rows", "one for the batch", todo)
     ends = sorted(rules.eos_token_ids)
     return Call(
         rows=requests,
-        prompts=prompts,
+        prompts=tuple([] if isinstance(r.prompt, str) else list(r.prompt) for r in requests),
+        texts=tuple(_prompt_text(r.prompt, rules.tokenizer) if echoes[0] else "" for r in requests),
         streams=streams[0],
         echoes=echoes[0] and not streams[0],
-        wanted=_wanted(by_name, requested, known),
+        wanted=_wanted(by_name, requested, known, is_one=len(requests) == 1 and requests[0].num_outputs == 1),
         has_batch=rules.has_batch,
         end_id=ends[0] if ends else 0,
     )
+
+
+def check_parameters(text: str, ignored: str) -> None:
+    """Refuse what a client sent beside the inputs: `/generate` makes a parameter of every field that it does not know.
+
+    Args:
+        text: the request's parameters as JSON.
+        ignored: a regular expression of names that are nobody's mistake, such as forwarded headers.
+
+    Raises:
+        RuntimeFault: there is such a parameter.
+    """
+    names = json.loads(text) if text else {}
+    unknown = sorted(name for name in names if not (ignored and re.fullmatch(ignored, name)))
+    if unknown:
+        todo = "Leave it out; the model's config.pbtxt lists its inputs."
+        raise RuntimeFault(unknown[0], "a field or parameter that the model does not know", "its inputs alone", todo)
 
 
 def _renamed(arrays: Arrays) -> dict[str, NDArray[Any]]:
@@ -132,9 +163,12 @@ def _renamed(arrays: Arrays) -> dict[str, NDArray[Any]]:
     return found
 
 
-def _row(row: Mapping[str, NDArray[Any]], rules: Rules) -> tuple[Request, str | list[int], bool, bool]:
+def _row(row: Mapping[str, NDArray[Any]], rules: Rules) -> tuple[Request, bool, bool]:
     prompt = _prompt(row)
     given = {field_name: read(_one(row, name)) for name, (field_name, read) in _FIELDS.items() if name in row}
+    if "embedding_bias" in row:
+        bias = row["embedding_bias"].reshape(-1)
+        given["logit_bias"] = {int(token): float(bias[token]) for token in np.flatnonzero(bias)}
     ends = {} if "end_id" not in row else _ends(int(_one(row, "end_id")), rules.eos_token_ids)
     stops = {"stop": stop} if (stop := _stops(row, rules.tokenizer)) is not None else {}
     fields = {**(old_sampling(given) if rules.is_old else given), **ends, **stops}
@@ -149,7 +183,7 @@ def _row(row: Mapping[str, NDArray[Any]], rules: Rules) -> tuple[Request, str | 
         timeout_s=limit,
     )
     echoes = not ("exclude_input_in_output" in row and bool(_one(row, "exclude_input_in_output")))
-    return request, prompt, "stream" in row and bool(_one(row, "stream")), echoes
+    return request, "stream" in row and bool(_one(row, "stream")), echoes
 
 
 def _one(row: Mapping[str, NDArray[Any]], name: str) -> Any:
@@ -174,6 +208,12 @@ def _prompt(row: Mapping[str, NDArray[Any]]) -> str | list[int]:
             raise RuntimeFault(INPUT_LENGTHS.name, str(length), f"at most {len(tokens)}, the ids sent", "Correct it.")
         tokens = tokens[:length]
     return tokens
+
+
+def _prompt_text(prompt: str | Sequence[int], tokenizer: Decoder | None) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "" if tokenizer is None else tokenizer.decode(prompt)
 
 
 def _text(value: Any, name: str) -> str:
@@ -210,10 +250,15 @@ def _speculation(row: Mapping[str, NDArray[Any]], default: str) -> str:
     return default
 
 
-def _wanted(row: Mapping[str, NDArray[Any]], requested: Collection[str], known: Collection[str]) -> frozenset[str]:
+def _wanted(
+    row: Mapping[str, NDArray[Any]], requested: Collection[str], known: Collection[str], is_one: bool
+) -> frozenset[str]:
+    """Names of the outputs to send: those the client names, or those that its flags and prompt ask for."""
     if set(requested) != set(known):
         return frozenset(requested)
     unasked = {name for flag, names in FLAGS.items() if not (flag in row and np.any(row[flag])) for name in names}
     if TEXT_INPUT.name in row:
-        unasked |= {"output_ids", "sequence_length"}
+        unasked |= {OUTPUT_IDS.name, SEQUENCE_LENGTH.name}
+    if is_one:
+        unasked |= {tensor.name for tensor in INDEXES}
     return frozenset(known) - unasked

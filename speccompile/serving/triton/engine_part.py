@@ -20,7 +20,7 @@ from speccompile.runtime.engine import load
 from speccompile.runtime.requests import Busy, Piece
 from speccompile.runtime.service import Service, ServiceOptions
 from speccompile.serving.triton.answering import Answer
-from speccompile.serving.triton.asking import Rules, call_from_arrays
+from speccompile.serving.triton.asking import Rules, call_from_arrays, check_parameters
 from speccompile.serving.triton.metrics import Metrics
 from speccompile.serving.triton.probe import check_tensors
 from speccompile.serving.triton.settings import Settings, settings_from_args
@@ -68,7 +68,12 @@ class EnginePart:
         self._pb = pb
         settings, config = settings_from_args(args)
         self._settings = settings
-        engine = load(settings.bundle, backend=settings.backend or None, threads=settings.threads or None)
+        engine = load(
+            settings.bundle,
+            backend=settings.backend or None,
+            threads=settings.threads or None,
+            method=settings.method or None,
+        )
         self._rules = Rules(
             engine.defaults,
             engine.eos_token_ids,
@@ -83,8 +88,9 @@ class EnginePart:
         self._events: SimpleQueue[Event | None] = SimpleQueue()
         self._open: set[Exchange] = set()
         self._lock = threading.Lock()  # over _open
+        self._is_answering = True
         self._service.start()
-        self._thread = threading.Thread(target=self._answer_all, name="speccompile-answers", daemon=True)
+        self._thread = threading.Thread(target=self._answer, name="speccompile-answers", daemon=True)
         self._thread.start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -114,6 +120,11 @@ class EnginePart:
             self._stop(request.request_id())
             sender.send(flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
             return
+        check_parameters(request.parameters(), self._settings.ignored_parameters)
+        if not self._is_answering:
+            raise Busy(
+                "model", "its thread has ended", "a running one", "Load the model again; the server's log says why."
+            )
         call = call_from_arrays(arrays, request.requested_output_names(), self._known, self._rules)
         exchange = Exchange(sender, request.request_id(), Answer(call))
         with self._lock:
@@ -138,6 +149,18 @@ class EnginePart:
             for ticket in exchange.tickets:
                 self._service.cancel(ticket)
 
+    def _answer(self) -> None:
+        """The thread that answers. However it ends, nobody is left without an answer."""
+        try:
+            self._answer_all()
+        finally:
+            self._is_answering = False
+            with self._lock:
+                left = list(self._open)
+            for exchange in left:
+                self._drop(exchange)
+                self._fail(exchange.sender, "The model has ended; see the server's log.", self._pb.TritonError.INTERNAL)
+
     def _answer_all(self) -> None:
         looked_at = told_at = time.monotonic()
         is_ending = False
@@ -161,13 +184,13 @@ class EnginePart:
 
     def _next_events(self) -> list[Event | None]:
         """All events that have come; with none, wait until it is time to look around."""
+        events: list[Event | None] = []
         try:
-            events = [self._events.get(timeout=CANCEL_POLL_S)]
+            events.append(self._events.get(timeout=CANCEL_POLL_S))
             while True:
                 events.append(self._events.get_nowait())
         except Empty:
-            pass
-        return events
+            return events
 
     def _advance(self, exchange: Exchange) -> None:
         """Send what is ready."""

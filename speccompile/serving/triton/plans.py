@@ -38,3 +38,39 @@ def plan_models(bundle: Bundle, prefix: str) -> list[tuple[ModelConfig, list[tup
         )
         for name in names
     ]
+
+
+def tensors(spec: GraphSpec, is_input: bool) -> list[Tensor]:
+    """A graph's inputs or outputs as a config.pbtxt has them; dims that change are -1, the batch among them.
+
+    Raises:
+        BundleError: a dtype that Triton does not know.
+    """
+    return [_tensor(spec, tensor) for tensor in (spec.inputs if is_input else spec.outputs)]
+
+
+def _tensor(spec: GraphSpec, tensor: TensorSpec) -> Tensor:
+    if tensor.dtype not in TRITON_TYPES:
+        known = ", ".join(TRITON_TYPES)
+        raise BundleError(f"{spec.name}.{tensor.name}", f"dtype {tensor.dtype}", f"one of {known}", "Build it anew.")
+    dims = tuple(dim if isinstance(dim, int) else -1 for dim in tensor.dims)
+    return Tensor(tensor.name, tensor.dtype, dims, is_optional=False)
+
+
+def comment(bundle: Bundle, name: str) -> tuple[str, ...]:
+    """What whoever calls the plan must know: plugins, caches, profiles."""
+    record = bundle.graphs[name].get("tensorrt", {})
+    spec = bundle.graph_spec(name)
+    lines = [f"Plan of the graph {name}, built by {record.get('flavour')} {record.get('version')}."]
+    plugins = ", ".join(record.get("plugins") or ())
+    if plugins and record.get("plugin_form") == "aot":
+        lines.append(f"Plugins in the plan itself: {plugins}.")
+    elif plugins:
+        lines.append(f"Plugins: {plugins}. Start the server with")
+        lines.append('--backend-config=tensorrt,plugins="libspeccompile_plugins.so" (make plugins builds it).')
+    if spec.caches:
+        lines.append("Each cache and its updates are one memory: bind the outputs to the address of their input.")
+    for profile in record.get("profiles") or ():
+        sizes = "; ".join(f"{dim} {', '.join(map(str, bounds))}" for dim, bounds in profile["sizes"].items())
+        lines.append(f"Profile {profile['name']} (least, best, most): {sizes}.")
+    return tuple(lines)

@@ -23,7 +23,7 @@ def check_tensors(pb: Any) -> None:
         RuntimeFault: the array came back changed.
     """
     sent = np.arange(1, 5, dtype=np.int32)
-    read = pb.Tensor.from_dlpack("probe", sent).as_numpy()
+    read = pb.Tensor.from_dlpack("probe", pb.Tensor("probe", sent).to_dlpack()).as_numpy()
     if not np.array_equal(sent, read):
         raise RuntimeFault(
             f"numpy {np.__version__} in the server's Python stub",

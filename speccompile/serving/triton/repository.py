@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from speccompile.bundling.staging import copy_folder, disk_faults, staged_folder
@@ -57,7 +57,7 @@ class RepositoryOptions:
     max_batch_size: int = 0
     links_bundle: bool = False
     python_env: Path | None = None
-    settings: Settings = Settings()
+    settings: Settings = field(default_factory=Settings)
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,13 @@ class Settings:
         tokenizer: of the parts without an engine: tokenizer.json, as `bundle`.
         rules: `speccompile`, or `trtllm`: requests are read by the rules of the removed TensorRT-LLM backend.
         backend: another engine backend than the bundle's.
+        method: another speculation method than the recipe's.
         threads: threads of the target's engine; 0: as measured when it was built.
         max_queue: requests that may wait.
         timeout_s: seconds a request may take; 0: no limit.
         drain_s: seconds that running requests get when the model is unloaded.
         speculation: `auto`, `on` or `off` where a request says nothing.
+        ignored_parameters: a regular expression; a request may have parameters of these names, all others are refused.
         engine_model: of the part `bls`: the model with the engine.
         preprocessing_model: of the part `bls`: the model with the tokenizer.
     """
@@ -38,11 +40,13 @@ class Settings:
     tokenizer: str = "tokenizer.json"
     rules: str = "speccompile"
     backend: str = ""
+    method: str = ""
     threads: int = 0
     max_queue: int = 256
     timeout_s: float = 0.0
     drain_s: float = 30.0
     speculation: str = "auto"
+    ignored_parameters: str = ""
     engine_model: str = "tensorrt_llm"
     preprocessing_model: str = "preprocessing"
 

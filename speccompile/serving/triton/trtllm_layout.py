@@ -24,8 +24,8 @@ from speccompile.serving.triton.settings import Settings
 
 ENGINE, PRE, POST, ENSEMBLE, BLS = "tensorrt_llm", "preprocessing", "postprocessing", "ensemble", "tensorrt_llm_bls"
 
-# The ensemble's inputs that preprocessing reads, by their names there.
-_TO_PREPROCESSING = {
+# A text model's inputs that preprocessing reads, by their names there.
+TO_PREPROCESSING = {
     "QUERY": "text_input",
     "REQUEST_OUTPUT_LEN": "max_tokens",
     "EMBEDDING_BIAS_WORDS": "embedding_bias_words",
@@ -90,7 +90,7 @@ def ensemble_steps() -> list[Step]:
     inner = {"output_ids": "_TOKENS_BATCH", "sequence_length": "_SEQUENCE_LENGTH", "text_output": "_TEXT"}
     passed = {tensor.name: tensor.name for tensor in old_text_outputs() if tensor.name not in inner}
     return [
-        Step(PRE, _TO_PREPROCESSING, made),
+        Step(PRE, TO_PREPROCESSING, made),
         Step(
             ENGINE,
             {**{name: made[output] for name, output in FROM_PREPROCESSING.items()}}

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model `tensorrt_llm_bls` of the layout `trtllm`: calls `preprocessing`, then `tensorrt_llm`, and hands on.
+
+Each request has a thread of a pool: it waits for the engine's responses, one after the other. A second thread looks
+for clients that have gone, and asks the engine to stop: Triton passes no cancellation from one model to another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from speccompile.errors import SpecCompileError
+from speccompile.serving.triton.asking import check_parameters
+from speccompile.serving.triton.contract import old_engine_outputs, old_text_outputs
+from speccompile.serving.triton.probe import check_tensors
+from speccompile.serving.triton.settings import settings_from_args
+from speccompile.serving.triton.trtllm_layout import FROM_PREPROCESSING, TO_PREPROCESSING, engine_names
+
+POLL_S = 0.1
+MAX_THREADS = 512  # a thread waits, mostly; the engine's queue is what bounds the work
+
+
+class Relay:
+    """A request on its way through the models.
+
+    Args:
+        sender: Triton's response sender.
+        name: of the engine's request.
+    """
+
+    def __init__(self, sender: Any, name: str) -> None:
+        self.sender, self.name = sender, name
+        self.is_stopped = False
+
+
+class BlsPart:
+    """See the module.
+
+    Args:
+        pb: the module `triton_python_backend_utils` as the stub provides it.
+        args: what Triton initialises a model with.
+    """
+
+    def __init__(self, pb: Any, args: Mapping[str, str]) -> None:
+        check_tensors(pb)
+        self._pb = pb
+        self._settings, config = settings_from_args(args)
+        self._has_batch = int(config["max_batch_size"]) > 0
+        self._inputs = [entry["name"] for entry in config["input"]]
+        self._names = engine_names()
+        self._numbers = itertools.count()
+        self._open: set[Relay] = set()
+        self._lock = threading.Lock()  # over _open
+        self._is_ending = threading.Event()
+        self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="speccompile-relay")
+        self._watcher = threading.Thread(target=self._watch, name="speccompile-watch", daemon=True)
+        self._watcher.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; they are answered later."""
+        for request in requests:
+            found = {name: self._pb.get_input_tensor_by_name(request, name) for name in self._inputs}
+            # Copied: Triton takes the request's memory back when this method returns.
+            arrays = {name: np.array(tensor.as_numpy()) for name, tensor in found.items() if tensor is not None}
+            relay = Relay(request.get_response_sender(), f"{os.getpid()}-{next(self._numbers)}")
+            with self._lock:
+                self._open.add(relay)
+            self._pool.submit(self._run, relay, arrays, self._wanted(request), request.parameters())
+
+    def finalize(self) -> None:
+        """Finish what runs, then end the threads."""
+        self._pool.shutdown(wait=True)
+        self._is_ending.set()
+        self._watcher.join()
+
+    def _wanted(self, request: Any) -> list[str]:
+        """The outputs to ask the engine for: all of its own where the client names none, so that the flags decide."""
+        named = list(request.requested_output_names())
+        everything = {tensor.name for tensor in old_text_outputs()}
+        return [tensor.name for tensor in old_engine_outputs()] if set(named) == everything else named
+
+    def _run(self, relay: Relay, arrays: dict[str, Any], wanted: list[str], parameters: str) -> None:
+        pb = self._pb
+        try:
+            check_parameters(parameters, self._settings.ignored_parameters)
+            error = self._relay(relay, arrays, wanted)
+        except SpecCompileError as fault:
+            error = pb.TritonError(str(fault), pb.TritonError.INVALID_ARG)
+        except pb.TritonModelException as fault:  # a model that is not there, or that ended under the request
+            error = pb.TritonError(str(fault), pb.TritonError.INTERNAL)
+        with self._lock:
+            self._open.discard(relay)
+        final = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        if error is None:
+            relay.sender.send(flags=final)
+        else:
+            relay.sender.send(pb.InferenceResponse(error=error), flags=final)
+
+    def _relay(self, relay: Relay, arrays: dict[str, Any], wanted: list[str]) -> Any | None:
+        """Call one model after the other; returns an error that one of them gave, as ours."""
+        query = {there: arrays[name] for there, name in TO_PREPROCESSING.items() if name in arrays}
+        request = self._request(self._settings.preprocessing_model, query, list(FROM_PREPROCESSING.values()), relay)
+        made = request.exec()
+        if made.has_error():
+            return self._error(made)
+        outputs = {tensor.name(): tensor.as_numpy() for tensor in made.output_tensors()}
+        inputs = {name: outputs[output] for name, output in FROM_PREPROCESSING.items()}
+        inputs |= {there: arrays[name] for name, there in self._names.items() if name in arrays}
+        held: Any = None  # Triton's own `generate` wants the last answer with the end of the request
+        for response in self._request(self._settings.engine_model, inputs, wanted, relay).exec(decoupled=True):
+            if response.has_error():
+                return self._error(response)
+            held = self._hand_on(relay, held, response)
+        if held is not None:
+            relay.sender.send(held)
+        return None
+
+    def _hand_on(self, relay: Relay, held: Any, response: Any) -> Any:
+        """Send what was held back; hold what came now."""
+        known = {tensor.name for tensor in old_text_outputs()}
+        tensors = [t for t in response.output_tensors() if t.name() in known]
+        if not tensors or relay.is_stopped:
+            return held
+        if held is not None:
+            relay.sender.send(held)
+        return self._pb.InferenceResponse([self._pb.Tensor(t.name(), t.as_numpy()) for t in tensors])
+
+    def _error(self, response: Any) -> Any:
+        error = response.error()
+        return self._pb.TritonError(error.message(), error.code())
+
+    def _request(self, model: str, inputs: Mapping[str, Any], wanted: Sequence[str], relay: Relay) -> Any:
+        tensors = [self._pb.Tensor(name, array) for name, array in inputs.items()]
+        return self._pb.InferenceRequest(
+            model_name=model, requested_output_names=list(wanted), inputs=tensors, request_id=relay.name
+        )
+
+    def _watch(self) -> None:
+        while not self._is_ending.wait(POLL_S):
+            with self._lock:
+                still = [relay for relay in self._open if not relay.is_stopped]
+            for relay in still:
+                if relay.sender.is_cancelled():
+                    relay.is_stopped = True
+                    self._stop(relay)
+
+    def _stop(self, relay: Relay) -> None:
+        """Ask the engine to end the request of this name: the input `stop`, as old clients send it."""
+        one = (1, 1) if self._has_batch else (1,)
+        numbers = {name: np.ones(one, dtype=np.int32) for name in ("input_ids", "input_lengths", "request_output_len")}
+        inputs = {**numbers, "stop": np.ones(one, dtype=np.bool_)}
+        for _ in self._request(self._settings.engine_model, inputs, ["sequence_length"], relay).exec(decoupled=True):
+            pass

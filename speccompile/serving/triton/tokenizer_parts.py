@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models `preprocessing` and `postprocessing` of the layout `trtllm`: a tokenizer, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from speccompile.errors import RuntimeFault, SpecCompileError
+from speccompile.serving.triton.contract import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS, Tensor
+from speccompile.serving.triton.old_rules import Arrays, lists_from_words
+from speccompile.serving.triton.probe import check_tensors
+from speccompile.serving.triton.settings import settings_from_args
+
+Row = Mapping[str, NDArray[Any]]
+Results = dict[str, NDArray[Any]]
+
+
+class TokenizerPart:
+    """What both have in common: requests in, as many responses out.
+
+    Args:
+        pb: the module `triton_python_backend_utils` as the stub provides it.
+        args: what Triton initialises a model with.
+    """
+
+    inputs: Sequence[Tensor] = ()
+
+    def __init__(self, pb: Any, args: Mapping[str, str]) -> None:
+        check_tensors(pb)
+        settings, config = settings_from_args(args)
+        self._pb, self._has_batch = pb, int(config["max_batch_size"]) > 0
+        self._tokenizer = Tokenizer.from_file(settings.tokenizer)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Answer each request, or say what is wrong with it."""
+        return [self._respond(request) for request in requests]
+
+    def finalize(self) -> None:
+        """Nothing is held."""
+
+    def _respond(self, request: Any) -> Any:
+        found = {t.name: self._pb.get_input_tensor_by_name(request, t.name) for t in self.inputs}
+        arrays = {name: tensor.as_numpy() for name, tensor in found.items() if tensor is not None}
+        try:
+            outputs = results_from_arrays(self._row, arrays, self._has_batch)
+        except SpecCompileError as fault:
+            return self._pb.InferenceResponse(error=self._pb.TritonError(str(fault), self._pb.TritonError.INVALID_ARG))
+        return self._pb.InferenceResponse([self._pb.Tensor(name, array) for name, array in outputs.items()])
+
+    def _row(self, row: Row) -> Results:
+        raise NotImplementedError
+
+
+class Preprocessing(TokenizerPart):
+    """Texts to ids."""
+
+    inputs = PREPROCESSING_INPUTS
+
+    def _row(self, row: Row) -> Results:
+        return preprocess(row, self._tokenizer)
+
+
+class Postprocessing(TokenizerPart):
+    """Ids to texts."""
+
+    inputs = POSTPROCESSING_INPUTS
+
+    def _row(self, row: Row) -> Results:
+        return postprocess(row, self._tokenizer)
+
+
+def results_from_arrays(read: Any, arrays: Arrays, has_batch: bool) -> Results:
+    """Outputs of all rows of a batch; those whose sizes differ from row to row are filled up at their ends.
+
+    Args:
+        read: makes the outputs of one row.
+        arrays: inputs.
+        has_batch: they have one more dim in front.
+    """
+    if not has_batch:
+        single: Results = read(arrays)
+        return single
+    num = len(next(iter(arrays.values())))
+    rows = [read({name: array[i] for name, array in arrays.items()}) for i in range(num)]
+    return {name: _stacked([row[name] for row in rows]) for name in rows[0]}
+
+
+def _stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    most = max(array.shape[-1] for array in arrays)
+    fill = b"" if arrays[0].dtype == np.object_ else 0
+    return np.stack(
+        [np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, most - a.shape[-1])], constant_values=fill) for a in arrays]
+    )
+
+
+def preprocess(row: Row, tokenizer: Tokenizer) -> Results:
+    """One prompt.
+
+    Raises:
+        RuntimeFault: it is not UTF-8, or weights and words of a bias are not as many.
+    """
+    ids = tokenizer.encode(_text(row["QUERY"].reshape(-1)[0], "QUERY")).ids
+    return {
+        "INPUT_ID": np.array(ids, dtype=np.int32),
+        "REQUEST_INPUT_LEN": np.array([len(ids)], dtype=np.int32),
+        "BAD_WORDS_IDS": lists_from_words(_words(row, "BAD_WORDS_DICT", tokenizer)),
+        "STOP_WORDS_IDS": lists_from_words(_words(row, "STOP_WORDS_DICT", tokenizer)),
+        "EMBEDDING_BIAS": _bias(row, tokenizer),
+        "REQUEST_OUTPUT_LEN": row["REQUEST_OUTPUT_LEN"].astype(np.int32),
+        "OUT_END_ID": row.get("END_ID", np.array([-1])).astype(np.int32),
+        "OUT_PAD_ID": row.get("PAD_ID", np.array([-1])).astype(np.int32),
+    }
+
+
+def postprocess(row: Row, tokenizer: Tokenizer) -> Results:
+    """Text of each sequence of a row: the text that came along, or the ids decoded."""
+    if "TEXT" in row:
+        return {"OUTPUT": row["TEXT"]}
+    sequences, lengths = row["TOKENS_BATCH"], row["SEQUENCE_LENGTH"].reshape(-1)
+    texts = [tokenizer.decode(ids[:n].tolist()).encode() for ids, n in zip(sequences, lengths, strict=True)]
+    return {"OUTPUT": np.array(texts, dtype=np.object_)}
+
+
+def _words(row: Row, name: str, tokenizer: Tokenizer) -> list[list[int]]:
+    words = [_text(word, name) for word in row[name].reshape(-1)] if name in row else []
+    return [list(tokenizer.encode(word, add_special_tokens=False).ids) for word in words if word]
+
+
+def _bias(row: Row, tokenizer: Tokenizer) -> NDArray[np.float32]:
+    """[vocab], the weight of a word at each of its tokens; [1], a zero, where there is none."""
+    words = _words(row, "EMBEDDING_BIAS_WORDS", tokenizer)
+    weights = row.get("EMBEDDING_BIAS_WEIGHTS", np.zeros(0)).reshape(-1)[: max(len(words), 0) or None]
+    if not words:
+        return np.zeros(1, dtype=np.float32)
+    if len(weights) != len(words):
+        got = f"{len(words)} words, {len(weights)} weights"
+        raise RuntimeFault("embedding_bias_words, embedding_bias_weights", got, "one weight a word", "Correct them.")
+    bias = np.zeros(tokenizer.get_vocab_size(), dtype=np.float32)
+    for word, weight in zip(words, weights, strict=True):
+        bias[word] += weight
+    return bias
+
+
+def _text(value: Any, name: str) -> str:
+    try:
+        return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError as fault:
+        raise RuntimeFault(name, f"byte {fault.start} is not UTF-8", "text in UTF-8", "Encode it as UTF-8.") from fault
