@@ -18,6 +18,7 @@ from speccompile.runtime.requests import Piece
 from speccompile.runtime.slots import Slots
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.tickets import Output, Ticket, trace_step
+from speccompile.runtime.views import ViewKeeper
 
 Event = tuple[Ticket, Piece]
 # What an engine or a method may raise in a step. It ends the requests of that step, not the service.
@@ -31,6 +32,7 @@ class Scheduler:
         engine: the target with its proposer.
         planner: bounds the drafts of a step.
         prefill_chunk: prompt tokens read between two decoding steps.
+        keep_prefixes: keep the caches of those that have ended for prompts that begin alike, and share those of others.
         clock: seconds that only grow.
     """
 
@@ -39,13 +41,15 @@ class Scheduler:
         engine: SpecEngine,
         planner: Planner | None = None,
         prefill_chunk: int = 128,
+        keep_prefixes: bool = True,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.engine, self.planner, self.prefill_chunk = engine, planner or Unlimited(), prefill_chunk
         self.queue: deque[Output] = deque()
         # Draws decide, drafts only guess them: so a text depends neither on neighbours nor on what the planner does.
         self.slots = Slots((), engine.context.max_slots, is_invariant=True)
-        self.places = Places(engine.verifier, engine.proposer, self.slots)
+        self.places = Places(engine.verifier, engine.proposer, self.slots, keep_prefixes)
+        self.views = ViewKeeper(engine.engines, self.places, engine.context.max_seq_len)
         self.counters = Counters()
         self.num_waiting = 0  # tickets none of whose outputs was given a place yet
         self._clock = clock
@@ -101,11 +105,11 @@ class Scheduler:
         """Read prompts until the chunk is used up; who has read all of it, joins."""
         left = self.prefill_chunk
         while left > 0:
-            if self.places.reading is None:
-                if not self.queue or not self.places.has_room:
-                    break
-                self._open(self.queue.popleft())
             try:
+                if self.places.reading is None:
+                    if not self.queue or not self.places.has_room:
+                        break
+                    self._open(self.queue.popleft())
                 left -= self._read(left)
             except FAULTS as fault:
                 return [self._fail(fault)]
@@ -114,7 +118,12 @@ class Scheduler:
     def _open(self, output: Output) -> None:
         output.started_s = output.slot.stats.start_s = output.slot.stats.end_s = self._clock()
         self._serve(output.ticket)
-        self.places.open(output)
+        output.num_reused = self.places.open(output)
+        counters = self.counters
+        counters.num_prompts += 1
+        counters.num_prompt_tokens += output.slot.num_prompt
+        counters.num_reused_tokens += output.num_reused
+        counters.num_prefix_hits += output.num_reused > 0
 
     def _serve(self, ticket: Ticket) -> None:
         """It waits no more."""
@@ -140,10 +149,11 @@ class Scheduler:
         return num
 
     def _fail(self, fault: BaseException) -> Event:
-        """The prompt at hand cannot be read."""
+        """The prompt at hand cannot be read; caches may have been half moved for it."""
         self.counters.num_engine_faults += 1
         output = self.places.reading
         assert output is not None
+        self.places.kept.clear()
         return self._end(output, "error", str(fault))
 
     def _decode(self) -> list[Event]:
@@ -157,7 +167,9 @@ class Scheduler:
             return self._restart(fault)
         self.planner.observe(sequences, round_.steps, round_.tree.nodes, round_.times)
         self.counters.count_step(round_.steps, round_.times.step_s)
-        return self._deliver(seated, round_)
+        events = self._deliver(seated, round_)
+        self.views.after_step()
+        return events
 
     def _deliver(self, seated: tuple[Output, ...], round_: Round) -> list[Event]:
         """Pieces of a step; who has ended leaves, the last place first."""
@@ -175,7 +187,7 @@ class Scheduler:
     def _restart(self, fault: BaseException) -> list[Event]:
         """A step failed: who took part ends, who was reading begins again, the caches are void."""
         self.counters.num_engine_faults += 1
-        events = [self._end(output, "error", str(fault)) for output in reversed(self.places.active)]
+        events = [self._end(output, "error", str(fault)) for output in reversed(tuple(self.places.active))]
         reading = self.places.reading
         self.places.clear()
         if reading is not None:
@@ -194,7 +206,7 @@ class Scheduler:
         ticket = output.ticket
         ticket.open.remove(output)
         if output is self.places.reading or output in self.places.active:
-            self.places.leave(output)
+            self.places.leave(output, keeps=piece.finish_reason != "error")
         else:
             self.queue.remove(output)
         if not ticket.open:
@@ -211,6 +223,9 @@ class Scheduler:
             "num_queued": len(self.queue),
             "num_prefilling": int(self.places.reading is not None),
             "num_active": len(self.places.active),
+            "num_kept": len(self.places.kept),
             "num_places": self.places.max_places,
+            "num_view_shrinks": self.views.num_shrinks,
+            "num_kept_dropped_for_views": self.views.num_dropped,
             "controller": self.planner.decisions(),
         }

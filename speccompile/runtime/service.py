@@ -114,7 +114,7 @@ class Service:
         self, engine: SpecEngine, options: ServiceOptions | None = None, planner: Planner | None = None
     ) -> None:
         self.engine, self.options = engine, options or ServiceOptions()
-        self._scheduler = Scheduler(engine, planner, self.options.prefill_chunk)
+        self._scheduler = Scheduler(engine, planner, self.options.prefill_chunk, self.options.keep_prefixes)
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._lock = threading.Lock()  # over what follows; never held during a step
         self._num_tickets = self._num_coming = self._num_busy = 0

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which places hold caches of finished requests, and which of them a new prompt begins like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+MIN_SHARED = 16  # tokens; fewer are read as fast as a cache is moved
+_BLOCK = 64  # tokens compared at once: slices of lists compare fast
+
+
+def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with that are the same."""
+    most = min(len(first), len(second))
+    for start in range(0, most, _BLOCK):
+        end = min(start + _BLOCK, most)
+        if first[start:end] != second[start:end]:
+            return next(i for i in range(start, end) if first[i] != second[i])
+    return most
+
+
+def best_match(prompt: Sequence[int], held: Iterable[tuple[int, Sequence[int]]]) -> tuple[int, int]:
+    """The place that shares most with a prompt.
+
+    Args:
+        prompt: token ids.
+        held: places with the tokens in their caches.
+
+    Returns:
+        The place and the number of tokens; (-1, 0) where none shares at least `MIN_SHARED`. The prompt's last two
+        tokens are never shared: the root is not in a cache, and the state in front of it must be computed anew.
+    """
+    best, most, start = -1, MIN_SHARED - 1, prompt[:MIN_SHARED]
+    for place, tokens in held:
+        if tokens[:MIN_SHARED] == start:
+            num = min(num_shared(prompt, tokens), len(prompt) - 2)
+            if num > most:
+                best, most = place, num
+    return (best, most) if best >= 0 else (-1, 0)
+
+
+class Kept:
+    """Caches of finished requests by place, the longest unused one first."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, list[int]] = {}  # in the order of their last use
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __contains__(self, place: int) -> bool:
+        return place in self._tokens
+
+    def items(self) -> Iterable[tuple[int, list[int]]]:
+        """Places with the tokens whose rows are in the target's cache."""
+        return self._tokens.items()
+
+    def put(self, place: int, tokens: list[int]) -> None:
+        """Keep what a place holds."""
+        self._tokens[place] = tokens
+
+    def drop(self, place: int) -> list[int]:
+        """Keep it no longer."""
+        return self._tokens.pop(place)
+
+    def use(self, place: int) -> None:
+        """It is the most recently used."""
+        self._tokens[place] = self._tokens.pop(place)
+
+    def rename(self, source: int, dest: int) -> None:
+        """What place `source` held is at `dest` now; its age is the same."""
+        self._tokens = {dest if place == source else place: tokens for place, tokens in self._tokens.items()}
+
+    def oldest(self) -> int:
+        """The place whose cache has been unused for the longest time."""
+        return next(iter(self._tokens))
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._tokens.clear()

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler on mock engines whose caches hold token ids: what a place keeps can be compared with the text."""
+
+import random
+from collections import Counter
+
+import numpy as np
+
+from speccompile.core.sampling import SamplingParams
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.requests import Request
+from speccompile.runtime.scheduler import Scheduler
+from speccompile.runtime.tickets import Ticket, open_outputs
+from tests.mock_lm import VOCAB
+from tests.runtime.test_spec_engine import TARGET, make_engine
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Bench:
+    """A scheduler with its engine, and what became of each request."""
+
+    def __init__(self, planner=None, keep=True, chunk=7, **sizes):
+        self.engine = make_engine(chunk=chunk, **sizes)
+        self.target = self.engine.verifier.engine.engine
+        for engine in self.engine.engines:
+            engine.engine.voids_moved = False
+        self.clock = Clock()
+        self.scheduler = Scheduler(self.engine, planner, 2 * chunk, keep, self.clock)
+        self.pieces, self.tickets = {}, []
+
+    def submit(self, prompt, **fields):
+        request = Request(prompt, **{"sampling": SamplingParams(max_new_tokens=8), **fields})
+        ticket = Ticket(request, len(self.tickets), self.clock(), request.timeout_s, lambda piece: None)
+        open_outputs(ticket, self.engine, "auto")
+        self.scheduler.add(ticket)
+        self.tickets.append(ticket)
+        self.pieces[ticket.number] = [[] for _ in range(request.num_outputs)]
+        return ticket
+
+    def take(self, events):
+        for ticket, piece in events:
+            pieces = self.pieces[ticket.number][piece.output_index]
+            assert not pieces or pieces[-1].finish_reason is None, "a piece behind the last"
+            pieces.append(piece)
+
+    def step(self):
+        self.take(self.scheduler.step())
+
+    def finish(self):
+        while self.scheduler.has_work:
+            self.step()
+
+    def tokens(self, ticket, output=0):
+        return [token for piece in self.pieces[ticket.number][output] for token in piece.tokens]
+
+    def ask(self, prompt, **fields):
+        ticket = self.submit(prompt, **fields)
+        self.finish()
+        return self.tokens(ticket), self.pieces[ticket.number][0][-1].stats
+
+    def check(self):
+        """Every output is at one place, and every place holds what is said of it."""
+        scheduler, places = self.scheduler, self.scheduler.places
+        lengths, cache = self.engine.verifier.lengths, self.target.cache
+        assert [o.slot for o in places.active] == scheduler.slots.slots
+        reading = [] if places.reading is None else [places.reading]
+        seated = [*places.active, *reading, *scheduler.queue]
+        open_ones = [o for ticket in self.tickets for o in ticket.open]
+        assert Counter(map(id, seated)) == Counter(map(id, open_ones))
+        taken = [*range(len(places.active)), *([places.reading_place] if reading else []), *dict(places.kept.items())]
+        assert len(taken) == len(set(taken)) and all(0 <= place < places.max_places for place in taken)
+        for place, output in enumerate(places.active):
+            assert cache[place, : lengths[place]].tolist() == output.slot.tokens[:-1]
+        for place, tokens in places.kept.items():
+            assert lengths[place] == len(tokens) and cache[place, : lengths[place]].tolist() == tokens
+        assert scheduler.num_waiting == sum(ticket.is_waiting for ticket in self.tickets)
+        assert scheduler.has_work == bool(open_ones)
+
+
+def greedy(prompt, num):
+    return TARGET.greedy(list(prompt), num)
+
+
+def numbers(num, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCAB, num).tolist()
+
+
+def test_a_long_prompt_does_not_stall_those_that_decode():
+    bench = Bench(max_seq=200, chunk=8)
+    first = bench.submit([1, 2, 3], sampling=SamplingParams(max_new_tokens=100))
+    bench.step()
+    long = bench.submit(numbers(150), sampling=SamplingParams(max_new_tokens=4))
+    for _ in range(9):
+        before = len(bench.tokens(first))
+        bench.step()
+        assert len(bench.tokens(first)) > before and not bench.tokens(long)
+        bench.check()
+    bench.step()  # 149 tokens in chunks of 16
+    assert bench.tokens(long)
+    bench.finish()
+    assert bench.tokens(first) == greedy([1, 2, 3], 100) and bench.tokens(long) == greedy(numbers(150), 4)
+
+
+def test_short_prompts_join_together_up_to_a_chunk():
+    bench = Bench(slots=3)
+    tickets = [bench.submit([i, i + 1, i + 2, i + 3]) for i in range(5)]
+    bench.step()
+    assert [len(bench.tokens(ticket)) > 0 for ticket in tickets] == [True] * 3 + [False] * 2
+    bench.finish()
+    assert [bench.tokens(t) for t in tickets] == [greedy([i, i + 1, i + 2, i + 3], 8) for i in range(5)]
+
+
+def test_the_next_turn_of_a_chat_reads_only_what_is_new():
+    bench = Bench(max_seq=120)
+    turn = numbers(30)
+    answer, stats = bench.ask(turn)
+    assert stats["num_reused_tokens"] == 0
+    bench.check()
+    others = [bench.ask(numbers(20, seed))[0] for seed in (5, 6)]  # somebody else's turns in between
+    turn += [*answer, *numbers(10, seed=1)]
+    answer, stats = bench.ask(turn)
+    bench.check()
+    assert answer == greedy(turn, 8) and stats["num_reused_tokens"] == 37  # the last token was not in the cache
+    assert others == [greedy(numbers(20, seed), 8) for seed in (5, 6)]
+    counters = bench.scheduler.json_from_scheduler()
+    assert (counters["num_prefix_hits"], counters["num_prompts"], counters["num_reused_tokens"]) == (1, 4, 37)
+    assert counters["num_prefill_tokens"] == 29 + 19 + 19 + (47 - 37)
+
+
+def test_nothing_is_kept_where_that_is_not_wanted():
+    bench = Bench(max_seq=120, keep=False)
+    turn = numbers(30)
+    answer, _ = bench.ask(turn)
+    assert len(bench.scheduler.places.kept) == 0
+    assert bench.ask(turn + answer)[1]["num_reused_tokens"] == 0
+
+
+def test_the_same_prompt_again_reads_its_last_tokens_anew():
+    bench = Bench(max_seq=120)
+    prompt = numbers(40)
+    first, _ = bench.ask(prompt)
+    again, stats = bench.ask(prompt)
+    assert first == again and stats["num_reused_tokens"] == 38
+
+
+def test_outputs_of_one_request_share_its_prompt():
+    bench = Bench(max_seq=120, slots=4)
+    hot = SamplingParams(max_new_tokens=9, temperature=1.2, seed=7)
+    prompt = numbers(50)
+    ticket = bench.submit(prompt, sampling=hot, num_outputs=4)
+    bench.finish()
+    texts = [bench.tokens(ticket, i) for i in range(4)]
+    for i, text in enumerate(texts):
+        alone = SamplingParams(max_new_tokens=9, temperature=1.2, seed=7 + i)
+        [wanted] = make_engine(max_seq=120).generate([prompt], alone, speculative=False)
+        assert text == wanted.tokens
+    assert len(set(map(tuple, texts))) > 1
+    assert bench.scheduler.counters.num_prefill_tokens == 49 + 3 * 1
+
+
+def test_a_system_prompt_is_copied_and_its_first_owner_keeps_its_own():
+    bench = Bench(max_seq=120, slots=4)
+    system = numbers(40)
+    one, other = [*system, *numbers(30, 1)], [*system, *numbers(20, 2)]
+    answer, _ = bench.ask(one)
+    answer_2, stats = bench.ask(other)
+    assert stats["num_reused_tokens"] == 40 and answer_2 == greedy(other, 8)
+    bench.check()
+    back, stats = bench.ask([*one, *answer, 5, 6])
+    assert stats["num_reused_tokens"] == 77 and back == greedy([*one, *answer, 5, 6], 8)
+
+
+def test_the_cache_that_was_unused_for_longest_goes_first():
+    bench = Bench(max_seq=120, slots=2)
+    chats = [numbers(30, seed) for seed in range(3)]
+    for i in (0, 1, 0, 2):  # 2 takes the place of 1
+        bench.ask(chats[i])
+    assert bench.ask(chats[0])[1]["num_reused_tokens"] == 28
+    bench.check()
+    assert bench.ask(chats[1])[1]["num_reused_tokens"] == 0
+
+
+def test_full_places_keep_what_leaves_them_for_the_next_turn():
+    bench = Bench(max_seq=120, slots=3)
+    chats = [numbers(20 + i, seed=i) for i in range(3)]
+    for _ in range(4):
+        tickets = [bench.submit(c, sampling=SamplingParams(max_new_tokens=3 + i)) for i, c in enumerate(chats)]
+        bench.finish()
+        bench.check()
+        for chat, ticket in zip(chats, tickets, strict=True):
+            assert bench.tokens(ticket) == greedy(chat, len(bench.tokens(ticket)))
+            chat += [*bench.tokens(ticket), 3]
+    assert bench.scheduler.counters.num_prefix_hits == 9
+
+
+def test_a_forbidden_or_bounded_draft_gives_the_same_text():
+    class Planner:
+        limit, seen = 0, []
+
+        def plan(self, slots):
+            return self.limit
+
+        def observe(self, slots, steps, nodes, times):
+            assert len(slots) == len(steps) and times.propose_s + times.score_s <= times.step_s
+            self.seen.append((nodes, [step.num_draft_tokens for step in steps]))
+
+        def decisions(self):
+            return {"limit": self.limit}
+
+    planner = Planner()
+    bench = Bench(planner)
+    hot = SamplingParams(max_new_tokens=20, temperature=1.0, seed=3)
+    texts = []
+    for limit, speculation in ((0, "auto"), (2, "auto"), (None, "auto"), (None, "off"), (0, "on")):
+        planner.limit, planner.seen = limit, []
+        ticket = bench.submit([1, 2, 3], sampling=hot, speculation=speculation)
+        bench.finish()
+        texts.append(bench.tokens(ticket))
+        drafted = {num for _, [num] in planner.seen}
+        bound = {"auto": 9 if limit is None else limit, "on": 9, "off": 0}[speculation]
+        assert max(drafted) <= bound and (max(drafted) > 0) == (bound > 0)
+    assert all(text == texts[0] for text in texts)
+    assert bench.scheduler.json_from_scheduler()["controller"] == {"limit": 0}
+
+
+def test_neighbours_and_their_coming_and_going_do_not_change_a_sampled_text():
+    hot = SamplingParams(max_new_tokens=25, temperature=1.0, top_p=0.95, seed=11)
+    [wanted] = make_engine().generate([[1, 2, 3]], hot, speculative=False)
+    for seed in range(4):
+        rng, bench = random.Random(seed), Bench(slots=4)
+        ticket = bench.submit([1, 2, 3], sampling=hot)
+        while bench.scheduler.has_work:
+            if rng.random() < 0.4:
+                heat = rng.choice((0.0, 1.0))
+                params = SamplingParams(max_new_tokens=rng.randint(1, 9), temperature=heat, seed=rng.randint(0, 99))
+                if len(bench.tickets) < 12:
+                    bench.submit(numbers(rng.randint(1, 30), seed), sampling=params)
+            bench.step()
+        assert bench.tokens(ticket) == wanted.tokens
+
+
+def test_a_trace_shows_the_tree_and_what_was_kept_of_it():
+    bench = Bench()
+    ticket = bench.submit([1, 2, 3], wants_trace=True)
+    bench.finish()
+    root = 3
+    for piece in bench.pieces[ticket.number][0]:
+        trace = piece.trace
+        assert trace.tokens[0] == root and trace.path[0] == 0 and trace.parents[0] == -1
+        assert len(trace.tokens) == len(trace.texts) == piece.num_draft_tokens + 1
+        assert [*(trace.tokens[node] for node in trace.path[1:]), trace.next_token][: len(piece.tokens)] == piece.tokens
+        assert piece.is_bonus == (0 < piece.num_accepted == piece.num_draft_tokens)
+        root = piece.tokens[-1]
+
+
+def test_a_fault_while_a_prompt_is_read_ends_that_request_alone(monkeypatch):
+    bench = Bench()
+    one = bench.submit([1, 2, 3], sampling=SamplingParams(max_new_tokens=30))
+    bench.step()
+    real = bench.target.run
+
+    def failing(feeds, first_slot=0):
+        if first_slot == 1:
+            raise RuntimeFault("engine target", "a fault", "none", "Try again.")
+        return real(feeds, first_slot)
+
+    monkeypatch.setattr(bench.target, "run", failing)
+    two = bench.submit([4, 5, 6])
+    bench.step()
+    assert [p.finish_reason for p in bench.pieces[two.number][0]] == ["error"]
+    assert "a fault" in bench.pieces[two.number][0][0].error
+    monkeypatch.undo()
+    three = bench.submit([7, 8, 9])
+    bench.finish()
+    assert bench.tokens(one) == greedy([1, 2, 3], 30) and bench.tokens(three) == greedy([7, 8, 9], 8)
+
+
+def test_ten_thousand_random_joins_cancels_and_errors_leak_nothing(monkeypatch):
+    rng, bench = random.Random(2), Bench(slots=5, max_seq=64)
+    real, armed = bench.target.run, []
+
+    def sometimes_failing(feeds, first_slot=0):
+        if armed:
+            raise armed.pop()
+        return real(feeds, first_slot)
+
+    monkeypatch.setattr(bench.target, "run", sometimes_failing)
+    chats = [numbers(rng.randint(1, 20), seed) for seed in range(6)]
+    for turn in range(10_000):
+        what = rng.random()
+        bench.clock.now += 1.0
+        if what < 0.3 and len(bench.scheduler.queue) < 8:
+            chat = rng.randrange(len(chats))
+            timeout = rng.choice((None, None, None, 3.0, 30.0))
+            outputs = rng.choice((1, 1, 1, 2, 4))
+            params = SamplingParams(max_new_tokens=rng.randint(1, 6))
+            ticket = bench.submit(chats[chat], sampling=params, timeout_s=timeout, num_outputs=outputs)
+            chats[chat] = [*chats[chat], *greedy(chats[chat], 3), *numbers(rng.randint(0, 5), turn)]
+            if len(chats[chat]) > 50:
+                chats[chat] = numbers(rng.randint(1, 20), turn)
+        elif what < 0.4 and bench.tickets:
+            bench.take(bench.scheduler.cancel(rng.choice(bench.tickets[-12:])))
+        elif what < 0.42:
+            armed[:] = [RuntimeError("broken")]
+            bench.step()
+        else:
+            bench.step()
+        if turn % 10 == 0:
+            bench.check()
+    armed.clear()
+    bench.finish()
+    bench.check()
+    reasons = Counter()
+    for ticket in bench.tickets:
+        prompt = ticket.request.prompt
+        for output in range(ticket.request.num_outputs):
+            pieces, tokens = bench.pieces[ticket.number][output], bench.tokens(ticket, output)
+            assert [p.finish_reason is None for p in pieces] == [True] * (len(pieces) - 1) + [False]
+            assert tokens == greedy(prompt, len(tokens))
+            reasons[pieces[-1].finish_reason] += 1
+    scheduler = bench.scheduler
+    assert reasons == scheduler.counters.finished and set(reasons) >= {"length", "cancelled", "timeout", "error"}
+    assert min(reasons.values()) > 20 and scheduler.counters.num_prefix_hits > 200
+    assert not (scheduler.queue or scheduler.places.active or scheduler.places.reading or scheduler.num_waiting)
+    assert not scheduler._tickets and len(scheduler._deadlines) < 60
