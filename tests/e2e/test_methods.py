@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -10,9 +12,12 @@ from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.loop import admit, retire, run_step
+from speccompile.runtime.requests import Request
+from speccompile.runtime.scheduler import Scheduler
 from speccompile.runtime.slots import Slots
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
+from speccompile.runtime.tickets import Ticket, open_outputs
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, forms, sources
 
 BACKENDS = ("onnxruntime", "reference")
@@ -144,3 +149,50 @@ def test_sampled_text_is_plain_text_where_no_text_may_depend_on_drafts(lab, meth
         texts, num_accepted = decode_with_limits(engine, asked, batch_size, seed=batch_size)
         assert texts == plain, f"batch {batch_size}"
         assert num_accepted >= 5
+
+
+def talk(engine, keeps, at_once):
+    """Two more turns of three chats: all tokens, and the stats of every answer.
+
+    Args:
+        engine: of a method.
+        keeps: caches for the next turns.
+        at_once: the chats go on side by side; otherwise one after the other.
+    """
+    scheduler, stats, numbers = Scheduler(engine, keep_prefixes=keeps, prefill_chunk=5), [], itertools.count()
+    chats = [[(7 * i + k * k) % 24 for k in range(17 + i)] for i in range(3)]
+    for turn in range(3):
+        slots = []
+        for i, said in enumerate(chats):
+            asked = SamplingParams(max_new_tokens=5 + i, ignore_eos=True)
+            ticket = Ticket(Request(said, asked), next(numbers), 0.0, None, lambda piece: None)
+            open_outputs(ticket, engine, "auto")
+            slots.append(ticket.open[0].slot)
+            scheduler.add(ticket)
+            last = i == len(chats) - 1
+            while scheduler.has_work and (last or not at_once):
+                stats += [piece.stats for _, piece in scheduler.step() if piece.stats]
+        chats = [[*slot.tokens, turn, 3 + turn] for slot in slots]
+    return chats, stats
+
+
+@pytest.mark.parametrize(("method", "form"), forms())
+def test_a_chat_that_goes_on_in_its_own_cache_says_the_same(lab, method, form):
+    engine = lab(method, form, "onnxruntime")
+    (anew, stats), (kept, later), (beside, last) = (
+        talk(engine, False, False),
+        talk(engine, True, False),
+        talk(engine, True, True),
+    )
+    assert anew == kept == beside
+    assert [s["num_reused_tokens"] for s in stats] == [0] * 9
+    # Drafts are as good as after a prompt that was read as a whole: rows and features of the draft are the same.
+    assert [s["num_accepted"] for s in later] == [s["num_accepted"] for s in stats]
+    for answers in (later, last):
+        assert [s["num_reused_tokens"] > 10 for s in answers] == [False] * 3 + [True] * 6
+    for said, slot in zip(anew, range(3), strict=True):
+        length = len(said) - 2 - (5 + slot)
+        [plain] = engine.generate(
+            [said[:length]], SamplingParams(max_new_tokens=5 + slot, ignore_eos=True), speculative=False
+        )
+        assert plain.tokens == said[length:-2]

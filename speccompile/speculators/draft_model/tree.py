@@ -6,18 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from speccompile.core.acceptance import Verdict
+from speccompile.core.cached_drafts import CachedDraftProposer
 from speccompile.core.draft_cache import DraftCache
 from speccompile.core.growing import TreeGrower
 from speccompile.core.growth import GrowthPolicy
 from speccompile.core.jobs import MethodContext, StepCosts
-from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.protocols import Engine
 from speccompile.core.static_trees import StaticTrees
-from speccompile.core.tree import Ints, TokenTree
 from speccompile.speculators.draft_model.config import Config
 
 
-class TreeProposer:
+class TreeProposer(CachedDraftProposer):
     """See `speccompile.core.protocols.Proposer`.
 
     Args:
@@ -47,26 +46,4 @@ class TreeProposer:
                 costs.get(draft, none),
             )
             self.drafts = TreeGrower(self.cache, policy, engine.max_slots, math.log(config.confidence_odds))
-
-    def start(self, slot: int, sequence: Slot) -> None:
-        """Nothing is read, and nothing known of it."""
-        self.cache.start(slot)
-        self.drafts.start(slot)
-
-    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Read the chunk as well, while there is room."""
-        self.cache.prefill(slot, tokens, start)
-
-    def propose(self, batch: Batch) -> TokenTree:
-        """Trees; a slot that cannot or should not draft is padded."""
-        return self.drafts.propose(batch)
-
-    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """Learn, and keep the rows of accepted drafts where they are right."""
-        num_kept = self.drafts.commit(tree, verdict)
-        self.cache.commit(batch, num_kept, verdict.num_accepted.tolist())
-
-    def move(self, source: int, dest: int) -> None:
-        """Cache and lessons go with the slot."""
-        self.cache.move(source, dest)
-        self.drafts.move(source, dest)
+        super().__init__(self.cache, self.drafts, self.drafts)
