@@ -63,6 +63,12 @@ class DrainingServer(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, and say where."""
+        await super().startup(sockets)
+        for bound in sockets or []:
+            print(f"serving at {url_from_socket(bound)}", flush=True)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests and connections come to their end."""
         closing = asyncio.ensure_future(asyncio.to_thread(self._service.close, self._drain_s))
@@ -86,6 +92,12 @@ def bind(listener: Listener) -> socket.socket:
         where, todo = f"{listener.host}:{listener.port}", "Choose another --host or --port."
         raise RuntimeFault(where, str(fault), "an address to listen at", todo) from fault
     return bound
+
+
+def url_from_socket(bound: socket.socket) -> str:
+    """Where a browser finds a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(app: FastAPI, service: Service, listener: Listener, bound: socket.socket) -> None:

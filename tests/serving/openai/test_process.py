@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process: how it starts, and how it ends under load."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from speccompile.cli import serve
+from speccompile.errors import RuntimeFault
+from speccompile.serving.openai.process import Listener, bind, url_from_socket
+from tests.serving.live_server import PROGRAM, live_server
+
+PATH = "/v1/completions"
+BODY = {"prompt": "class Stack:\n", "max_tokens": 300, "stream": True, "ignore_eos": True}
+
+
+def stream(server):
+    """The events of one stream; the connection may be refused."""
+    status, text = server.ask("POST", PATH, BODY)
+    assert status == 200
+    parts = text.split("\n\n")
+    assert parts[-1] == "" and parts[-2] == "data: [DONE]", "the stream was cut off"
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def run_under_load(chat_bundle, drain_s):
+    """(ends of eight streams, exit code) of a server that is told to stop once they run."""
+    with live_server(chat_bundle, "--drain-s", drain_s) as server, ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(stream, server) for _ in range(8)]
+        while server.metric("active_outputs") < 8:
+            pass
+        code = server.stop()
+        ends = [future.result(60)[-1] for future in streams]
+        with pytest.raises(ConnectionRefusedError):
+            server.ask("GET", "/health")
+    return ends, code
+
+
+def test_sigterm_lets_running_requests_finish(chat_bundle):
+    ends, code = run_under_load(chat_bundle, "60")
+    assert code == 0
+    assert [end["choices"][0]["finish_reason"] for end in ends] == ["length"] * 8
+
+
+def test_sigterm_ends_requests_with_an_error_when_their_time_is_over(chat_bundle):
+    ends, code = run_under_load(chat_bundle, "0")
+    assert code == 0
+    assert [end["error"]["code"] for end in ends] == ["shutting_down"] * 8
+
+
+def test_a_killed_server_starts_again_on_its_port(chat_bundle):
+    body = {"prompt": "def add(a, b):", "max_tokens": 8}
+    with live_server(chat_bundle) as server:
+        _, before = server.ask("POST", PATH, body)
+        port = server.port
+        os.kill(server.process.pid, signal.SIGKILL)
+        assert server.process.wait(20) == -signal.SIGKILL
+    with live_server(chat_bundle, "--port", str(port)) as server:
+        _, after = server.ask("POST", PATH, body)
+        assert after["choices"] == before["choices"]
+        assert server.stop() == 0
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [PROGRAM, "serve", str(tmp_path / "none"), "--port", str(taken.getsockname()[1])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == RuntimeFault.exit_code
+    assert "Address already in use" in done.stderr and "Choose another --host or --port." in done.stderr
+
+
+def test_an_address_that_others_reach_needs_a_key_or_is_warned_of(tmp_path):
+    def run(*options):
+        command = [PROGRAM, "serve", str(tmp_path / "none"), "--port", "0", *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 7, "there is no such bundle"
+        return done.stderr
+
+    assert "warning: 0.0.0.0 is reached from other machines" in run("--host", "0.0.0.0")
+    assert "warning" not in run("--host", "0.0.0.0", "--api-key", "secret") + run()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("example.org", False),
+    ],
+)
+def test_what_is_reached_from_here_alone(host, is_local):
+    assert serve.is_loopback(host) == is_local
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    find_spec = serve.importlib.util.find_spec
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
+    with pytest.raises(RuntimeFault, match=r"no package uvicorn; .* pip install 'speccompile\[serve\]'"):
+        serve.check_packages()
+
+
+def test_urls():
+    with bind(Listener(port=0)) as bound:
+        assert url_from_socket(bound) == f"http://127.0.0.1:{bound.getsockname()[1]}"
+    if socket.has_ipv6:
+        try:
+            with bind(Listener("::1", 0)) as bound:
+                assert url_from_socket(bound).startswith("http://[::1]:")
+        except RuntimeFault as fault:
+            pytest.skip(f"no IPv6 here: {fault.got}")
