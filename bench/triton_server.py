@@ -141,6 +141,6 @@ def post(url: str, body: dict[str, object], timeout_s: float = 120.0) -> tuple[i
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return answer.status, json.loads(answer.read())
+            return answer.status, json.loads(answer.read() or b"{}")
     except urllib.error.HTTPError as fault:
-        return fault.code, json.loads(fault.read())
+        return fault.code, json.loads(fault.read() or b"{}")

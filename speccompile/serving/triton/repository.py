@@ -152,9 +152,11 @@ def _environment(folder: Path | None) -> dict[str, str]:
     """The parameter by which Triton's Python backend takes another environment than the server's."""
     if folder is None:
         return {}
-    if not (folder / "bin" / "python3").exists():
+    # Triton sources the script before it starts the stub.
+    missing = [name for name in ("bin/python3", "bin/activate") if not (folder / name).exists()]
+    if missing:
         todo = "Make one with python3 -m venv, and install speccompile[ort] in it."
-        raise BundleError(f"--python-env {folder}", "no bin/python3", "a Python environment", todo)
+        raise BundleError(f"--python-env {folder}", f"no {missing[0]}", "a Python environment", todo)
     return {"EXECUTION_ENV_PATH": str(folder.absolute())}
 
 

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests against a real Triton. They belong to `make test-triton`, which makes the server and names it in the
+environment; elsewhere they are not collected.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.triton_server import TritonServer, serving
+
+ROOT = Path(__file__).parents[4]
+LAUNCHER = os.environ.get("SPECCOMPILE_TRITON", "")
+# The engine that answers offline is in the usual environment: another process, another numpy.
+OFFLINE = Path(os.environ.get("SPECCOMPILE_OFFLINE", ROOT / ".venv/bin/speccompile"))
+BUNDLE = ROOT / "bundles/pycode"
+
+collect_ignore_glob = [] if LAUNCHER else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Path:
+    return Path(LAUNCHER).absolute()
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[str]:
+    """The first sixteen of the example prompts."""
+    lines = (ROOT / "examples/prompts.jsonl").read_text().splitlines()[:16]
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+@pytest.fixture(scope="session")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+    """(prompts, max_new_tokens, extra arguments) -> what `speccompile generate` gives for them."""
+
+    def generate(prompts: Sequence[str], max_new_tokens: int, *arguments: str) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("offline")
+        (folder / "in.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+        command = [str(OFFLINE), "generate", str(BUNDLE), "--prompts", str(folder / "in.jsonl")]
+        command += ["--max-new-tokens", str(max_new_tokens), "--json", str(folder / "out.json"), *arguments]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        return json.loads((folder / "out.json").read_text())
+
+    return generate
+
+
+@pytest.fixture(scope="session")
+def write_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """(arguments of `speccompile triton`) -> the repository that it wrote."""
+
+    def write(*arguments: str) -> Path:
+        repository = tmp_path_factory.mktemp("triton") / "model_repository"
+        command = [sys.executable, "-m", "speccompile", "triton", str(BUNDLE), "-o", str(repository), *arguments]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        return repository
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def repository(write_models: Callable[..., Path]) -> Path:
+    return write_models()
+
+
+@pytest.fixture(scope="session")
+def server(launcher: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """The default layout, for all tests that do not end it."""
+    with serving(launcher, repository, tmp_path_factory.mktemp("log") / "server.log") as running:
+        yield running
+    assert running.process.returncode == 0, running.log_end()
+
+
+@pytest.fixture(scope="session")
+def old_server(
+    launcher: Path, write_models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """The five models of the removed backend, with a batch dim."""
+    models = write_models("--layout", "trtllm", "--max-batch-size", "4")
+    with serving(launcher, models, tmp_path_factory.mktemp("log") / "old.log") as running:
+        yield running
+    assert running.process.returncode == 0, running.log_end()
