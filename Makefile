@@ -16,7 +16,7 @@ NVCC           ?= nvcc
 PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp plugins/library.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test triton-server test-triton lint format golden bench gpu-check docs plugins clean
+.PHONY: help setup demo test triton-server test-triton test-ray lint format golden bench gpu-check docs plugins clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "speccompile needs Python 3.11 or newer; $(PYTHON) is older. Try: make setup PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[build,ort,tensorrt-rtx,train,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[build,ort,tensorrt-rtx,train,serve,dev]'
 	@touch $@
 
 demo: setup  ## Build recipes/pycode.yaml, generate live, compare plain with speculative decoding
@@ -44,6 +44,10 @@ $(TRITON_VENV)/.set-up: pyproject.toml examples/triton/install_server.py
 
 test-triton: triton-server bundles/pycode/manifest.json  ## Run the tests against that server (about 2 minutes)
 	SPECCOMPILE_TRITON=$(TRITON_VENV)/bin/tritonserver SPECCOMPILE_OFFLINE=$(BIN)/speccompile $(TRITON_VENV)/bin/python -m pytest tests/serving/triton $(ARGS)
+
+test-ray: setup  ## Test the Ray Serve application on two replicas here (installs Ray into .venv; about 80 s)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]'
+	SPECCOMPILE_TEST_RAY=1 RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/serving/ray $(ARGS)
 
 lint: setup  ## ruff, mypy, import-linter
 	$(BIN)/ruff check .
