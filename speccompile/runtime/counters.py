@@ -33,7 +33,7 @@ class Histogram:
 
     def json_from_histogram(self) -> dict[str, Any]:
         """`counts[i]` values were at most `bounds[i]` and above the bound before; the last count has no bound."""
-        return {"bounds": self.bounds, "counts": list(self.counts), "sum": self.sum, "count": sum(self.counts)}
+        return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.sum, "count": sum(self.counts)}
 
 
 class Counters:

@@ -48,3 +48,15 @@ def test_moving_a_slot_copies_all_its_rows_and_no_other() -> None:
     before = buffers.view(0).copy()
     buffers.move_slot(2, 0)
     np.testing.assert_array_equal(buffers.view(0), before[[2, 1, 2]])
+
+
+def test_moving_and_exchanging_some_rows_leaves_all_others() -> None:
+    buffers = filled(128)
+    before = [buffers.view(index).copy() for index in range(2)]
+    buffers.move_slot(2, 0, 50)
+    buffers.swap_slots(1, 2, 70)
+    for index in range(2):
+        wanted = before[index].copy()
+        wanted[0, :, :50] = before[index][2, :, :50]
+        wanted[[1, 2], :, :70] = before[index][[2, 1], :, :70]
+        np.testing.assert_array_equal(buffers.view(index), wanted)

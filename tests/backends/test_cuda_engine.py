@@ -196,7 +196,27 @@ def test_rows_move_with_the_view(cuda, load):
     assert not caches.resize(100) and caches.rows == 128
     caches.move_slot(2, 0)
     device.synchronize()
-    np.testing.assert_array_equal(cuda.view(address, (3, *caches.dims), np.float32), before[[2, 1, 2]])
+    wanted = before[[2, 1, 2]]
+    np.testing.assert_array_equal(cuda.view(address, (3, *caches.dims), np.float32), wanted)
+
+
+def test_some_rows_are_copied_and_exchanged_on_the_device(cuda, load):
+    device = Device(cuda)
+    spec = load().spec
+    caches = GrowingCaches(device, spec, 3, 700)
+    device.synchronize()
+    view = cuda.view(caches.address(0, 0), (3, *caches.dims), np.float32)
+    view[...] = np.random.default_rng(0).standard_normal(view.shape)
+    wanted = view.copy()
+    caches.move_slot(2, 0, 50)
+    wanted[0, :, :50] = wanted[2, :, :50]
+    caches.swap_slots(1, 2, 70)
+    wanted[[1, 2], :, :70] = wanted[[2, 1], :, :70]
+    caches.swap_slots(0, 1, caches.rows)
+    wanted[[0, 1]] = wanted[[1, 0]]
+    caches.move_slot(0, 2, 0)
+    device.synchronize()
+    np.testing.assert_array_equal(view, wanted)
 
 
 def test_too_many_rows_or_slots_and_trees_without_a_graph_are_refused(load):
