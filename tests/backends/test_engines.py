@@ -148,3 +148,27 @@ def test_too_many_rows_or_slots_are_refused(open_engine: Any, backend: str) -> N
         engine.run(feed(TOKENS[:4], 29))
     with pytest.raises(RuntimeFault, match=r"slots.*engine\.max_batch_size"):
         engine.run({specs.TOKENS: TOKENS[:6].reshape(3, 2), specs.LENGTHS: np.zeros(3, np.int64)})
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "reference"])
+def test_sequences_go_on_where_their_rows_were_moved_to(open_engine: Any, backend: str) -> None:
+    engine = open_engine(backend, max_rows=300)
+    texts = [TOKENS[:9], TOKENS[20:34], TOKENS[60:65]]
+    for slot, text in enumerate(texts):
+        engine.run(feed(text, 0), first_slot=slot)
+    wanted = [engine.run(feed(TOKENS[90:92], len(t)), first_slot=i)[specs.LOGITS].copy() for i, t in enumerate(texts)]
+    engine.swap_slots(0, 1, 14)
+    engine.run(feed(TOKENS[100:250], 0, scored_nodes=np.array([[0]])), first_slot=2)  # the view grows, and shrinks
+    engine.shrink(40)
+    engine.move_slot(0, 2, 14)
+    for slot, text in ((0, 1), (1, 0), (2, 1)):
+        got = engine.run(feed(TOKENS[90:92], len(texts[text])), first_slot=slot)[specs.LOGITS]
+        np.testing.assert_array_equal(got, wanted[text])
+
+
+def test_a_step_that_fails_says_so_and_the_next_one_runs(open_engine: Any) -> None:
+    engine = open_engine()
+    wanted = engine.run(feed(TOKENS[:4], 0))[specs.LOGITS].copy()
+    with pytest.raises(RuntimeFault, match=r"engine target: got .*; expected a step that runs"):
+        engine.run(feed(np.array([10**6, 1, 2, 3]), 0))
+    np.testing.assert_array_equal(engine.run(feed(TOKENS[:4], 0))[specs.LOGITS], wanted)
