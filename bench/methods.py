@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.onnxruntime.tune import measure_graph
-from speccompile.runtime.bundle import read_bundle
+from speccompile.runtime.bundle import digest_from_manifest, read_bundle
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAIN, AUTO = {"speculator.tree": "chain"}, {"speculator.tree": "auto"}
@@ -68,6 +68,7 @@ def retune(bundle: Path, known: dict[str, dict[str, Any]]) -> None:
             if digest not in known:
                 known[digest] = measure_graph(opened.graph_path(name), opened.graph_spec(name))
             record["tuning"] = known[digest]
+    opened.manifest["digest"] = digest_from_manifest(opened.manifest)
     (bundle / "manifest.json").write_text(json.dumps(opened.manifest, indent=1) + "\n")
 
 
