@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,7 +189,7 @@ class Service:
         """End a request's open outputs, each with a piece `cancelled`. Any thread, any moment, any number of times."""
         self._commands.put(_Cancel(ticket))
 
-    async def stream(self, request: Request) -> AsyncIterator[Piece]:
+    async def stream(self, request: Request) -> AsyncGenerator[Piece, None]:
         """The pieces of a request as they come, in the running event loop. To close the iterator cancels it.
 
         Raises:
