@@ -8,6 +8,7 @@ the slots of a batch decide together, and candidates that are known may be left 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -44,6 +45,7 @@ class TreeGrower:
         d2t: Ints | None = None,
     ) -> None:
         self.scorer, self.policy, self._log_odds, self._d2t = scorer, policy, log_odds, d2t
+        self._own, self._unbound = policy, replace(policy, is_fixed=True) if policy.width == 1 else policy
         self._max_fed = max(policy.max_nodes, 1) if max_fed is None else max_fed
         self._first_rate = sum(FIRST_RATE**depth for depth in range(1, policy.max_depth + 1))
         self.reaches = [Reach(self._first_rate) for _ in range(max_slots)]
@@ -64,6 +66,7 @@ class TreeGrower:
     def propose(self, batch: Batch) -> TokenTree:
         """Trees; a slot that cannot or should not draft has its root alone."""
         slots, self._trees = batch.slots, []
+        self.policy = self._unbound if batch.is_planned else self._own
         rooms = [self.scorer.room(place, slot) if slot.max_drafts > 0 else -1 for place, slot in enumerate(slots)]
         able = [place for place, room in enumerate(rooms) if room >= 0]
         rate = sum(self.reaches[place].rate for place in able) / len(slots)

@@ -57,7 +57,7 @@ class HeadsChainProposer:
         roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
         is_drawn = self.may_sample and batch.may_draw
         able = self.states.known([p for p, slot in enumerate(slots) if slot.max_drafts > 0])
-        drafting = self._worth_drafting(able, len(slots), is_drawn)
+        drafting = able if batch.is_planned else self._worth_drafting(able, len(slots), is_drawn)
         if not drafting:
             return TokenTree.roots(roots)
         feeds: dict[str, Any] = {**self.states.feeds(len(slots)), TOKENS: roots[:, None]}
@@ -67,7 +67,10 @@ class HeadsChainProposer:
         outputs = self.engine.run(feeds)
         probs = np.asarray(outputs[CONFIDENCES]).tolist()
         chains = [self.records[place].draft(probs[place]) for place in drafting]
-        length = self.cutoff.max_drafts if is_drawn else self.cutoff.length(chains, len(slots))
+        is_whole = is_drawn or batch.is_planned
+        length = self.cutoff.max_drafts if is_whole else self.cutoff.length(chains, len(slots))
+        if not is_drawn:
+            length = min(length, max(slots[place].max_drafts for place in drafting))
         if length == 0:
             return TokenTree.roots(roots)
         # Laws go to the target as they stand, so a drawn chain is as wide as they are and padded behind its end.

@@ -102,6 +102,14 @@ class Batch(Protocol):
         """
         ...
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether somebody who has weighed the time wants chains of `max_drafts` tokens, whatever policies think.
+
+        Trees go on as their policies like, no deeper than that.
+        """
+        ...
+
     def warp_feeds(self) -> dict[str, NDArray[Any]]:
         """`temperature`, `top_k`, `top_p` [batch]; those that are neutral in every slot are left out."""
         ...
@@ -124,7 +132,8 @@ class Proposer(Protocol):
     The order of calls for a slot is start, prefill (once per chunk of all prompt tokens but the last), then
     propose and commit in turn. Slots of a batch may start, end and move between two steps. Prompts may be read in
     parts between the steps of others: `settle` comes before each part. Any call may be the last one: a run that is
-    abandoned is followed by `start`.
+    abandoned is followed by `start`. One with an attribute `catches_up` that is true reads what it has missed when it
+    is to draft: it need not be told of prompts, nor of steps without drafts.
     """
 
     def start(self, slot: int, sequence: Slot) -> None:

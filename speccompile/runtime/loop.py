@@ -82,18 +82,25 @@ def run_step(
     start_s, engine_s = perf_counter(), sum(engine.seconds for engine in engines)
     for slot in slots.slots:
         slot.plan(verifier.max_seq_len, limit)
-    tree = proposer.propose(slots)
+    slots.is_planned = bool(limit)
+    is_plain = getattr(proposer, "catches_up", False) and not any(slot.max_drafts for slot in slots.slots)
+    tree = _roots(slots) if is_plain else proposer.propose(slots)
     proposed_s = perf_counter()
     verdict = verifier.score(tree, slots)
     scored_s = perf_counter()
     verifier.commit(tree, verdict)
-    proposer.commit(slots, tree, verdict, verifier.outputs)
+    if not is_plain:
+        proposer.commit(slots, tree, verdict, verifier.outputs)
     steps = emit(tree, verdict, slots)
     engine_s = sum(engine.seconds for engine in engines) - engine_s
     now_s = perf_counter()
     for slot in slots.slots:
         slot.stats.add_times(now_s, now_s - start_s, engine_s)
     return Round(tree, verdict, steps, StepTimes(proposed_s - start_s, scored_s - proposed_s, now_s - start_s))
+
+
+def _roots(slots: Slots) -> TokenTree:
+    return TokenTree.roots(np.array([slot.tokens[-1] for slot in slots.slots], dtype=np.int64))
 
 
 def emit(tree: TokenTree, verdict: Verdict, slots: Slots) -> list[Step]:

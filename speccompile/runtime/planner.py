@@ -29,14 +29,15 @@ class Planner(Protocol):
     def plan(self, slots: Sequence[Slot]) -> int | None:
         """Most draft tokens on one path in the next step.
 
-        It holds for the slots that leave the decision to the planner (`Slot.speculation` is `auto`); those with `on`
-        draft as far as their limits let, those with `off` never.
+        It holds for the slots that leave the decision to the planner (`Slot.speculation` is `auto`). Those with `on`
+        draft in any case, and are bound by it only where others draft as well; those with `off` never do.
 
         Args:
             slots: all active ones, in the order of their places.
 
         Returns:
-            0: decode plainly; None: no other bound than the slots' own.
+            0: decode plainly; above 0: chains of so many tokens, whatever policies think; None: as the method's own
+            policy likes.
         """
         ...
 
@@ -48,6 +49,14 @@ class Planner(Protocol):
             steps: one for each of them.
             nodes: that the target scored in each slot, root and padding included.
             times: of the step.
+        """
+        ...
+
+    def expects_drafts(self, num_active: int) -> bool:
+        """Whether a sequence that joins will probably draft: otherwise its prompt need not be read for that.
+
+        Args:
+            num_active: sequences that will decode then.
         """
         ...
 
@@ -65,6 +74,10 @@ class Unlimited:
 
     def observe(self, slots: Sequence[Slot], steps: Sequence[Step], nodes: int, times: StepTimes) -> None:
         """Nothing to learn."""
+
+    def expects_drafts(self, num_active: int) -> bool:
+        """It may."""
+        return True
 
     def decisions(self) -> dict[str, Any]:
         """None."""

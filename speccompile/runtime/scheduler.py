@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +15,7 @@ from speccompile.runtime.counters import Counters
 from speccompile.runtime.loop import Round, run_step
 from speccompile.runtime.places import Places
 from speccompile.runtime.planner import Planner, Unlimited
+from speccompile.runtime.prefixes import MIN_SHARED
 from speccompile.runtime.requests import Piece
 from speccompile.runtime.slots import Slots
 from speccompile.runtime.spec_engine import SpecEngine
@@ -53,6 +55,7 @@ class Scheduler:
         self.counters = Counters()
         self.num_waiting = 0  # tickets none of whose outputs was given a place yet
         self._clock = clock
+        self._is_lazy: bool = getattr(engine.proposer, "catches_up", False)
         self._tickets: dict[int, Ticket] = {}  # open ones
         self._deadlines: list[tuple[float, int]] = []  # a heap of (when, number of the ticket)
         engine.take_over()
@@ -140,7 +143,8 @@ class Scheduler:
         if start < len(tokens) - 1:
             proposer.settle()
             nodes, outputs = verifier.read(place, tokens, most)
-            proposer.prefill(place, nodes, start, outputs)
+            if not self._is_lazy or self.planner.expects_drafts(len(self.places.active) + 1):
+                proposer.prefill(place, nodes, start, outputs)
             num = nodes.shape[1]
             self.counters.num_prefill_tokens += num
         if start + num == len(tokens) - 1:
@@ -206,7 +210,7 @@ class Scheduler:
         ticket = output.ticket
         ticket.open.remove(output)
         if output is self.places.reading or output in self.places.active:
-            self.places.leave(output, keeps=piece.finish_reason != "error")
+            self.places.leave(output, keeps=piece.finish_reason != "error" and self._is_of_use(output))
         else:
             self.queue.remove(output)
         if not ticket.open:
@@ -215,6 +219,14 @@ class Scheduler:
         assert piece.finish_reason is not None and piece.stats is not None
         request_ms = (self._clock() - ticket.submitted_s) * 1e3
         self.counters.count_end(piece.finish_reason, piece.stats, request_ms, output.slot.stats.outcomes)
+
+    def _is_of_use(self, output: Output) -> bool:
+        """Whether a cache will outlive those that wait: they need the places, unless one of them begins alike."""
+        room = self.places.max_places - len(self.places.active) + 1
+        if len(self.queue) < room:
+            return True
+        start = output.slot.tokens[:MIN_SHARED]
+        return any(waiting.slot.tokens[:MIN_SHARED] == start for waiting in islice(self.queue, room))
 
     def json_from_scheduler(self) -> dict[str, Any]:
         """Counters, gauges and the planner's decisions."""

@@ -136,7 +136,7 @@ class Slot:
         num_left = self.num_prompt + self.sampling.max_new_tokens - len(self.tokens)
         is_plain = self.speculation == "off" or not self.may_draft
         self.max_drafts = 0 if is_plain else min(num_left - 1, self.room)
-        if limit is not None and self.speculation == "auto":
+        if limit is not None and (limit > 0 or self.speculation == "auto"):
             self.max_drafts = min(self.max_drafts, limit)
 
     def emit(self, new: list[int], num_drafts: int, depth: int, is_bonus: bool) -> Step:
@@ -205,6 +205,7 @@ class Slots:
         self.max_slots = max_slots
         self.is_invariant = is_invariant
         self.is_greedy = True  # every slot has temperature 0
+        self.is_planned = False  # see `Batch.is_planned`
         self.shaped: list[int] = []  # places whose law the target's graph does not know
         self._warp: dict[str, NDArray[Any]] = {}
 

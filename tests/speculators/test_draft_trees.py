@@ -81,7 +81,7 @@ def test_the_draft_reads_little_again(tree):
     assert max(widths[1:]) <= 60 and np.mean(widths) < 6
     chain = make_proposer({"widths": [1, 1, 1, 1]})
     slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, warp_feeds=dict)
+    batch = SimpleNamespace(slots=[slot], may_draw=False, is_planned=False, warp_feeds=dict)
     chain.start(0, slot)
     chain.propose(batch)
     assert [seen["tokens"][1] for seen in chain.cache.engine.feeds_seen] == [3, 1, 1, 1]
@@ -91,7 +91,7 @@ def test_the_draft_reads_little_again(tree):
 def test_rows_of_accepted_drafts_are_kept(num_accepted, reads):
     proposer = make_proposer({"widths": [1, 1, 1]})
     slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, warp_feeds=dict)
+    batch = SimpleNamespace(slots=[slot], may_draw=False, is_planned=False, warp_feeds=dict)
     proposer.start(0, slot)
     tree = proposer.propose(batch)
     path = np.array([[*range(num_accepted + 1), *[-1] * (3 - num_accepted)]])

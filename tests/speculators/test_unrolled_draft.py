@@ -105,7 +105,7 @@ def test_one_run_drafts_a_chain():
     engine = ChainEngine()
     proposer = make_proposer(engine, num_draft_tokens=NUM_STEPS, engine_form="unrolled")
     slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, warp_feeds=dict)
+    batch = SimpleNamespace(slots=[slot], may_draw=False, is_planned=False, warp_feeds=dict)
     proposer.start(0, slot)
     for num_accepted in (NUM_STEPS, 1, 0, 2):
         before = engine.num_runs
@@ -144,7 +144,7 @@ def test_a_prompt_longer_than_the_rows_of_a_chain_allow():
 
 def test_weak_drafts_are_left_out_where_they_were_not_drawn():
     slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, warp_feeds=dict)
+    batch = SimpleNamespace(slots=[slot], may_draw=False, is_planned=False, warp_feeds=dict)
     lengths = []
     for floor in (0.0, 0.3, 0.95):
         proposer = make_proposer(

@@ -8,6 +8,7 @@ deterministic the text does not depend on them, and the slots of a batch decide 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Sequence
@@ -60,6 +61,12 @@ class LengthPolicy:
         if config.min_confidence != "auto":
             self.min_prob = config.min_confidence
         self._times: dict[int, Times] = {}
+
+    def unbound(self) -> LengthPolicy:
+        """The same bound, with no eye on time or confidence."""
+        policy = copy.copy(self)
+        policy.weighs_time, policy.min_prob, policy._times = False, 0.0, {}
+        return policy
 
     def times(self, batch: int) -> Times:
         """Costs at a batch size. A batch of b slots and n nodes is taken to cost what one slot of b * n nodes does."""

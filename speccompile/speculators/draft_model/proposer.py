@@ -38,8 +38,11 @@ class DraftModelProposer:
         may_sample: draw drafts from the draft's law in slots that sample; otherwise drafts are greedy.
     """
 
+    catches_up = True
+
     def __init__(self, engine: Engine, policy: LengthPolicy, max_seq_len: int, may_sample: bool) -> None:
         self.engine, self.policy, self.max_seq_len, self.may_sample = engine, policy, max_seq_len, may_sample
+        self._unbound = policy.unbound()
         self.lengths = [0] * engine.max_slots  # rows that hold the slot's own tokens
         self.plans = [Plan(policy) for _ in range(engine.max_slots)]
         self._laws: dict[int, Floats] = {}  # by batch: [batch, 1 + max_drafts, vocab]
@@ -51,13 +54,9 @@ class DraftModelProposer:
         self.plans[slot] = Plan(self.policy)
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """What the cache lacks of the rows it reads at once, if one chunk is enough; otherwise all read on from it."""
+        """What the cache lacks of the rows is read once it is to draft."""
         self.plans[slot] = Plan(self.policy)
-        start = self.lengths[slot] = min(self.lengths[slot], num_rows)
-        end = min(num_rows, self.max_seq_len)
-        if end - start > CHUNK:
-            return start
-        self._read(slot, np.array(sequence.tokens[start:end], dtype=np.int64))
+        self.lengths[slot] = min(self.lengths[slot], num_rows)
         return num_rows
 
     def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
@@ -76,7 +75,7 @@ class DraftModelProposer:
         slots = batch.slots
         rows = [[slot.tokens[-1]] for slot in slots]
         is_sampled = self.may_sample and batch.may_draw
-        drafting = self._begin(slots, is_sampled)
+        drafting = self._begin(batch, is_sampled)
         if not drafting:
             return TokenTree.chain(np.array(rows, dtype=np.int64))
         warp = batch.warp_feeds() if is_sampled else {}
@@ -95,15 +94,16 @@ class DraftModelProposer:
             feeds = self._next_feeds(rows, [place for _, places in drafting for place in places])
             depth += 1
 
-    def _begin(self, slots: Sequence[Slot], is_sampled: bool) -> list[tuple[Round, list[int]]]:
+    def _begin(self, batch: Batch, is_sampled: bool) -> list[tuple[Round, list[int]]]:
         """Who decides with whom, and which of them draft at all; these are at most `CATCH_UP` tokens behind."""
+        slots, policy = batch.slots, self._unbound if batch.is_planned else self.policy
         for place in range(len(slots)):
             self.plans[place].begin()
         able = [p for p, slot in enumerate(slots) if slot.max_drafts > 0 and len(slot.tokens) <= self.max_seq_len]
         if is_sampled:
-            rounds = [Round(self.policy, self.plans, (p,), slots[p].sampling.is_greedy) for p in able]
+            rounds = [Round(policy, self.plans, (p,), slots[p].sampling.is_greedy) for p in able]
         else:
-            rounds = [Round(self.policy, self.plans, range(len(slots)), may_drop=True)]
+            rounds = [Round(policy, self.plans, range(len(slots)), may_drop=True)]
         drafting = []
         for group in rounds:
             going = group.going(able if len(rounds) == 1 else [p for p in able if p in group.members], 0)

@@ -50,7 +50,7 @@ class UnrolledProposer(DraftModelProposer):
         slots = batch.slots
         rows = [[slot.tokens[-1]] for slot in slots]
         is_sampled = self.may_sample and batch.may_draw
-        drafting = self._begin(slots, is_sampled)
+        drafting = self._begin(batch, is_sampled)
         if not drafting:
             return TokenTree.chain(np.array(rows, dtype=np.int64))
         members = [place for _, places in drafting for place in places]

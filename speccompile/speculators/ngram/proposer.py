@@ -121,6 +121,8 @@ class DraftLengths:
 class NgramProposer:
     """See `speccompile.core.protocols.Proposer`. Drafts are deterministic."""
 
+    catches_up = True
+
     def __init__(self, config: Config, context: MethodContext) -> None:
         self.config = config
         self.max_drafts = min(config.num_draft_tokens, context.max_draft_nodes)

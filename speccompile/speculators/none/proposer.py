@@ -13,6 +13,8 @@ from speccompile.core.tree import Ints, TokenTree
 class NoneProposer:
     """See `speccompile.core.protocols.Proposer`."""
 
+    catches_up = True
+
     def start(self, slot: int, sequence: Slot) -> None:
         """Nothing to prepare."""
 
