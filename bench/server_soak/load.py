@@ -140,10 +140,11 @@ class Load:
 
 async def run_load(server: Server, tasks: Sequence[Task], load: Load) -> Report:
     """Let the clients ask until the time is over, and wait for the last answers."""
-    report, start_s = Report(), perf_counter()
+    report = Report()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.clients)
     async with httpx.AsyncClient(limits=limits, timeout=120, trust_env=False) as client:
         sampler = asyncio.ensure_future(_sample_memory(server, report))
+        start_s = perf_counter()
         ends_s = start_s + load.seconds
         jobs = [_client(server, client, tasks, load, i, ends_s, report) for i in range(load.clients)]
         await asyncio.gather(*jobs)
