@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
@@ -244,11 +245,13 @@ class Service:
 
     def _serve(self) -> None:
         """The scheduler's thread. However it ends, nobody is left without a last piece or an answer."""
-        fault: str | None = "a bug in the service: see the process's standard error"
+        fault: str | None = "a bug in the service"
         try:
             self._run()
             fault = None
         finally:
+            if (bug := sys.exc_info()[1]) is not None:
+                fault = f"a bug in the service: {type(bug).__name__}: {bug}"
             with self._lock:  # nobody adds a command behind this
                 self._is_open = self._is_running = False
                 self._fault = fault

@@ -255,6 +255,21 @@ def test_full_places_keep_what_leaves_them_for_the_next_turn():
     assert bench.scheduler.counters.num_prefix_hits == 9
 
 
+def test_a_cache_that_those_who_wait_will_overwrite_is_not_kept_for_long():
+    bench = Bench(max_seq=120, slots=2)
+    swaps, chats = [], [numbers(20 + i, seed=i) for i in range(6)]
+    swap = bench.engine.proposer.swap
+    bench.engine.proposer.swap = lambda first, second: (swaps.append(first), swap(first, second))
+    for i, chat in enumerate(chats):
+        bench.submit(chat, sampling=SamplingParams(max_new_tokens=4 + i % 3))
+    while len(bench.scheduler.queue) > 1:
+        bench.step()
+        bench.check()
+    assert swaps == []
+    bench.finish()
+    assert len(bench.scheduler.places.kept) == 2
+
+
 def test_a_forbidden_or_bounded_draft_gives_the_same_text():
     class Planner:
         limit, seen = 0, []

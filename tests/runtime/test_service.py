@@ -212,6 +212,20 @@ def test_a_bug_in_the_service_leaves_nobody_waiting(serve):
     service.submit(Request("abc", greedy(60)), wrong)
     assert other.wait()[-1].finish_reason in ("error", "length")
     service.close()
-    assert "bug in the service" in service.stats()["fault"]
+    assert service.stats()["fault"] == "a bug in the service: TypeError: a sink that fails"
     with pytest.raises(Busy, match="bug in the service"):
         service.submit(Request("abc"), Sink())
+
+
+def test_stop_strings_and_ends_are_not_shown(serve):
+    whole = text("abc", 40)
+    eos = TARGET.greedy([0, 1, 2], 40)[25]
+    service, stop = serve(eos=[eos]), whole[11:13]
+    stopped, ended = Sink(), Sink()
+    service.submit(Request("abc", greedy(40, stop=(stop,))), stopped)
+    service.submit(Request("abc", greedy(40)), ended)
+    pieces = stopped.wait()
+    assert "".join(p.text for p in pieces) == whole[: whole.index(stop)] and pieces[-1].finish_reason == "stop"
+    pieces, wanted = ended.wait(), TARGET.greedy([0, 1, 2], 40)
+    assert [t for p in pieces for t in p.tokens] == wanted[: wanted.index(eos) + 1]
+    assert pieces[-1].finish_reason == "stop"
