@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+WINDOW = 16  # tokens: to decode so many costs little more than to decode one
 REPLACEMENT = "\ufffd"  # what a tokenizer writes for bytes that are not (yet) a character
 
 
@@ -20,8 +21,8 @@ class Tokenizer(Protocol):
 class TextStream:
     """Turns tokens into pieces of text whose concatenation is the text of all of them.
 
-    Only a window of the latest tokens is decoded each time: from `_start`, whose text is known, to the end.
-    A window that ends inside a character is held back.
+    Only a window of the latest tokens is decoded each time: from `_start`, whose text is known up to `_read`, to the
+    end. A window that ends inside a character is held back; one that has become long begins anew.
 
     Args:
         tokenizer: decodes runs of tokens.
@@ -31,6 +32,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._start = self._read = 0  # tokens before _read have been emitted; decoding starts at _start
+        self._known = ""  # text of the tokens from _start to _read
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete."""
@@ -42,11 +44,13 @@ class TextStream:
         return self._advance(is_last=True)
 
     def _advance(self, is_last: bool) -> str:
-        known = self._tokenizer.decode(self._tokens[self._start : self._read], skip_special_tokens=True)
-        text = self._tokenizer.decode(self._tokens[self._start :], skip_special_tokens=True)
+        known, text = self._known, self._tokenizer.decode(self._tokens[self._start :], skip_special_tokens=True)
         if len(text) <= len(known) or (text.endswith(REPLACEMENT) and not is_last):
             return ""
-        self._start, self._read = self._read, len(self._tokens)
+        start, self._read, self._known = self._read, len(self._tokens), text
+        if self._read - self._start > WINDOW:
+            self._start = start
+            self._known = self._tokenizer.decode(self._tokens[start:], skip_special_tokens=True)
         return text[len(known) :]
 
 
