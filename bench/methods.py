@@ -25,17 +25,28 @@ from speccompile.runtime.bundle import digest_from_manifest, read_bundle
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAIN, AUTO = {"speculator.tree": "chain"}, {"speculator.tree": "auto"}
-# recipe -> form -> settings. "chain" is as long as it pays; "fixed" is a chain that is always drafted and scored whole.
+
+
+def forms_of(length: int | None) -> dict[str, dict[str, Any]]:
+    """Settings by form: as long as it pays (chain, tree), and always of one shape (fixed, wide).
+
+    Args:
+        length: drafts of a fixed chain, depth of a fixed tree whose root has three children; None: no fixed forms.
+    """
+    forms = {"chain": CHAIN, "tree": AUTO}
+    if length is None:
+        return forms
+    wide = {"speculator.tree": "{widths: [" + ", ".join(["3"] + ["1"] * (length - 1)) + "]}"}
+    return {**forms, "fixed": CHAIN | {"speculator.num_draft_tokens": length}, "wide": wide}
+
+
+LENGTHS: dict[str, int | None] = {"draft": 4, "mlp": 4, "eagle3": 5, "glide": 5, "prophet": 5, "early-exit": None}
 ROWS: dict[str, dict[str, dict[str, Any]]] = {
-    "draft": {"chain": CHAIN, "fixed": CHAIN | {"speculator.num_draft_tokens": 4}, "tree": AUTO},
-    "medusa": {"chain": CHAIN, "tree": AUTO},
-    "mlp": {"chain": CHAIN, "fixed": CHAIN | {"speculator.num_draft_tokens": 4}, "tree": AUTO},
-    "eagle3": {"chain": CHAIN, "fixed": CHAIN | {"speculator.num_draft_tokens": 5}, "tree": AUTO},
-    "glide": {"chain": CHAIN, "fixed": CHAIN | {"speculator.num_draft_tokens": 5}, "tree": AUTO},
-    "prophet": {"chain": CHAIN, "fixed": CHAIN | {"speculator.num_draft_tokens": 5}, "tree": AUTO},
-    "early-exit": {"chain": CHAIN, "tree": AUTO},
+    **{name: forms_of(length) for name, length in LENGTHS.items()},
     "ngram": {"chain": {}},
 }
+# A chain of all its heads is as long as it can be.
+ROWS["medusa"] = {"chain": CHAIN, "tree": AUTO, "wide": forms_of(4)["wide"]}
 RECIPES = {"draft": "pycode"}  # the others are pycode-<name>
 HEAD = ("method", "drafts", "acceptance length", "plain tokens/s", "tokens/s", "ratio to plain", "text")
 
@@ -59,11 +70,19 @@ def call(*words: str) -> None:
         sys.exit(f"speccompile {' '.join(words)}\n{done.stderr}{done.stdout}")
 
 
-def retune(bundle: Path, known: dict[str, dict[str, Any]]) -> None:
-    """Measure every graph's step costs anew, equal graphs once, and write them into the manifest."""
+def retune(bundle: Path, known: dict[str, dict[str, Any]] | None) -> None:
+    """Write other step costs into a bundle's manifest.
+
+    Args:
+        bundle: its folder.
+        known: costs by the graph's digest; what is missing is measured, equal graphs once. None: no costs, so that
+            nothing is left out because it would not pay.
+    """
     opened = read_bundle(bundle)
     for name, record in opened.graphs.items():
-        if "tuning" in record:
+        if "tuning" in record and known is None:
+            record["tuning"].pop("step_ms", None)
+        elif "tuning" in record and known is not None:
             digest = hashlib.sha256(opened.graph_path(name).read_bytes()).hexdigest()
             if digest not in known:
                 known[digest] = measure_graph(opened.graph_path(name), opened.graph_spec(name))
@@ -106,6 +125,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--build-only", action="store_true")
     parser.add_argument("--retune", action="store_true")
+    parser.add_argument("--forget-costs", action="store_true", help="draft always, for acceptance alone")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     wanted = set(args.rows.split(",")) if args.rows else {*ROWS}
@@ -122,8 +142,8 @@ def main() -> None:
             bundle = build(name, form, settings, args.target.resolve(), args.work, args.set)
             if args.build_only:
                 continue
-            if args.retune:
-                retune(bundle, costs)
+            if args.retune or args.forget_costs:
+                retune(bundle, None if args.forget_costs else costs)
             reports[f"{name}:{form}"] = report = measure(bundle, args)
             print("| " + " | ".join(row_from_report(name, form, report)) + " |", flush=True)
     if args.json:
