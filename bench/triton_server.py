@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-READY_S = 60.0
+READY_S = 120.0
 STOP_S = 60.0
 
 
@@ -44,8 +44,8 @@ class TritonServer:
         # Names of its own for shared memory, so that what a killed server leaves behind disturbs no other.
         prefix = f"speccompile_{self.http_port}_{os.getpid()}_"
         command = [
-            str(launcher),
-            f"--model-repository={repository}",
+            str(launcher.absolute()),
+            f"--model-repository={repository.absolute()}",
             *("--http-address=127.0.0.1", f"--http-port={self.http_port}"),
             *("--grpc-address=127.0.0.1", f"--grpc-port={self.grpc_port}"),
             *("--metrics-address=127.0.0.1", f"--metrics-port={self.metrics_port}"),
@@ -56,7 +56,12 @@ class TritonServer:
         self._handle = log.open("ab")
         # A session of its own: the stubs, which are its children, can be ended with it.
         self.process = subprocess.Popen(
-            command, stdout=self._handle, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            stdout=self._handle,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd=log.absolute().parent,  # a Python looks for modules in it, and must find none
         )
 
     @property

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -136,17 +135,16 @@ def call_from_arrays(arrays: Arrays, requested: Collection[str], known: Collecti
     )
 
 
-def check_parameters(text: str, ignored: str) -> None:
+def check_parameters(names: Collection[str], ignored: str) -> None:
     """Refuse what a client sent beside the inputs: `/generate` makes a parameter of every field that it does not know.
 
     Args:
-        text: the request's parameters as JSON.
+        names: of the request's parameters.
         ignored: a regular expression of names that are nobody's mistake, such as forwarded headers.
 
     Raises:
         RuntimeFault: there is such a parameter.
     """
-    names = json.loads(text) if text else {}
     unknown = sorted(name for name in names if not (ignored and re.fullmatch(ignored, name)))
     if unknown:
         todo = "Leave it out; the model's config.pbtxt lists its inputs."

@@ -8,6 +8,7 @@ for clients that have gone, and asks the engine to stop: Triton passes no cancel
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,9 @@ import numpy as np
 
 from speccompile.errors import SpecCompileError
 from speccompile.serving.triton.asking import check_parameters
-from speccompile.serving.triton.contract import old_engine_outputs, old_text_outputs
+from speccompile.serving.triton.contract import FAILURE, old_engine_outputs, old_text_outputs
 from speccompile.serving.triton.probe import check_tensors
+from speccompile.serving.triton.replies import AS_OUTPUTS, STOP_ID
 from speccompile.serving.triton.settings import settings_from_args
 from speccompile.serving.triton.trtllm_layout import FROM_PREPROCESSING, TO_PREPROCESSING, engine_names
 
@@ -84,24 +86,26 @@ class BlsPart:
         """The outputs to ask the engine for: all of its own where the client names none, so that the flags decide."""
         named = list(request.requested_output_names())
         everything = {tensor.name for tensor in old_text_outputs()}
-        return [tensor.name for tensor in old_engine_outputs()] if set(named) == everything else named
+        return [t.name for t in old_engine_outputs()] if set(named) == everything else [*named, FAILURE.name]
 
     def _run(self, relay: Relay, arrays: dict[str, Any], wanted: list[str], parameters: str) -> None:
         pb = self._pb
+        error: Any = pb.TritonError("The model has ended; see the server's log.", pb.TritonError.INTERNAL)
         try:
-            check_parameters(parameters, self._settings.ignored_parameters)
+            check_parameters(json.loads(parameters or "{}"), self._settings.ignored_parameters)
             error = self._relay(relay, arrays, wanted)
         except SpecCompileError as fault:
             error = pb.TritonError(str(fault), pb.TritonError.INVALID_ARG)
         except pb.TritonModelException as fault:  # a model that is not there, or that ended under the request
             error = pb.TritonError(str(fault), pb.TritonError.INTERNAL)
-        with self._lock:
-            self._open.discard(relay)
-        final = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        if error is None:
-            relay.sender.send(flags=final)
-        else:
-            relay.sender.send(pb.InferenceResponse(error=error), flags=final)
+        finally:
+            with self._lock:
+                self._open.discard(relay)
+            final = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            if error is None:
+                relay.sender.send(flags=final)
+            else:
+                relay.sender.send(pb.InferenceResponse(error=error), flags=final)
 
     def _relay(self, relay: Relay, arrays: dict[str, Any], wanted: list[str]) -> Any | None:
         """Call one model after the other; returns an error that one of them gave, as ours."""
@@ -109,37 +113,45 @@ class BlsPart:
         request = self._request(self._settings.preprocessing_model, query, list(FROM_PREPROCESSING.values()), relay)
         made = request.exec()
         if made.has_error():
-            return self._error(made)
+            return self._pb.TritonError(made.error().message(), self._pb.TritonError.INVALID_ARG)
         outputs = {tensor.name(): tensor.as_numpy() for tensor in made.output_tensors()}
         inputs = {name: outputs[output] for name, output in FROM_PREPROCESSING.items()}
         inputs |= {there: arrays[name] for name, there in self._names.items() if name in arrays}
-        held: Any = None  # Triton's own `generate` wants the last answer with the end of the request
-        for response in self._request(self._settings.engine_model, inputs, wanted, relay).exec(decoupled=True):
+        request = self._request(self._settings.engine_model, inputs, wanted, relay, {AS_OUTPUTS: True})
+        error = None
+        for response in request.exec(decoupled=True):  # read to its end, or Triton keeps it for ever
             if response.has_error():
-                return self._error(response)
-            held = self._hand_on(relay, held, response)
-        if held is not None:
-            relay.sender.send(held)
+                error = self._pb.TritonError(response.error().message(), self._pb.TritonError.INTERNAL)
+            else:
+                error = self._hand_on(relay, {t.name(): t for t in response.output_tensors()}) or error
+        return error
+
+    def _hand_on(self, relay: Relay, tensors: dict[str, Any]) -> Any | None:
+        """Send a response of the engine's on; an error that it holds is returned instead."""
+        if FAILURE.name in tensors:
+            kind, message = (word.decode() for word in tensors[FAILURE.name].as_numpy().reshape(-1))
+            return self._pb.TritonError(message, getattr(self._pb.TritonError, kind))
+        known = {tensor.name for tensor in old_text_outputs()}
+        outputs = [self._pb.Tensor(name, t.as_numpy()) for name, t in tensors.items() if name in known]
+        if outputs and not relay.is_stopped:
+            relay.sender.send(self._pb.InferenceResponse(outputs))
         return None
 
-    def _hand_on(self, relay: Relay, held: Any, response: Any) -> Any:
-        """Send what was held back; hold what came now."""
-        known = {tensor.name for tensor in old_text_outputs()}
-        tensors = [t for t in response.output_tensors() if t.name() in known]
-        if not tensors or relay.is_stopped:
-            return held
-        if held is not None:
-            relay.sender.send(held)
-        return self._pb.InferenceResponse([self._pb.Tensor(t.name(), t.as_numpy()) for t in tensors])
-
-    def _error(self, response: Any) -> Any:
-        error = response.error()
-        return self._pb.TritonError(error.message(), error.code())
-
-    def _request(self, model: str, inputs: Mapping[str, Any], wanted: Sequence[str], relay: Relay) -> Any:
+    def _request(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        wanted: Sequence[str],
+        relay: Relay,
+        parameters: Mapping[str, Any] | None = None,
+    ) -> Any:
         tensors = [self._pb.Tensor(name, array) for name, array in inputs.items()]
         return self._pb.InferenceRequest(
-            model_name=model, requested_output_names=list(wanted), inputs=tensors, request_id=relay.name
+            model_name=model,
+            requested_output_names=list(wanted),
+            inputs=tensors,
+            request_id=relay.name,
+            parameters=dict(parameters or {}),
         )
 
     def _watch(self) -> None:
@@ -156,5 +168,7 @@ class BlsPart:
         one = (1, 1) if self._has_batch else (1,)
         numbers = {name: np.ones(one, dtype=np.int32) for name in ("input_ids", "input_lengths", "request_output_len")}
         inputs = {**numbers, "stop": np.ones(one, dtype=np.bool_)}
-        for _ in self._request(self._settings.engine_model, inputs, ["sequence_length"], relay).exec(decoupled=True):
+        nothing = ["sequence_length"]
+        request = self._request(self._settings.engine_model, inputs, nothing, relay, {STOP_ID: relay.name})
+        for _ in request.exec(decoupled=True):
             pass

@@ -111,6 +111,7 @@ PERF_OUTPUTS = (
 NUM_INPUT_TOKENS = Tensor("num_input_tokens", "int32", (-1,))
 NUM_OUTPUT_TOKENS = Tensor("num_output_tokens", "int32", (-1,))
 FINISH_REASON = Tensor("finish_reason", "string", (-1,))
+FAILURE = Tensor("failure", "string", (-1,))  # to our own models: the error's kind and message
 INDEXES = (Tensor("batch_index", "int32", (-1,)), Tensor("sequence_index", "int32", (-1,)))
 _RESULTS = (*PERF_OUTPUTS, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS, FINISH_REASON, *INDEXES)
 
@@ -201,4 +202,4 @@ def old_engine_inputs() -> tuple[Tensor, ...]:
 
 def old_engine_outputs() -> tuple[Tensor, ...]:
     """Outputs of `tensorrt_llm`; `text_output` is ours: text that is never half a character."""
-    return (OUTPUT_IDS, SEQUENCE_LENGTH, TEXT_OUTPUT, *_RESULTS)
+    return (OUTPUT_IDS, SEQUENCE_LENGTH, TEXT_OUTPUT, *_RESULTS, FAILURE)

@@ -7,6 +7,7 @@ thread takes them out, so that all responses of a request are sent in order and 
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,23 +24,29 @@ from speccompile.serving.triton.answering import Answer
 from speccompile.serving.triton.asking import Rules, call_from_arrays, check_parameters
 from speccompile.serving.triton.metrics import Metrics
 from speccompile.serving.triton.probe import check_tensors
+from speccompile.serving.triton.replies import AS_OUTPUTS, STOP_ID, Reply
 from speccompile.serving.triton.settings import Settings, settings_from_args
 
 CANCEL_POLL_S = 0.1  # how often clients are looked for that have gone
 METRICS_S = 0.5
+_KINDS = {"cancelled": "CANCELLED", "timeout": "UNAVAILABLE"}
+_MESSAGES = {
+    "cancelled": "The request was cancelled.",
+    "timeout": "The request took longer than its time-out; what came of it is not whole.",
+}
 
 
 class Exchange:
     """A Triton request on its way.
 
     Args:
-        sender: Triton's response sender.
+        reply: the way back.
         request_id: as the client named it, or empty.
         answer: what it was given so far.
     """
 
-    def __init__(self, sender: Any, request_id: str, answer: Answer) -> None:
-        self.sender, self.request_id, self.answer = sender, request_id, answer
+    def __init__(self, reply: Reply, request_id: str, answer: Answer) -> None:
+        self.reply, self.request_id, self.answer = reply, request_id, answer
         self.tickets: list[Any] = []
         self.is_over = False
 
@@ -96,13 +103,15 @@ class EnginePart:
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; they are answered later."""
         for request in requests:
-            sender = request.get_response_sender()
+            parameters = json.loads(request.parameters() or "{}")
+            as_outputs = bool(parameters.pop(AS_OUTPUTS, False))
+            reply = Reply(self._pb, request.get_response_sender(), self._rules.has_batch, as_outputs)
             try:
-                self._take(request, sender)
+                self._take(request, reply, parameters)
             except Busy as fault:
-                self._fail(sender, str(fault), self._pb.TritonError.UNAVAILABLE)
+                reply.fail(str(fault), "UNAVAILABLE")
             except SpecCompileError as fault:
-                self._fail(sender, str(fault), self._pb.TritonError.INVALID_ARG)
+                reply.fail(str(fault), "INVALID_ARG")
 
     def finalize(self) -> None:
         """Finish what runs, for as long as the settings allow; answer all, then end the threads."""
@@ -110,23 +119,24 @@ class EnginePart:
         self._events.put(None)
         self._thread.join()
 
-    def _take(self, request: Any, sender: Any) -> None:
+    def _take(self, request: Any, reply: Reply, parameters: dict[str, Any]) -> None:
         arrays = {}
         for name in self._inputs:
             tensor = self._pb.get_input_tensor_by_name(request, name)
             if tensor is not None:
                 arrays[name] = tensor.as_numpy()
+        stop_id = parameters.pop(STOP_ID, request.request_id())
         if np.any(arrays.pop("stop", np.zeros(1, dtype=np.bool_))):
-            self._stop(request.request_id())
-            sender.send(flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            self._stop(stop_id)
+            reply.end()
             return
-        check_parameters(request.parameters(), self._settings.ignored_parameters)
+        check_parameters(parameters, self._settings.ignored_parameters)
         if not self._is_answering:
             raise Busy(
                 "model", "its thread has ended", "a running one", "Load the model again; the server's log says why."
             )
         call = call_from_arrays(arrays, request.requested_output_names(), self._known, self._rules)
-        exchange = Exchange(sender, request.request_id(), Answer(call))
+        exchange = Exchange(reply, request.request_id(), Answer(call))
         with self._lock:
             self._open.add(exchange)
         try:
@@ -159,7 +169,7 @@ class EnginePart:
                 left = list(self._open)
             for exchange in left:
                 self._drop(exchange)
-                self._fail(exchange.sender, "The model has ended; see the server's log.", self._pb.TritonError.INTERNAL)
+                exchange.reply.fail("The model has ended; see the server's log.", "INTERNAL")
 
     def _answer_all(self) -> None:
         looked_at = told_at = time.monotonic()
@@ -194,39 +204,19 @@ class EnginePart:
 
     def _advance(self, exchange: Exchange) -> None:
         """Send what is ready."""
-        answer, final = exchange.answer, self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        answer = exchange.answer
         if answer.failure is not None:
-            self._close_failed(exchange, *answer.failure)
+            self._drop(exchange)
+            reason, message = answer.failure
+            exchange.reply.fail(message or _MESSAGES.get(reason, reason), _KINDS.get(reason, "INTERNAL"))
             return
         arrays = answer.pieces() if answer.call.streams else [answer.whole()] if answer.is_done else []
         for index, outputs in enumerate(arrays):
-            is_last = answer.is_done and index == len(arrays) - 1
-            tensors = [self._pb.Tensor(name, array) for name, array in outputs.items()]
-            try:
-                exchange.sender.send(self._pb.InferenceResponse(tensors), flags=final if is_last else 0)
-            except self._pb.TritonModelException:  # the client has gone and the request with it
-                self._drop(exchange)
+            if not exchange.reply.send(outputs, is_last=answer.is_done and index == len(arrays) - 1):
+                self._drop(exchange)  # the client has gone and the request with it
                 return
         if answer.is_done:
             self._finish(exchange)
-
-    def _close_failed(self, exchange: Exchange, reason: str, message: str) -> None:
-        codes = {"cancelled": self._pb.TritonError.CANCELLED, "timeout": self._pb.TritonError.UNAVAILABLE}
-        texts = {
-            "cancelled": "The request was cancelled.",
-            "timeout": "The request took longer than its time-out; what came of it is not whole.",
-        }
-        self._drop(exchange)
-        self._fail(
-            exchange.sender, message or texts.get(reason, reason), codes.get(reason, self._pb.TritonError.INTERNAL)
-        )
-
-    def _fail(self, sender: Any, message: str, code: int) -> None:
-        response = self._pb.InferenceResponse(error=self._pb.TritonError(message, code))
-        try:
-            sender.send(response, flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        except self._pb.TritonModelException:
-            return  # nobody is left to be told
 
     def _drop(self, exchange: Exchange) -> None:
         """No more answers; end what still runs for it."""
@@ -244,7 +234,7 @@ class EnginePart:
         with self._lock:
             still = list(self._open)
         for exchange in still:
-            if exchange.sender.is_cancelled():
+            if exchange.reply.is_cancelled():
                 for ticket in exchange.tickets:
                     self._service.cancel(ticket)
 
