@@ -44,7 +44,7 @@ def test_every_make_target_that_needs_the_venv_sets_up_first():
         assert "setup" in rules[name].split(), name
 
 
-@pytest.mark.parametrize("subcommand", ["build", "generate", "bench", "inspect", "doctor", "convert"])
+@pytest.mark.parametrize("subcommand", ["build", "generate", "serve", "bench", "inspect", "doctor", "convert"])
 def test_every_option_shown_is_an_option(subcommand):
     shown = [(page, words) for page, words in commands("speccompile") if words[0] == subcommand]
     assert shown, f"no page shows speccompile {subcommand}"
