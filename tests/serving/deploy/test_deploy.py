@@ -112,7 +112,6 @@ def test_kustomize_builds(folder, gpus):
 def renderer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("go")
     environment = {**os.environ, "GO111MODULE": "off", "GOFLAGS": "", "GOTOOLCHAIN": "local"}
-    environment.setdefault("GOCACHE", str(folder / "cache"))
     program = folder / "render"
     source = str(Path(__file__).with_name("render.go"))
     subprocess.run([str(GO), "build", "-o", str(program), source], check=True, env=environment)
