@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.controller import Controller
 from speccompile.runtime.engine import load
 from speccompile.runtime.planner import Planner
 from speccompile.runtime.requests import SPECULATION, Busy, Piece, Request, Speculation
@@ -115,6 +116,7 @@ class Service:
         self, engine: SpecEngine, options: ServiceOptions | None = None, planner: Planner | None = None
     ) -> None:
         self.engine, self.options = engine, options or ServiceOptions()
+        planner = planner or Controller(engine.context.max_draft_nodes)
         self._scheduler = Scheduler(engine, planner, self.options.prefill_chunk, self.options.keep_prefixes)
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._lock = threading.Lock()  # over what follows; never held during a step

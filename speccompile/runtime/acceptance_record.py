@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many drafts are kept at each depth: of all requests, and of each by its own record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.runtime.slots import Step
+from speccompile.runtime.stats import SlotStats
+
+FIRST_RATE = 0.6  # of a draft behind a path that was kept, before anything is known
+FIRST_WEIGHT = 20.0  # tries that it counts for
+MEMORY = 0.9995  # weight of the past after a try
+REQUEST_WEIGHT = 50.0  # drafts kept that all others count for in the record of one request
+MAX_RATE = 0.98
+
+Rates = NDArray[np.float64]
+
+
+class AcceptanceRecord:
+    """Acceptance rates by depth.
+
+    Args:
+        max_depth: longest chain.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self._tried: Rates = np.full(max_depth, FIRST_WEIGHT)
+        self._kept: Rates = np.full(max_depth, FIRST_RATE * FIRST_WEIGHT)
+
+    @property
+    def rates(self) -> Rates:
+        """[max_depth]: how often a draft is kept when those before it are."""
+        rates: Rates = self._kept / self._tried
+        return rates
+
+    def learn(self, length: int, steps: Sequence[Step]) -> None:
+        """Take in steps whose sequences drafted chains of `length` tokens; those that drafted fewer count as far."""
+        for step in steps:
+            num, kept = min(step.num_draft_tokens, length), step.num_accepted
+            if num == 0:
+                continue
+            last = min(kept + 1, num)  # drafts that were tried: those kept, and the one that was refused
+            self._tried[:last] *= MEMORY
+            self._kept[:last] *= MEMORY
+            self._tried[:last] += 1
+            self._kept[:kept] += 1
+
+    def expected(self, requests: Sequence[SlotStats]) -> dict[int, float]:
+        """Tokens that a sequence gains in a step, by the length of its chain, the mean of these requests.
+
+        Args:
+            requests: none: of all that have been.
+        """
+        rates, reach = self.rates, np.cumprod(self.rates)
+        if not requests:
+            gains = 1 + np.concatenate(([0.0], reach.cumsum()))
+            return {length: float(gain) for length, gain in enumerate(gains)}
+        hoped = np.concatenate(([0.0], reach.cumsum()))
+        factors = np.array([_factor(stats, hoped.tolist()) for stats in requests])
+        own = np.clip(rates * factors[:, None], 0.01, MAX_RATE)
+        gains = 1 + np.concatenate(([0.0], np.cumprod(own, axis=1).mean(axis=0).cumsum()))
+        return {length: float(gain) for length, gain in enumerate(gains)}
+
+
+def _factor(stats: SlotStats, hoped: list[float]) -> float:
+    """Drafts that a request kept, over those that all others would have; pulled towards 1."""
+    kept, wanted, last = REQUEST_WEIGHT, REQUEST_WEIGHT, len(hoped) - 1
+    for (depth, num_kept), num in stats.outcomes.items():
+        kept += num * num_kept
+        wanted += num * hoped[min(depth, last)]
+    return min(max(kept / wanted, 0.3), 1.8)
