@@ -94,9 +94,6 @@ class Answer:
         """The one response of a call that does not stream: [rows,] sequences."""
         num_rows = len(self.call.rows)
         rows = [[s for s in self.sequences.values() if s.row == row] for row in range(num_rows)]
-        most = max(len(row) for row in rows)
-        # A tensor has no ragged rows; that all ask for the same number is checked where a batch is taken in.
-        assert all(len(row) == most for row in rows)
         return self._arrays(rows, is_last=True)
 
     def _arrays(self, rows: Sequence[Sequence[Growing]], is_last: bool) -> dict[str, NDArray[Any]]:

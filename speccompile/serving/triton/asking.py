@@ -122,6 +122,9 @@ def call_from_arrays(arrays: Arrays, requested: Collection[str], known: Collecti
     if len(set(streams)) > 1 or len(set(echoes)) > 1:
         todo = "Send rows that differ in it as requests of their own."
         raise RuntimeFault("stream, exclude_input_in_output", "other values in other rows", "one for the batch", todo)
+    if len({request.num_outputs for request in requests}) > 1:
+        todo = "Send rows that differ in it as requests of their own."
+        raise RuntimeFault("num_return_sequences", "other numbers in other rows", "one for the batch", todo)
     ends = sorted(rules.eos_token_ids)
     return Call(
         rows=requests,
