@@ -13,6 +13,7 @@ import typer
 from speccompile.errors import RuntimeFault
 
 LOOPBACK = "127.0.0.1"
+LOG_LEVELS = ("error", "warning", "info", "debug")
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +43,7 @@ def serve_command(
     method: Annotated[str | None, typer.Option(help="Another speculation method than the recipe's.")] = None,
     backend: Annotated[str | None, typer.Option(help="Another backend than the recipe's.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the target's engine.")] = None,
-    log_level: Annotated[str, typer.Option(help="warning, info or debug.")] = "info",
+    log_level: Annotated[str, typer.Option(help="error, warning, info or debug.")] = "info",
 ) -> None:
     """Serve a bundle: /v1/completions, /v1/chat/completions, /v1/models, /metrics, /health, and a page at /."""
     check_packages()
@@ -56,6 +57,8 @@ def serve_command(
     wanted = next((name for name in SPECULATION if name == speculation), None)
     if wanted is None:
         raise typer.BadParameter(f"--speculation is one of {', '.join(SPECULATION)}")
+    if log_level not in LOG_LEVELS:
+        raise typer.BadParameter(f"--log-level is one of {', '.join(LOG_LEVELS)}")
     keys, origins = tuple(api_key or ()), tuple(allow_origin or ())
     if not keys and not is_loopback(host):
         typer.echo(f"warning: {host} is reached from other machines, and no --api-key is asked for", err=True)

@@ -22,7 +22,14 @@ from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.answer import Answer, unless_disconnected
 from speccompile.serving.openai.chat import ChatTemplate, read_chat_template
-from speccompile.serving.openai.errors import INVALID, NOT_FOUND, ApiError, error_from_fault, error_from_validation
+from speccompile.serving.openai.errors import (
+    INVALID,
+    NOT_FOUND,
+    SERVER,
+    ApiError,
+    error_from_fault,
+    error_from_validation,
+)
 from speccompile.serving.openai.limits import BodyCheck, KeyCheck
 from speccompile.serving.openai.metrics import Metrics
 from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
@@ -201,6 +208,7 @@ def make_app(server: OpenAIServer, more_routes: Sequence[Callable[[OpenAIServer]
         app.include_router(routes(server))
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(Exception, _answer_fault)
     options = server.options
     app.add_middleware(BodyCheck, max_bytes=options.max_request_bytes)
     if options.api_keys:
@@ -215,6 +223,14 @@ def make_app(server: OpenAIServer, more_routes: Sequence[Callable[[OpenAIServer]
 async def _answer_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return JSONResponse(error.json_from_error(), error.status, headers=error.headers)
+
+
+async def _answer_fault(http: HttpRequest, error: Exception) -> Response:
+    """A bug of ours: the log has it, the client does not need to."""
+    fault = ApiError(
+        500, f"The server failed: {type(error).__name__}. Its log says more.", SERVER, None, "internal_error"
+    )
+    return JSONResponse(fault.json_from_error(), fault.status)
 
 
 async def _answer_http_error(http: HttpRequest, error: Exception) -> Response:

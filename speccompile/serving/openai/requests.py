@@ -17,7 +17,7 @@ from speccompile.serving.openai.chat import ChatTemplate
 from speccompile.serving.openai.errors import ApiError, error_from_fault
 from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
 
-MAX_PROMPTS = 128  # of one request, as `n` is bounded
+MAX_CHOICES = 128  # of one request
 _SHORT = 4096  # characters that are encoded faster than a thread is woken
 _NO_TEMPLATE = (
     "This model has no chat template, so that it is unknown how it wants messages to be written. "
@@ -69,8 +69,10 @@ async def requests_from_completion(body: CompletionBody, engine: SpecEngine) -> 
         ApiError: a value is out of range, no prompt or too many of them.
     """
     prompts = body.prompts()
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        message = f"`prompt`: got {len(prompts)} prompts, expected 1 to {MAX_PROMPTS}."
+    if not prompts or (body.n <= MAX_CHOICES < len(prompts) * body.n):
+        message = (
+            f"`prompt`: got {len(prompts)} prompts with {body.n} outputs each, expected 1 to {MAX_CHOICES} in all."
+        )
         raise ApiError(400, message, param="prompt", code="invalid_value")
     sampling = sampling_from_body(body, engine.defaults)
     ids = [await encode(engine, p, special=True) if isinstance(p, str) else p for p in prompts]

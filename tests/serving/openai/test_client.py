@@ -41,7 +41,8 @@ def test_the_models(client):
 
 
 def test_a_completion_is_the_offline_one(client, offline):
-    answer = client.completions.create(model="pycode-chat", prompt=PROMPTS[0], max_tokens=NUM)
+    extra = {"speculation": "on"}
+    answer = client.completions.create(model="pycode-chat", prompt=PROMPTS[0], max_tokens=NUM, extra_body=extra)
     assert answer.choices[0].text == offline[0] and answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == NUM
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0

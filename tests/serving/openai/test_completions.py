@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
+import contextlib
 import threading
 
 import pytest
@@ -27,7 +28,7 @@ def error_of(reply, status):
 
 
 def test_a_whole_answer(app):
-    reply = post(app, PATH, {"model": "mock", "prompt": "bcd", "max_tokens": 12})
+    reply = post(app, PATH, {"model": "mock", "prompt": "bcd", "max_tokens": 12, "speculation": "on"})
     answer = reply.json()
     assert reply.status == 200 and answer["object"] == "text_completion" and answer["model"] == "mock"
     assert answer["id"].startswith("cmpl-") and answer["created"] > 0
@@ -121,6 +122,7 @@ def test_a_stream_of_several_choices(app):
         ({"prompt": [99]}, "prompt", "invalid_value"),
         ({"prompt": [[]]}, "prompt", "invalid_value"),
         ({"prompt": ["b"] * 129}, "prompt", "invalid_value"),
+        ({"prompt": ["b"] * 65, "n": 2}, "prompt", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"max_tokens": "5"}, "max_tokens", "invalid_value"),
         ({"temperature": -1}, "temperature", "invalid_value"),
@@ -257,3 +259,23 @@ def test_a_server_that_shuts_down_takes_nothing_more():
         assert error_of(reply, 503)["code"] == "shutting_down" and reply.headers["retry-after"] == "1"
         health = get(app, "/health")
         assert health.status == 503 and health.json()["status"] == "shutting down"
+
+
+def test_a_bug_of_ours_is_a_json_error_without_details(monkeypatch):
+    with serving() as (app, service, _):
+        monkeypatch.setattr(service, "submit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):  # the server's log gets it
+            post(app, PATH, {"prompt": "b"})
+        reply = asyncio.run(ask_and_catch(app))
+        error = error_of(reply, 500)
+        assert error["code"] == "internal_error" and "zero" not in error["message"]
+
+
+async def ask_and_catch(app):
+    """The answer of an application that raises behind it."""
+
+    async def caught(scope, receive, send):
+        with contextlib.suppress(ZeroDivisionError):
+            await app(scope, receive, send)
+
+    return await ask(caught, "POST", PATH, {"prompt": "b"})

@@ -21,7 +21,7 @@ def test_counts_gauges_and_histograms():
         before, _ = scrape(app)
         assert before["speccompile_generated_tokens_total", ""] == 0
         for prompt in ("bcd", "dab"):
-            assert post(app, "/v1/completions", {"prompt": prompt, "max_tokens": 20}).status == 200
+            assert post(app, "/v1/completions", {"prompt": prompt, "max_tokens": 20, "speculation": "on"}).status == 200
         samples, types = scrape(app)
         stats = service.stats()
     assert samples["speccompile_requests_total", ""] == 2

@@ -14,6 +14,7 @@ import pytest
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.engine import load
+from tests.serving.live_server import live_server
 
 DOCS = Path(__file__).parents[3] / "docs/assets"
 PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
@@ -240,3 +241,17 @@ def test_a_tree_with_branches_is_laid_out_without_overlap(page):
             assert one["top"] != other["top"] or one["left"] >= other["right"] or other["left"] >= one["right"]
     name = page.execute_script("return document.querySelector('#tree svg').getAttribute('aria-label')")
     assert name == "note"
+
+
+def test_a_server_with_a_key_asks_for_it(browser, chat_bundle):
+    with live_server(chat_bundle, "--api-key", "secret") as locked:
+        browser.get(locked.url)
+        wait(browser, "return !document.getElementById('key-row').hidden")
+        assert "API key is missing or wrong" in text(browser, "message")
+        script = (
+            "const key = document.getElementById('key'); key.value = 'secret'; key.dispatchEvent(new Event('change'))"
+        )
+        browser.execute_script(script)
+        wait(browser, "return !document.getElementById('model').hidden")
+        assert len(generate(browser, max_tokens="5")) > 1
+        browser.get_log("browser")  # Chromium logs the 401
