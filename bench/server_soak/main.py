@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Load a server for minutes, and compare every answer with the offline engine's.
+"""Load `speccompile serve` for minutes, and compare every answer with the offline engine's.
 
-    python bench/server_soak/main.py BUNDLE [--server serve] [--clients 64] [--seconds 180] [--json OUT]
+    python bench/server_soak/main.py BUNDLE [--clients 64] [--seconds 180] [--json OUT]
 
 Two phases of `--seconds` each: greedy requests, whole and streamed; then the same with 20 % abandoned and 5 % malformed
 ones. Afterwards nothing may be left in the server, its memory must not have grown, and SIGTERM must end it with 0.
@@ -27,7 +27,6 @@ from bench.server_soak.serve import ServeProcess  # noqa: E402
 from speccompile.core.sampling import SamplingParams  # noqa: E402
 from speccompile.runtime.engine import load as load_bundle  # noqa: E402
 
-SERVERS = {"serve": ServeProcess}
 LENGTHS = (16, 48)  # new tokens
 MAX_GROWTH = 0.05  # of memory, from the second quarter of a phase to its last
 
@@ -73,7 +72,6 @@ def main() -> int:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--server", choices=sorted(SERVERS), default="serve")
     parser.add_argument("--prompts", type=Path, default=ROOT / "examples/prompts.jsonl")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=180)
@@ -81,7 +79,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the report here")
     args = parser.parse_args()
     tasks = make_tasks(args.bundle, args.prompts)
-    server = SERVERS[args.server](args.bundle, args.log)
+    server = ServeProcess(args.bundle, args.log)
     phases = {
         "answers": Load(args.clients, args.seconds),
         "cancels": Load(args.clients, args.seconds, cancels=0.2, malformed=0.05, seed=1),
