@@ -7,6 +7,7 @@ serve run speccompile.serving.ray:build bundle=bundles/pycode num_replicas=2
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +127,17 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
     return {**options, "autoscaling_config": {name: getattr(settings, name) for name in names}}
 
 
-def build(settings: Settings) -> Application:
+def build(settings: Settings | Mapping[str, Any]) -> Application:
     """The application, for `serve run` and `serve deploy`.
 
     Args:
-        settings: see `Settings`. A relative `bundle` is one of this machine: name a path that all nodes have.
+        settings: see `Settings`; `serve run` gives them as texts by name. A relative `bundle` is one of this machine:
+            name a path that all nodes have.
+
+    Raises:
+        pydantic.ValidationError: there is no such setting, or no such value of it.
     """
-    placed = settings.model_copy(update={"bundle": settings.bundle.resolve()})
+    given = settings if isinstance(settings, Settings) else Settings.model_validate(settings)
+    placed = given.model_copy(update={"bundle": given.bundle.resolve()})
     deployment = serve.deployment(**deployment_options(placed))(serve.ingress()(Replica))
     return deployment.bind(placed)

@@ -24,7 +24,16 @@ def test_a_number_of_replicas_is_fixed_or_scaled():
 
 
 def test_the_application_names_its_deployment(tmp_path):
-    assert build(Settings(bundle=tmp_path)) is not None
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call
+
+    typed = {"bundle": str(tmp_path), "num_replicas": "2", "num_cpus": "0.5"}  # as `serve run` gives them
+    for application in (build(Settings(bundle=tmp_path, num_replicas=2, num_cpus=0.5)), call(build, typed)):
+        deployment = application._bound_deployment
+        assert deployment.name == "speccompile" and deployment.num_replicas == 2
+        [settings] = deployment.init_args
+        assert settings.bundle == tmp_path.resolve() and settings.num_cpus == 0.5
+    with pytest.raises(ValidationError, match="replicas"):
+        call(build, {"bundle": "b", "replicas": "2"})
 
 
 @pytest.mark.parametrize(
