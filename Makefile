@@ -42,7 +42,7 @@ $(TRITON_VENV)/.set-up: pyproject.toml examples/triton/install_server.py
 	$(PYTHON) examples/triton/install_server.py $(TRITON_VENV)
 	@touch $@
 
-test-triton: triton-server bundles/pycode/manifest.json  ## Run the tests against that server (about 2 minutes)
+test-triton: triton-server bundles/pycode/manifest.json  ## Run the tests against that server (about 3 minutes)
 	SPECCOMPILE_TRITON=$(TRITON_VENV)/bin/tritonserver SPECCOMPILE_OFFLINE=$(BIN)/speccompile $(TRITON_VENV)/bin/python -m pytest tests/serving/triton $(ARGS)
 
 test-ray: setup  ## Test the Ray Serve application on two replicas here (installs Ray into .venv; about 80 s)
