@@ -55,6 +55,7 @@ class Scheduler:
         self.counters = Counters()
         self.num_waiting = 0  # tickets none of whose outputs was given a place yet
         self._clock = clock
+        self._broken: BaseException | None = None
         self._is_lazy: bool = getattr(engine.proposer, "catches_up", False)
         self._tickets: dict[int, Ticket] = {}  # open ones
         self._deadlines: list[tuple[float, int]] = []  # a heap of (when, number of the ticket)
@@ -91,10 +92,16 @@ class Scheduler:
     def step(self) -> list[Event]:
         """Read a part of a prompt, decode one step; what came of it, in order."""
         events = self._expire()
+        events += self._mend()
         events += self._read_prompts()
         if self.places.active:
             events += self._decode()
-        return events
+        return events + self._mend()
+
+    def _mend(self) -> list[Event]:
+        """Where a cache could not be moved, no place can be trusted."""
+        fault, self._broken = self._broken, None
+        return [] if fault is None else self._restart(fault)
 
     def _expire(self) -> list[Event]:
         events: list[Event] = []
@@ -210,7 +217,10 @@ class Scheduler:
         ticket = output.ticket
         ticket.open.remove(output)
         if output is self.places.reading or output in self.places.active:
-            self.places.leave(output, keeps=piece.finish_reason != "error" and self._is_of_use(output))
+            try:
+                self.places.leave(output, keeps=piece.finish_reason != "error" and self._is_of_use(output))
+            except FAULTS as fault:
+                self._broken = fault
         else:
             self.queue.remove(output)
         if not ticket.open:

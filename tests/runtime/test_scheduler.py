@@ -222,6 +222,28 @@ def test_a_fault_while_a_prompt_is_read_ends_that_request_alone(monkeypatch):
     assert bench.tokens(one) == greedy([1, 2, 3], 30) and bench.tokens(three) == greedy([7, 8, 9], 8)
 
 
+@pytest.mark.parametrize("by", ["end", "cancel"])
+def test_a_cache_that_cannot_be_moved_ends_who_decodes_and_no_other(monkeypatch, by):
+    bench = Bench(slots=3, max_seq=120)
+    tickets = [bench.submit(numbers(20, i), sampling=SamplingParams(max_new_tokens=30 + 20 * i)) for i in range(3)]
+    while not bench.tokens(tickets[2]):
+        bench.step()
+
+    def failing(*places):
+        raise RuntimeFault("engine target", "a copy that failed", "one that does not", "Try again.")
+
+    monkeypatch.setattr(bench.target, "swap_slots", failing)
+    if by == "cancel":
+        bench.take(bench.scheduler.cancel(tickets[0]))
+    bench.finish()
+    ends = [bench.pieces[t.number][0][-1].finish_reason for t in tickets]
+    assert ends == ["cancelled" if by == "cancel" else "length", "error", "error"]
+    monkeypatch.undo()
+    bench.check()
+    assert bench.ask(numbers(20, 7))[0] == greedy(numbers(20, 7), 8)
+    assert bench.scheduler.counters.num_engine_faults == 1
+
+
 @pytest.mark.parametrize(("kind", "num_turns"), [("chain", 10_000), ("tree", 2_000), ("heads", 2_000)])
 def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_turns):
     rng, bench = random.Random(2), Bench(kind=kind, slots=5, max_seq=64)
