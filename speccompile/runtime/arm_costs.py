@@ -18,6 +18,9 @@ LEVEL_STEPS = 20  # that the level of a batch size is the mean of
 BLOCK = 4  # steps before it is the other arm's turn
 TRIAL_PAIRS = 8  # steps of either arm, at least
 TRIAL_TOKENS = 24  # sequences x steps that a trial looks at, at least
+COLD_STEPS = 4  # of an arm that is tried for the first time, not looked at
+LEAST_DOUBT = 0.02  # standard error of the ratio that a trial finds, as a share of it, whatever it looked like
+FIRST_DOUBT = 0.06  # the same of a first trial: it is repeated where that could matter
 LEVEL_DOUBT = 0.5  # what a ratio may change by when the level changes, as a share of that (in logarithms)
 DRIFT = 0.05  # what a ratio may change by in 1000 steps, as a share of it
 
@@ -56,10 +59,12 @@ class Cost:
 class Trial:
     """An arm that is tried in turn with the one in use, a few steps of either at a time."""
 
-    __slots__ = ("arm", "left", "skips", "step_s", "used", "used_s")
+    __slots__ = ("arm", "left", "lost", "num_cold", "price", "skips", "step_s", "used", "used_s")
 
-    def __init__(self, arm: int | None, used: int | None, batch: int) -> None:
+    def __init__(self, arm: int | None, used: int | None, batch: int, is_new: bool) -> None:
         self.arm, self.used = arm, used
+        self.price = self.lost = 0.0  # tokens: expected, and lost
+        self.num_cold = COLD_STEPS if is_new else 0  # memory is laid out for shapes that were not seen before
         pairs = max(TRIAL_PAIRS, -(-TRIAL_TOKENS // batch))
         self.left = 2 * BLOCK * -(-pairs // BLOCK)  # steps
         self.step_s: list[float] = []
@@ -67,12 +72,23 @@ class Trial:
         self.skips = PLAIN in (arm, used)  # drafts read what plain steps made them miss when they go on
 
     @property
+    def is_over(self) -> bool:
+        """Whether all steps were made, or it is far dearer than it was thought to be and that is clear by now."""
+        is_clear = min(len(self.step_s), len(self.used_s)) >= 3
+        return self.left == 0 or (is_clear and self.lost > 2 * self.price)
+
+    @property
     def turn(self) -> int | None:
         """The arm of the next step."""
+        if self.num_cold:
+            return self.arm
         return self.arm if (self.left - 1) // BLOCK % 2 else self.used
 
     def observe(self, step_s: float) -> None:
         """A step of `turn`."""
+        if self.num_cold:
+            self.num_cold -= 1
+            return
         is_first = self.left % BLOCK == 0
         self.left -= 1
         if not (is_first and self.skips):
@@ -81,7 +97,7 @@ class Trial:
     def ratio(self) -> tuple[float, float]:
         """Of the times of the two, and its standard error as a share of it."""
         (tried, tried_error), (used, used_error) = _typical(self.step_s), _typical(self.used_s)
-        return tried / used, max(math.hypot(tried_error, used_error), 0.005)
+        return tried / used, max(math.hypot(tried_error, used_error), LEAST_DOUBT)
 
 
 def _typical(values: Sequence[float]) -> tuple[float, float]:
@@ -103,6 +119,7 @@ class Bucket:
         self.num_own = 0.0
         self.allowance = CREDIT_STEPS * batch  # tokens
         self.trial: Trial | None = None
+        self.last_trial = 0  # step when one ended
         self.num_steps = self.num_tokens = self.num_level = 0
         self.num_lost = 0.0  # tokens, to trials
         self.steps_by_arm: dict[int | None, int] = {}
@@ -112,14 +129,17 @@ class Bucket:
         if arm in self.costs:
             return self.costs[arm].ratio
         plain = self.costs[PLAIN].ratio
-        shorter = sorted((k, cost.ratio) for k, cost in self.costs.items() if k is not None and 0 < k < (arm or 0))
-        if not shorter or arm is None:
+        shorter = sorted((k, cost.ratio) for k, cost in self.costs.items() if k is not None and k < (arm or 0))
+        if len(shorter) < 2 or arm is None:
             return plain
-        length, ratio = shorter[-1]
-        if len(shorter) > 1:  # steps do not grow by leaps again and again
-            slope = (ratio - shorter[-2][1]) / (length - shorter[-2][0])
-            ratio += (arm - length) * max(slope, 0.0) / 2
-        return max(ratio, plain)
+        (before, before_ratio), (length, ratio) = shorter[-2:]
+        slope = max(ratio - before_ratio, 0.0) / (length - before)
+        return max(ratio + (arm - length) * slope / 2, plain)  # half: it may have been a leap, and they are rare
+
+    def doubt_of(self, arm: int | None) -> float:
+        """Standard error of its cost over that of the arm in use, as a share of it."""
+        now, level_s = self.num_steps, self.level_s
+        return math.hypot(self.costs[arm].doubt(now, level_s), self.costs[self.used].doubt(now, level_s))
 
     def learn_level(self, arm: int | None, step_s: float) -> None:
         """A step of a known arm tells how fast the machine is now."""
@@ -133,9 +153,10 @@ class Bucket:
         """Both arms had their steps."""
         ratio, doubt = trial.ratio()
         arm, now = trial.arm, self.num_steps
+        self.last_trial = now
         ratio *= self.ratio_of(trial.used)
         self.costs[trial.used].anchor(now, self.level_s)
         if arm in self.costs:
             self.costs[arm].learn(ratio, doubt, now, self.level_s)
         else:
-            self.costs[arm] = Cost(ratio, doubt, now, self.level_s)
+            self.costs[arm] = Cost(ratio, max(doubt, FIRST_DOUBT), now, self.level_s)

@@ -30,6 +30,8 @@ CATCH_UP_STEPS = 2.0  # what it costs drafts to read what plain steps made them 
 MARGIN = 1.01  # a change must promise so much
 DECIDE_EVERY = 16  # steps between decisions while nobody joins or leaves
 PLAIN_DOUBT = 0.15  # from there on plain decoding is tried again, however bad it was
+DEBT_STEPS = 150  # after which plain decoding may be tried whatever is left of the allowance
+RICH_DOUBT = 0.15  # from there on any arm is, where there is nothing else to spend the allowance on
 OWN_MEMORY = 0.995  # weight of the past, after a step, in what the method's own policy brings
 OPTIMISM = 1.05  # of the tokens of an arm that was not tried
 
@@ -86,10 +88,13 @@ class Controller:
             bucket.used = best
         top = known[bucket.used]
         for arm in self._candidates(bucket, tokens, top):
-            trial = Trial(arm, bucket.used, len(slots))
+            trial = Trial(arm, bucket.used, len(slots), arm not in bucket.costs)
             catch_up = CATCH_UP_STEPS if bucket.used == PLAIN else 0.0
-            lost = max(bucket.ratio_of(arm) * (1.0 if arm in bucket.costs else 1.2) * top - tokens[arm], 0.0)
-            if bucket.num_level and len(slots) * (trial.left / 2 * lost + catch_up * top) <= bucket.allowance:
+            a_step = max(bucket.ratio_of(arm) * (1.0 if arm in bucket.costs else 1.2) * top - tokens[arm], 0.0)
+            trial.price = len(slots) * ((trial.num_cold + trial.left / 2) * a_step + catch_up * top)
+            # A debt must not keep us from what we shall never be slower than.
+            is_due = arm == PLAIN and bucket.num_steps - bucket.last_trial > DEBT_STEPS
+            if bucket.num_level and (trial.price <= bucket.allowance or is_due):
                 bucket.trial = trial
                 return
 
@@ -97,14 +102,16 @@ class Controller:
         """Arms that may be better than the one in use: first those that were never tried, the shortest of them."""
         new: list[int | None] = []
         old: list[tuple[float, int | None]] = []
+        is_rich = bucket.allowance >= CREDIT_STEPS * bucket.batch
         for arm in self.arms:
             hope = tokens[arm] / bucket.ratio_of(arm)
             if arm == bucket.used:
                 continue
             if arm in bucket.costs:
-                doubt = bucket.costs[arm].doubt(bucket.num_steps, bucket.level_s)
+                doubt = bucket.doubt_of(arm)
                 hope *= 1 + doubt
-                if hope > top or (arm == PLAIN and doubt > PLAIN_DOUBT):  # never slower than that, for long
+                # Never slower than plain for long; and what may be spent and is not needed looks for what has changed.
+                if hope > top or (arm == PLAIN and doubt > PLAIN_DOUBT) or (is_rich and doubt > RICH_DOUBT):
                     old.append((-hope, arm))
             elif OPTIMISM * hope > top:
                 new.append(arm)
@@ -127,7 +134,7 @@ class Controller:
         bucket.num_steps += 1
         bucket.num_tokens += num_tokens
         bucket.steps_by_arm[arm] = bucket.steps_by_arm.get(arm, 0) + 1
-        bucket.allowance = min(bucket.allowance + ALLOWANCE * num_tokens, 2 * CREDIT_STEPS * batch)
+        bucket.allowance = min(bucket.allowance + ALLOWANCE * num_tokens, CREDIT_STEPS * batch)
         if arm is None:
             bucket.own_tokens = OWN_MEMORY * bucket.own_tokens + sum(1 + step.num_accepted for step in steps)
             bucket.num_own = OWN_MEMORY * bucket.num_own + batch
@@ -140,9 +147,10 @@ class Controller:
             lost = max(bucket.num_tokens / bucket.num_steps * step_s / bucket.level_s - num_tokens, 0.0)
             bucket.allowance -= lost
             bucket.num_lost += lost
+            trial.lost += lost
         if trial is not None:
             trial.observe(step_s)
-            if trial.left == 0:
+            if trial.is_over:
                 bucket.learn_trial(trial)
                 bucket.trial, self._left = None, 0
 

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per second by batch size: plain decoding, chains of fixed lengths, and the controller, all by the scheduler.
+
+    python bench/controller.py BUNDLE --prompts PROMPTS.jsonl [--batches 1,2,4,8,16,32,64] [--fixed 2,4] [--json OUT]
+
+Each way has an engine and a scheduler of its own, always with as many sequences as the batch size says: when one
+ends, the next prompt is read, and that time counts. Ways take turns in windows of a second or so, in another order
+each round; the table has medians over the rounds. The controller is one object for all batch sizes, as in a server,
+and has `--warm-up` seconds at each batch size before the first round. `ratio` is controller / best of the others.
+"""
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import speccompile
+from speccompile.core.sampling import SamplingParams
+from speccompile.runtime.controller import Controller
+from speccompile.runtime.planner import Planner, StepTimes
+from speccompile.runtime.requests import Request
+from speccompile.runtime.scheduler import Scheduler
+from speccompile.runtime.slots import Slot, Step
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.tickets import Ticket, open_outputs
+
+
+class Fixed:
+    """A planner that always says the same."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def plan(self, slots: Sequence[Slot]) -> int | None:
+        """The length."""
+        return self.length
+
+    def observe(self, slots: Sequence[Slot], steps: Sequence[Step], nodes: int, times: StepTimes) -> None:
+        """Nothing to learn."""
+
+    def expects_drafts(self, num_active: int) -> bool:
+        """Whether there are any."""
+        return self.length > 0
+
+    def decisions(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+
+class Way:
+    """A scheduler that is kept busy.
+
+    Args:
+        engine: nobody else's.
+        planner: how far to draft.
+        requests: prompts with their sampling, taken in turn.
+    """
+
+    def __init__(self, engine: SpecEngine, planner: Planner, requests: Sequence[Request]) -> None:
+        self.engine, self.planner, self.requests = engine, planner, requests
+        self.speeds: list[float] = []
+        self._num_tickets = 0
+
+    def fill(self, batch: int) -> None:
+        """Begin with `batch` sequences, the same for every way."""
+        self.batch, self._num_tickets, self.speeds = batch, 0, []
+        self.scheduler = Scheduler(self.engine, self.planner, prefill_chunk=512, keep_prefixes=False)
+        while len(self.scheduler.places.active) < batch:
+            self._step()
+
+    def _step(self) -> int:
+        scheduler = self.scheduler
+        while len(scheduler.queue) + len(scheduler.places.active) + bool(scheduler.places.reading) < self.batch:
+            request = self.requests[self._num_tickets % len(self.requests)]
+            ticket = Ticket(request, self._num_tickets, perf_counter(), None, lambda piece: None)
+            open_outputs(ticket, self.engine, "auto")
+            scheduler.add(ticket)
+            self._num_tickets += 1
+        return sum(len(piece.tokens) for _, piece in scheduler.step())
+
+    def run(self, seconds: float) -> float:
+        """Tokens per second, of at least `seconds`."""
+        num_tokens, start_s = 0, perf_counter()
+        while (spent_s := perf_counter() - start_s) < seconds:
+            num_tokens += self._step()
+        return num_tokens / spent_s
+
+    def measure(self, seconds: float) -> None:
+        """One window."""
+        self.speeds.append(self.run(seconds))
+
+    def empty(self) -> None:
+        """End all sequences."""
+        self.scheduler.cancel_all()
+
+
+def make_ways(args: argparse.Namespace) -> dict[str, Way]:
+    """Each with an engine of its own."""
+    lines = [json.loads(line) for line in args.prompts.read_text().splitlines()]
+    rng = random.Random(args.seed)
+    rng.shuffle(lines)
+    requests = []
+    for number, line in enumerate(lines):
+        # Lengths differ, so that sequences end one by one.
+        most = rng.randrange(args.new_tokens // 2, 3 * args.new_tokens // 2)
+        params = SamplingParams(max_new_tokens=most, temperature=args.temperature, seed=number, ignore_eos=True)
+        requests.append(Request(line["prompt"], params))
+
+    def load(method: Any) -> SpecEngine:
+        return speccompile.load(args.bundle, method=method, verify=False)
+
+    ways = {"plain": Way(load("none"), Fixed(0), requests)}
+    ways |= {f"fixed {length}": Way(load(None), Fixed(length), requests) for length in args.fixed}
+    engine = load(None)
+    return {**ways, "controller": Way(engine, Controller(engine.context.max_draft_nodes), requests)}
+
+
+def measure(ways: dict[str, Way], batch: int, args: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
+    """A row of the table."""
+    for name, way in ways.items():
+        way.fill(batch)
+        way.run(args.warm_up if name == "controller" else 0.3)
+    for _ in range(args.rounds):
+        for way in rng.sample(list(ways.values()), len(ways)):
+            way.measure(args.seconds)
+    speeds = {name: statistics.median(way.speeds) for name, way in ways.items()}
+    best = max(speed for name, speed in speeds.items() if name != "controller")
+    decisions = ways["controller"].planner.decisions()
+    held = next(row for size, row in decisions.items() if int(size.split(",")[0]) >= batch)
+    for way in ways.values():
+        way.empty()
+    windows = {name: way.speeds for name, way in ways.items()}
+    return {"batch": batch, "speeds": speeds, "ratio": speeds["controller"] / best, "windows": windows, "held": held}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path, help="built with engine.max_batch_size of the largest batch")
+    parser.add_argument("--prompts", type=Path, required=True, help="one JSON object with `prompt` a line")
+    numbers = lambda text: [int(number) for number in text.split(",")]  # noqa: E731
+    parser.add_argument("--batches", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--fixed", type=numbers, default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a window")
+    parser.add_argument("--warm-up", type=float, default=6.0)
+    parser.add_argument("--new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    rng, ways, rows = random.Random(args.seed), make_ways(args), []
+    print("batch " + "".join(f"{name:>12}" for name in ways) + "   ratio  in use", flush=True)
+    for batch in args.batches:
+        row = measure(ways, batch, args, rng)
+        rows.append(row)
+        shown = "".join(f"{row['speeds'][name]:12.1f}" for name in ways)
+        print(f"{batch:5} {shown}   {row['ratio']:5.3f}  {row['held']['arm']}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
