@@ -38,13 +38,13 @@ class Outcome:
 
     Args:
         text: of the whole answer.
-        first_s: until the first text; of answers that came whole, until that.
+        first_s: until the first text; None of an answer that came whole.
         num_tokens: as the server counts them.
         error: what went wrong; None when nothing did.
     """
 
     text: str = ""
-    first_s: float = 0.0
+    first_s: float | None = None
     num_tokens: int = 0
     error: str | None = None
 
@@ -199,5 +199,5 @@ async def _ask(
         report.ends["right" if is_right else "wrong"] += 1
         report.faults += [] if is_right else [f"{outcome.text!r} is not {task.text!r}"]
         report.latencies_s.append(perf_counter() - start_s)
-        report.firsts_s.append(outcome.first_s)
+        report.firsts_s += [] if outcome.first_s is None else [outcome.first_s]
     report.num_tokens += outcome.num_tokens

@@ -70,7 +70,7 @@ class ServeProcess:
         if not streams:
             return await self._ask_whole(client, body)
         body["stream_options"] = {"include_usage": True}
-        start_s, first_s, text, num_pieces = perf_counter(), 0.0, "", 0
+        start_s, first_s, text, num_pieces = perf_counter(), None, "", 0
         async with client.stream("POST", self.url + PATH, json=body) as reply:
             if reply.status_code != 200:
                 return Outcome(error=f"{reply.status_code}: {(await reply.aread()).decode()}")
@@ -87,20 +87,19 @@ class ServeProcess:
                     return Outcome(text, error=str(event))
                 usage = event.get("usage") or usage
                 text += "".join(choice["text"] for choice in event["choices"])
-                first_s = first_s or perf_counter() - start_s
+                first_s = perf_counter() - start_s if first_s is None else first_s
                 num_pieces += 1
                 if num_pieces == most_pieces:
                     return Outcome(text)
         return Outcome(text, error="the stream ended without [DONE]")
 
     async def _ask_whole(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Outcome:
-        start_s = perf_counter()
         reply = await client.post(self.url + PATH, json=body)
         if reply.status_code != 200:
             return Outcome(error=f"{reply.status_code}: {reply.text}")
         answer = reply.json()
         text, num = answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
-        return Outcome(text, perf_counter() - start_s, num)
+        return Outcome(text, num_tokens=num)
 
     async def ask_wrongly(self, client: httpx.AsyncClient, rng: random.Random) -> str | None:
         """Send a malformed request."""
