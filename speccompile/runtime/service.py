@@ -239,7 +239,7 @@ class Service:
         """A snapshot, JSON-ready; see the page on the scheduler. Any thread; waits for the step that is running."""
         answer: SimpleQueue[dict[str, Any]] = SimpleQueue()
         with self._lock:
-            is_running = self._is_running
+            is_running = self._is_running and threading.current_thread() is not self._thread
             if is_running:
                 self._commands.put(_Tell(answer))
         snapshot = answer.get() if is_running else self._scheduler.json_from_scheduler()

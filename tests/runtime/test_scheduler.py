@@ -254,7 +254,17 @@ def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_tur
             raise RuntimeError(f"broken {armed.pop()}")
         return real(feeds, first_slot)
 
+    def sometimes_unmovable(move):
+        def moved(*places):
+            if armed == ["move"]:
+                raise RuntimeError(f"broken {armed.pop()}")
+            move(*places)
+
+        return moved
+
     monkeypatch.setattr(bench.target, "run", sometimes_failing)
+    for name in ("move_slot", "swap_slots"):
+        monkeypatch.setattr(bench.target, name, sometimes_unmovable(getattr(bench.target, name)))
     chats = [numbers(rng.randint(1, 20), seed) for seed in range(6)]
     for turn in range(num_turns):
         what = rng.random()
@@ -272,7 +282,7 @@ def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_tur
         elif what < 0.4 and bench.tickets:
             bench.take(bench.scheduler.cancel(rng.choice(bench.tickets[-12:])))
         elif what < 0.42:
-            armed[:] = [rng.choice(("prompt", "step"))]
+            armed[:] = [rng.choice(("prompt", "step", "move"))]
             bench.step()
         else:
             bench.step()

@@ -229,3 +229,15 @@ def test_stop_strings_and_ends_are_not_shown(serve):
     pieces, wanted = ended.wait(), TARGET.greedy([0, 1, 2], 40)
     assert [t for p in pieces for t in p.tokens] == wanted[: wanted.index(eos) + 1]
     assert pieces[-1].finish_reason == "stop"
+
+
+def test_stats_can_be_asked_for_where_pieces_are_taken(serve):
+    service, seen, done = serve(), [], threading.Event()
+
+    def take(piece):
+        seen.append(service.stats()["num_tokens"])
+        if piece.finish_reason:
+            done.set()
+
+    service.submit(Request("abc", greedy(9)), take)
+    assert done.wait(30) and seen == sorted(seen) and seen[-1] == 9
