@@ -48,7 +48,8 @@ class Seen:
     wrong: list[str] = field(default_factory=list)
     first_ms: list[float] = field(default_factory=list)
     whole_ms: list[float] = field(default_factory=list)
-    rss_mib: list[int] = field(default_factory=list)
+    server_mib: list[int] = field(default_factory=list)
+    model_mib: list[int] = field(default_factory=list)
 
 
 async def pieces(server: TritonServer, body: bytes) -> AsyncIterator[tuple[int, dict[str, Any]]]:
@@ -130,7 +131,8 @@ async def run(server: TritonServer, args: argparse.Namespace, texts: list[tuple[
 
     async def watch() -> None:
         while True:
-            seen.rss_mib.append(memory_mib([server.process.pid, *server.model_pids()]))
+            seen.server_mib.append(memory_mib([server.process.pid]))
+            seen.model_mib.append(memory_mib(server.model_pids()))
             await asyncio.sleep(max(args.seconds / 12, 1))
 
     watcher = asyncio.create_task(watch())
@@ -163,7 +165,7 @@ def report(seen: Seen, before: dict[str, float], after: dict[str, float], second
         "tokens_per_s": round(tokens / seconds, 1),
         "time_to_first_piece_ms": percentiles(seen.first_ms),
         "latency_ms": percentiles(seen.whole_ms),
-        "memory_mib": seen.rss_mib,
+        "memory_mib": {"server": seen.server_mib, "model": seen.model_mib},
         "cancelled": after["speccompile_cancelled_total"] - before["speccompile_cancelled_total"],
         "acceptance_rate": round(after["speccompile_acceptance_rate"], 3),
         "left_over": {name: after[f"speccompile_{name}"] for name in ("active", "queued")},

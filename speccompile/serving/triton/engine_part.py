@@ -220,12 +220,14 @@ class EnginePart:
 
     def _drop(self, exchange: Exchange) -> None:
         """No more answers; end what still runs for it."""
+        tickets = exchange.tickets
         self._finish(exchange)
-        for ticket in exchange.tickets:
+        for ticket in tickets:
             self._service.cancel(ticket)
 
     def _finish(self, exchange: Exchange) -> None:
         exchange.is_over = True
+        exchange.tickets = []  # a ticket refers to its exchange by its callback
         with self._lock:
             self._open.discard(exchange)
 
