@@ -14,6 +14,7 @@ from statistics import fmean, median, stdev
 
 PLAIN = 0
 CREDIT_STEPS = 60.0  # a fresh batch size may lose so many plain steps at once: it knows nothing yet
+CREDIT_BATCH = 8  # smaller batches as many tokens as this one: their trials are longer
 LEVEL_STEPS = 20  # that the level of a batch size is the mean of
 BLOCK = 4  # steps before it is the other arm's turn
 TRIAL_PAIRS = 8  # steps of either arm, at least
@@ -117,12 +118,17 @@ class Bucket:
         self.level_s = 0.0  # seconds that the ratios are of
         self.own_tokens = 0.0  # of a sequence and step, under the method's own policy, times their weight
         self.num_own = 0.0
-        self.allowance = CREDIT_STEPS * batch  # tokens
+        self.allowance = self.credit  # tokens
         self.trial: Trial | None = None
         self.last_trial = 0  # step when one ended
         self.num_steps = self.num_tokens = self.num_level = 0
         self.num_lost = 0.0  # tokens, to trials
         self.steps_by_arm: dict[int | None, int] = {}
+
+    @property
+    def credit(self) -> float:
+        """Tokens that trials may lose at once."""
+        return CREDIT_STEPS * max(self.batch, CREDIT_BATCH)
 
     def ratio_of(self, arm: int | None) -> float:
         """What it costs; of an arm that was not tried, the least that it may cost."""

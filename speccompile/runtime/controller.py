@@ -20,13 +20,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from speccompile.runtime.acceptance_record import AcceptanceRecord
-from speccompile.runtime.arm_costs import CREDIT_STEPS, PLAIN, TRIAL_TOKENS, Bucket, Trial
+from speccompile.runtime.arm_costs import PLAIN, TRIAL_TOKENS, Bucket, Trial
 from speccompile.runtime.planner import StepTimes
 from speccompile.runtime.slots import Slot, Step
 
 LENGTHS = (1, 2, 3, 4, 6, 8)  # of chains
 ALLOWANCE = 0.0075  # of the tokens, for trials
 CATCH_UP_STEPS = 2.0  # what it costs drafts to read what plain steps made them miss, for a trial's price
+UNSEEN = 0.03  # what drafts cost that no step shows, as a share of all: prompts are read for them as well
 MARGIN = 1.01  # a change must promise so much
 DECIDE_EVERY = 16  # steps between decisions while nobody joins or leaves
 PLAIN_DOUBT = 0.15  # from there on plain decoding is tried again, however bad it was
@@ -82,6 +83,7 @@ class Controller:
     def _decide(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         """Go over to the best arm that is known, and try one that may be better if that can be paid."""
         tokens = self._tokens(bucket, slots)
+        tokens[PLAIN] *= 1 + UNSEEN
         known = {arm: tokens[arm] / bucket.ratio_of(arm) for arm in bucket.costs}
         best = max(known, key=known.__getitem__)
         if known[best] > MARGIN * known[bucket.used]:
@@ -102,7 +104,7 @@ class Controller:
         """Arms that may be better than the one in use: first those that were never tried, the shortest of them."""
         new: list[int | None] = []
         old: list[tuple[float, int | None]] = []
-        is_rich = bucket.allowance >= CREDIT_STEPS * bucket.batch
+        is_rich = bucket.allowance >= bucket.credit
         for arm in self.arms:
             hope = tokens[arm] / bucket.ratio_of(arm)
             if arm == bucket.used:
@@ -134,7 +136,7 @@ class Controller:
         bucket.num_steps += 1
         bucket.num_tokens += num_tokens
         bucket.steps_by_arm[arm] = bucket.steps_by_arm.get(arm, 0) + 1
-        bucket.allowance = min(bucket.allowance + ALLOWANCE * num_tokens, CREDIT_STEPS * batch)
+        bucket.allowance = min(bucket.allowance + ALLOWANCE * num_tokens, bucket.credit)
         if arm is None:
             bucket.own_tokens = OWN_MEMORY * bucket.own_tokens + sum(1 + step.num_accepted for step in steps)
             bucket.num_own = OWN_MEMORY * bucket.num_own + batch
