@@ -133,16 +133,17 @@ def _words(row: Row, name: str, tokenizer: Tokenizer) -> list[list[int]]:
 
 def _bias(row: Row, tokenizer: Tokenizer) -> NDArray[np.float32]:
     """[vocab], the weight of a word at each of its tokens; [1], a zero, where there is none."""
-    words = _words(row, "EMBEDDING_BIAS_WORDS", tokenizer)
-    weights = row.get("EMBEDDING_BIAS_WEIGHTS", np.zeros(0)).reshape(-1)[: max(len(words), 0) or None]
-    if not words:
+    name = "EMBEDDING_BIAS_WORDS"
+    words = [_text(word, name) for word in row[name].reshape(-1)] if name in row else []
+    weights = row["EMBEDDING_BIAS_WEIGHTS"].reshape(-1).tolist() if "EMBEDDING_BIAS_WEIGHTS" in row else []
+    if not any(words):
         return np.zeros(1, dtype=np.float32)
     if len(weights) != len(words):
         got = f"{len(words)} words, {len(weights)} weights"
         raise RuntimeFault("embedding_bias_words, embedding_bias_weights", got, "one weight a word", "Correct them.")
     bias = np.zeros(tokenizer.get_vocab_size(), dtype=np.float32)
     for word, weight in zip(words, weights, strict=True):
-        bias[word] += weight
+        bias[list(tokenizer.encode(word, add_special_tokens=False).ids)] += weight
     return bias
 
 

@@ -77,13 +77,18 @@ class GrpcStream:
     """A bidirectional gRPC stream with one request in it."""
 
     def __init__(
-        self, server: TritonServer, values: Mapping[str, Any], model: str = "speccompile", **kwargs: Any
+        self,
+        server: TritonServer,
+        values: Mapping[str, Any],
+        model: str = "speccompile",
+        headers: Mapping[str, str] | None = None,
+        **kwargs: Any,
     ) -> None:
         import tritonclient.grpc as triton
 
         self._answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self._client = triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
-        self._client.start_stream(lambda result, error: self._answers.put((result, error)))
+        self._client.start_stream(lambda result, error: self._answers.put((result, error)), headers=headers)
         inputs = [grpc_input(triton, name, value) for name, value in values.items()]
         self._client.async_stream_infer(model, inputs, enable_empty_final_response=True, **kwargs)
 

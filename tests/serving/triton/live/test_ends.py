@@ -96,10 +96,16 @@ def test_a_stream_that_fails_on_its_way_says_so_and_is_no_whole_answer(server, p
     assert whole["text"].startswith(text) or text.startswith(whole["text"])
 
 
-def test_grpc_gives_the_status_of_an_error(server):
-    stream = GrpcStream(server, {"text_input": "x", "max_tokens": -3, "stream": True})
-    with pytest.raises(Exception, match=r"SamplingParams\.max_new_tokens: got -3"):
-        list(stream.results())
+@pytest.mark.parametrize(("value", "status"), [(-3, "INVALID_ARGUMENT"), (3, None)])
+def test_grpc_gives_an_error_a_status_where_it_is_asked_to(server, value, status):
+    values = {"text_input": "x", "max_tokens": value, "stream": True}
+    stream = GrpcStream(server, values, headers={"triton_grpc_error": "true"})
+    if status is None:
+        assert list(stream.results())
+    else:
+        with pytest.raises(Exception, match=r"SamplingParams\.max_new_tokens: got -3") as fault:
+            list(stream.results())
+        assert status in str(fault.value.status())
     stream.close()
 
 
