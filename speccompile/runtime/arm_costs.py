@@ -97,15 +97,22 @@ class Trial:
 
     def ratio(self) -> tuple[float, float]:
         """Of the times of the two, and its standard error as a share of it."""
-        (tried, tried_error), (used, used_error) = _typical(self.step_s), _typical(self.used_s)
+        varies = None in (self.arm, self.used)
+        (tried, tried_error), (used, used_error) = _typical(self.step_s, varies), _typical(self.used_s, varies)
         return tried / used, max(math.hypot(tried_error, used_error), LEAST_DOUBT)
 
 
-def _typical(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of what is not out of all proportion, and its relative error: neighbours make some steps long."""
+def _typical(values: Sequence[float], varies: bool) -> tuple[float, float]:
+    """A mean, and its relative error. Other processes make some steps long, never one short.
+
+    Args:
+        values: at least two.
+        varies: steps differ by themselves, as with a policy that drafts now more, now less: all of them count, but for
+            what is out of all proportion. Otherwise the shorter half does.
+    """
     most = 2 * median(values)
-    kept = [min(value, most) for value in values]
-    return fmean(kept), stdev(kept) / fmean(kept) / math.sqrt(len(kept))
+    kept = [min(value, most) for value in values] if varies else sorted(values)[: max(len(values) // 2, 2)]
+    return fmean(kept), (1 if varies else 2) * stdev(kept) / fmean(kept) / math.sqrt(len(kept))
 
 
 class Bucket:
@@ -152,7 +159,7 @@ class Bucket:
         sample = step_s / self.ratio_of(arm)
         self.num_level += 1
         if self.num_level > LEVEL_STEPS:  # a step that was held up by others is no new level
-            sample = min(sample, 3 * self.level_s)
+            sample = min(sample, 1.5 * self.level_s)
         self.level_s += (sample - self.level_s) / min(self.num_level, LEVEL_STEPS)
 
     def learn_trial(self, trial: Trial) -> None:
