@@ -145,10 +145,9 @@ def test_sampled_text_is_plain_text_where_no_text_may_depend_on_drafts(lab, meth
         for i, (t, k, p) in enumerate((laws * 2)[: len(prompts())])
     ]
     plain = [r.tokens for r in engine.generate(prompts(), asked, speculative=False, batch_size=1)]
-    for batch_size in (1, 3):
-        texts, num_accepted = decode_with_limits(engine, asked, batch_size, seed=batch_size)
-        assert texts == plain, f"batch {batch_size}"
-        assert num_accepted >= 5
+    texts, num_accepted = decode_with_limits(engine, asked, batch_size=3, seed=3)
+    assert texts == plain
+    assert num_accepted >= 5
 
 
 def talk(engine, keeps, at_once):
