@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.onnxruntime.tune import measure_graph
-from speccompile.runtime.bundle import digest_from_manifest, read_bundle
+from speccompile.runtime.bundle import digest_from_manifest, read_bundle, weights_beside
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAIN, AUTO = {"speculator.tree": "chain"}, {"speculator.tree": "auto"}
@@ -83,9 +83,11 @@ def retune(bundle: Path, known: dict[str, dict[str, Any]] | None) -> None:
         if "tuning" in record and known is None:
             record["tuning"].pop("step_ms", None)
         elif "tuning" in record and known is not None:
-            digest = hashlib.sha256(opened.graph_path(name).read_bytes()).hexdigest()
+            path, graphs = opened.graph_path(name), [g for g, r in opened.graphs.items() if "tuning" in r]
+            others = weights_beside(path, map(opened.graph_path, graphs))
+            digest = hashlib.sha256(path.read_bytes()).hexdigest() + f" {others}"
             if digest not in known:
-                known[digest] = measure_graph(opened.graph_path(name), opened.graph_spec(name))
+                known[digest] = measure_graph(path, opened.graph_spec(name), None, others)
             record["tuning"] = known[digest]
     opened.manifest["digest"] = digest_from_manifest(opened.manifest)
     (bundle / "manifest.json").write_text(json.dumps(opened.manifest, indent=1) + "\n")

@@ -18,7 +18,7 @@ from speccompile.core.devices import backend_on
 from speccompile.core.specs import spec_from_json
 from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.plan import BuildPlan
-from speccompile.runtime.bundle import MANIFEST, Bundle, read_bundle
+from speccompile.runtime.bundle import MANIFEST, Bundle, read_bundle, weights_beside
 
 ROLLBACK = "rollback"
 
@@ -66,7 +66,8 @@ def build(
         for graph in graphs:
             record = records[graph.job.name]
             spec, file = spec_from_json(record["spec"]), folder / record["file"]
-            record["tuning"] = tune_graph(graph, spec, plan, backend, file, cache, log)
+            others = weights_beside(file, [files[other.job.name] for other in graphs])
+            record["tuning"] = tune_graph(graph, spec, plan, backend, file, others, cache, log)
         with log.stage("check graphs") as stage:
             stage.skipped = backend.why_unchecked()
             for graph in graphs:

@@ -175,9 +175,18 @@ def compile_graph(
 
 
 def tune_graph(
-    graph: Graph, spec: GraphSpec, plan: BuildPlan, backend: Any, file: Path, cache: StageCache, log: StageLog
+    graph: Graph,
+    spec: GraphSpec,
+    plan: BuildPlan,
+    backend: Any,
+    file: Path,
+    others_bytes: int,
+    cache: StageCache,
+    log: StageLog,
 ) -> dict[str, Any]:
     """Measure threads and step times of a compiled graph, whose own spec is given, or take them from the cache.
+
+    `others_bytes` are those of the graphs that it takes turns with, see `weights_beside`.
 
     Raises:
         BuildError: the graph does not run.
@@ -185,11 +194,18 @@ def tune_graph(
     threads = None if plan.engine.threads == "auto" else plan.engine.threads
 
     def make(dest: Path) -> None:
-        write_json(dest / _TUNING, backend.tune(file, spec, threads))
+        write_json(dest / _TUNING, backend.tune(file, spec, threads, others_bytes))
 
     scratch = file.parent / "tuning"
     with log.stage(f"tune {graph.job.name}") as stage:
-        key = digest_from_json({"graph": graph.key, "threads": threads, "unmeasured": backend.why_unchecked()})
+        key = digest_from_json(
+            {
+                "graph": graph.key,
+                "threads": threads,
+                "others_bytes": others_bytes,
+                "unmeasured": backend.why_unchecked(),
+            }
+        )
         stage.cached = cache.fetch("tunings", key, scratch, make)
         tuning = read_json(scratch / _TUNING)
         shutil.rmtree(scratch)

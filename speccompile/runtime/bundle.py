@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,17 @@ def digests_from_folder(folder: Path) -> dict[str, dict[str, Any]]:
 def digest_from_json(value: Mapping[str, Any]) -> str:
     """SHA-256 of a JSON-ready mapping, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def weights_beside(file: Path, files: Iterable[Path]) -> int:
+    """Bytes of the graphs that one takes turns with: of all files in the folders of the others.
+
+    Args:
+        file: the graph.
+        files: of all graphs that run, itself among them.
+    """
+    folders = {other.parent for other in files} - {file.parent}
+    return sum(part.stat().st_size for folder in folders for part in folder.iterdir() if part.is_file())
 
 
 def digest_from_manifest(manifest: Mapping[str, Any]) -> str:

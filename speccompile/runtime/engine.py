@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import BundleError
-from speccompile.runtime.bundle import Bundle, check_files, read_bundle
+from speccompile.runtime.bundle import Bundle, check_files, read_bundle, weights_beside
 from speccompile.runtime.spec_engine import Generation, SpecEngine, Stream
 from speccompile.runtime.stats import TimedEngine
 
@@ -61,7 +61,7 @@ def load(
     if not verify and getattr(backend_on(backend, _device(bundle)), "runs_code_on_load", False):
         check_files(bundle.path, bundle.manifest["files"])
     graphs = [TARGET, *(job.name for job in jobs)]
-    tunings = {graph: _tuning(bundle, graph, backend) for graph in graphs}
+    tunings = {graph: _tuning(bundle, graph, graphs, backend) for graph in graphs}
     context = _context(bundle, tunings)
     if threads is not None:
         tunings[TARGET]["threads"] = threads
@@ -103,12 +103,13 @@ def _method_config(section: Mapping[str, Any], override: str | Mapping[str, Any]
         ) from fault
 
 
-def _tuning(bundle: Bundle, graph: str, backend: str) -> dict[str, Any]:
+def _tuning(bundle: Bundle, graph: str, graphs: Sequence[str], backend: str) -> dict[str, Any]:
     """The record in the bundle, or one measured on this machine when the bundle was built on another."""
     record, loader = bundle.graphs[graph].get("tuning", {}), backend_on(backend, _device(bundle))
     threads = bundle.recipe["engine"].get("threads") if graph == TARGET else None
     fixed = threads if isinstance(threads, int) else None
-    tuning: dict[str, Any] = loader.adapt_tuning(bundle.graph_path(graph), bundle.graph_spec(graph), record, fixed)
+    path, others = bundle.graph_path(graph), weights_beside(bundle.graph_path(graph), map(bundle.graph_path, graphs))
+    tuning: dict[str, Any] = loader.adapt_tuning(path, bundle.graph_spec(graph), record, fixed, others)
     return tuning
 
 

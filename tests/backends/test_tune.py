@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from speccompile.backends import measuring
 from speccompile.backends.measuring import NODE_COUNTS
 from speccompile.backends.onnxruntime import tune
 from speccompile.backends.onnxruntime.engine import session_options
 from speccompile.errors import BuildError
+from speccompile.runtime.bundle import weights_beside
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
@@ -49,6 +51,8 @@ def test_a_record_of_another_cpu_is_measured_anew_once(
     assert tune.adapt_tuning(path, spec, elsewhere)["threads"] == 2
     assert tune.adapt_tuning(path, spec, elsewhere)["step_ms"] == {"1": 3.0}
     assert calls == [path]
+    assert tune.adapt_tuning(path, spec, elsewhere, others_bytes=7)["threads"] == 2 and calls == [path] * 2
+    next(tmp_path.glob("tuning/*.json")).unlink()
     (kept,) = tmp_path.glob("tuning/*.json")
     assert json.loads(kept.read_text())["threads"] == 2
 
@@ -57,3 +61,34 @@ def test_thread_counts_end_with_all_usable_cpus(monkeypatch: pytest.MonkeyPatch)
     for usable, wanted in ((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6])):
         monkeypatch.setattr(tune.os, "sched_getaffinity", lambda _, n=usable: set(range(n)))
         assert tune.thread_counts() == wanted
+
+
+def test_what_a_graph_takes_turns_with_is_all_in_the_folders_of_the_others(tmp_path: Path) -> None:
+    for name, sizes in {"target": (3, 50), "draft": (2, 40), "heads": (1,)}.items():
+        (tmp_path / name / "scratch").mkdir(parents=True)
+        for index, size in enumerate(sizes):
+            (tmp_path / name / f"{index}.onnx").write_bytes(bytes(size))
+    files = [tmp_path / name / "0.onnx" for name in ("target", "draft", "heads")]
+    assert weights_beside(files[0], files) == 43 and weights_beside(files[1], files) == 54
+    assert weights_beside(files[0], files[:1]) == 0
+
+
+def test_other_weights_are_read_before_every_measured_step(monkeypatch: pytest.MonkeyPatch, compiled: Any) -> None:
+    _, graph_spec, _ = compiled("onnxruntime", "none", "fp32", "target")
+    events: list[str] = []
+
+    class Others:
+        def sum(self) -> None:
+            events.append("read")
+
+    class Engine:
+        spec, max_rows, max_slots = graph_spec, 64, 1
+
+        def run(self, feeds: Any) -> None:
+            events.append("run")
+
+    monkeypatch.setattr(measuring.np, "ones", lambda num, dtype: events.append(str(num)) or Others())
+    measuring.measure_steps(Engine(), others_bytes=1 << 40)  # type: ignore[arg-type]
+    warm, (size, *rest) = events[: (at := events.index(str(measuring.MAX_OTHERS_BYTES // 8)))], events[at:]
+    assert size and warm == ["run"] * len(NODE_COUNTS)
+    assert rest == ["read", "run"] * (len(rest) // 2) and len(rest) >= 2 * measuring.MIN_REPEATS * len(NODE_COUNTS)

@@ -92,7 +92,7 @@ class FakeBackend:
         (dest / "graph.onnx").write_text("rollback")
         return rollback_spec(dims)
 
-    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None) -> dict[str, Any]:
+    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
         assert path.exists()
         return {"threads": threads or 1, "step_ms": {"1": 1.0}}
 

@@ -120,19 +120,24 @@ class OnnxRuntimeBackend:
         """Why compiled graphs cannot run on the machine that builds them; None: they can, and are checked."""
         return None
 
-    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None) -> dict[str, Any]:
+    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
         """Measure thread counts and step costs of a lowered graph: see `measure_graph`."""
         from speccompile.backends.onnxruntime.tune import measure_graph
 
-        return measure_graph(path, spec, threads)
+        return measure_graph(path, spec, threads, others_bytes)
 
     def adapt_tuning(
-        self, path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None
+        self,
+        path: Path,
+        spec: GraphSpec,
+        tuning: Mapping[str, Any],
+        threads: int | None = None,
+        others_bytes: int = 0,
     ) -> dict[str, Any]:
         """The record for this machine: see `speccompile.backends.onnxruntime.tune.adapt_tuning`."""
         from speccompile.backends.onnxruntime.tune import adapt_tuning
 
-        return adapt_tuning(path, spec, tuning, threads)
+        return adapt_tuning(path, spec, tuning, threads, others_bytes)
 
     def load(
         self,

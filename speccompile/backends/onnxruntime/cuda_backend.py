@@ -78,12 +78,12 @@ class OrtCudaBackend(OnnxRuntimeBackend):
             return _NO_GPU
         return None
 
-    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None) -> dict[str, Any]:
+    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
         """Step times on the GPU; without one a record that says that nothing was measured, and why."""
         from speccompile.backends.measuring import measure_steps, measured_sizes
         from speccompile.backends.tensorrt.device import open_device
 
-        del threads
+        del threads, others_bytes  # a GPU reads all weights from its memory in every step
         why = self.why_unchecked()
         if why is not None:
             return {"measured": False, "why": why}
@@ -92,7 +92,12 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         return {"measured": True, "gpu": open_device(0).properties()["name"], "step_ms": measure_steps(engine)}
 
     def adapt_tuning(
-        self, path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None
+        self,
+        path: Path,
+        spec: GraphSpec,
+        tuning: Mapping[str, Any],
+        threads: int | None = None,
+        others_bytes: int = 0,
     ) -> dict[str, Any]:
         """The record as it is, or one measured now where it was made without a GPU or on another one."""
         from speccompile.backends.tensorrt.device import open_device

@@ -42,13 +42,14 @@ def thread_counts() -> list[int]:
     return counts if counts[-1] == usable else [*counts, usable]
 
 
-def measure_graph(path: Path, spec: GraphSpec, threads: int | None = None) -> dict[str, Any]:
+def measure_graph(path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
     """Measure a lowered graph in a child process.
 
     Args:
         path: the ONNX file.
         spec: its inputs and outputs.
         threads: measure with this many only; None tries `thread_counts()`.
+        others_bytes: see `measure_steps`.
 
     Returns:
         {"cpu", "threads", "spinning", "step_ms": {nodes: ms at batch 1}, "tried": [...]}.
@@ -56,7 +57,8 @@ def measure_graph(path: Path, spec: GraphSpec, threads: int | None = None) -> di
     Raises:
         BuildError: the child died; the end of its output is in the message.
     """
-    request = {"path": str(path), "spec": spec.json_from_spec(), "threads": [threads] if threads else thread_counts()}
+    counts = [threads] if threads else thread_counts()
+    request = {"path": str(path), "spec": spec.json_from_spec(), "threads": counts, "others_bytes": others_bytes}
     command = [sys.executable, "-m", "speccompile.backends.onnxruntime.tune"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -66,7 +68,9 @@ def measure_graph(path: Path, spec: GraphSpec, threads: int | None = None) -> di
     return result
 
 
-def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None) -> dict[str, Any]:
+def adapt_tuning(
+    path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None, others_bytes: int = 0
+) -> dict[str, Any]:
     """The tuning record for the machine at hand.
 
     A record made on another CPU is measured anew, once: the result is kept in the user's cache folder
@@ -77,6 +81,7 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads
         spec: its inputs and outputs.
         tuning: the record in the bundle.
         threads: measure with this many only.
+        others_bytes: see `measure_steps`.
 
     Raises:
         BuildError: see `measure_graph`.
@@ -84,13 +89,13 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads
     cpu = cpu_name()
     if not tuning or tuning.get("cpu") == cpu:
         return dict(tuning)
-    digest = hashlib.sha256(path.read_bytes() + f"{cpu} {threads}".encode()).hexdigest()[:32]
+    digest = hashlib.sha256(path.read_bytes() + f"{cpu} {threads} {others_bytes}".encode()).hexdigest()[:32]
     folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "tuning"
     kept = folder / f"{digest}.json"
     if kept.exists():
         record: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
         return record
-    record = measure_graph(path, spec, threads)
+    record = measure_graph(path, spec, threads, others_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     fresh = kept.with_suffix(f".{os.getpid()}.tmp")
     fresh.write_text(json.dumps(record), encoding="utf-8")
@@ -98,12 +103,12 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads
     return record
 
 
-def _measure(path: Path, spec: GraphSpec, settings: Mapping[str, Any]) -> dict[str, float]:
+def _measure(path: Path, spec: GraphSpec, settings: Mapping[str, Any], others_bytes: int) -> dict[str, float]:
     from speccompile.backends.onnxruntime.engine import load_engine
 
     max_slots, max_rows = measured_sizes(spec)
     engine = load_engine(path, spec, max_slots=max_slots, max_rows=max_rows, settings=settings)
-    return measure_steps(engine)
+    return measure_steps(engine, others_bytes)
 
 
 def main() -> None:
@@ -113,7 +118,7 @@ def main() -> None:
     tried = []
     for threads in request["threads"]:
         settings = {"threads": threads, "spinning": "stop"}
-        tried.append({**settings, "step_ms": _measure(path, spec, settings)})
+        tried.append({**settings, "step_ms": _measure(path, spec, settings, request["others_bytes"])})
     # A draft-verify loop alternates between one node and a handful: both count, whatever their scale.
     best = min(tried, key=lambda t: t["step_ms"]["1"] * t["step_ms"]["4"])
     print(json.dumps({"cpu": cpu_name(), **best, "tried": tried}))

@@ -82,16 +82,21 @@ class ReferenceBackend:
         """Its graphs run everywhere: None."""
         return None
 
-    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None) -> dict[str, Any]:
+    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
         """Nothing is measured: an empty record."""
-        del path, spec, threads
+        del path, spec, threads, others_bytes
         return {}
 
     def adapt_tuning(
-        self, path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None
+        self,
+        path: Path,
+        spec: GraphSpec,
+        tuning: Mapping[str, Any],
+        threads: int | None = None,
+        others_bytes: int = 0,
     ) -> dict[str, Any]:
         """The record as it is."""
-        del path, spec, threads
+        del path, spec, threads, others_bytes
         return dict(tuning)
 
     def load(

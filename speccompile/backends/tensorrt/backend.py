@@ -186,21 +186,26 @@ class TensorRTBackend:
 
         return None if find_compute_capabilities() else _NO_GPU
 
-    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None) -> dict[str, Any]:
+    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
         """Measure step times; without a GPU a record that says that nothing was measured, and why."""
         from speccompile.backends.tensorrt.tune import measure_plan
 
-        del threads
+        del threads, others_bytes  # a GPU reads all weights from its memory in every step
         why = self.why_unchecked()
         return measure_plan(path, spec) if why is None else {"measured": False, "why": why}
 
     def adapt_tuning(
-        self, path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None
+        self,
+        path: Path,
+        spec: GraphSpec,
+        tuning: Mapping[str, Any],
+        threads: int | None = None,
+        others_bytes: int = 0,
     ) -> dict[str, Any]:
         """The record for the GPU at hand: see `tune.adapt_tuning`."""
         from speccompile.backends.tensorrt.tune import adapt_tuning
 
-        del threads
+        del threads, others_bytes  # a GPU reads all weights from its memory in every step
         return adapt_tuning(path, spec, tuning)
 
     def load(
