@@ -43,7 +43,7 @@ $(TRITON_VENV)/.set-up: pyproject.toml examples/triton/install_server.py
 	@touch $@
 
 test-triton: triton-server bundles/pycode/manifest.json  ## Run the tests against that server (about 3 minutes)
-	SPECCOMPILE_TRITON=$(TRITON_VENV)/bin/tritonserver SPECCOMPILE_OFFLINE=$(BIN)/speccompile $(TRITON_VENV)/bin/python -m pytest tests/serving/triton $(ARGS)
+	SPECCOMPILE_TRITON=$(TRITON_VENV)/bin/tritonserver SPECCOMPILE_OFFLINE=$(BIN)/speccompile $(TRITON_VENV)/bin/python -m pytest tests/serving/triton/live $(ARGS)
 
 test-ray: setup  ## Test the Ray Serve application on two replicas here (installs Ray into .venv; about 80 s)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]'

@@ -15,8 +15,8 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-READY_S = 120.0
-STOP_S = 60.0
+READY_S = 180.0
+STOP_S = 180.0
 
 
 def free_ports(num: int) -> list[int]:

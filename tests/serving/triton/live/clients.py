@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.triton_server import TritonServer
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 DTYPES = {"str": ("BYTES", np.object_), "bool": ("BOOL", np.bool_), "float": ("FP32", np.float32)}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.triton_server import TritonServer, post, serving
+from bench.triton_server import STOP_S, TritonServer, post, serving
 from tests.serving.triton.live.clients import Sse, stream_text, wait_until
 from tests.serving.triton.live.conftest import BUNDLE, OFFLINE
 
@@ -42,7 +42,7 @@ def test_sigterm_under_load_lets_all_finish_and_exits_with_0(launcher, repositor
             texts = [pool.submit(read_to_the_end, stream) for stream in streams]
             server.process.send_signal(signal.SIGTERM)
             assert [text.result() for text in texts] == wanted
-        assert server.process.wait(60) == 0
+        assert server.process.wait(STOP_S) == 0
         assert "successfully unloaded 'speccompile'" in server.log_end(100_000)
     finally:
         server.kill()
