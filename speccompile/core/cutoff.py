@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from speccompile.core.home_rate import HomeRate
 from speccompile.core.jobs import StepCosts
 
 FIRST_RATE = 0.7  # acceptance rate of a fresh slot
@@ -25,12 +26,14 @@ class SlotRecord:
 
     Args:
         log_odds: of a draft being accepted over those that its confidence means, to begin with.
+        home: acceptance rate to begin with; None: `FIRST_RATE`, for drafts that are drawn.
     """
 
-    __slots__ = ("_probs", "log_odds", "rate")
+    __slots__ = ("_probs", "home", "log_odds", "rate")
 
-    def __init__(self, log_odds: float) -> None:
-        self.rate, self.log_odds = FIRST_RATE, log_odds
+    def __init__(self, log_odds: float, home: HomeRate | None = None) -> None:
+        self.home, self.log_odds = home, log_odds
+        self.rate = FIRST_RATE if home is None else home.value
         self._probs: list[float] = []
 
     def draft(self, confidences: Sequence[float]) -> list[float]:
@@ -39,14 +42,29 @@ class SlotRecord:
         self._probs = [factor * c / (factor * c + 1 - c) if c < 1 else 1.0 for c in confidences]
         return self._probs
 
-    def learn(self, num_drafts: int, num_accepted: int) -> None:
-        """Move rate and log odds by one verdict."""
+    def learn(self, num_drafts: int, num_accepted: int, was_drafted: bool = False) -> None:
+        """Move rate and log odds by one verdict.
+
+        Args:
+            num_drafts: tokens that were scored.
+            num_accepted: of them, kept.
+            was_drafted: time was spent on drafts, though none of them was worth scoring.
+        """
+        if num_drafts == 0 and not was_drafted:
+            self.rate += RECOVERY * ((FIRST_RATE if self.home is None else self.home.value) - self.rate)
+            if self.home is not None:
+                self.home.rest()
+            return
         if num_drafts == 0:
-            self.rate += RECOVERY * (FIRST_RATE - self.rate)
+            self.rate *= MEMORY
+            if self.home is not None:
+                self.home.learn(0.0)
             return
         for prob in self._probs[:num_accepted]:
             self.rate += (1 - MEMORY) * (1 - self.rate)
             self.log_odds += LEARNING_RATE * (1 - prob)
+        if self.home is not None:  # of the drafts that were looked at, the refused one among them
+            self.home.learn(num_accepted / min(num_accepted + 1, num_drafts))
         if num_accepted < num_drafts:
             self.rate *= MEMORY
             self.log_odds -= LEARNING_RATE * self._probs[num_accepted]

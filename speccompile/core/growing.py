@@ -14,6 +14,7 @@ import numpy as np
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.growth import Calibration, Candidates, GrowthPolicy, Reach, tree_from_candidates
+from speccompile.core.home_rate import HomeRate
 from speccompile.core.level import Rows, Scorer, make_level
 from speccompile.core.protocols import Batch, Outputs
 from speccompile.core.specs import GUESS_PROBS, GUESSES
@@ -47,16 +48,17 @@ class TreeGrower:
         self.scorer, self.policy, self._log_odds, self._d2t = scorer, policy, log_odds, d2t
         self._own, self._unbound = policy, replace(policy, is_fixed=True) if policy.width == 1 else policy
         self._max_fed = max(policy.max_nodes, 1) if max_fed is None else max_fed
-        self._first_rate = sum(FIRST_RATE**depth for depth in range(1, policy.max_depth + 1))
-        self.reaches = [Reach(self._first_rate) for _ in range(max_slots)]
+        self._home = HomeRate(sum(FIRST_RATE**depth for depth in range(1, policy.max_depth + 1)))
+        self.reaches = [Reach(self._home) for _ in range(max_slots)]
         self.calibrations = [Calibration(log_odds) for _ in range(max_slots)]
         self._trees: list[Candidates] = []  # of the last step; empty where nothing was drafted
         self._chosen: list[list[int]] = []
+        self._able: list[int] = []  # slots that drafted in the last step
         self._rows = Rows(0, 1)
 
     def start(self, slot: int) -> None:
         """A new sequence takes the place: nothing is known of it."""
-        self.reaches[slot], self.calibrations[slot] = Reach(self._first_rate), Calibration(self._log_odds)
+        self.reaches[slot], self.calibrations[slot] = Reach(self._home), Calibration(self._log_odds)
 
     def move(self, source: int, dest: int) -> None:
         """Lessons go with the slot, in exchange for those there."""
@@ -77,7 +79,7 @@ class TreeGrower:
         spent_ms = self._grow(batch, trees, able, [min(r, n - 1) for r, n in zip(rooms, limits, strict=True)])
         num_drafts = self.policy.size(trees, spent_ms)
         tree, self._chosen = tree_from_candidates(trees, num_drafts, limits)
-        self._trees = trees
+        self._trees, self._able = trees, able
         return tree
 
     def _grow(self, batch: Batch, trees: list[Candidates], able: Sequence[int], last_depths: Sequence[int]) -> float:
@@ -135,7 +137,7 @@ class TreeGrower:
         """
         num_accepted, num_nodes, rows = verdict.num_accepted.tolist(), tree.num_nodes.tolist(), []
         for place in range(tree.batch):
-            self.reaches[place].learn(num_nodes[place] - 1, num_accepted[place])
+            self.reaches[place].learn(bool(self._trees) and place in self._able, num_accepted[place])
             if not self._trees:
                 rows.append(0)
                 continue

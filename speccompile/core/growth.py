@@ -17,6 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from speccompile.core.home_rate import HomeRate
 from speccompile.core.jobs import StepCosts
 from speccompile.core.tree import Floats, Ints, TokenTree
 
@@ -243,20 +244,30 @@ def _score_ms(target: StepCosts, num_slots: int, max_nodes: int) -> tuple[float,
 class Reach:
     """How many draft tokens of a tree a slot kept of late; decides whether drafting is tried at all.
 
-    It drifts back to `first` while nothing is drafted, lest a bad start ends drafting for good.
+    It drifts back to where it began while nothing is drafted, lest a bad start ends drafting for good.
+
+    Args:
+        home: where it begins.
     """
 
-    __slots__ = ("first", "rate")
+    __slots__ = ("home", "rate")
 
-    def __init__(self, first: float) -> None:
-        self.first = self.rate = first
+    def __init__(self, home: HomeRate) -> None:
+        self.home, self.rate = home, home.value
 
-    def learn(self, num_drafts: int, num_accepted: int) -> None:
-        """Take in one verdict."""
-        if num_drafts:
+    def learn(self, was_drafted: bool, num_accepted: int) -> None:
+        """Take in one verdict.
+
+        Args:
+            was_drafted: time was spent on drafts, whether any of them was worth scoring or not.
+            num_accepted: drafts kept.
+        """
+        if was_drafted:
             self.rate = REACH_MEMORY * self.rate + (1 - REACH_MEMORY) * num_accepted
+            self.home.learn(num_accepted)
         else:
-            self.rate += 0.02 * (self.first - self.rate)
+            self.rate += 0.02 * (self.home.value - self.rate)
+            self.home.rest()
 
 
 def tree_from_candidates(

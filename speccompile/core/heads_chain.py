@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.cutoff import Cutoff, SlotRecord
+from speccompile.core.cutoff import FIRST_RATE, Cutoff, SlotRecord
 from speccompile.core.hidden import TargetStates
+from speccompile.core.home_rate import HomeRate
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
 from speccompile.core.specs import CONFIDENCES, HIDDEN, SAMPLED_LAWS, SAMPLED_TOKENS, TOKENS, UNIFORMS
 from speccompile.core.tree import Ints, TokenTree
@@ -33,12 +34,16 @@ class HeadsChainProposer:
         self.num_built = built  # tokens that one run drafts
         self.states = TargetStates(engine.max_slots, width)
         self.records = [SlotRecord(log_odds) for _ in range(engine.max_slots)]
+        self._home = HomeRate(FIRST_RATE)
+        self._drafting: Sequence[int] = ()  # slots that drafted in the last step
         self._prompts: dict[int, int] = {}  # tokens of each place's prompt
 
     def start(self, slot: int, sequence: Slot) -> None:
         """Nothing is known of it."""
         self.states.start(slot)
-        self.records[slot] = SlotRecord(self._log_odds)
+        # Where drafts are drawn, what is drafted must not depend on other sequences.
+        is_drawn = self.may_sample and not sequence.sampling.is_greedy
+        self.records[slot] = SlotRecord(self._log_odds, None if is_drawn else self._home)
         self._prompts[slot] = len(sequence.tokens)
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
@@ -58,6 +63,7 @@ class HeadsChainProposer:
         is_drawn = self.may_sample and batch.may_draw
         able = self.states.known([p for p, slot in enumerate(slots) if slot.max_drafts > 0])
         drafting = able if batch.is_planned else self._worth_drafting(able, len(slots), is_drawn)
+        self._drafting = drafting
         if not drafting:
             return TokenTree.roots(roots)
         feeds: dict[str, Any] = {**self.states.feeds(len(slots)), TOKENS: roots[:, None]}
@@ -95,7 +101,7 @@ class HeadsChainProposer:
         self.states.keep(outputs[HIDDEN], last)
         num_nodes, num_accepted = tree.num_nodes.tolist(), accepted.tolist()
         for place in range(tree.batch):
-            self.records[place].learn(num_nodes[place] - 1, num_accepted[place])
+            self.records[place].learn(num_nodes[place] - 1, num_accepted[place], place in self._drafting)
 
     def settle(self) -> None:
         """Bring the states to the host."""

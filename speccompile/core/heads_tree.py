@@ -16,6 +16,7 @@ import numpy as np
 from speccompile.core.acceptance import Verdict
 from speccompile.core.growth import Calibration, Candidates, GrowthPolicy, Reach, tree_from_candidates
 from speccompile.core.hidden import TargetStates
+from speccompile.core.home_rate import HomeRate
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
 from speccompile.core.specs import (
     CONFIDENCES,
@@ -54,17 +55,17 @@ class HeadsTreeProposer:
         assert isinstance(width, int)
         self.states = TargetStates(engine.max_slots, width)
         self._reads_tokens = any(t.name == TOKENS for t in engine.spec.inputs)
-        first = sum(FIRST_RATE**depth for depth in range(1, policy.max_depth + 1))
-        self.reaches = [Reach(first) for _ in range(engine.max_slots)]
+        self._home = HomeRate(sum(FIRST_RATE**depth for depth in range(1, policy.max_depth + 1)))
+        self.reaches = [Reach(self._home) for _ in range(engine.max_slots)]
         self.calibrations = [Calibration(log_odds) for _ in range(engine.max_slots)]
-        self._first_rate = first
         self._prompts: dict[int, int] = {}  # tokens of each place's prompt
         self._grown: tuple[list[Candidates], list[list[int]]] | None = None
+        self._drafting: list[int] = []  # slots that drafted in the last step
 
     def start(self, slot: int, sequence: Slot) -> None:
         """Nothing is known of it."""
         self.states.start(slot)
-        self.reaches[slot], self.calibrations[slot] = Reach(self._first_rate), Calibration(self._log_odds)
+        self.reaches[slot], self.calibrations[slot] = Reach(self._home), Calibration(self._log_odds)
         self._prompts[slot] = len(sequence.tokens)
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
@@ -79,11 +80,12 @@ class HeadsTreeProposer:
 
     def propose(self, batch: Batch) -> TokenTree:
         """Trees; a slot that cannot draft is padded."""
-        slots, self._grown = batch.slots, None
+        slots, self._grown, self._drafting = batch.slots, None, []
         roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
         able = self.states.known([p for p, slot in enumerate(slots) if slot.max_drafts > 0])
         if not able or not self._pays(able, len(slots)):
             return TokenTree.roots(roots)
+        self._drafting = able
         feeds: dict[str, Any] = self.states.feeds(len(slots))
         outputs = self.engine.run({**feeds, TOKENS: roots[:, None]} if self._reads_tokens else feeds)
         limits = [slot.max_drafts if place in able else 0 for place, slot in enumerate(slots)]
@@ -134,7 +136,7 @@ class HeadsTreeProposer:
         self.states.keep(outputs[HIDDEN], last)
         num_nodes, num_accepted = tree.num_nodes.tolist(), accepted.tolist()
         for place in range(tree.batch):
-            self.reaches[place].learn(num_nodes[place] - 1, num_accepted[place])
+            self.reaches[place].learn(place in self._drafting, num_accepted[place])
             if self._grown is not None and num_nodes[place] > 1:
                 trees, chosen = self._grown
                 self.calibrations[place].learn(trees[place], chosen[place], verdict.nodes_kept(place))

@@ -2,6 +2,7 @@
 import pytest
 
 from speccompile.core.cutoff import Cutoff, SlotRecord
+from speccompile.core.home_rate import HomeRate
 from speccompile.core.jobs import StepCosts
 
 CHEAP = (StepCosts(((1, 10.0), (16, 11.0))), StepCosts(((1, 0.1),)))
@@ -61,6 +62,24 @@ def test_verdicts_move_rate_and_odds_and_steps_without_drafts_bring_the_rate_bac
     for _ in range(300):
         record.learn(0, 0)
     assert record.rate == pytest.approx(0.7, abs=0.02)
+
+
+def test_greedy_slots_share_where_they_begin():
+    home = HomeRate(0.7)
+    record = SlotRecord(0.0, home)
+    for _ in range(200):
+        record.draft([0.9] * 3)
+        record.learn(3, 0)
+    assert SlotRecord(0.0, home).rate == home.value < 0.05 and SlotRecord(0.0).rate == 0.7
+    record.learn(0, 0, was_drafted=True)
+    assert record.rate < 0.05
+    for _ in range(200):
+        record.learn(0, 0)
+    assert 0.03 < record.rate < 0.1
+    for _ in range(200):
+        record.draft([0.9] * 3)
+        record.learn(3, 3)
+    assert home.value > 0.9
 
 
 def test_certain_confidence_stays_certain():

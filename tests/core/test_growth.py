@@ -17,6 +17,7 @@ from speccompile.core.growth import (
     draw_siblings,
     tree_from_candidates,
 )
+from speccompile.core.home_rate import HomeRate
 from speccompile.core.jobs import StepCosts
 
 
@@ -116,13 +117,25 @@ def test_the_likeliest_path_stands_first():
 
 
 def test_reach_follows_verdicts_and_recovers():
-    reach = Reach(1.5)
+    reach = Reach(HomeRate(1.5))
     for _ in range(200):
-        reach.learn(4, 0)
+        reach.learn(True, 0)
     assert reach.rate < 0.01
-    for _ in range(200):
-        reach.learn(0, 0)
+    for _ in range(6000):
+        reach.learn(False, 0)
     assert reach.rate > 1.4
+
+
+def test_slots_begin_with_what_drafts_were_worth_to_others_and_try_again_but_seldom():
+    home = HomeRate(1.5)
+    first = Reach(home)
+    for _ in range(300):
+        first.learn(True, 0)
+    fresh = Reach(home)
+    assert fresh.rate == home.value < 0.01
+    for _ in range(200):
+        fresh.learn(False, 0)
+    assert 0.1 < fresh.rate < 0.2
 
 
 def test_calibration_learns_the_rate_of_hits_by_rank():
