@@ -131,12 +131,17 @@ class TritonServer:
 
 @contextlib.contextmanager
 def serving(launcher: Path, repository: Path, log: Path, arguments: Sequence[str] = ()) -> Iterator[TritonServer]:
-    """A server that is ready; gone with the block."""
+    """A server that is ready; gone with the block, and well.
+
+    Raises:
+        RuntimeError: it did not start, or did not end with 0.
+    """
     server = TritonServer(launcher, repository, log, arguments)
     try:
         server.wait_ready()
         yield server
-        server.stop()
+        if (status := server.stop()) != 0:
+            raise RuntimeError(f"the server ended with {status}:\n{server.log_end()}")
     finally:
         server.kill()
 

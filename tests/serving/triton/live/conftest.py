@@ -76,7 +76,6 @@ def server(launcher: Path, repository: Path, tmp_path_factory: pytest.TempPathFa
     """The default layout, for all tests that do not end it."""
     with serving(launcher, repository, tmp_path_factory.mktemp("log") / "server.log") as running:
         yield running
-    assert running.process.returncode == 0, running.log_end()
 
 
 @pytest.fixture(scope="session")
@@ -87,4 +86,3 @@ def old_server(
     models = write_models("--layout", "trtllm", "--max-batch-size", "4")
     with serving(launcher, models, tmp_path_factory.mktemp("log") / "old.log") as running:
         yield running
-    assert running.process.returncode == 0, running.log_end()

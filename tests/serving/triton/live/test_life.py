@@ -88,6 +88,7 @@ def test_a_model_is_unloaded_and_loaded_again(launcher, repository, prompts, tmp
         text = next(events)["text_output"]
         assert post(f"{server.url}/v2/repository/models/speccompile/unload", {})[0] == 200
         text += "".join(event["text_output"] for event in events)  # what runs is finished first
+        stream.close()
         wait_until(lambda: generate(server, text_input="x", max_tokens=1)[0] != 200, "a model that is gone")
         assert post(f"{server.url}/v2/repository/models/speccompile/load", {})[0] == 200
         assert generate(server, text_input=prompts[0], max_tokens=40)[1] == before
