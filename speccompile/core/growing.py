@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.growth import Calibration, Candidates, GrowthPolicy, Reach, tree_from_candidates
+from speccompile.core.growth import Calibration, Candidates, GrowthPolicy, Reach, Usual, tree_from_candidates
 from speccompile.core.home_rate import HomeRate
 from speccompile.core.level import Rows, Scorer, make_level
 from speccompile.core.protocols import Batch, Outputs
@@ -53,6 +53,7 @@ class TreeGrower:
         self.calibrations = [Calibration(log_odds) for _ in range(max_slots)]
         self._trees: list[Candidates] = []  # of the last step; empty where nothing was drafted
         self._chosen: list[list[int]] = []
+        self._usual = Usual(min(policy.max_nodes, policy.max_depth), policy.max_depth)
         self._able: list[int] = []  # slots that drafted in the last step
         self._rows = Rows(0, 1)
 
@@ -72,12 +73,14 @@ class TreeGrower:
         rooms = [self.scorer.room(place, slot) if slot.max_drafts > 0 else -1 for place, slot in enumerate(slots)]
         able = [place for place, room in enumerate(rooms) if room >= 0]
         rate = sum(self.reaches[place].rate for place in able) / len(slots)
-        if not able or not self.policy.begins(rate, len(slots)):
+        if not able or not self.policy.begins(rate, len(slots), self._usual):
             return TokenTree.roots(np.array([slot.tokens[-1] for slot in slots], dtype=np.int64))
         trees = [Candidates.from_root(slot.tokens[-1]) for slot in slots]
         limits = [slot.max_drafts if rooms[place] >= 0 else 0 for place, slot in enumerate(slots)]
         spent_ms = self._grow(batch, trees, able, [min(r, n - 1) for r, n in zip(rooms, limits, strict=True)])
         num_drafts = self.policy.size(trees, spent_ms)
+        if self.policy.weighs_time:
+            self._usual.learn(num_drafts, spent_ms / self.policy.draft.ms(len(slots)))
         tree, self._chosen = tree_from_candidates(trees, num_drafts, limits)
         self._trees, self._able = trees, able
         return tree

@@ -133,6 +133,25 @@ class Candidates:
         return path + [c for c in chosen if c not in on_path]
 
 
+class Usual:
+    """How large trees were of late.
+
+    Args:
+        num_drafts: scored, a slot; to begin with.
+        num_runs: of the draft, each counted by what it cost over one of a node a slot; to begin with.
+    """
+
+    __slots__ = ("num_drafts", "num_runs")
+
+    def __init__(self, num_drafts: float, num_runs: float) -> None:
+        self.num_drafts, self.num_runs = num_drafts, num_runs
+
+    def learn(self, num_drafts: float, num_runs: float) -> None:
+        """Take in one tree."""
+        self.num_drafts += (1 - REACH_MEMORY) * (num_drafts - self.num_drafts)
+        self.num_runs += (1 - REACH_MEMORY) * (num_runs - self.num_runs)
+
+
 @dataclass(frozen=True)
 class GrowthPolicy:
     """Bounds and costs of growing.
@@ -158,18 +177,18 @@ class GrowthPolicy:
         """Whether costs are known and count."""
         return bool(not self.is_fixed and self.target.ms_by_nodes and self.draft.ms_by_nodes)
 
-    def begins(self, rate: float, num_slots: int) -> bool:
-        """Whether a first expansion promises more tokens a millisecond than a plain step.
+    def begins(self, rate: float, num_slots: int, usual: Usual) -> bool:
+        """Whether drafting promises more tokens a millisecond than a plain step.
 
         Args:
             rate: accepted tokens a slot that a tree brought of late, see `Reach`.
             num_slots: slots of the batch.
+            usual: what such a tree costs.
         """
         if not self.weighs_time:
             return True
-        plain_ms, nodes = self.target.ms(num_slots), 1 + min(self.max_nodes, self.max_depth)
-        tree_ms = self.target.ms(num_slots * nodes) + self.max_depth * self.draft.ms(num_slots)
-        return (1 + rate) * plain_ms > tree_ms
+        tree_ms = self.target.ms(round(num_slots * (1 + usual.num_drafts))) + usual.num_runs * self.draft.ms(num_slots)
+        return (1 + rate) * self.target.ms(num_slots) > tree_ms
 
     def goes_on(self, trees: Sequence[Candidates], depth: int, reach: float, spent_ms: float) -> bool:
         """Whether candidates at `depth` are worth another expansion.

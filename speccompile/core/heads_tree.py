@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.growth import Calibration, Candidates, GrowthPolicy, Reach, tree_from_candidates
+from speccompile.core.growth import Calibration, Candidates, GrowthPolicy, Reach, Usual, tree_from_candidates
 from speccompile.core.hidden import TargetStates
 from speccompile.core.home_rate import HomeRate
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
@@ -61,6 +61,8 @@ class HeadsTreeProposer:
         self._prompts: dict[int, int] = {}  # tokens of each place's prompt
         self._grown: tuple[list[Candidates], list[list[int]]] | None = None
         self._drafting: list[int] = []  # slots that drafted in the last step
+        drafts = min(policy.max_nodes, policy.max_depth) if shape is None else shape.num_drafts
+        self._usual = Usual(drafts, 1)
 
     def start(self, slot: int, sequence: Slot) -> None:
         """Nothing is known of it."""
@@ -98,10 +100,8 @@ class HeadsTreeProposer:
         policy = self.policy
         if not policy.weighs_time:
             return True
-        drafts = min(policy.max_nodes, policy.max_depth) if self.shape is None else self.shape.num_drafts
         kept = sum(self.reaches[place].rate for place in able) / num_slots
-        tree_ms = policy.target.ms(num_slots * (1 + drafts)) + policy.draft.ms(num_slots)
-        return (1 + kept) * policy.target.ms(num_slots) > tree_ms
+        return policy.begins(kept, num_slots, self._usual)
 
     def _shaped(self, outputs: Outputs, shape: TreeShape) -> Ints:
         """[batch, drafts] int64: the tokens of a fixed shape."""
@@ -123,6 +123,7 @@ class HeadsTreeProposer:
                 add_drafts(trees[place], rows[SAMPLED_TOKENS][place], rows[CONFIDENCES][place], parents, calibration)
         spent_ms = self.policy.draft.ms(len(roots)) if self.policy.weighs_time else 0.0
         num_drafts = self.policy.size(trees, spent_ms)
+        self._usual.learn(num_drafts, 1)
         if num_drafts == 0:
             return TokenTree.roots(roots)
         tree, chosen = tree_from_candidates(trees, num_drafts, limits)

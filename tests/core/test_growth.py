@@ -14,6 +14,7 @@ from speccompile.core.growth import (
     Candidates,
     GrowthPolicy,
     Reach,
+    Usual,
     draw_siblings,
     tree_from_candidates,
 )
@@ -80,9 +81,13 @@ def test_growing_ends_where_another_expansion_does_not_pay():
     assert not cheap.goes_on([tree], 1, 0.001, 0.1)
     assert not dear.goes_on([tree], 1, 0.8, 30.0)
     assert not cheap.goes_on([tree], 4, 0.8, 0.1)
-    assert cheap.begins(1.0, 1)
-    assert not dear.begins(1.0, 1)
-    assert not cheap.begins(0.0, 1)
+    usual = Usual(4, 4)
+    assert cheap.begins(1.0, 1, usual)
+    assert not dear.begins(1.0, 1, usual)
+    assert not cheap.begins(0.0, 1, usual)
+    for _ in range(200):
+        usual.learn(16, 40)
+    assert not cheap.begins(1.0, 1, usual)
 
 
 def test_the_floor_leaves_out_nothing_that_would_be_scored():
