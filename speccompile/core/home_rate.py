@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 SHARE = 0.02  # weight of one verdict
+FIRST_WEIGHT = 10  # of the first guess, in verdicts: the first ones count for more
 DRIFT = 5e-4  # towards the first guess in a step without drafts: what does not pay is tried again, but seldom
 
 
@@ -16,14 +17,16 @@ class HomeRate:
         first: before anything is known.
     """
 
-    __slots__ = ("first", "value")
+    __slots__ = ("_weight", "first", "value")
 
     def __init__(self, first: float) -> None:
         self.first = self.value = first
+        self._weight = FIRST_WEIGHT
 
     def learn(self, rate: float) -> None:
         """Take in one verdict's rate."""
-        self.value += SHARE * (rate - self.value)
+        self._weight += 1
+        self.value += max(SHARE, 1 / self._weight) * (rate - self.value)
 
     def rest(self) -> None:
         """A step without drafts."""
