@@ -85,7 +85,7 @@ class HeadsTreeProposer:
         slots, self._grown, self._drafting = batch.slots, None, []
         roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
         able = self.states.known([p for p, slot in enumerate(slots) if slot.max_drafts > 0])
-        if not able or not self._pays(able, len(slots)):
+        if not able or not (batch.is_planned or self._pays(able, len(slots))):
             return TokenTree.roots(roots)
         self._drafting = able
         feeds: dict[str, Any] = self.states.feeds(len(slots))

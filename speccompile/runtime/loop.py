@@ -47,6 +47,9 @@ def decode(
             admit(verifier, proposer, slots)
 
 
+FORCED_LENGTH = 4  # of chains, and depth of trees, where a request wants drafts and nobody else has a length for them
+
+
 class Round(NamedTuple):
     """One step of a batch.
 
@@ -80,9 +83,12 @@ def run_step(
         limit: see `Slot.plan`.
     """
     start_s, engine_s = perf_counter(), sum(engine.seconds for engine in engines)
+    # A method's own policy may decline; who asked for drafts gets them all the same.
+    is_forced = not limit and any(slot.speculation == "on" for slot in slots.slots)
     for slot in slots.slots:
-        slot.plan(verifier.max_seq_len, limit)
-    slots.is_planned = bool(limit)
+        bound = FORCED_LENGTH if is_forced and (limit is None or slot.speculation == "on") else limit
+        slot.plan(verifier.max_seq_len, bound)
+    slots.is_planned = bool(limit) or is_forced
     is_plain = getattr(proposer, "catches_up", False) and not any(slot.max_drafts for slot in slots.slots)
     tree = _roots(slots) if is_plain else proposer.propose(slots)
     proposed_s = perf_counter()

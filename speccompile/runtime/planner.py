@@ -30,7 +30,7 @@ class Planner(Protocol):
         """Most draft tokens on one path in the next step.
 
         It holds for the slots that leave the decision to the planner (`Slot.speculation` is `auto`). Those with `on`
-        draft in any case, and are bound by it only where others draft as well; those with `off` never do.
+        draft in any case: so many tokens, or `loop.FORCED_LENGTH` where this names none; those with `off` never do.
 
         Args:
             slots: all active ones, in the order of their places.

@@ -4,11 +4,15 @@
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import SCORED_NODES
+from speccompile.core.tree import TokenTree
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.loop import FORCED_LENGTH
+from speccompile.runtime.planner import Unlimited
 from tests.mock_lm import VOCAB
 from tests.runtime.scheduler_lab import Bench, greedy, numbers
 from tests.runtime.test_spec_engine import make_engine
@@ -164,10 +168,46 @@ def test_a_forbidden_or_bounded_draft_gives_the_same_text():
         bench.finish()
         texts.append(bench.tokens(ticket))
         drafted = {num for _, [num] in planner.seen}
-        bound = {"auto": 9 if limit is None else limit, "on": 9, "off": 0}[speculation]
+        bound = {"auto": 9 if limit is None else limit, "on": FORCED_LENGTH, "off": 0}[speculation]
         assert max(drafted) <= bound and (max(drafted) > 0) == (bound > 0)
     assert all(text == texts[0] for text in texts)
     assert bench.scheduler.json_from_scheduler()["controller"] == {"limit": 0}
+
+
+@pytest.mark.parametrize("limit", [0, 2, None])
+def test_who_wants_drafts_gets_them_though_a_method_would_decline(limit):
+    class Declining:
+        """Drafts where a planner has weighed the time alone."""
+
+        def __init__(self, proposer):
+            self.proposer, self.catches_up, self.seen = proposer, False, []
+
+        def propose(self, batch):
+            self.seen.append([slot.max_drafts for slot in batch.slots])
+            roots = TokenTree.roots(np.array([slot.tokens[-1] for slot in batch.slots]))
+            return self.proposer.propose(batch) if batch.is_planned else roots
+
+        def __getattr__(self, name):
+            return getattr(self.proposer, name)
+
+    class Planner(Unlimited):
+        def plan(self, slots):
+            return limit
+
+    params, drafted = SamplingParams(max_new_tokens=12), {}
+    for speculation in ("auto", "on"):
+        bench = Bench(Planner(), slots=2)
+        bench.scheduler.engine.proposer = declining = Declining(bench.scheduler.engine.proposer)
+        tickets = [bench.submit([1, 2, 3], sampling=params, speculation=word) for word in (speculation, "auto")]
+        bench.finish()
+        assert bench.tokens(tickets[0]) == bench.tokens(tickets[1])
+        ends = [bench.pieces[ticket.number][0][-1].stats for ticket in tickets]
+        drafted[speculation] = [end["num_draft_tokens"] for end in ends]
+        most = {0: [FORCED_LENGTH, 0], 2: [2, 2], None: [FORCED_LENGTH] * 2}[limit]
+        if speculation == "on":
+            assert [max(column) for column in zip(*[s for s in declining.seen if len(s) == 2], strict=True)] == most
+    assert drafted["on"][0] > 0 and (drafted["on"][1] > 0) == (limit != 0)
+    assert (max(drafted["auto"]) > 0) == bool(limit)
 
 
 def test_neighbours_and_their_coming_and_going_do_not_change_a_sampled_text():
