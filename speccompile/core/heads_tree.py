@@ -85,7 +85,8 @@ class HeadsTreeProposer:
         slots, self._grown, self._drafting = batch.slots, None, []
         roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
         able = self.states.known([p for p, slot in enumerate(slots) if slot.max_drafts > 0])
-        if not able or not (batch.is_planned or self._pays(able, len(slots))):
+        kept = sum(self.reaches[place].rate for place in able) / len(slots)
+        if not able or not (batch.is_planned or self.policy.begins(kept, len(slots), self._usual)):
             return TokenTree.roots(roots)
         self._drafting = able
         feeds: dict[str, Any] = self.states.feeds(len(slots))
@@ -94,14 +95,6 @@ class HeadsTreeProposer:
         if self.shape is not None:
             return tree_from_shape(self.shape, roots, self._shaped(outputs, self.shape), limits)
         return self._grow(roots, able, limits, outputs)
-
-    def _pays(self, able: Sequence[int], num_slots: int) -> bool:
-        """Whether drafting promises more tokens a millisecond than a plain step, by what trees brought of late."""
-        policy = self.policy
-        if not policy.weighs_time:
-            return True
-        kept = sum(self.reaches[place].rate for place in able) / num_slots
-        return policy.begins(kept, num_slots, self._usual)
 
     def _shaped(self, outputs: Outputs, shape: TreeShape) -> Ints:
         """[batch, drafts] int64: the tokens of a fixed shape."""
