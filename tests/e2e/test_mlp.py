@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import speccompile
+from speccompile.core.jobs import StepCosts
 from speccompile.core.sampling import SamplingParams
 from tests.e2e.conftest import build_bundle
 from tests.pipeline import fakes
@@ -87,15 +88,16 @@ def tokens(results):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_draft_tokens": 3}, {"num_draft_tokens": 2}])
-def test_greedy_text_equals_plain_decoding(bundles, options):
+def test_greedy_text_equals_plain_decoding(bundles, options, monkeypatch):
+    # Measured costs of so small a target may say that drafting does not pay: without them it is done in any case.
+    monkeypatch.setattr(StepCosts, "from_json", classmethod(lambda cls, record: cls()))
     method = {"method": "mlp", **options}
     engine = speccompile.load(bundles["onnxruntime"], method=method, verify=False)
     plain = engine.generate(PROMPTS, greedy(40), speculative=False, batch_size=1)
     for batch_size in (1, 4):
         fast = engine.generate(PROMPTS, greedy(40), batch_size=batch_size)
         assert tokens(fast) == tokens(plain)
-        if options:  # the measured costs of so small a target may say that drafting does not pay
-            assert sum(r.stats["num_accepted"] for r in fast) >= 20
+        assert sum(r.stats["num_accepted"] for r in fast) >= 20
     assert len(set(plain[0].tokens)) > 3
 
 
