@@ -137,13 +137,17 @@ def measure(ways: dict[str, Way], batch: int, args: argparse.Namespace, rng: ran
     return {"batch": batch, "speeds": speeds, "ratio": speeds["controller"] / best, "windows": windows, "held": held}
 
 
+def numbers_from_text(text: str) -> list[int]:
+    """Numbers between commas."""
+    return [int(number) for number in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path, help="built with engine.max_batch_size of the largest batch")
     parser.add_argument("--prompts", type=Path, required=True, help="one JSON object with `prompt` a line")
-    numbers = lambda text: [int(number) for number in text.split(",")]  # noqa: E731
-    parser.add_argument("--batches", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--fixed", type=numbers, default=[2, 4])
+    parser.add_argument("--batches", type=numbers_from_text, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--fixed", type=numbers_from_text, default=[2, 4])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a window")
     parser.add_argument("--warm-up", type=float, default=6.0)
