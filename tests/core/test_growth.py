@@ -88,6 +88,7 @@ def test_growing_ends_where_another_expansion_does_not_pay():
     for _ in range(200):
         usual.learn(16, 40)
     assert not cheap.begins(1.0, 1, usual)
+    assert cheap.begins(1.0, 1, Usual(4, 1)) and not cheap.begins(1.0, 1, Usual(4, 10_000))
 
 
 def test_the_floor_leaves_out_nothing_that_would_be_scored():

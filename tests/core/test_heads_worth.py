@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads count the time of drafts that were not worth scoring, and share what drafts were worth where none are drawn."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.cutoff import Cutoff
+from speccompile.core.growth import GrowthPolicy
+from speccompile.core.heads_chain import HeadsChainProposer
+from speccompile.core.heads_specs import guessing_heads_spec
+from speccompile.core.heads_tree import HeadsTreeProposer
+from speccompile.core.jobs import StepCosts
+from speccompile.core.sampling import SamplingParams
+from speccompile.core.specs import HIDDEN, heads_spec
+from speccompile.core.tree import TokenTree
+
+COSTS = StepCosts(((1, 1.0), (8, 1.1)))
+
+
+def make_chain(may_sample=False):
+    engine = SimpleNamespace(spec=heads_spec("heads", 4, 9, 3), max_slots=2)
+    return HeadsChainProposer(engine, Cutoff(3, False, 0.0, COSTS, COSTS), 0.0, may_sample)
+
+
+def make_tree():
+    engine = SimpleNamespace(spec=guessing_heads_spec("heads", 4, 9, 3, 2), max_slots=2)
+    return HeadsTreeProposer(engine, GrowthPolicy(4, 3, 2, COSTS, COSTS), None, 0.0)
+
+
+def commit_roots(proposer, drafting):
+    """A step whose first `drafting` slots drafted, and in which nothing was scored but the roots."""
+    proposer._drafting = list(range(drafting))
+    tree, zeros = TokenTree.roots(np.array([1, 2])), np.zeros(2, np.int64)
+    verdict = Verdict(np.zeros((2, 1), np.int64), zeros, zeros)
+    proposer.commit(None, tree, verdict, {HIDDEN: np.zeros((2, 1, 4), np.float32)})
+
+
+@pytest.mark.parametrize(("make", "rates"), [(make_chain, "records"), (make_tree, "reaches")])
+def test_drafts_that_were_not_worth_scoring_make_drafting_worth_less(make, rates):
+    proposer = make()
+    for place in range(2):
+        proposer.start(place, SimpleNamespace(tokens=[1, 2], sampling=SamplingParams()))
+    first = [held.rate for held in getattr(proposer, rates)]
+    for _ in range(20):
+        commit_roots(proposer, 1)
+    drafted, idle = [held.rate for held in getattr(proposer, rates)]
+    assert drafted < 0.5 * first[0] and drafted < idle
+    assert proposer._home.value < first[0]
+
+
+def test_only_drafts_that_are_never_drawn_share_what_they_were_worth():
+    greedy = SimpleNamespace(tokens=[1, 2], sampling=SamplingParams())
+    hot = SimpleNamespace(tokens=[1, 2], sampling=SamplingParams(temperature=1.0))
+    for may_sample, sequence, is_shared in ((True, greedy, True), (True, hot, False), (False, hot, True)):
+        proposer = make_chain(may_sample)
+        proposer.start(0, sequence)
+        assert (proposer.records[0].home is proposer._home) == is_shared
