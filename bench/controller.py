@@ -4,9 +4,12 @@
     python bench/controller.py BUNDLE --prompts PROMPTS.jsonl [--batches 1,2,4,8,16,32,64] [--fixed 2,4] [--json OUT]
 
 Each way has an engine and a scheduler of its own, always with as many sequences as the batch size says: when one
-ends, the next prompt is read, and that time counts. Ways take turns in windows of a second or so, in another order
-each round; the table has medians over the rounds. The controller is one object for all batch sizes, as in a server,
-and has `--warm-up` seconds at each batch size before the first round. `ratio` is controller / best of the others.
+ends, the next prompt is read, and that time counts. Ways take turns, in another order each round. A round is the same
+work for all: it goes on until so many more requests have ended, the same requests in the same order, so that a text
+that is easily guessed favours nobody. `--seconds` says about how long it takes. Speeds are medians over the rounds.
+`ratio` is the median over the rounds of controller / best of the others (the one whose own speed is best), `error`
+its standard error by the bootstrap. The controller is one object for all batch sizes, as in a server, and has
+`--warm-up` seconds at each batch size before the first round.
 """
 
 import argparse
@@ -42,6 +45,9 @@ class Fixed:
     def observe(self, slots: Sequence[Slot], steps: Sequence[Step], nodes: int, times: StepTimes) -> None:
         """Nothing to learn."""
 
+    def read(self, num_tokens: int, draft_s: float | None) -> None:
+        """Nothing to learn."""
+
     def expects_drafts(self, num_active: int) -> bool:
         """Whether there are any."""
         return self.length > 0
@@ -63,11 +69,11 @@ class Way:
     def __init__(self, engine: SpecEngine, planner: Planner, requests: Sequence[Request]) -> None:
         self.engine, self.planner, self.requests = engine, planner, requests
         self.speeds: list[float] = []
-        self._num_tickets = 0
+        self._num_tickets = self._num_ended = 0
 
     def fill(self, batch: int) -> None:
         """Begin with `batch` sequences, the same for every way."""
-        self.batch, self._num_tickets, self.speeds = batch, 0, []
+        self.batch, self._num_tickets, self._num_ended, self.speeds = batch, 0, 0, []
         self.scheduler = Scheduler(self.engine, self.planner, prefill_chunk=512, keep_prefixes=False)
         while len(self.scheduler.places.active) < batch:
             self._step()
@@ -80,18 +86,26 @@ class Way:
             open_outputs(ticket, self.engine, "auto")
             scheduler.add(ticket)
             self._num_tickets += 1
-        return sum(len(piece.tokens) for _, piece in scheduler.step())
+        pieces = [piece for _, piece in scheduler.step()]
+        self._num_ended += sum(piece.finish_reason is not None for piece in pieces)
+        return sum(len(piece.tokens) for piece in pieces)
 
-    def run(self, seconds: float) -> float:
-        """Tokens per second, of at least `seconds`."""
-        num_tokens, start_s = 0, perf_counter()
+    def warm_up(self, seconds: float) -> float:
+        """Go on for a while, then begin anew: requests that ended a second."""
+        start_s = perf_counter()
         while (spent_s := perf_counter() - start_s) < seconds:
-            num_tokens += self._step()
-        return num_tokens / spent_s
+            self._step()
+        rate = self._num_ended / spent_s
+        self.empty()
+        self.fill(self.batch)
+        return rate
 
-    def measure(self, seconds: float) -> None:
-        """One window."""
-        self.speeds.append(self.run(seconds))
+    def measure(self, num_ended: int) -> None:
+        """One round: until so many requests have ended since the first."""
+        num_tokens, start_s = 0, perf_counter()
+        while self._num_ended < num_ended:
+            num_tokens += self._step()
+        self.speeds.append(num_tokens / (perf_counter() - start_s))
 
     def empty(self) -> None:
         """End all sequences."""
@@ -123,18 +137,22 @@ def measure(ways: dict[str, Way], batch: int, args: argparse.Namespace, rng: ran
     """A row of the table."""
     for name, way in ways.items():
         way.fill(batch)
-        way.run(args.warm_up if name == "controller" else 0.3)
-    for _ in range(args.rounds):
+        rate = way.warm_up(args.warm_up if name == "controller" else 1.0)
+    each = max(1, round(rate * args.seconds))
+    for number in range(args.rounds):
         for way in rng.sample(list(ways.values()), len(ways)):
-            way.measure(args.seconds)
+            way.measure((number + 1) * each)
     speeds = {name: statistics.median(way.speeds) for name, way in ways.items()}
-    best = max(speed for name, speed in speeds.items() if name != "controller")
+    best = max((name for name in ways if name != "controller"), key=speeds.__getitem__)
+    ratios = [ours / theirs for ours, theirs in zip(ways["controller"].speeds, ways[best].speeds, strict=True)]
+    resampled = [statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(1000)]
     decisions = ways["controller"].planner.decisions()
     held = next(row for size, row in decisions.items() if int(size.split(",")[0]) >= batch)
     for way in ways.values():
         way.empty()
     windows = {name: way.speeds for name, way in ways.items()}
-    return {"batch": batch, "speeds": speeds, "ratio": speeds["controller"] / best, "windows": windows, "held": held}
+    ratio, error = statistics.median(ratios), statistics.stdev(resampled)
+    return {"batch": batch, "speeds": speeds, "ratio": ratio, "error": error, "windows": windows, "held": held}
 
 
 def numbers_from_text(text: str) -> list[int]:
@@ -148,9 +166,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="one JSON object with `prompt` a line")
     parser.add_argument("--batches", type=numbers_from_text, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--fixed", type=numbers_from_text, default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a window")
-    parser.add_argument("--warm-up", type=float, default=6.0)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a round, about")
+    parser.add_argument("--warm-up", type=float, default=20.0)
     parser.add_argument("--new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -158,12 +176,12 @@ def main() -> None:
     args = parser.parse_args()
 
     rng, ways, rows = random.Random(args.seed), make_ways(args), []
-    print("batch " + "".join(f"{name:>12}" for name in ways) + "   ratio  in use", flush=True)
+    print("batch " + "".join(f"{name:>12}" for name in ways) + "   ratio  error  in use", flush=True)
     for batch in args.batches:
         row = measure(ways, batch, args, rng)
         rows.append(row)
         shown = "".join(f"{row['speeds'][name]:12.1f}" for name in ways)
-        print(f"{batch:5} {shown}   {row['ratio']:5.3f}  {row['held']['arm']}", flush=True)
+        print(f"{batch:5} {shown}   {row['ratio']:5.3f}  {row['error']:5.3f}  {row['held']['arm']}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -2,8 +2,8 @@
 """What the arms of a controller cost at one batch size, and the trials that tell.
 
 An arm is a decision how far to draft: 0 is plain decoding, a number above 0 is a length, None the method's own policy.
-Costs are ratios, as loads come and go on a machine: an arm is tried in turn with the one in use, and what is common to
-both moves the level that the ratios are of.
+Costs are ratios to plain decoding's, as loads come and go on a machine: an arm is tried in turn with the one in use,
+and what is common to both moves the level of the batch size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,18 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, median, stdev
 
+import numpy as np
+
 PLAIN = 0
+# What is believed of a chain of k tokens before any trial: it costs 1 + LEAP + SLOPE k plain steps.
+LEAP, LEAP_DOUBT = 0.25, 0.3  # more than one node: other kernels; the doubt is of the logarithm of the cost
+SLOPE, SLOPE_DOUBT = 0.2, 0.9  # drafting a token and scoring it; the doubt is of the slope's logarithm
+ARM_DOUBT = 0.08  # what each chain may differ from that by, for itself
+OWN_LENGTH, OWN_DOUBT = 2, 0.3  # of the method's own policy: as a chain of so many, and the doubt
+DRIFT = 0.05  # what a cost may change by in 1000 steps (in logarithms), half of it all arms together
+LEVEL_MOVE = 0.2  # a level that has changed by so much (in logarithms) makes costs doubtful
+LEVEL_DOUBT = 0.3  # namely by this share of it
+
 CREDIT_STEPS = 60.0  # a fresh batch size may lose so many plain steps at once: it knows nothing yet
 CREDIT_BATCH = 8  # smaller batches as many tokens as this one: their trials are longer
 LEVEL_STEPS = 20  # that the level of a batch size is the mean of
@@ -21,40 +32,57 @@ TRIAL_PAIRS = 8  # steps of either arm, at least
 TRIAL_TOKENS = 24  # sequences x steps that a trial looks at, at least
 COLD_STEPS = 4  # of an arm that is tried for the first time, not looked at
 LEAST_DOUBT = 0.02  # standard error of the ratio that a trial finds, as a share of it, whatever it looked like
-FIRST_DOUBT = 0.06  # the same of a first trial: it is repeated where that could matter
-LEVEL_DOUBT = 0.5  # what a ratio may change by when the level changes, as a share of that (in logarithms)
-DRIFT = 0.05  # what a ratio may change by in 1000 steps, as a share of it
+FIRST_DOUBT = 0.05  # the same of a first trial: it is repeated where that could matter
+FIRST_CATCH_UP = 2.0  # plain steps that it takes drafts to read what they missed, before that was seen
 
 
-class Cost:
-    """What a step of an arm costs, over the level of its batch size.
+class Costs:
+    """What is known of the arms' costs over plain decoding's: a normal distribution of the logarithms.
 
-    Trials are noisy, and what they found grows old, the faster the more the level moves: a machine that is slower may
-    be slower for one arm alone. Each trial is weighed with what was known by how sure either is.
+    A trial compares two arms, so it tells of both, and by their correlations of all others (a Kalman filter whose
+    state drifts).
+
+    Args:
+        arms: all there are, `PLAIN` the first.
     """
 
-    __slots__ = ("_doubt", "_level_s", "_tried_at", "ratio")
+    def __init__(self, arms: Sequence[int | None]) -> None:
+        self.index = {arm: i for i, arm in enumerate(arms)}
+        lengths = np.array([OWN_LENGTH if arm is None else arm for arm in arms], dtype=np.float64)
+        drafts = (lengths > 0).astype(np.float64)
+        costs = 1 + LEAP * drafts + SLOPE * lengths
+        slopes = SLOPE_DOUBT * SLOPE * lengths / costs
+        own = np.array([OWN_DOUBT if arm is None else ARM_DOUBT for arm in arms]) * drafts
+        self._common = np.outer(drafts, drafts)
+        self._mean = np.log(costs)
+        self._cov = LEAP_DOUBT**2 * self._common + np.outer(slopes, slopes) + np.diag(own**2)
+        self._most = self._cov.diagonal().copy()
+        self.tried: set[int | None] = {PLAIN}
 
-    def __init__(self, ratio: float, doubt: float, now: int, level_s: float) -> None:
-        self.ratio, self._doubt, self._tried_at, self._level_s = ratio, doubt, now, level_s
+    def ratio(self, arm: int | None) -> float:
+        """What a step of an arm costs, in plain steps."""
+        return math.exp(self._mean[self.index[arm]])
 
-    def doubt(self, now: int, level_s: float) -> float:
-        """Standard error of the ratio, as a share of it."""
-        age, moved = math.sqrt((now - self._tried_at) / 1000), 0.0
-        if level_s > 0 and self._level_s > 0:
-            moved = math.log(level_s / self._level_s)
-        return math.hypot(self._doubt, DRIFT * age, LEVEL_DOUBT * moved)
+    def doubt(self, arm: int | None, used: int | None) -> float:
+        """Standard error of the ratio of two costs, as a share of it."""
+        i, j = self.index[arm], self.index[used]
+        return math.sqrt(max(self._cov[i, i] + self._cov[j, j] - 2 * self._cov[i, j], 0.0))
 
-    def anchor(self, now: int, level_s: float) -> None:
-        """It is what others were compared with: their ratios are right as far as its own is."""
-        self._tried_at, self._level_s = now, level_s
+    def blur(self, doubt: float) -> None:
+        """Costs have changed by so much, as it seems; nobody knows how. Never more doubt than in the beginning."""
+        diagonal = self._cov.diagonal()
+        room = np.clip(self._most - diagonal, 0.0, None).max()
+        amount = min(doubt**2, float(room)) / 2
+        self._cov += amount * (self._common + np.diag(self._common.diagonal()))
 
-    def learn(self, ratio: float, doubt: float, now: int, level_s: float) -> None:
-        """Take in a trial."""
-        before = self.doubt(now, level_s) ** 2
-        weight = before / (before + doubt**2)
-        self.ratio += weight * (ratio - self.ratio)
-        self._doubt, self._tried_at, self._level_s = math.sqrt(weight) * doubt, now, level_s
+    def learn(self, arm: int | None, used: int | None, ratio: float, doubt: float) -> None:
+        """Take in what a trial found."""
+        i, j = self.index[arm], self.index[used]
+        gain = self._cov[:, i] - self._cov[:, j]
+        gain = gain / (gain[i] - gain[j] + doubt**2)
+        self._mean += gain * (math.log(ratio) - self._mean[i] + self._mean[j])
+        self._cov -= np.outer(gain, self._cov[i] - self._cov[j])
+        self.tried.add(arm)
 
 
 class Trial:
@@ -64,7 +92,7 @@ class Trial:
 
     def __init__(self, arm: int | None, used: int | None, batch: int, is_new: bool) -> None:
         self.arm, self.used = arm, used
-        self.price = self.lost = 0.0  # tokens: expected, and lost
+        self.price = self.lost = 0.0  # tokens: expected to be lost, and lost
         self.num_cold = COLD_STEPS if is_new else 0  # memory is laid out for shapes that were not seen before
         pairs = max(TRIAL_PAIRS, -(-TRIAL_TOKENS // batch))
         self.left = 2 * BLOCK * -(-pairs // BLOCK)  # steps
@@ -73,17 +101,16 @@ class Trial:
         self.skips = PLAIN in (arm, used)  # drafts read what plain steps made them miss when they go on
 
     @property
-    def is_over(self) -> bool:
-        """Whether all steps were made, or it is far dearer than it was thought to be and that is clear by now."""
-        is_clear = min(len(self.step_s), len(self.used_s)) >= 3
-        return self.left == 0 or (is_clear and self.lost > 2 * self.price)
-
-    @property
     def turn(self) -> int | None:
         """The arm of the next step."""
         if self.num_cold:
             return self.arm
         return self.arm if (self.left - 1) // BLOCK % 2 else self.used
+
+    @property
+    def may_end(self) -> bool:
+        """Whether both had their turns as often, and more than once."""
+        return self.num_cold == 0 and self.left % (2 * BLOCK) == 0 and len(self.used_s) >= 2 * (BLOCK - self.skips)
 
     def observe(self, step_s: float) -> None:
         """A step of `turn`."""
@@ -116,13 +143,21 @@ def _typical(values: Sequence[float], varies: bool) -> tuple[float, float]:
 
 
 class Bucket:
-    """What is known of a batch size."""
+    """What is known of a batch size.
 
-    def __init__(self, batch: int) -> None:
+    Args:
+        arms: see `Costs`.
+        batch: of the first step.
+    """
+
+    def __init__(self, arms: Sequence[int | None], batch: int) -> None:
         self.batch = batch  # of the latest step
         self.used: int | None = PLAIN
-        self.costs: dict[int | None, Cost] = {PLAIN: Cost(1.0, 0.0, 0, 0.0)}  # of arms that were tried
-        self.level_s = 0.0  # seconds that the ratios are of
+        self.costs = Costs(arms)
+        self.level_s = 0.0  # seconds of a plain step
+        self._known_level_s = 0.0  # what it was when costs were last made doubtful by it
+        self._aged = 0  # steps that drift was added for
+        self.catch_up = FIRST_CATCH_UP  # plain steps
         self.own_tokens = 0.0  # of a sequence and step, under the method's own policy, times their weight
         self.num_own = 0.0
         self.allowance = self.credit  # tokens
@@ -137,39 +172,28 @@ class Bucket:
         """Tokens that trials may lose at once."""
         return CREDIT_STEPS * max(self.batch, CREDIT_BATCH)
 
-    def ratio_of(self, arm: int | None) -> float:
-        """What it costs; of an arm that was not tried, the least that it may cost."""
-        if arm in self.costs:
-            return self.costs[arm].ratio
-        plain = self.costs[PLAIN].ratio
-        shorter = sorted((k, cost.ratio) for k, cost in self.costs.items() if k is not None and k < (arm or 0))
-        if len(shorter) < 2 or arm is None:
-            return plain
-        (before, before_ratio), (length, ratio) = shorter[-2:]
-        slope = max(ratio - before_ratio, 0.0) / (length - before)
-        return max(ratio + (arm - length) * slope / 2, plain)  # half: it may have been a leap, and they are rare
-
-    def doubt_of(self, arm: int | None) -> float:
-        """Standard error of its cost over that of the arm in use, as a share of it."""
-        now, level_s = self.num_steps, self.level_s
-        return math.hypot(self.costs[arm].doubt(now, level_s), self.costs[self.used].doubt(now, level_s))
-
     def learn_level(self, arm: int | None, step_s: float) -> None:
         """A step of a known arm tells how fast the machine is now."""
-        sample = step_s / self.ratio_of(arm)
+        sample = step_s / self.costs.ratio(arm)
         self.num_level += 1
         if self.num_level > LEVEL_STEPS:  # a step that was held up by others is no new level
             sample = min(sample, 1.5 * self.level_s)
         self.level_s += (sample - self.level_s) / min(self.num_level, LEVEL_STEPS)
 
+    def age(self) -> None:
+        """What was known has become older, and doubtful where the machine is another now."""
+        self.costs.blur(DRIFT * math.sqrt((self.num_steps - self._aged) / 1000))
+        self._aged = self.num_steps
+        if self.num_level < LEVEL_STEPS:
+            return
+        moved = abs(math.log(self.level_s / self._known_level_s)) if self._known_level_s else 0.0
+        if moved > LEVEL_MOVE or not self._known_level_s:
+            self._known_level_s = self.level_s
+            self.costs.blur(LEVEL_DOUBT * moved)
+
     def learn_trial(self, trial: Trial) -> None:
-        """Both arms had their steps."""
+        """It has ended."""
         ratio, doubt = trial.ratio()
-        arm, now = trial.arm, self.num_steps
-        self.last_trial = now
-        ratio *= self.ratio_of(trial.used)
-        self.costs[trial.used].anchor(now, self.level_s)
-        if arm in self.costs:
-            self.costs[arm].learn(ratio, doubt, now, self.level_s)
-        else:
-            self.costs[arm] = Cost(ratio, max(doubt, FIRST_DOUBT), now, self.level_s)
+        is_new = trial.arm not in self.costs.tried
+        self.costs.learn(trial.arm, trial.used, ratio, max(doubt, FIRST_DOUBT) if is_new else doubt)
+        self.last_trial, self.trial = self.num_steps, None

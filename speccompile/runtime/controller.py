@@ -9,32 +9,34 @@ learn it together, and each request moves it by its own record. What it costs is
 and go on a machine, so costs are ratios: an arm is tried in turn with the one in use, step by step, and the ratio of
 their times is kept; what is common to all arms moves the level of the batch size alone.
 
-Trials are paid for. Each has a price, the tokens that it is expected to lose, which is paid from an allowance that
-grows by `ALLOWANCE` of what is decoded. An arm that cannot be better is not tried: it costs at least what a shorter
-chain does.
+Whether a trial is worth it is asked of what is known: the gain that is expected of it (an arm that turns out better is
+used for a while) must be above its price, the tokens that it is expected to lose; and prices are paid from an allowance
+that grows by `ALLOWANCE` of what is decoded.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from speccompile.runtime.acceptance_record import AcceptanceRecord
-from speccompile.runtime.arm_costs import PLAIN, TRIAL_TOKENS, Bucket, Trial
+from speccompile.runtime.arm_costs import COLD_STEPS, LEAST_DOUBT, OWN_LENGTH, PLAIN, TRIAL_TOKENS, Bucket, Trial
 from speccompile.runtime.planner import StepTimes
 from speccompile.runtime.slots import Slot, Step
 
 LENGTHS = (1, 2, 3, 4, 6, 8)  # of chains
-ALLOWANCE = 0.0075  # of the tokens, for trials
-CATCH_UP_STEPS = 2.0  # what it costs drafts to read what plain steps made them miss, for a trial's price
-UNSEEN = 0.03  # what drafts cost that no step shows, as a share of all: prompts are read for them as well
+ALLOWANCE = 0.005  # of the tokens, for trials
+HORIZON = 400  # steps that a trial's result is taken to be of use for
 MARGIN = 1.01  # a change must promise so much
 DECIDE_EVERY = 16  # steps between decisions while nobody joins or leaves
-PLAIN_DOUBT = 0.15  # from there on plain decoding is tried again, however bad it was
+TOKENS_DOUBT = 0.02  # of what drafts bring, as a share of it
+CLEAR = 3.0  # standard errors that end a trial early
 DEBT_STEPS = 150  # after which plain decoding may be tried whatever is left of the allowance
-RICH_DOUBT = 0.15  # from there on any arm is, where there is nothing else to spend the allowance on
+RICH_DOUBT = 0.15  # from there on arms are tried where there is nothing else to spend the allowance on
 OWN_MEMORY = 0.995  # weight of the past, after a step, in what the method's own policy brings
-OPTIMISM = 1.05  # of the tokens of an arm that was not tried
+READING_MEMORY = 0.998  # the same of a token that was decoded, in how much is read for each
+CATCH_UP_WEIGHT = 0.5  # of the latest time that drafts had to read what they missed
 
 
 def bucket_of(batch: int) -> int:
@@ -57,11 +59,13 @@ class Controller:
     def __init__(self, max_drafts: int) -> None:
         self.arms: tuple[int | None, ...] = (PLAIN, *(k for k in LENGTHS if k <= max_drafts), None)
         self.record = AcceptanceRecord(max((k for k in LENGTHS if k <= max_drafts), default=0))
+        self.reading = Reading()
         self.buckets: dict[tuple[int, bool], Bucket] = {}  # by batch size, and whether some must draft in any case
         self._key: tuple[int, bool] | None = None  # of the step at hand; None: nobody leaves the decision to us
         self._arm: int | None = PLAIN  # of that step
         self._left = 0  # steps to the next decision
         self._batch = 0
+        self._tokens_by_arm: dict[int | None, float] = {}  # of the latest decision
 
     def plan(self, slots: Sequence[Slot]) -> int | None:
         """See `Planner.plan`."""
@@ -71,7 +75,7 @@ class Controller:
             return None
         batch = len(slots)
         self._key = key = (bucket_of(batch), "on" in asked)
-        bucket = self.buckets.get(key) or self.buckets.setdefault(key, Bucket(batch))
+        bucket = self.buckets.get(key) or self.buckets.setdefault(key, Bucket(self.arms, batch))
         bucket.batch = batch
         if bucket.trial is None and (batch != self._batch or self._left <= 0):
             self._batch, self._left = batch, DECIDE_EVERY
@@ -81,58 +85,68 @@ class Controller:
         return self._arm
 
     def _decide(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
-        """Go over to the best arm that is known, and try one that may be better if that can be paid."""
-        tokens = self._tokens(bucket, slots)
-        tokens[PLAIN] *= 1 + UNSEEN
-        known = {arm: tokens[arm] / bucket.ratio_of(arm) for arm in bucket.costs}
+        """Go over to the best arm that is known, and try the one that is most worth it if that can be paid."""
+        bucket.age()
+        self._tokens_by_arm = tokens = self._tokens(bucket, slots)
+        known = {arm: tokens[arm] / bucket.costs.ratio(arm) for arm in bucket.costs.tried}
         best = max(known, key=known.__getitem__)
         if known[best] > MARGIN * known[bucket.used]:
             bucket.used = best
-        top = known[bucket.used]
-        for arm in self._candidates(bucket, tokens, top):
-            trial = Trial(arm, bucket.used, len(slots), arm not in bucket.costs)
-            catch_up = CATCH_UP_STEPS if bucket.used == PLAIN else 0.0
-            a_step = max(bucket.ratio_of(arm) * (1.0 if arm in bucket.costs else 1.2) * top - tokens[arm], 0.0)
-            trial.price = len(slots) * ((trial.num_cold + trial.left / 2) * a_step + catch_up * top)
+        if bucket.num_level == 0:
+            return
+        trials = [self._worth(bucket, tokens, arm, len(slots)) for arm in self.arms if arm != bucket.used]
+        is_rich = bucket.allowance >= bucket.credit
+        for worth, trial in sorted(trials, key=lambda pair: -pair[0]):
+            # What may be spent and is not needed looks for what has changed.
+            is_wanted = worth > 0 or (is_rich and bucket.costs.doubt(trial.arm, bucket.used) > RICH_DOUBT)
             # A debt must not keep us from what we shall never be slower than.
-            is_due = arm == PLAIN and bucket.num_steps - bucket.last_trial > DEBT_STEPS
-            if bucket.num_level and (trial.price <= bucket.allowance or is_due):
+            is_due = trial.arm == PLAIN and bucket.num_steps - bucket.last_trial > DEBT_STEPS
+            if is_wanted and (trial.price <= bucket.allowance or is_due):
                 bucket.trial = trial
                 return
 
-    def _candidates(self, bucket: Bucket, tokens: dict[int | None, float], top: float) -> list[int | None]:
-        """Arms that may be better than the one in use: first those that were never tried, the shortest of them."""
-        new: list[int | None] = []
-        old: list[tuple[float, int | None]] = []
-        is_rich = bucket.allowance >= bucket.credit
-        for arm in self.arms:
-            hope = tokens[arm] / bucket.ratio_of(arm)
-            if arm == bucket.used:
-                continue
-            if arm in bucket.costs:
-                doubt = bucket.doubt_of(arm)
-                hope *= 1 + doubt
-                # Never slower than plain for long; and what may be spent and is not needed looks for what has changed.
-                if hope > top or (arm == PLAIN and doubt > PLAIN_DOUBT) or (is_rich and doubt > RICH_DOUBT):
-                    old.append((-hope, arm))
-            elif OPTIMISM * hope > top:
-                new.append(arm)
-        return [*new[:1], *(arm for _, arm in sorted(old, key=lambda pair: pair[0]))]
+    def _worth(
+        self, bucket: Bucket, tokens: dict[int | None, float], arm: int | None, batch: int
+    ) -> tuple[float, Trial]:
+        """Tokens that a trial is expected to gain, less its price, and the trial.
+
+        What it may gain is the expected improvement: if the arm looks better than the one in use afterwards, it is used
+        (the knowledge gradient, Frazier et al. 2008, for one trial).
+        """
+        trial = Trial(arm, bucket.used, batch, arm not in bucket.costs.tried)
+        ahead, doubt = self._lead(bucket, tokens, arm)
+        top = tokens[bucket.used] / bucket.costs.ratio(bucket.used)  # tokens in the time of a plain step
+        behind = bucket.costs.ratio(arm) * top * max(1 - math.exp(ahead), 0.0)
+        catch_up = bucket.catch_up if PLAIN in (bucket.used, arm) else 0.0
+        trial.price = batch * ((trial.num_cold + trial.left / 2) * behind + catch_up * top)
+        told = doubt**2 / math.hypot(doubt, LEAST_DOUBT)  # standard deviation of what the trial will make of it
+        z = ahead / told
+        improvement = told * math.exp(-z * z / 2) / math.sqrt(2 * math.pi) + ahead * math.erfc(-z / math.sqrt(2)) / 2
+        return HORIZON * batch * improvement * tokens[bucket.used] - trial.price, trial
+
+    def _lead(self, bucket: Bucket, tokens: dict[int | None, float], arm: int | None) -> tuple[float, float]:
+        """By how much an arm is better than the one in use, and the standard error: logarithms of tokens per second."""
+        used, costs = bucket.used, bucket.costs
+        ahead = math.log(tokens[arm] * costs.ratio(used) / (tokens[used] * costs.ratio(arm)))
+        return ahead, max(costs.doubt(arm, used), 1e-3)
 
     def _tokens(self, bucket: Bucket, slots: Sequence[Slot]) -> dict[int | None, float]:
         """Tokens that a sequence is expected to gain in a step, by arm."""
         gains = self.record.expected([slot.stats for slot in slots])
         tokens: dict[int | None, float] = {k: gains[k] for k in self.arms if k is not None}
-        guess = max(tokens.values())
+        guess = gains[min(OWN_LENGTH, max(gains))]
         tokens[None] = bucket.own_tokens / bucket.num_own if bucket.num_own >= TRIAL_TOKENS / 2 else guess
+        # What no step shows: prompts are read for the drafts as well.
+        tokens[PLAIN] *= 1 + self.reading.draft_s_per_token * bucket.batch / bucket.level_s if bucket.level_s else 1.0
         return tokens
 
     def observe(self, slots: Sequence[Slot], steps: Sequence[Step], nodes: int, times: StepTimes) -> None:
         """See `Planner.observe`."""
+        num_tokens = sum(len(step.tokens) for step in steps)
+        self.reading.count(num_tokens)
         if self._key is None:
             return
         arm, batch, step_s, bucket = self._arm, len(slots), times.step_s, self.buckets[self._key]
-        num_tokens = sum(len(step.tokens) for step in steps)
         bucket.num_steps += 1
         bucket.num_tokens += num_tokens
         bucket.steps_by_arm[arm] = bucket.steps_by_arm.get(arm, 0) + 1
@@ -145,16 +159,37 @@ class Controller:
         trial = bucket.trial
         if trial is None or arm == trial.used:
             bucket.learn_level(arm, step_s)
-        else:
-            lost = max(bucket.num_tokens / bucket.num_steps * step_s / bucket.level_s - num_tokens, 0.0)
-            bucket.allowance -= lost
-            bucket.num_lost += lost
-            trial.lost += lost
         if trial is not None:
-            trial.observe(step_s)
-            if trial.is_over:
-                bucket.learn_trial(trial)
-                bucket.trial, self._left = None, 0
+            self._observe_trial(bucket, trial, step_s, batch)
+
+    def _observe_trial(self, bucket: Bucket, trial: Trial, step_s: float, batch: int) -> None:
+        """A step of either arm; the last of the trial, perhaps."""
+        level_s, tokens = max(bucket.level_s, 1e-9), self._tokens_by_arm
+        if trial.turn != trial.used:
+            # What the arm in use would have given in that time, less what this one is expected to give.
+            gains = tokens[trial.used] / bucket.costs.ratio(trial.used)
+            lost = batch * (step_s / level_s * gains - tokens[trial.arm])
+            trial.lost += lost
+            bucket.num_lost += lost
+            bucket.allowance -= lost
+            if trial.used == PLAIN and trial.num_cold == COLD_STEPS:
+                excess = max(step_s / level_s - bucket.costs.ratio(trial.arm), 0.0)
+                bucket.catch_up += CATCH_UP_WEIGHT * (excess - bucket.catch_up)
+        trial.observe(step_s)
+        if trial.left == 0 or (trial.may_end and self._is_clear(bucket, trial)):
+            bucket.learn_trial(trial)
+            self._left = 0
+
+    def _is_clear(self, bucket: Bucket, trial: Trial) -> bool:
+        """Whether it is known by now which of the two is better."""
+        ratio, doubt = trial.ratio()
+        tokens = self._tokens_by_arm
+        ahead = math.log(tokens[trial.arm] / tokens[trial.used] / ratio)
+        return abs(ahead) > CLEAR * math.hypot(doubt, TOKENS_DOUBT)
+
+    def read(self, num_tokens: int, draft_s: float | None) -> None:
+        """See `Planner.read`."""
+        self.reading.learn(num_tokens, draft_s)
 
     def expects_drafts(self, num_active: int) -> bool:
         """See `Planner.expects_drafts`."""
@@ -173,23 +208,47 @@ class Controller:
         }
 
     def _json_from_bucket(self, bucket: Bucket) -> dict[str, Any]:
-        tokens, total = self._tokens(bucket, ()), max(bucket.num_steps, 1)
-        level = bucket.level_s
+        tokens, total, costs = self._tokens(bucket, ()), max(bucket.num_steps, 1), bucket.costs
+        level, tried = bucket.level_s, [arm for arm in self.arms if arm in costs.tried]
         return {
             "arm": _name(bucket.used),
             "num_steps": bucket.num_steps,
-            "plain_step_ms": level * bucket.ratio_of(PLAIN) * 1e3,
+            "plain_step_ms": level * 1e3,
             "tokens_per_s_by_arm": {
-                _name(arm): bucket.batch * tokens[arm] / (level * bucket.ratio_of(arm))
-                for arm in self.arms
-                if level and arm in bucket.costs
+                _name(arm): bucket.batch * tokens[arm] / (level * costs.ratio(arm)) for arm in tried if level
             },
-            "cost_by_arm": {
-                _name(arm): bucket.ratio_of(arm) / bucket.ratio_of(PLAIN) for arm in self.arms if arm in bucket.costs
-            },
+            "cost_by_arm": {_name(arm): costs.ratio(arm) for arm in tried},
             "share_of_steps_by_arm": {_name(arm): num / total for arm, num in bucket.steps_by_arm.items()},
             "share_lost_to_trials": bucket.num_lost / max(bucket.num_tokens, 1),
         }
+
+
+class Reading:
+    """What prompts cost that are read for the drafts as well, for each token that is decoded."""
+
+    def __init__(self) -> None:
+        self._num_decoded = self._num_read = 0.0  # tokens; the past fades
+        self._num_timed = self._timed_s = 0.0  # tokens that were read for the drafts, and how long that took
+
+    def learn(self, num_tokens: int, draft_s: float | None) -> None:
+        """Tokens of a prompt were read, and for the drafts too where `draft_s` is not None."""
+        self._num_read += num_tokens
+        if draft_s is not None:
+            self._num_timed += num_tokens
+            self._timed_s += draft_s
+
+    def count(self, num_tokens: int) -> None:
+        """Tokens were decoded."""
+        fade = READING_MEMORY**num_tokens
+        self._num_decoded = fade * self._num_decoded + num_tokens
+        self._num_read *= fade
+
+    @property
+    def draft_s_per_token(self) -> float:
+        """Seconds of reading for the drafts, for each token that is decoded."""
+        if not self._num_timed or not self._num_decoded:
+            return 0.0
+        return self._num_read / self._num_decoded * self._timed_s / self._num_timed
 
 
 def _name(arm: int | None) -> str:

@@ -15,7 +15,7 @@ class StepTimes(NamedTuple):
     Args:
         propose_s: in the proposer.
         score_s: in the target's forward.
-        step_s: all of the step, the two included.
+        step_s: all of the step, the two included; to a planner, with handing out what it gave.
     """
 
     propose_s: float
@@ -52,6 +52,15 @@ class Planner(Protocol):
         """
         ...
 
+    def read(self, num_tokens: int, draft_s: float | None) -> None:
+        """A part of a prompt was read.
+
+        Args:
+            num_tokens: of the part.
+            draft_s: seconds of it that went into reading for drafts, which plain decoding could do without; None: none.
+        """
+        ...
+
     def expects_drafts(self, num_active: int) -> bool:
         """Whether a sequence that joins will probably draft: otherwise its prompt need not be read for that.
 
@@ -73,6 +82,9 @@ class Unlimited:
         return None
 
     def observe(self, slots: Sequence[Slot], steps: Sequence[Step], nodes: int, times: StepTimes) -> None:
+        """Nothing to learn."""
+
+    def read(self, num_tokens: int, draft_s: float | None) -> None:
         """Nothing to learn."""
 
     def expects_drafts(self, num_active: int) -> bool:

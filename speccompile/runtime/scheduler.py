@@ -150,9 +150,13 @@ class Scheduler:
         if start < len(tokens) - 1:
             proposer.settle()
             nodes, outputs = verifier.read(place, tokens, most)
+            draft_s = None
             if not self._is_lazy or self.planner.expects_drafts(len(self.places.active) + 1):
+                draft_start_s = perf_counter()
                 proposer.prefill(place, nodes, start, outputs)
+                draft_s = perf_counter() - draft_start_s
             num = nodes.shape[1]
+            self.planner.read(num, draft_s if self._is_lazy else None)
             self.counters.num_prefill_tokens += num
         if start + num == len(tokens) - 1:
             places.join()
@@ -168,7 +172,7 @@ class Scheduler:
         return self._end(output, "error", str(fault))
 
     def _decode(self) -> list[Event]:
-        engine, slots = self.engine, self.slots
+        engine, slots, start_s = self.engine, self.slots, perf_counter()
         seated = tuple(self.places.active)
         sequences = tuple(slots.slots)
         try:
@@ -176,10 +180,11 @@ class Scheduler:
             round_ = run_step(engine.verifier, engine.proposer, slots, engine.engines, limit)
         except FAULTS as fault:
             return self._restart(fault)
-        self.planner.observe(sequences, round_.steps, round_.tree.nodes, round_.times)
         self.counters.count_step(round_.steps, round_.times.step_s)
         events = self._deliver(seated, round_)
         self.views.after_step()
+        times = round_.times._replace(step_s=perf_counter() - start_s)
+        self.planner.observe(sequences, round_.steps, round_.tree.nodes, times)
         return events
 
     def _deliver(self, seated: tuple[Output, ...], round_: Round) -> list[Event]:

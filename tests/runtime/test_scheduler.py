@@ -152,6 +152,9 @@ def test_a_forbidden_or_bounded_draft_gives_the_same_text():
             assert len(slots) == len(steps) and times.propose_s + times.score_s <= times.step_s
             self.seen.append((nodes, [step.num_draft_tokens for step in steps]))
 
+        def read(self, num_tokens, draft_s):
+            pass
+
         def expects_drafts(self, num_active):
             return True
 
