@@ -28,26 +28,31 @@ class AcceptanceRecord:
     """
 
     def __init__(self, max_depth: int) -> None:
-        self._tried: Rates = np.full(max_depth, FIRST_WEIGHT)
-        self._kept: Rates = np.full(max_depth, FIRST_RATE * FIRST_WEIGHT)
+        self._tried = [FIRST_WEIGHT] * max_depth
+        self._kept = [FIRST_RATE * FIRST_WEIGHT] * max_depth
 
     @property
     def rates(self) -> Rates:
         """[max_depth]: how often a draft is kept when those before it are."""
-        rates: Rates = self._kept / self._tried
+        rates: Rates = np.array(self._kept, dtype=np.float64) / np.array(self._tried)
         return rates
 
     def learn(self, length: int, steps: Sequence[Step]) -> None:
         """Take in steps whose sequences drafted chains of `length` tokens; those that drafted fewer count as far."""
+        tried, kept = [0] * (length + 1), [0] * (length + 1)  # sequences by the depth at which that ended
         for step in steps:
-            num, kept = min(step.num_draft_tokens, length), step.num_accepted
-            if num == 0:
-                continue
-            last = min(kept + 1, num)  # drafts that were tried: those kept, and the one that was refused
-            self._tried[:last] *= MEMORY
-            self._kept[:last] *= MEMORY
-            self._tried[:last] += 1
-            self._kept[:kept] += 1
+            num = min(step.num_draft_tokens, length)
+            if num:
+                # Drafts were tried as far as they were kept, and the one that was refused.
+                tried[min(step.num_accepted + 1, num)] += 1
+                kept[min(step.num_accepted, num)] += 1
+        num_tried = num_kept = 0
+        for depth in range(length, 0, -1):
+            num_tried += tried[depth]
+            num_kept += kept[depth]
+            fade = MEMORY**num_tried
+            self._tried[depth - 1] = fade * self._tried[depth - 1] + num_tried
+            self._kept[depth - 1] = fade * self._kept[depth - 1] + num_kept
 
     def expected(self, requests: Sequence[SlotStats]) -> dict[int, float]:
         """Tokens that a sequence gains in a step, by the length of its chain, the mean of these requests.

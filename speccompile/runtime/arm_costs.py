@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, median, stdev
+from statistics import median
 
 import numpy as np
 
@@ -139,7 +139,8 @@ def _typical(values: Sequence[float], varies: bool) -> tuple[float, float]:
     """
     most = 2 * median(values)
     kept = [min(value, most) for value in values] if varies else sorted(values)[: max(len(values) // 2, 2)]
-    return fmean(kept), (1 if varies else 2) * stdev(kept) / fmean(kept) / math.sqrt(len(kept))
+    mean = float(np.mean(kept))
+    return mean, (1 if varies else 2) * float(np.std(kept, ddof=1)) / mean / math.sqrt(len(kept))
 
 
 class Bucket:
