@@ -21,12 +21,13 @@ SLOPE, SLOPE_DOUBT = 0.2, 0.9  # drafting a token and scoring it; the doubt is o
 ARM_DOUBT = 0.08  # what each chain may differ from that by, for itself
 OWN_LENGTH, OWN_DOUBT = 2, 0.3  # of the method's own policy: as a chain of so many, and the doubt
 DRIFT = 0.05  # what a cost may change by in 1000 steps (in logarithms), half of it all arms together
-LEVEL_MOVE = 0.2  # a level that has changed by so much (in logarithms) makes costs doubtful
-LEVEL_DOUBT = 0.3  # namely by this share of it
+LEVEL_MOVE = 0.2  # a level that has changed for good by so much (in logarithms) makes costs doubtful
+LEVEL_DOUBT = 0.5  # namely by this share of it
 
 CREDIT_STEPS = 60.0  # a fresh batch size may lose so many plain steps at once: it knows nothing yet
 CREDIT_BATCH = 8  # smaller batches as many tokens as this one: their trials are longer
 LEVEL_STEPS = 20  # that the level of a batch size is the mean of
+STAY_STEPS = 300  # that a change must last to be one for good
 BLOCK = 4  # steps before it is the other arm's turn
 TRIAL_PAIRS = 8  # steps of either arm, at least
 TRIAL_TOKENS = 24  # sequences x steps that a trial looks at, at least
@@ -156,7 +157,8 @@ class Bucket:
         self.used: int | None = PLAIN
         self.costs = Costs(arms)
         self.level_s = 0.0  # seconds of a plain step
-        self._known_level_s = 0.0  # what it was when costs were last made doubtful by it
+        self._stay_s = 0.0  # the same over many steps
+        self._known_s = 0.0  # what that was when costs were last made doubtful by it
         self._aged = 0  # steps that drift was added for
         self.catch_up = FIRST_CATCH_UP  # plain steps
         self.own_tokens = 0.0  # of a sequence and step, under the method's own policy, times their weight
@@ -180,16 +182,17 @@ class Bucket:
         if self.num_level > LEVEL_STEPS:  # a step that was held up by others is no new level
             sample = min(sample, 1.5 * self.level_s)
         self.level_s += (sample - self.level_s) / min(self.num_level, LEVEL_STEPS)
+        self._stay_s += (sample - self._stay_s) / min(self.num_level, STAY_STEPS)
 
     def age(self) -> None:
         """What was known has become older, and doubtful where the machine is another now."""
         self.costs.blur(DRIFT * math.sqrt((self.num_steps - self._aged) / 1000))
         self._aged = self.num_steps
-        if self.num_level < LEVEL_STEPS:
+        if self.num_level < STAY_STEPS:
             return
-        moved = abs(math.log(self.level_s / self._known_level_s)) if self._known_level_s else 0.0
-        if moved > LEVEL_MOVE or not self._known_level_s:
-            self._known_level_s = self.level_s
+        moved = abs(math.log(self._stay_s / self._known_s)) if self._known_s else 0.0
+        if moved > LEVEL_MOVE or not self._known_s:
+            self._known_s = self._stay_s
             self.costs.blur(LEVEL_DOUBT * moved)
 
     def learn_trial(self, trial: Trial) -> None:
