@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
 
 PLAIN = 0
 # What is believed of a chain of k tokens before any trial: it costs 1 + LEAP + SLOPE k plain steps.
@@ -20,9 +23,11 @@ LEAP, LEAP_DOUBT = 0.25, 0.3  # more than one node: other kernels; the doubt is 
 SLOPE, SLOPE_DOUBT = 0.2, 0.9  # drafting a token and scoring it; the doubt is of the slope's logarithm
 ARM_DOUBT = 0.08  # what each chain may differ from that by, for itself
 OWN_LENGTH, OWN_DOUBT = 2, 0.3  # of the method's own policy: as a chain of so many, and the doubt
+FIXED, FIXED_DOUBT = 0.5, 0.35  # share of what drafts cost besides that stays as it is when plain steps grow slower
+LEAST_RATIO = 0.5
 DRIFT = 0.05  # what a cost may change by in 1000 steps (in logarithms), half of it all arms together
-LEVEL_MOVE = 0.2  # a level that has changed for good by so much (in logarithms) makes costs doubtful
-LEVEL_DOUBT = 0.5  # namely by this share of it
+LEVEL_MOVE = 0.3  # a level that has changed for good by so much (in logarithms) makes costs doubtful
+LEVEL_DOUBT = 0.2  # namely by this share of it
 
 CREDIT_STEPS = 60.0  # a fresh batch size may lose so many plain steps at once: it knows nothing yet
 CREDIT_BATCH = 8  # smaller batches as many tokens as this one: their trials are longer
@@ -38,10 +43,14 @@ FIRST_CATCH_UP = 2.0  # plain steps that it takes drafts to read what they misse
 
 
 class Costs:
-    """What is known of the arms' costs over plain decoding's: a normal distribution of the logarithms.
+    """What is known of the arms' costs over plain decoding's.
 
-    A trial compares two arms, so it tells of both, and by their correlations of all others (a Kalman filter whose
-    state drifts).
+    A machine that is slow for plain decoding need not be as slow for drafts: where others take its memory's bandwidth,
+    what drafts cost besides stays as many milliseconds as before; where they take its cores, it grows as all does. So
+    at a level L (seconds of a plain step) an arm costs 1 + x (L / L0)^-g plain steps: x is its extra cost at a level L0
+    of reference, and g, between 0 and 1, is common to all arms. ln(1 + x) of the arms and g have a normal distribution.
+    A trial compares two arms at one level, so it moves all of it by their correlations: an extended Kalman filter whose
+    state drifts.
 
     Args:
         arms: all there are, `PLAIN` the first.
@@ -54,35 +63,60 @@ class Costs:
         costs = 1 + LEAP * drafts + SLOPE * lengths
         slopes = SLOPE_DOUBT * SLOPE * lengths / costs
         own = np.array([OWN_DOUBT if arm is None else ARM_DOUBT for arm in arms]) * drafts
-        self._common = np.outer(drafts, drafts)
-        self._mean = np.log(costs)
-        self._cov = LEAP_DOUBT**2 * self._common + np.outer(slopes, slopes) + np.diag(own**2)
-        self._most = self._cov.diagonal().copy()
+        size = len(arms)
+        self._common = np.zeros((size + 1, size + 1))
+        self._common[:size, :size] = np.outer(drafts, drafts)
+        self._mean = np.append(np.log(costs), FIXED)
+        self._cov = LEAP_DOUBT**2 * self._common
+        self._cov[:size, :size] += np.outer(slopes, slopes) + np.diag(own**2)
+        self._cov[size, size] = FIXED_DOUBT**2
+        self._most = self._cov.diagonal()[:size].copy()
         self.tried: set[int | None] = {PLAIN}
+        self.reference_s = 0.0  # L0; 0: as long as all levels are taken to be alike
+        self._level = 0.0  # ln(L / L0)
+
+    def at(self, level_s: float) -> None:
+        """What is asked and learnt from now on is at this level."""
+        self._level = math.log(level_s / self.reference_s) if self.reference_s and level_s else 0.0
 
     def ratio(self, arm: int | None) -> float:
         """What a step of an arm costs, in plain steps."""
-        return math.exp(self._mean[self.index[arm]])
+        share = math.exp(-self._mean[-1] * self._level)
+        return max(1 + math.expm1(self._mean[self.index[arm]]) * share, LEAST_RATIO)
 
     def doubt(self, arm: int | None, used: int | None) -> float:
         """Standard error of the ratio of two costs, as a share of it."""
-        i, j = self.index[arm], self.index[used]
-        return math.sqrt(max(self._cov[i, i] + self._cov[j, j] - 2 * self._cov[i, j], 0.0))
+        slope = self._slope(arm) - self._slope(used)
+        return math.sqrt(max(float(slope @ self._cov @ slope), 0.0))
 
-    def blur(self, doubt: float) -> None:
-        """Costs have changed by so much, as it seems; nobody knows how. Never more doubt than in the beginning."""
-        diagonal = self._cov.diagonal()
-        room = np.clip(self._most - diagonal, 0.0, None).max()
-        amount = min(doubt**2, float(room)) / 2
-        self._cov += amount * (self._common + np.diag(self._common.diagonal()))
+    def _slope(self, arm: int | None) -> Vector:
+        """Derivatives of the logarithm of an arm's cost by the state."""
+        slope = np.zeros(len(self._mean))
+        if arm != PLAIN:
+            i, share, ratio = self.index[arm], math.exp(-self._mean[-1] * self._level), self.ratio(arm)
+            slope[i] = math.exp(self._mean[i]) * share / ratio
+            slope[-1] = -self._level * (ratio - 1) / ratio
+        return slope
+
+    def blur(self, doubt: float, share: float) -> None:
+        """Costs have changed by so much, as it seems; nobody knows how. Never more doubt than in the beginning.
+
+        Args:
+            doubt: of the logarithms.
+            share: of its square that is common to all arms that draft.
+        """
+        room = np.clip(self._most - self._cov.diagonal()[:-1], 0.0, None).max()
+        amount = min(doubt**2, float(room))
+        self._cov += amount * (share * self._common + (1 - share) * np.diag(self._common.diagonal()))
 
     def learn(self, arm: int | None, used: int | None, ratio: float, doubt: float) -> None:
         """Take in what a trial found."""
-        i, j = self.index[arm], self.index[used]
-        gain = self._cov[:, i] - self._cov[:, j]
-        gain = gain / (gain[i] - gain[j] + doubt**2)
-        self._mean += gain * (math.log(ratio) - self._mean[i] + self._mean[j])
-        self._cov -= np.outer(gain, self._cov[i] - self._cov[j])
+        slope = self._slope(arm) - self._slope(used)
+        told = self._cov @ slope
+        gain = told / (slope @ told + doubt**2)
+        self._mean += gain * math.log(ratio * self.ratio(used) / self.ratio(arm))
+        self._mean[-1] = min(max(self._mean[-1], 0.0), 1.0)
+        self._cov -= np.outer(gain, told)
         self.tried.add(arm)
 
 
@@ -159,6 +193,7 @@ class Bucket:
         self.level_s = 0.0  # seconds of a plain step
         self._stay_s = 0.0  # the same over many steps
         self._known_s = 0.0  # what that was when costs were last made doubtful by it
+        self.is_moved = False  # it has changed since plain decoding was compared with another arm
         self._aged = 0  # steps that drift was added for
         self.catch_up = FIRST_CATCH_UP  # plain steps
         self.own_tokens = 0.0  # of a sequence and step, under the method's own policy, times their weight
@@ -177,23 +212,28 @@ class Bucket:
 
     def learn_level(self, arm: int | None, step_s: float) -> None:
         """A step of a known arm tells how fast the machine is now."""
-        sample = step_s / self.costs.ratio(arm)
+        costs = self.costs
+        sample = step_s / costs.ratio(arm)
         self.num_level += 1
         if self.num_level > LEVEL_STEPS:  # a step that was held up by others is no new level
             sample = min(sample, 1.5 * self.level_s)
         self.level_s += (sample - self.level_s) / min(self.num_level, LEVEL_STEPS)
         self._stay_s += (sample - self._stay_s) / min(self.num_level, STAY_STEPS)
+        if self.num_level == LEVEL_STEPS:
+            costs.reference_s = self.level_s
+        costs.at(self.level_s)
 
     def age(self) -> None:
         """What was known has become older, and doubtful where the machine is another now."""
-        self.costs.blur(DRIFT * math.sqrt((self.num_steps - self._aged) / 1000))
+        self.costs.blur(DRIFT * math.sqrt((self.num_steps - self._aged) / 1000), share=0.5)
         self._aged = self.num_steps
         if self.num_level < STAY_STEPS:
             return
         moved = abs(math.log(self._stay_s / self._known_s)) if self._known_s else 0.0
         if moved > LEVEL_MOVE or not self._known_s:
+            self.is_moved = self._known_s > 0
             self._known_s = self._stay_s
-            self.costs.blur(LEVEL_DOUBT * moved)
+            self.costs.blur(LEVEL_DOUBT * moved, share=1.0)
 
     def learn_trial(self, trial: Trial) -> None:
         """It has ended."""
@@ -201,3 +241,5 @@ class Bucket:
         is_new = trial.arm not in self.costs.tried
         self.costs.learn(trial.arm, trial.used, ratio, max(doubt, FIRST_DOUBT) if is_new else doubt)
         self.last_trial, self.trial = self.num_steps, None
+        if PLAIN in (trial.arm, trial.used):
+            self.is_moved = False

@@ -21,7 +21,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from speccompile.runtime.acceptance_record import AcceptanceRecord
-from speccompile.runtime.arm_costs import COLD_STEPS, LEAST_DOUBT, OWN_LENGTH, PLAIN, TRIAL_TOKENS, Bucket, Trial
+from speccompile.runtime.arm_costs import (
+    COLD_STEPS,
+    LEAST_DOUBT,
+    OWN_LENGTH,
+    PLAIN,
+    STAY_STEPS,
+    TRIAL_TOKENS,
+    Bucket,
+    Trial,
+)
 from speccompile.runtime.planner import StepTimes
 from speccompile.runtime.slots import Slot, Step
 
@@ -90,7 +99,10 @@ class Controller:
         self._tokens_by_arm = tokens = self._tokens(bucket, slots)
         known = {arm: tokens[arm] / bucket.costs.ratio(arm) for arm in bucket.costs.tried}
         best = max(known, key=known.__getitem__)
-        if known[best] > MARGIN * known[bucket.used]:
+        margin = MARGIN
+        if bucket.used == PLAIN:
+            margin = max(margin, 1 + bucket.catch_up / STAY_STEPS)
+        if known[best] > margin * known[bucket.used]:
             bucket.used = best
         if bucket.num_level == 0:
             return
@@ -99,6 +111,8 @@ class Controller:
         for worth, trial in sorted(trials, key=lambda pair: -pair[0]):
             # What may be spent and is not needed looks for what has changed.
             is_wanted = worth > 0 or (is_rich and bucket.costs.doubt(trial.arm, bucket.used) > RICH_DOUBT)
+            # Slow steps may be the machine's doing, or the drafts': plain decoding tells.
+            is_wanted = is_wanted or (trial.arm == PLAIN and bucket.is_moved)
             # A debt must not keep us from what we shall never be slower than.
             is_due = trial.arm == PLAIN and bucket.num_steps - bucket.last_trial > DEBT_STEPS
             if is_wanted and (trial.price <= bucket.allowance or is_due):
