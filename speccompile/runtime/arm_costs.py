@@ -9,7 +9,8 @@ and what is common to both moves the level of the batch size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 import numpy as np
@@ -20,8 +21,8 @@ Vector = NDArray[np.float64]
 PLAIN = 0
 # What is believed of a chain of k tokens before any trial: it costs 1 + LEAP + SLOPE k plain steps.
 LEAP, LEAP_DOUBT = 0.25, 0.3  # more than one node: other kernels; the doubt is of the logarithm of the cost
-SLOPE, SLOPE_DOUBT = 0.2, 0.9  # drafting a token and scoring it; the doubt is of the slope's logarithm
-ARM_DOUBT = 0.08  # what each chain may differ from that by, for itself
+SLOPE, SLOPE_DOUBT = 0.35, 1.0  # drafting a token and scoring it; the doubt is of the slope's logarithm
+ARM_DOUBT = 0.12  # what each chain may differ from that by, for itself
 OWN_LENGTH, OWN_DOUBT = 2, 0.3  # of the method's own policy: as a chain of so many, and the doubt
 FIXED, FIXED_DOUBT = 0.5, 0.35  # share of what drafts cost besides that stays as it is when plain steps grow slower
 LEAST_RATIO = 0.5
@@ -33,13 +34,15 @@ CREDIT_STEPS = 60.0  # a fresh batch size may lose so many plain steps at once: 
 CREDIT_BATCH = 8  # smaller batches as many tokens as this one: their trials are longer
 LEVEL_STEPS = 20  # that the level of a batch size is the mean of
 STAY_STEPS = 300  # that a change must last to be one for good
-BLOCK = 4  # steps before it is the other arm's turn
+BLOCK = 4  # steps before it is the other arm's turn, at least
 TRIAL_PAIRS = 8  # steps of either arm, at least
 TRIAL_TOKENS = 24  # sequences x steps that a trial looks at, at least
 COLD_STEPS = 4  # of an arm that is tried for the first time, not looked at
 LEAST_DOUBT = 0.02  # standard error of the ratio that a trial finds, as a share of it, whatever it looked like
+FEW_DOUBT = 0.1  # the same for a single step: what steps seem to vary by is not to be trusted when they are few
 FIRST_DOUBT = 0.05  # the same of a first trial: it is repeated where that could matter
 FIRST_CATCH_UP = 2.0  # plain steps that it takes drafts to read what they missed, before that was seen
+FIRST_RETURN = 0.5  # the same after a few plain steps of a trial
 
 
 class Costs:
@@ -121,47 +124,73 @@ class Costs:
 
 
 class Trial:
-    """An arm that is tried in turn with the one in use, a few steps of either at a time."""
+    """An arm that is tried in turn with the one in use, a few steps of either at a time.
 
-    __slots__ = ("arm", "left", "lost", "num_cold", "price", "skips", "step_s", "used", "used_s")
+    Both have at least two turns. They change seldom: drafts read what plain steps made them miss when they go on.
 
-    def __init__(self, arm: int | None, used: int | None, batch: int, is_new: bool) -> None:
+    Args:
+        arm: to be tried.
+        used: the one in use.
+        batch: sequences.
+        is_new: it was never tried.
+        recent_s: seconds of the latest steps of the arm in use.
+    """
+
+    __slots__ = ("arm", "block", "has_begun", "left", "lost", "num_cold", "price", "skips", "step_s", "used", "used_s")
+
+    def __init__(
+        self, arm: int | None, used: int | None, batch: int, is_new: bool, recent_s: Iterable[float] = ()
+    ) -> None:
         self.arm, self.used = arm, used
         self.price = self.lost = 0.0  # tokens: expected to be lost, and lost
         self.num_cold = COLD_STEPS if is_new else 0  # memory is laid out for shapes that were not seen before
         pairs = max(TRIAL_PAIRS, -(-TRIAL_TOKENS // batch))
-        self.left = 2 * BLOCK * -(-pairs // BLOCK)  # steps
+        self.block = max(BLOCK, -(-pairs // 2))
+        self.left = 2 * self.block * -(-pairs // self.block)  # steps
+        self.has_begun = False
         self.step_s: list[float] = []
-        self.used_s: list[float] = []
-        self.skips = PLAIN in (arm, used)  # drafts read what plain steps made them miss when they go on
+        self.used_s = list(recent_s)
+        self.skips = PLAIN in (arm, used)  # the first step of a turn, which is not like the others then
 
     @property
     def turn(self) -> int | None:
         """The arm of the next step."""
         if self.num_cold:
             return self.arm
-        return self.arm if (self.left - 1) // BLOCK % 2 else self.used
+        return self.arm if (self.left - 1) // self.block % 2 else self.used
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the next step is the first of a turn."""
+        return not self.has_begun or (self.num_cold == 0 and self.left % self.block == 0)
+
+    @property
+    def num_turns(self) -> int:
+        """Of each arm, to come."""
+        return self.left // (2 * self.block)
 
     @property
     def may_end(self) -> bool:
-        """Whether both had their turns as often, and more than once."""
-        return self.num_cold == 0 and self.left % (2 * BLOCK) == 0 and len(self.used_s) >= 2 * (BLOCK - self.skips)
+        """Whether enough was seen of both to look at it; every now and then."""
+        num = min(len(self.step_s), len(self.used_s))
+        return self.num_cold == 0 and self.left % BLOCK == 0 and num >= BLOCK - self.skips
 
     def observe(self, step_s: float) -> None:
         """A step of `turn`."""
+        is_first, self.has_begun = self.is_first, True
         if self.num_cold:
             self.num_cold -= 1
             return
-        is_first = self.left % BLOCK == 0
         self.left -= 1
         if not (is_first and self.skips):
-            (self.step_s if (self.left // BLOCK) % 2 else self.used_s).append(step_s)
+            (self.step_s if (self.left // self.block) % 2 else self.used_s).append(step_s)
 
     def ratio(self) -> tuple[float, float]:
         """Of the times of the two, and its standard error as a share of it."""
         varies = None in (self.arm, self.used)
         (tried, tried_error), (used, used_error) = _typical(self.step_s, varies), _typical(self.used_s, varies)
-        return tried / used, max(math.hypot(tried_error, used_error), LEAST_DOUBT)
+        least = max(LEAST_DOUBT, FEW_DOUBT / math.sqrt(min(len(self.step_s), len(self.used_s))))
+        return tried / used, max(math.hypot(tried_error, used_error), least)
 
 
 def _typical(values: Sequence[float], varies: bool) -> tuple[float, float]:
@@ -190,12 +219,13 @@ class Bucket:
         self.batch = batch  # of the latest step
         self.used: int | None = PLAIN
         self.costs = Costs(arms)
+        self.recent_s = deque[float](maxlen=BLOCK)  # of the arm in use
         self.level_s = 0.0  # seconds of a plain step
         self._stay_s = 0.0  # the same over many steps
         self._known_s = 0.0  # what that was when costs were last made doubtful by it
         self.is_moved = False  # it has changed since plain decoding was compared with another arm
         self._aged = 0  # steps that drift was added for
-        self.catch_up = FIRST_CATCH_UP  # plain steps
+        self.catch_up, self.comeback = FIRST_CATCH_UP, FIRST_RETURN  # plain steps
         self.own_tokens = 0.0  # of a sequence and step, under the method's own policy, times their weight
         self.num_own = 0.0
         self.allowance = self.credit  # tokens
@@ -240,6 +270,9 @@ class Bucket:
         ratio, doubt = trial.ratio()
         is_new = trial.arm not in self.costs.tried
         self.costs.learn(trial.arm, trial.used, ratio, max(doubt, FIRST_DOUBT) if is_new else doubt)
+        lost = max(trial.lost, 0.0)
+        self.num_lost += lost
+        self.allowance -= lost
         self.last_trial, self.trial = self.num_steps, None
         if PLAIN in (trial.arm, trial.used):
             self.is_moved = False

@@ -22,7 +22,6 @@ from typing import Any
 
 from speccompile.runtime.acceptance_record import AcceptanceRecord
 from speccompile.runtime.arm_costs import (
-    COLD_STEPS,
     LEAST_DOUBT,
     OWN_LENGTH,
     PLAIN,
@@ -35,10 +34,11 @@ from speccompile.runtime.planner import StepTimes
 from speccompile.runtime.slots import Slot, Step
 
 LENGTHS = (1, 2, 3, 4, 6, 8)  # of chains
-ALLOWANCE = 0.005  # of the tokens, for trials
+ALLOWANCE = 0.003  # of the tokens, for trials
 HORIZON = 400  # steps that a trial's result is taken to be of use for
 MARGIN = 1.01  # a change must promise so much
 DECIDE_EVERY = 16  # steps between decisions while nobody joins or leaves
+TRIAL_STEPS = 1.0  # plain steps that any trial costs, if only by what changes of shape do to memory
 TOKENS_DOUBT = 0.02  # of what drafts bring, as a share of it
 CLEAR = 3.0  # standard errors that end a trial early
 DEBT_STEPS = 150  # after which plain decoding may be tried whatever is left of the allowance
@@ -104,6 +104,7 @@ class Controller:
             margin = max(margin, 1 + bucket.catch_up / STAY_STEPS)
         if known[best] > margin * known[bucket.used]:
             bucket.used = best
+            bucket.recent_s.clear()
         if bucket.num_level == 0:
             return
         trials = [self._worth(bucket, tokens, arm, len(slots)) for arm in self.arms if arm != bucket.used]
@@ -127,11 +128,15 @@ class Controller:
         What it may gain is the expected improvement: if the arm looks better than the one in use afterwards, it is used
         (the knowledge gradient, Frazier et al. 2008, for one trial).
         """
-        trial = Trial(arm, bucket.used, batch, arm not in bucket.costs.tried)
+        trial = Trial(arm, bucket.used, batch, arm not in bucket.costs.tried, bucket.recent_s)
         ahead, doubt = self._lead(bucket, tokens, arm)
         top = tokens[bucket.used] / bucket.costs.ratio(bucket.used)  # tokens in the time of a plain step
         behind = bucket.costs.ratio(arm) * top * max(1 - math.exp(ahead), 0.0)
-        catch_up = bucket.catch_up if PLAIN in (bucket.used, arm) else 0.0
+        catch_up = TRIAL_STEPS
+        if trial.skips:
+            catch_up += trial.num_turns * bucket.comeback
+            if bucket.used == PLAIN:
+                catch_up += bucket.catch_up - bucket.comeback
         trial.price = batch * ((trial.num_cold + trial.left / 2) * behind + catch_up * top)
         told = doubt**2 / math.hypot(doubt, LEAST_DOUBT)  # standard deviation of what the trial will make of it
         z = ahead / told
@@ -173,6 +178,7 @@ class Controller:
         trial = bucket.trial
         if trial is None or arm == trial.used:
             bucket.learn_level(arm, step_s)
+            bucket.recent_s.append(step_s)
         if trial is not None:
             self._observe_trial(bucket, trial, step_s, batch)
 
@@ -182,17 +188,22 @@ class Controller:
         if trial.turn != trial.used:
             # What the arm in use would have given in that time, less what this one is expected to give.
             gains = tokens[trial.used] / bucket.costs.ratio(trial.used)
-            lost = batch * (step_s / level_s * gains - tokens[trial.arm])
-            trial.lost += lost
-            bucket.num_lost += lost
-            bucket.allowance -= lost
-            if trial.used == PLAIN and trial.num_cold == COLD_STEPS:
-                excess = max(step_s / level_s - bucket.costs.ratio(trial.arm), 0.0)
-                bucket.catch_up += CATCH_UP_WEIGHT * (excess - bucket.catch_up)
+            trial.lost += batch * (step_s / level_s * gains - tokens[trial.arm])
+            self._observe_catch_up(bucket, trial, step_s / level_s)
         trial.observe(step_s)
         if trial.left == 0 or (trial.may_end and self._is_clear(bucket, trial)):
             bucket.learn_trial(trial)
             self._left = 0
+
+    def _observe_catch_up(self, bucket: Bucket, trial: Trial, steps: float) -> None:
+        """A step of the arm that is tried, in plain steps: the first after plain ones tells what drafts had missed."""
+        if trial.used != PLAIN or not trial.is_first:
+            return
+        excess = max(steps - bucket.costs.ratio(trial.arm), 0.0)
+        if trial.has_begun:
+            bucket.comeback += CATCH_UP_WEIGHT * (excess - bucket.comeback)
+        else:
+            bucket.catch_up += CATCH_UP_WEIGHT * (excess - bucket.catch_up)
 
     def _is_clear(self, bucket: Bucket, trial: Trial) -> bool:
         """Whether it is known by now which of the two is better."""

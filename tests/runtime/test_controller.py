@@ -41,7 +41,7 @@ class Sim:
         self.rng, self.controller = random.Random(seed), Controller(16)
         self.rate, self.noise, self.cost, self.load = rate, noise, cost, 1.0
         self.slots = [self.fresh() for _ in range(batch)]
-        self.ms = self.num_tokens = 0
+        self.ms = self.num_tokens = self.num_expected = 0
 
     def fresh(self):
         return SimpleNamespace(stats=SimpleNamespace(outcomes=Counter()), speculation="auto")
@@ -59,17 +59,18 @@ class Sim:
         self.controller.observe(self.slots, steps, 1 + length, StepTimes(0.0, 0.0, ms / 1e3))
         self.ms += ms
         self.num_tokens += sum(len(step.tokens) for step in steps)
+        self.num_expected += len(steps) * tokens_of(self.rate, length)
         return limit
 
     def run(self, num_steps):
-        """Tokens a millisecond; now and then a sequence ends and another comes."""
-        self.ms = self.num_tokens = 0
+        """Expected tokens a millisecond, as luck decides nothing; now and then a sequence ends and another comes."""
+        self.ms = self.num_tokens = self.num_expected = 0
         arms = []
         for i in range(num_steps):
             arms.append(self.step())
             if i % 60 == 59:
                 self.slots[self.rng.randrange(len(self.slots))] = self.fresh()
-        return self.num_tokens / self.ms, arms
+        return self.num_expected / self.ms, arms
 
     def best(self):
         batch = len(self.slots)
@@ -82,7 +83,7 @@ def test_what_is_used_is_near_to_the_best(batch, rate):
     sim = Sim(batch, rate, seed=batch, noise=0.05)
     sim.run(1000)
     speed, _ = sim.run(1000)
-    assert speed > 0.95 * sim.best()
+    assert speed > 0.96 * sim.best()
 
 
 def test_trials_lose_no_more_than_they_may():
