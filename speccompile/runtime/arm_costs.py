@@ -26,11 +26,11 @@ ARM_DOUBT = 0.12  # what each chain may differ from that by, for itself
 OWN_LENGTH, OWN_DOUBT = 2, 0.3  # of the method's own policy: as a chain of so many, and the doubt
 FIXED, FIXED_DOUBT = 0.5, 0.35  # share of what drafts cost besides that stays as it is when plain steps grow slower
 LEAST_RATIO = 0.5
-DRIFT = 0.05  # what a cost may change by in 1000 steps (in logarithms), half of it all arms together
+DRIFT = 0.02  # what a cost may change by in 1000 steps (in logarithms), half of it all arms together
 LEVEL_MOVE = 0.3  # a level that has changed for good by so much (in logarithms) makes costs doubtful
 LEVEL_DOUBT = 0.2  # namely by this share of it
 
-CREDIT_STEPS = 60.0  # a fresh batch size may lose so many plain steps at once: it knows nothing yet
+CREDIT_STEPS = 40.0  # a fresh batch size may lose so many plain steps at once: it knows nothing yet
 CREDIT_BATCH = 8  # smaller batches as many tokens as this one: their trials are longer
 LEVEL_STEPS = 20  # that the level of a batch size is the mean of
 STAY_STEPS = 300  # that a change must last to be one for good
