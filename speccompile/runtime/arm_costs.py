@@ -42,7 +42,8 @@ LEAST_DOUBT = 0.02  # standard error of the ratio that a trial finds, as a share
 FEW_DOUBT = 0.1  # the same for a single step: what steps seem to vary by is not to be trusted when they are few
 FIRST_DOUBT = 0.05  # the same of a first trial: it is repeated where that could matter
 FIRST_CATCH_UP = 2.0  # plain steps that it takes drafts to read what they missed, before that was seen
-FIRST_RETURN = 0.5  # the same after a few plain steps of a trial
+FIRST_RETURN = 0.5  # the same after the few plain steps of a trial
+CATCH_UP_WEIGHT = 0.5  # of the latest such time
 
 
 class Costs:
@@ -226,6 +227,9 @@ class Bucket:
         self.is_moved = False  # it has changed since plain decoding was compared with another arm
         self._aged = 0  # steps that drift was added for
         self.catch_up, self.comeback = FIRST_CATCH_UP, FIRST_RETURN  # plain steps
+        self.is_behind = False  # drafts have not read what the latest steps gave
+        self.forgone = 0.0  # plain steps that drafting would have saved since it was best
+        self.decided_at = 0  # step of the latest decision
         self.own_tokens = 0.0  # of a sequence and step, under the method's own policy, times their weight
         self.num_own = 0.0
         self.allowance = self.credit  # tokens
@@ -239,6 +243,16 @@ class Bucket:
     def credit(self) -> float:
         """Tokens that trials may lose at once."""
         return CREDIT_STEPS * max(self.batch, CREDIT_BATCH)
+
+    def learn_catch_up(self, arm: int | None, step_s: float) -> None:
+        """A step that drafts, the first after plain ones: what is too long of it went into what was missed."""
+        if not self.level_s:
+            return
+        excess = max(step_s / self.level_s - self.costs.ratio(arm), 0.0)
+        if self.trial is not None and self.trial.has_begun:
+            self.comeback += CATCH_UP_WEIGHT * (excess - self.comeback)
+        else:
+            self.catch_up += CATCH_UP_WEIGHT * (excess - self.catch_up)
 
     def learn_level(self, arm: int | None, step_s: float) -> None:
         """A step of a known arm tells how fast the machine is now."""

@@ -25,7 +25,6 @@ from speccompile.runtime.arm_costs import (
     LEAST_DOUBT,
     OWN_LENGTH,
     PLAIN,
-    STAY_STEPS,
     TRIAL_TOKENS,
     Bucket,
     Trial,
@@ -45,7 +44,6 @@ DEBT_STEPS = 150  # after which plain decoding may be tried whatever is left of 
 RICH_DOUBT = 0.05  # from there on arms are tried where there is nothing else to spend the allowance on
 OWN_MEMORY = 0.995  # weight of the past, after a step, in what the method's own policy brings
 READING_MEMORY = 0.998  # the same of a token that was decoded, in how much is read for each
-CATCH_UP_WEIGHT = 0.5  # of the latest time that drafts had to read what they missed
 
 
 def bucket_of(batch: int) -> int:
@@ -99,10 +97,8 @@ class Controller:
         self._tokens_by_arm = tokens = self._tokens(bucket, slots)
         known = {arm: tokens[arm] / bucket.costs.ratio(arm) for arm in bucket.costs.tried}
         best = max(known, key=known.__getitem__)
-        margin = MARGIN
-        if bucket.used == PLAIN:
-            margin = max(margin, 1 + bucket.catch_up / STAY_STEPS)
-        if known[best] > margin * known[bucket.used]:
+        waits = self._waits(bucket, known)
+        if known[best] > MARGIN * known[bucket.used] and not waits:
             bucket.used = best
             bucket.recent_s.clear()
         if bucket.num_level == 0:
@@ -119,6 +115,20 @@ class Controller:
             if is_wanted and (trial.price <= bucket.allowance or is_due):
                 bucket.trial = trial
                 return
+
+    def _waits(self, bucket: Bucket, known: dict[int | None, float]) -> bool:
+        """Whether plain decoding goes on for now, as drafts would have to read what they missed.
+
+        It does until it has lost as much as that costs: so what changes cost is no more than what they gain (the rule
+        of the ski rental).
+        """
+        num, bucket.decided_at = bucket.num_steps - bucket.decided_at, bucket.num_steps
+        if bucket.used != PLAIN:
+            bucket.forgone = 0.0
+            return False
+        lead = max((rate for arm, rate in known.items() if arm != PLAIN), default=0.0) / known[PLAIN] - 1
+        bucket.forgone = max(bucket.forgone + lead * num, 0.0)
+        return bucket.forgone < bucket.catch_up
 
     def _worth(
         self, bucket: Bucket, tokens: dict[int | None, float], arm: int | None, batch: int
@@ -176,9 +186,12 @@ class Controller:
         elif arm > 0:
             self.record.learn(arm, steps)
         trial = bucket.trial
-        if trial is None or arm == trial.used:
+        if arm != PLAIN and bucket.is_behind:
+            bucket.learn_catch_up(arm, step_s)
+        elif trial is None or arm == trial.used:
             bucket.learn_level(arm, step_s)
             bucket.recent_s.append(step_s)
+        bucket.is_behind = arm == PLAIN
         if trial is not None:
             self._observe_trial(bucket, trial, step_s, batch)
 
@@ -189,21 +202,10 @@ class Controller:
             # What the arm in use would have given in that time, less what this one is expected to give.
             gains = tokens[trial.used] / bucket.costs.ratio(trial.used)
             trial.lost += batch * (step_s / level_s * gains - tokens[trial.arm])
-            self._observe_catch_up(bucket, trial, step_s / level_s)
         trial.observe(step_s)
         if trial.left == 0 or (trial.may_end and self._is_clear(bucket, trial)):
             bucket.learn_trial(trial)
             self._left = 0
-
-    def _observe_catch_up(self, bucket: Bucket, trial: Trial, steps: float) -> None:
-        """A step of the arm that is tried, in plain steps: the first after plain ones tells what drafts had missed."""
-        if trial.used != PLAIN or not trial.is_first:
-            return
-        excess = max(steps - bucket.costs.ratio(trial.arm), 0.0)
-        if trial.has_begun:
-            bucket.comeback += CATCH_UP_WEIGHT * (excess - bucket.comeback)
-        else:
-            bucket.catch_up += CATCH_UP_WEIGHT * (excess - bucket.catch_up)
 
     def _is_clear(self, bucket: Bucket, trial: Trial) -> bool:
         """Whether it is known by now which of the two is better."""

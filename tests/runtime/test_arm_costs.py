@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What trials make of the costs of arms: by whom, at what level, for how long, and how sure."""
+
+import math
+import random
+
+import pytest
+
+from speccompile.runtime.arm_costs import BLOCK, COLD_STEPS, DRIFT, LEVEL_STEPS, PLAIN, STAY_STEPS, Bucket, Costs, Trial
+from speccompile.runtime.controller import Controller, Reading
+
+ARMS = (PLAIN, 1, 2, 4, None)
+
+
+def test_plain_decoding_is_the_measure():
+    costs = Costs(ARMS)
+    costs.learn(2, PLAIN, 1.9, 0.02)
+    costs.learn(4, PLAIN, 2.5, 0.02)
+    assert costs.ratio(PLAIN) == 1 and costs.doubt(PLAIN, PLAIN) == 0
+    assert costs.ratio(2) == pytest.approx(1.9, rel=0.03) and costs.ratio(4) == pytest.approx(2.5, rel=0.03)
+    assert costs.tried == {PLAIN, 2, 4}
+
+
+def test_a_trial_tells_of_its_neighbours_but_less_than_of_itself():
+    costs, before = Costs(ARMS), Costs(ARMS)
+    costs.learn(2, PLAIN, 4.0, 0.02)
+    assert costs.ratio(1) > 1.2 * before.ratio(1) and costs.ratio(4) > 1.3 * before.ratio(4)
+    assert costs.doubt(2, PLAIN) < 0.03 < costs.doubt(1, PLAIN) < before.doubt(1, PLAIN)
+    assert costs.doubt(4, 2) < before.doubt(4, 2)
+
+
+def test_trials_are_weighed_by_how_sure_they_are():
+    costs = Costs(ARMS)
+    for ratio, doubt in ((2.0, 0.02), (3.0, 0.2)):
+        costs.learn(2, PLAIN, ratio, doubt)
+    assert costs.ratio(2) == pytest.approx(2.0, rel=0.03)
+    costs.learn(2, PLAIN, 2.2, 0.02)
+    assert costs.ratio(2) == pytest.approx(2.1, rel=0.02)
+    assert costs.doubt(2, PLAIN) == pytest.approx(0.02 / math.sqrt(2), rel=0.1)
+
+
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_what_drafts_cost_besides_may_stay_when_the_machine_slows_down(is_fixed):
+    """Plain steps of 1 and 3 ms; two drafts cost 1 ms in addition, or as much again as a plain step."""
+    costs = Costs(ARMS)
+    costs.reference_s = 1e-3
+    for level in (1.0, 3.0) * 3:
+        costs.at(level * 1e-3)
+        costs.learn(2, PLAIN, 1 + 1 / level if is_fixed else 2.0, 0.02)
+    for level in (1.0, 2.0, 3.0):
+        costs.at(level * 1e-3)
+        assert costs.ratio(2) == pytest.approx(1 + 1 / level if is_fixed else 2.0, rel=0.04)
+        assert costs.ratio(PLAIN) == 1
+
+
+def test_what_is_known_grows_old_up_to_what_was_believed_first():
+    costs = Costs(ARMS)
+    first = costs.doubt(2, PLAIN), costs.doubt(4, 2)
+    costs.learn(2, PLAIN, 1.9, 0.02)
+    sure = costs.doubt(2, PLAIN)
+    costs.blur(0.1, share=1.0)
+    assert costs.doubt(2, PLAIN) == pytest.approx(math.hypot(sure, 0.1))
+    together = costs.doubt(4, 2)
+    costs.blur(0.1, share=0.5)
+    assert costs.doubt(4, 2) == pytest.approx(math.hypot(together, 0.1))
+    for _ in range(100):
+        costs.blur(1.0, share=0.5)
+    aged = costs.doubt(2, PLAIN), costs.doubt(4, 2)
+    costs.blur(1.0, share=0.5)
+    assert aged == (costs.doubt(2, PLAIN), costs.doubt(4, 2))
+    assert first[0] <= aged[0] < 1.5 * first[0]
+
+
+def bucket_after(num_steps, seconds=1e-3):
+    bucket = Bucket(ARMS, 1)
+    for _ in range(num_steps):
+        bucket.num_steps += 1
+        bucket.learn_level(PLAIN, seconds)
+    return bucket
+
+
+def test_drift_is_by_steps_however_often_one_looks():
+    doubts = []
+    for every in (10, 1000):
+        bucket = bucket_after(20)
+        bucket.age()
+        bucket.costs.learn(2, PLAIN, 1.9, 0.02)
+        for i in range(2000):
+            bucket.num_steps += 1
+            if i % every == every - 1:
+                bucket.age()
+        doubts.append(bucket.costs.doubt(2, PLAIN))
+    assert doubts[0] == pytest.approx(doubts[1])
+    assert doubts[0] == pytest.approx(math.hypot(0.02, DRIFT * math.sqrt(2)), rel=0.05)
+
+
+def test_a_level_that_flickers_is_no_new_machine_but_one_that_stays_is():
+    bucket = bucket_after(2 * STAY_STEPS)
+    bucket.age()
+    for _ in range(10):
+        for seconds in (1e-3, 2e-3):
+            for _ in range(20):
+                bucket.learn_level(PLAIN, seconds)
+    settled = bucket
+    settled.age()
+    settled.is_moved = False
+    known = settled.costs.doubt(2, PLAIN)
+    for seconds in (1e-3, 2e-3) * 10:
+        for _ in range(20):
+            settled.learn_level(PLAIN, seconds)
+        settled.age()
+    assert not settled.is_moved and settled.costs.doubt(2, PLAIN) == pytest.approx(known)
+    settled.costs.learn(2, PLAIN, 1.9, 0.02)
+    known = settled.costs.doubt(2, PLAIN)
+    for _ in range(3 * STAY_STEPS):
+        settled.learn_level(PLAIN, 4e-3)
+        settled.age()
+    assert settled.is_moved and settled.costs.doubt(2, PLAIN) > 2 * known
+    assert settled.level_s == pytest.approx(4e-3)
+
+
+def run_trial(trial, tried_s, used_s, rng=None):
+    """All its steps; the arms in their order."""
+    turns = []
+    while trial.left:
+        turns.append(trial.turn)
+        noise = rng.lognormvariate(0, 0.05) if rng else 1.0
+        trial.observe((tried_s if trial.turn == trial.arm else used_s) * noise)
+    return turns
+
+
+@pytest.mark.parametrize(("batch", "block"), [(1, 12), (2, 6), (8, 4), (64, 4)])
+def test_turns_of_a_trial(batch, block):
+    trial = Trial(2, PLAIN, batch, is_new=True)
+    assert trial.num_turns == 2
+    assert run_trial(trial, 2e-3, 1e-3) == [2] * COLD_STEPS + ([2] * block + [PLAIN] * block) * 2
+    assert len(trial.step_s) == len(trial.used_s) == 2 * (block - 1)  # the first of a turn is not like the others
+    assert trial.ratio()[0] == pytest.approx(2.0)
+    trial = Trial(2, 1, batch, is_new=False)
+    run_trial(trial, 2e-3, 1e-3)
+    assert len(trial.step_s) == 2 * block
+
+
+def test_a_trial_is_no_surer_than_its_steps_are_many():
+    doubts = []
+    for num in (3, 12, 48):
+        trial = Trial(2, 1, 1, is_new=False)
+        trial.step_s, trial.used_s = [2.0] * num, [1.0] * num
+        doubts.append(trial.ratio()[1])
+    assert doubts[0] > doubts[1] > doubts[2] == 0.02
+
+
+def test_disturbed_steps_of_a_trial_count_little():
+    rng, trial = random.Random(0), Trial(3, 2, 1, is_new=False)
+    run_trial(trial, 1.5e-3, 1e-3, rng)
+    for at in range(0, len(trial.step_s), 4):
+        trial.step_s[at] *= 40
+    assert trial.ratio()[0] == pytest.approx(1.5, rel=0.08)
+
+
+class Script:
+    """A controller of one sequence whose steps cost what a table says; drafts are always refused."""
+
+    def __init__(self, ms_by_arm, catch_up_ms=0.0):
+        from tests.runtime.test_controller import Sim
+
+        self.sim = Sim(1, 0.0, noise=0.0, cost=self.cost)
+        self.ms_by_arm, self.catch_up_ms, self.last = ms_by_arm, catch_up_ms, 0
+
+    def cost(self, batch, length):
+        ms = self.ms_by_arm(length)
+        if length and not self.last:
+            ms += self.catch_up_ms
+        self.last = length
+        return ms
+
+
+def test_an_arm_beyond_all_bounds_is_left_before_its_trial_is_over():
+    script = Script(lambda length: 1.0 if length == 0 else 12.0)
+    arms = script.sim.run(400)[1]
+    [bucket] = script.sim.controller.buckets.values()
+    drafting = sum(arm != PLAIN for arm in arms)
+    assert 0 < drafting <= 2 * (COLD_STEPS + BLOCK + 1) < COLD_STEPS + 2 * 12
+    assert bucket.used == PLAIN
+
+
+@pytest.mark.parametrize("catch_up_ms", [0.0, 60.0])
+def test_what_drafts_missed_is_learnt_and_part_of_the_price(catch_up_ms):
+    script = Script(lambda length: 1.0 + 0.3 * length, catch_up_ms)
+    sim = script.sim
+    sim.run(300)
+    [bucket] = sim.controller.buckets.values()
+    assert bucket.used == PLAIN and bucket.level_s == pytest.approx(1e-3, rel=0.05)
+    tokens = sim.controller._tokens(bucket, sim.slots)
+    price = sim.controller._worth(bucket, tokens, 1, 1)[1].price
+    if catch_up_ms:
+        assert bucket.catch_up > 10 and price > bucket.catch_up
+    else:
+        assert bucket.catch_up < 2 and price < 15
+
+
+def test_drafting_begins_once_it_would_have_paid_for_what_was_missed():
+    controller = Controller(8)
+    bucket = Bucket(controller.arms, 1)
+    bucket.catch_up, known = 6.0, {PLAIN: 1.0, 2: 1.03}
+    waited = 0
+    while controller._waits(bucket, known):
+        waited += 10
+        bucket.num_steps += 10
+    assert waited == 200  # 3 % of so many are 6 steps
+    bucket.forgone = 5.9
+    bucket.num_steps += 10
+    assert controller._waits(bucket, {PLAIN: 1.0, 2: 0.97})
+    assert bucket.forgone == pytest.approx(5.6)
+    bucket.used = 2
+    assert not controller._waits(bucket, known) and bucket.forgone == 0
+
+
+def test_reading_for_drafts_is_borne_by_what_is_decoded():
+    reading = Reading()
+    assert reading.draft_s_per_token == 0.0
+    for _ in range(50):
+        reading.learn(40, 40 * 2e-5)
+        for _ in range(100):
+            reading.count(1)
+    assert reading.draft_s_per_token == pytest.approx(0.4 * 2e-5, rel=0.2)
+    for _ in range(50):  # nothing is read for drafts now: what it would cost is known all the same
+        reading.learn(200, None)
+        reading.count(100)
+    assert reading.draft_s_per_token == pytest.approx(2 * 2e-5, rel=0.2)
+
+
+def test_who_reads_much_for_drafts_needs_better_ones():
+    def tokens(draft_s):
+        controller = Controller(8)
+        bucket = Bucket(controller.arms, 4)
+        for _ in range(LEVEL_STEPS):
+            bucket.learn_level(PLAIN, 2e-3)
+        controller.read(50, draft_s)
+        controller.reading.count(100)
+        return controller._tokens(bucket, ())
+
+    assert tokens(None)[PLAIN] == 1.0
+    assert tokens(5e-3)[PLAIN] == pytest.approx(1 + 5e-3 / 100 * 4 / 2e-3, rel=0.2)
+    assert tokens(5e-3)[2] == tokens(None)[2]
