@@ -3,13 +3,13 @@
 
     python bench/controller.py BUNDLE --prompts PROMPTS.jsonl [--batches 1,2,4,8,16,32,64] [--fixed 2,4] [--json OUT]
 
-Each way has an engine and a scheduler of its own, always with as many sequences as the batch size says: when one
-ends, the next prompt is read, and that time counts. Ways take turns, in another order each round. A round is the same
-work for all: it goes on until so many more requests have ended, the same requests in the same order, so that a text
-that is easily guessed favours nobody. `--seconds` says about how long it takes. Speeds are medians over the rounds.
-`ratio` is the median over the rounds of controller / best of the others (the one whose own speed is best), `error`
-its standard error by the bootstrap. The controller is one object for all batch sizes, as in a server, and has
-`--warm-up` seconds at each batch size before the first round.
+All ways have one engine, which they take over in turn, in another order each round: so neither a part of the memory
+that is better placed nor a load on the machine favours one of them. A round is the same work for all: from when all
+places decode until so many requests have ended (at least as many as the batch has places), each place taking the next
+prompt as soon as it is free, prompts included. Speeds are medians over the rounds. `ratio` is the median over the
+rounds of controller / best of the others (the one whose own speed is best), `error` its standard error by the
+bootstrap. The controller is one object for all batch sizes, as in a server, and has `--warm-up` seconds at each batch
+size before the first round.
 """
 
 import argparse
@@ -58,10 +58,10 @@ class Fixed:
 
 
 class Way:
-    """A scheduler that is kept busy.
+    """A planner, with its turns on an engine that others use as well.
 
     Args:
-        engine: nobody else's.
+        engine: the engine.
         planner: how far to draft.
         requests: prompts with their sampling, taken in turn.
     """
@@ -69,16 +69,17 @@ class Way:
     def __init__(self, engine: SpecEngine, planner: Planner, requests: Sequence[Request]) -> None:
         self.engine, self.planner, self.requests = engine, planner, requests
         self.speeds: list[float] = []
-        self._num_tickets = self._num_ended = 0
+        self._num_tickets = 0
 
-    def fill(self, batch: int) -> None:
-        """Begin with `batch` sequences, the same for every way."""
-        self.batch, self._num_tickets, self._num_ended, self.speeds = batch, 0, 0, []
+    def begin(self, batch: int) -> None:
+        """Take over the engine, and fill all places."""
+        self.batch = batch
         self.scheduler = Scheduler(self.engine, self.planner, prefill_chunk=512, keep_prefixes=False)
         while len(self.scheduler.places.active) < batch:
             self._step()
 
-    def _step(self) -> int:
+    def _step(self) -> tuple[int, int]:
+        """Tokens, and requests that ended."""
         scheduler = self.scheduler
         while len(scheduler.queue) + len(scheduler.places.active) + bool(scheduler.places.reading) < self.batch:
             request = self.requests[self._num_tickets % len(self.requests)]
@@ -87,28 +88,26 @@ class Way:
             scheduler.add(ticket)
             self._num_tickets += 1
         pieces = [piece for _, piece in scheduler.step()]
-        self._num_ended += sum(piece.finish_reason is not None for piece in pieces)
-        return sum(len(piece.tokens) for piece in pieces)
+        return sum(len(piece.tokens) for piece in pieces), sum(piece.finish_reason is not None for piece in pieces)
 
     def warm_up(self, seconds: float) -> float:
-        """Go on for a while, then begin anew: requests that ended a second."""
-        start_s = perf_counter()
+        """Go on for a while: requests that ended a second."""
+        start_s, num_ended = perf_counter(), 0
         while (spent_s := perf_counter() - start_s) < seconds:
-            self._step()
-        rate = self._num_ended / spent_s
-        self.empty()
-        self.fill(self.batch)
-        return rate
+            num_ended += self._step()[1]
+        self.scheduler.cancel_all()
+        return num_ended / spent_s
 
-    def measure(self, num_ended: int) -> None:
-        """One round: until so many requests have ended since the first."""
-        num_tokens, start_s = 0, perf_counter()
-        while self._num_ended < num_ended:
-            num_tokens += self._step()
+    def measure(self, first: int, num_requests: int) -> None:
+        """One round: from request `first` on, until so many have ended."""
+        self._num_tickets = first
+        self.begin(self.batch)
+        num_tokens, num_ended, start_s = 0, 0, perf_counter()
+        while num_ended < num_requests:
+            tokens, ended = self._step()
+            num_tokens += tokens
+            num_ended += ended
         self.speeds.append(num_tokens / (perf_counter() - start_s))
-
-    def empty(self) -> None:
-        """End all sequences."""
         self.scheduler.cancel_all()
 
 
@@ -124,32 +123,30 @@ def make_ways(args: argparse.Namespace) -> dict[str, Way]:
         params = SamplingParams(max_new_tokens=most, temperature=args.temperature, seed=number, ignore_eos=True)
         requests.append(Request(line["prompt"], params))
 
-    def load(method: Any) -> SpecEngine:
-        return speccompile.load(args.bundle, method=method, verify=False)
-
-    ways = {"plain": Way(load("none"), Fixed(0), requests)}
-    ways |= {f"fixed {length}": Way(load(None), Fixed(length), requests) for length in args.fixed}
-    engine = load(None)
-    return {**ways, "controller": Way(engine, Controller(engine.context.max_draft_nodes), requests)}
+    engine = speccompile.load(args.bundle, verify=False)
+    planners: dict[str, Planner] = {"plain": Fixed(0)}
+    planners |= {f"fixed {length}": Fixed(length) for length in args.fixed}
+    planners["controller"] = Controller(engine.context.max_draft_nodes)
+    return {name: Way(engine, planner, requests) for name, planner in planners.items()}
 
 
 def measure(ways: dict[str, Way], batch: int, args: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
     """A row of the table."""
     for name, way in ways.items():
-        way.fill(batch)
+        way.speeds = []
+        way.begin(batch)
         rate = way.warm_up(args.warm_up if name == "controller" else 1.0)
-    each = max(1, round(rate * args.seconds))
-    for number in range(args.rounds):
+    each, first = max(batch, round(rate * args.seconds)), 0
+    for _ in range(args.rounds):
         for way in rng.sample(list(ways.values()), len(ways)):
-            way.measure((number + 1) * each)
+            way.measure(first, each)
+        first += each
     speeds = {name: statistics.median(way.speeds) for name, way in ways.items()}
     best = max((name for name in ways if name != "controller"), key=speeds.__getitem__)
     ratios = [ours / theirs for ours, theirs in zip(ways["controller"].speeds, ways[best].speeds, strict=True)]
     resampled = [statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(1000)]
     decisions = ways["controller"].planner.decisions()
     held = next(row for size, row in decisions.items() if int(size.split(",")[0]) >= batch)
-    for way in ways.values():
-        way.empty()
     windows = {name: way.speeds for name, way in ways.items()}
     ratio, error = statistics.median(ratios), statistics.stdev(resampled)
     return {"batch": batch, "speeds": speeds, "ratio": ratio, "error": error, "windows": windows, "held": held}
@@ -166,8 +163,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="one JSON object with `prompt` a line")
     parser.add_argument("--batches", type=numbers_from_text, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--fixed", type=numbers_from_text, default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a round, about")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a round, at least, about")
     parser.add_argument("--warm-up", type=float, default=20.0)
     parser.add_argument("--new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -228,7 +228,7 @@ class Bucket:
         self._aged = 0  # steps that drift was added for
         self.catch_up, self.comeback = FIRST_CATCH_UP, FIRST_RETURN  # plain steps
         self.is_behind = False  # drafts have not read what the latest steps gave
-        self.forgone = 0.0  # plain steps that drafting would have saved since it was best
+        self.forgone = 0.0  # steps that a change between plain decoding and drafts would have saved
         self.decided_at = 0  # step of the latest decision
         self.own_tokens = 0.0  # of a sequence and step, under the method's own policy, times their weight
         self.num_own = 0.0

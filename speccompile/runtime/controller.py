@@ -36,7 +36,7 @@ LENGTHS = (1, 2, 3, 4, 6, 8)  # of chains
 ALLOWANCE = 0.003  # of the tokens, for trials
 HORIZON = 400  # steps that a trial's result is taken to be of use for
 MARGIN = 1.01  # a change must promise so much
-DECIDE_EVERY = 16  # steps between decisions while nobody joins or leaves
+DECIDE_EVERY = 16  # steps between decisions at about the same batch size
 TRIAL_STEPS = 1.0  # plain steps that any trial costs, if only by what changes of shape do to memory
 TOKENS_DOUBT = 0.02  # of what drafts bring, as a share of it
 CLEAR = 3.0  # standard errors that end a trial early
@@ -71,7 +71,7 @@ class Controller:
         self._key: tuple[int, bool] | None = None  # of the step at hand; None: nobody leaves the decision to us
         self._arm: int | None = PLAIN  # of that step
         self._left = 0  # steps to the next decision
-        self._batch = 0
+        self._decided: tuple[int, bool] | None = None  # whose decision was the latest
         self._tokens_by_arm: dict[int | None, float] = {}  # of the latest decision
 
     def plan(self, slots: Sequence[Slot]) -> int | None:
@@ -84,8 +84,8 @@ class Controller:
         self._key = key = (bucket_of(batch), "on" in asked)
         bucket = self.buckets.get(key) or self.buckets.setdefault(key, Bucket(self.arms, batch))
         bucket.batch = batch
-        if bucket.trial is None and (batch != self._batch or self._left <= 0):
-            self._batch, self._left = batch, DECIDE_EVERY
+        if bucket.trial is None and (key != self._decided or self._left <= 0):
+            self._decided, self._left = key, DECIDE_EVERY
             self._decide(bucket, slots)
         self._left -= 1
         self._arm = bucket.used if bucket.trial is None else bucket.trial.turn
@@ -97,8 +97,10 @@ class Controller:
         self._tokens_by_arm = tokens = self._tokens(bucket, slots)
         known = {arm: tokens[arm] / bucket.costs.ratio(arm) for arm in bucket.costs.tried}
         best = max(known, key=known.__getitem__)
-        waits = self._waits(bucket, known)
+        waits = self._waits(bucket, known) and (best == PLAIN) != (bucket.used == PLAIN)
         if known[best] > MARGIN * known[bucket.used] and not waits:
+            if (best == PLAIN) != (bucket.used == PLAIN):
+                bucket.forgone = 0.0
             bucket.used = best
             bucket.recent_s.clear()
         if bucket.num_level == 0:
@@ -117,18 +119,16 @@ class Controller:
                 return
 
     def _waits(self, bucket: Bucket, known: dict[int | None, float]) -> bool:
-        """Whether plain decoding goes on for now, as drafts would have to read what they missed.
+        """Whether things stay as they are between plain decoding and drafts, as drafts must read what they miss.
 
-        It does until it has lost as much as that costs: so what changes cost is no more than what they gain (the rule
-        of the ski rental).
+        They do until that has lost as much as a catch-up costs, half as much where plain decoding is better: so what
+        changes cost is no more than what they gain (the rule of the ski rental).
         """
         num, bucket.decided_at = bucket.num_steps - bucket.decided_at, bucket.num_steps
-        if bucket.used != PLAIN:
-            bucket.forgone = 0.0
-            return False
-        lead = max((rate for arm, rate in known.items() if arm != PLAIN), default=0.0) / known[PLAIN] - 1
-        bucket.forgone = max(bucket.forgone + lead * num, 0.0)
-        return bucket.forgone < bucket.catch_up
+        is_plain = bucket.used == PLAIN
+        other = max((rate for arm, rate in known.items() if (arm == PLAIN) != is_plain), default=0.0)
+        bucket.forgone = max(bucket.forgone + (other / known[bucket.used] - 1) * num, 0.0)
+        return bucket.forgone < (bucket.catch_up if is_plain else bucket.catch_up / 2)
 
     def _worth(
         self, bucket: Bucket, tokens: dict[int | None, float], arm: int | None, batch: int

@@ -199,7 +199,7 @@ def test_what_drafts_missed_is_learnt_and_part_of_the_price(catch_up_ms):
         assert bucket.catch_up < 2 and price < 15
 
 
-def test_drafting_begins_once_it_would_have_paid_for_what_was_missed():
+def test_a_change_waits_until_it_would_have_paid_for_what_drafts_miss():
     controller = Controller(8)
     bucket = Bucket(controller.arms, 1)
     bucket.catch_up, known = 6.0, {PLAIN: 1.0, 2: 1.03}
@@ -212,8 +212,11 @@ def test_drafting_begins_once_it_would_have_paid_for_what_was_missed():
     bucket.num_steps += 10
     assert controller._waits(bucket, {PLAIN: 1.0, 2: 0.97})
     assert bucket.forgone == pytest.approx(5.6)
-    bucket.used = 2
-    assert not controller._waits(bucket, known) and bucket.forgone == 0
+    bucket.used, bucket.forgone, waited = 2, 0.0, 0
+    while controller._waits(bucket, {PLAIN: 1.05, 2: 1.0}):
+        waited += 10
+        bucket.num_steps += 10
+    assert waited == 60  # 5 % of so many are 3 steps
 
 
 def test_reading_for_drafts_is_borne_by_what_is_decoded():
