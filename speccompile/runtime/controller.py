@@ -42,6 +42,7 @@ TOKENS_DOUBT = 0.02  # of what drafts bring, as a share of it
 CLEAR = 3.0  # standard errors that end a trial early
 DEBT_STEPS = 150  # after which plain decoding may be tried whatever is left of the allowance
 RICH_DOUBT = 0.05  # from there on arms are tried where there is nothing else to spend the allowance on
+OWN_SPREAD = 1.2  # tokens that a step of a sequence brings: their standard deviation under the method's own policy
 OWN_MEMORY = 0.995  # weight of the past, after a step, in what the method's own policy brings
 READING_MEMORY = 0.998  # the same of a token that was decoded, in how much is read for each
 
@@ -157,14 +158,19 @@ class Controller:
         """By how much an arm is better than the one in use, and the standard error: logarithms of tokens per second."""
         used, costs = bucket.used, bucket.costs
         ahead = math.log(tokens[arm] * costs.ratio(used) / (tokens[used] * costs.ratio(arm)))
-        return ahead, max(costs.doubt(arm, used), 1e-3)
+        doubt = costs.doubt(arm, used)
+        if None in (arm, used):
+            doubt = math.hypot(doubt, _own_error(bucket) / tokens[None])
+        return ahead, max(doubt, 1e-3)
 
     def _tokens(self, bucket: Bucket, slots: Sequence[Slot]) -> dict[int | None, float]:
         """Tokens that a sequence is expected to gain in a step, by arm."""
         gains = self.record.expected([slot.stats for slot in slots])
         tokens: dict[int | None, float] = {k: gains[k] for k in self.arms if k is not None}
         guess = gains[min(OWN_LENGTH, max(gains))]
-        tokens[None] = bucket.own_tokens / bucket.num_own if bucket.num_own >= TRIAL_TOKENS / 2 else guess
+        tokens[None] = guess
+        if bucket.num_own >= TRIAL_TOKENS / 2:  # less what may have been luck: it is not to be chosen for that
+            tokens[None] = max(bucket.own_tokens / bucket.num_own - _own_error(bucket), 1.0)
         # What no step shows: prompts are read for the drafts as well.
         tokens[PLAIN] *= 1 + self.reading.draft_s_per_token * bucket.batch / bucket.level_s if bucket.level_s else 1.0
         return tokens
@@ -276,6 +282,11 @@ class Reading:
         if not self._num_timed or not self._num_decoded:
             return 0.0
         return self._num_read / self._num_decoded * self._timed_s / self._num_timed
+
+
+def _own_error(bucket: Bucket) -> float:
+    """Standard error of the tokens that the method's own policy was seen to bring."""
+    return OWN_SPREAD / math.sqrt(max(bucket.num_own, 1.0))
 
 
 def _name(arm: int | None) -> str:

@@ -219,6 +219,16 @@ def test_a_change_waits_until_it_would_have_paid_for_what_drafts_miss():
     assert waited == 60  # 5 % of so many are 3 steps
 
 
+def test_luck_is_no_reason_for_the_own_policy():
+    controller = Controller(8)
+    tokens = []
+    for num in (30, 3000):
+        bucket = Bucket(controller.arms, 4)
+        bucket.num_own, bucket.own_tokens = num, 2.0 * num
+        tokens.append(controller._tokens(bucket, ())[None])
+    assert 1.7 < tokens[0] < 1.85 < 1.95 < tokens[1] < 2.0
+
+
 def test_reading_for_drafts_is_borne_by_what_is_decoded():
     reading = Reading()
     assert reading.draft_s_per_token == 0.0
