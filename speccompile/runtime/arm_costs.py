@@ -25,7 +25,7 @@ SLOPE, SLOPE_DOUBT = 0.35, 1.0  # drafting a token and scoring it; the doubt is 
 ARM_DOUBT = 0.12  # what each chain may differ from that by, for itself
 OWN_LENGTH, OWN_DOUBT = 2, 0.3  # of the method's own policy: as a chain of so many, and the doubt
 FIXED, FIXED_DOUBT = 0.5, 0.35  # share of what drafts cost besides that stays as it is when plain steps grow slower
-LEAST_RATIO = 0.5
+LEAST_RATIO = 0.5  # no arm is believed to cost less plain steps
 DRIFT = 0.02  # what a cost may change by in 1000 steps (in logarithms), half of it all arms together
 LEVEL_MOVE = 0.3  # a level that has changed for good by so much (in logarithms) makes costs doubtful
 LEVEL_DOUBT = 0.2  # namely by this share of it
@@ -227,7 +227,6 @@ class Bucket:
         self.is_moved = False  # it has changed since plain decoding was compared with another arm
         self._aged = 0  # steps that drift was added for
         self.catch_up, self.comeback = FIRST_CATCH_UP, FIRST_RETURN  # plain steps
-        self.is_behind = False  # drafts have not read what the latest steps gave
         self.forgone = 0.0  # steps that a change between plain decoding and drafts would have saved
         self.decided_at = 0  # step of the latest decision
         self.own_tokens = 0.0  # of a sequence and step, under the method's own policy, times their weight
@@ -244,12 +243,12 @@ class Bucket:
         """Tokens that trials may lose at once."""
         return CREDIT_STEPS * max(self.batch, CREDIT_BATCH)
 
-    def learn_catch_up(self, arm: int | None, step_s: float) -> None:
+    def learn_catch_up(self, arm: int | None, step_s: float, num_plain: int) -> None:
         """A step that drafts, the first after plain ones: what is too long of it went into what was missed."""
         if not self.level_s:
             return
         excess = max(step_s / self.level_s - self.costs.ratio(arm), 0.0)
-        if self.trial is not None and self.trial.has_begun:
+        if num_plain <= TRIAL_TOKENS // 2:  # the longest turn of a trial
             self.comeback += CATCH_UP_WEIGHT * (excess - self.comeback)
         else:
             self.catch_up += CATCH_UP_WEIGHT * (excess - self.catch_up)

@@ -21,14 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from speccompile.runtime.acceptance_record import AcceptanceRecord
-from speccompile.runtime.arm_costs import (
-    LEAST_DOUBT,
-    OWN_LENGTH,
-    PLAIN,
-    TRIAL_TOKENS,
-    Bucket,
-    Trial,
-)
+from speccompile.runtime.arm_costs import LEAST_DOUBT, OWN_LENGTH, PLAIN, TRIAL_TOKENS, Bucket, Trial
 from speccompile.runtime.planner import StepTimes
 from speccompile.runtime.slots import Slot, Step
 
@@ -73,6 +66,7 @@ class Controller:
         self._arm: int | None = PLAIN  # of that step
         self._left = 0  # steps to the next decision
         self._decided: tuple[int, bool] | None = None  # whose decision was the latest
+        self._num_plain = 0  # steps until now that drafts have not read
         self._tokens_by_arm: dict[int | None, float] = {}  # of the latest decision
 
     def plan(self, slots: Sequence[Slot]) -> int | None:
@@ -167,8 +161,7 @@ class Controller:
         """Tokens that a sequence is expected to gain in a step, by arm."""
         gains = self.record.expected([slot.stats for slot in slots])
         tokens: dict[int | None, float] = {k: gains[k] for k in self.arms if k is not None}
-        guess = gains[min(OWN_LENGTH, max(gains))]
-        tokens[None] = guess
+        tokens[None] = gains[min(OWN_LENGTH, max(gains))]
         if bucket.num_own >= TRIAL_TOKENS / 2:  # less what may have been luck: it is not to be chosen for that
             tokens[None] = max(bucket.own_tokens / bucket.num_own - _own_error(bucket), 1.0)
         # What no step shows: prompts are read for the drafts as well.
@@ -192,12 +185,12 @@ class Controller:
         elif arm > 0:
             self.record.learn(arm, steps)
         trial = bucket.trial
-        if arm != PLAIN and bucket.is_behind:
-            bucket.learn_catch_up(arm, step_s)
+        if arm != PLAIN and self._num_plain:
+            bucket.learn_catch_up(arm, step_s, self._num_plain)
         elif trial is None or arm == trial.used:
             bucket.learn_level(arm, step_s)
             bucket.recent_s.append(step_s)
-        bucket.is_behind = arm == PLAIN
+        self._num_plain = self._num_plain + 1 if arm == PLAIN else 0
         if trial is not None:
             self._observe_trial(bucket, trial, step_s, batch)
 

@@ -8,6 +8,7 @@ import pytest
 
 from speccompile.runtime.arm_costs import BLOCK, COLD_STEPS, DRIFT, LEVEL_STEPS, PLAIN, STAY_STEPS, Bucket, Costs, Trial
 from speccompile.runtime.controller import Controller, Reading
+from tests.runtime.test_controller import Sim
 
 ARMS = (PLAIN, 1, 2, 4, None)
 
@@ -94,29 +95,29 @@ def test_drift_is_by_steps_however_often_one_looks():
     assert doubts[0] == pytest.approx(math.hypot(0.02, DRIFT * math.sqrt(2)), rel=0.05)
 
 
+def flicker(bucket, num):
+    for seconds in (1e-3, 3e-3) * num:
+        for _ in range(2 * LEVEL_STEPS):
+            bucket.learn_level(PLAIN, seconds)
+        bucket.age()
+
+
 def test_a_level_that_flickers_is_no_new_machine_but_one_that_stays_is():
     bucket = bucket_after(2 * STAY_STEPS)
     bucket.age()
-    for _ in range(10):
-        for seconds in (1e-3, 2e-3):
-            for _ in range(20):
-                bucket.learn_level(PLAIN, seconds)
-    settled = bucket
-    settled.age()
-    settled.is_moved = False
-    known = settled.costs.doubt(2, PLAIN)
-    for seconds in (1e-3, 2e-3) * 10:
-        for _ in range(20):
-            settled.learn_level(PLAIN, seconds)
-        settled.age()
-    assert not settled.is_moved and settled.costs.doubt(2, PLAIN) == pytest.approx(known)
-    settled.costs.learn(2, PLAIN, 1.9, 0.02)
-    known = settled.costs.doubt(2, PLAIN)
+    flicker(bucket, 10)
+    bucket.age()
+    bucket.is_moved = False
+    known = bucket.costs.doubt(2, PLAIN)
+    flicker(bucket, 10)
+    assert not bucket.is_moved and bucket.costs.doubt(2, PLAIN) == pytest.approx(known)
+    bucket.costs.learn(2, PLAIN, 1.9, 0.02)
+    known = bucket.costs.doubt(2, PLAIN)
     for _ in range(3 * STAY_STEPS):
-        settled.learn_level(PLAIN, 4e-3)
-        settled.age()
-    assert settled.is_moved and settled.costs.doubt(2, PLAIN) > 2 * known
-    assert settled.level_s == pytest.approx(4e-3)
+        bucket.learn_level(PLAIN, 4e-3)
+        bucket.age()
+    assert bucket.is_moved and bucket.costs.doubt(2, PLAIN) > 2 * known
+    assert bucket.level_s == pytest.approx(4e-3)
 
 
 def run_trial(trial, tried_s, used_s, rng=None):
@@ -162,8 +163,6 @@ class Script:
     """A controller of one sequence whose steps cost what a table says; drafts are always refused."""
 
     def __init__(self, ms_by_arm, catch_up_ms=0.0):
-        from tests.runtime.test_controller import Sim
-
         self.sim = Sim(1, 0.0, noise=0.0, cost=self.cost)
         self.ms_by_arm, self.catch_up_ms, self.last = ms_by_arm, catch_up_ms, 0
 
@@ -197,6 +196,16 @@ def test_what_drafts_missed_is_learnt_and_part_of_the_price(catch_up_ms):
         assert bucket.catch_up > 10 and price > bucket.catch_up
     else:
         assert bucket.catch_up < 2 and price < 15
+
+
+@pytest.mark.parametrize(("num_plain", "told"), [(1, "comeback"), (12, "comeback"), (13, "catch_up")])
+def test_coming_back_within_a_trial_is_not_taken_for_a_catch_up(num_plain, told):
+    bucket = bucket_after(LEVEL_STEPS)
+    untold = {"comeback": "catch_up", "catch_up": "comeback"}[told]
+    before = getattr(bucket, untold)
+    for _ in range(20):
+        bucket.learn_catch_up(2, 1e-3 * (bucket.costs.ratio(2) + 9), num_plain)
+    assert getattr(bucket, told) == pytest.approx(9, rel=0.01) and getattr(bucket, untold) == before
 
 
 def test_a_change_waits_until_it_would_have_paid_for_what_drafts_miss():

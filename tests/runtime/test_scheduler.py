@@ -143,7 +143,7 @@ def test_a_cache_that_those_who_wait_will_overwrite_is_not_kept_for_long():
 
 def test_a_forbidden_or_bounded_draft_gives_the_same_text():
     class Planner:
-        limit, seen = 0, []
+        limit, seen, reads = 0, [], []
 
         def plan(self, slots):
             return self.limit
@@ -153,7 +153,7 @@ def test_a_forbidden_or_bounded_draft_gives_the_same_text():
             self.seen.append((nodes, [step.num_draft_tokens for step in steps]))
 
         def read(self, num_tokens, draft_s):
-            pass
+            self.reads.append((num_tokens, draft_s))
 
         def expects_drafts(self, num_active):
             return True
@@ -175,6 +175,8 @@ def test_a_forbidden_or_bounded_draft_gives_the_same_text():
         assert max(drafted) <= bound and (max(drafted) > 0) == (bound > 0)
     assert all(text == texts[0] for text in texts)
     assert bench.scheduler.json_from_scheduler()["controller"] == {"limit": 0}
+    assert [num for num, _ in planner.reads] == [2] * 5  # all of each prompt but its last token
+    assert all(draft_s > 0 for _, draft_s in planner.reads)
 
 
 @pytest.mark.parametrize("limit", [0, 2, None])
