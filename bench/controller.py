@@ -112,7 +112,7 @@ class Way:
 
 
 def make_ways(args: argparse.Namespace) -> dict[str, Way]:
-    """Each with an engine of its own."""
+    """All of them, on one engine."""
     lines = [json.loads(line) for line in args.prompts.read_text().splitlines()]
     rng = random.Random(args.seed)
     rng.shuffle(lines)
