@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import accumulate
+from operator import mul
 
 from speccompile.runtime.slots import Step
 from speccompile.runtime.stats import SlotStats
@@ -16,8 +15,6 @@ FIRST_WEIGHT = 20.0  # tries that it counts for
 MEMORY = 0.9995  # weight of the past after a try
 REQUEST_WEIGHT = 50.0  # drafts kept that all others count for in the record of one request
 MAX_RATE = 0.98
-
-Rates = NDArray[np.float64]
 
 
 class AcceptanceRecord:
@@ -32,10 +29,9 @@ class AcceptanceRecord:
         self._kept = [FIRST_RATE * FIRST_WEIGHT] * max_depth
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> list[float]:
         """[max_depth]: how often a draft is kept when those before it are."""
-        rates: Rates = np.array(self._kept, dtype=np.float64) / np.array(self._tried)
-        return rates
+        return [kept / tried for kept, tried in zip(self._kept, self._tried, strict=True)]
 
     def learn(self, length: int, steps: Sequence[Step]) -> None:
         """Take in steps whose sequences drafted chains of `length` tokens; those that drafted fewer count as far."""
@@ -60,15 +56,21 @@ class AcceptanceRecord:
         Args:
             requests: none: of all that have been.
         """
-        rates, reach = self.rates, np.cumprod(self.rates)
+        rates = self.rates
+        hoped = _sums_of_reach(rates)
         if not requests:
-            gains = 1 + np.concatenate(([0.0], reach.cumsum()))
-            return {length: float(gain) for length, gain in enumerate(gains)}
-        hoped = np.concatenate(([0.0], reach.cumsum()))
-        factors = np.array([_factor(stats, hoped.tolist()) for stats in requests])
-        own = np.clip(rates * factors[:, None], 0.01, MAX_RATE)
-        gains = 1 + np.concatenate(([0.0], np.cumprod(own, axis=1).mean(axis=0).cumsum()))
-        return {length: float(gain) for length, gain in enumerate(gains)}
+            return {length: 1 + hope for length, hope in enumerate(hoped)}
+        sums = [0.0] * len(hoped)
+        for stats in requests:
+            factor = _factor(stats, hoped)
+            own = _sums_of_reach([min(max(rate * factor, 0.01), MAX_RATE) for rate in rates])
+            sums = [total + gain for total, gain in zip(sums, own, strict=True)]
+        return {length: 1 + total / len(requests) for length, total in enumerate(sums)}
+
+
+def _sums_of_reach(rates: Sequence[float]) -> list[float]:
+    """[max_depth + 1]: drafts that are kept, of chains of 0, 1, 2, ... tokens."""
+    return list(accumulate(accumulate(rates, mul), initial=0.0))
 
 
 def _factor(stats: SlotStats, hoped: list[float]) -> float:

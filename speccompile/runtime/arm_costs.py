@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
+Matrix = NDArray[np.float64]
 
 PLAIN = 0
 # What is believed of a chain of k tokens before any trial: it costs 1 + LEAP + SLOPE k plain steps.
@@ -31,7 +32,7 @@ LEVEL_MOVE = 0.3  # a level that has changed for good by so much (in logarithms)
 LEVEL_DOUBT = 0.2  # namely by this share of it
 
 CREDIT_STEPS = 40.0  # a fresh batch size may lose so many plain steps at once: it knows nothing yet
-CREDIT_BATCH = 8  # smaller batches as many tokens as this one: their trials are longer
+CREDIT_BATCH = 4  # smaller batches as many tokens as this one: their trials are longer
 LEVEL_STEPS = 20  # that the level of a batch size is the mean of
 STAY_STEPS = 300  # that a change must last to be one for good
 BLOCK = 4  # steps before it is the other arm's turn, at least
@@ -77,30 +78,49 @@ class Costs:
         self._most = self._cov.diagonal()[:size].copy()
         self.tried: set[int | None] = {PLAIN}
         self.reference_s = 0.0  # L0; 0: as long as all levels are taken to be alike
-        self._level = 0.0  # ln(L / L0)
+        self._level_s = 0.0  # L
 
     def at(self, level_s: float) -> None:
         """What is asked and learnt from now on is at this level."""
-        self._level = math.log(level_s / self.reference_s) if self.reference_s and level_s else 0.0
+        self._level_s = level_s
+
+    @property
+    def _level(self) -> float:
+        """ln(L / L0)."""
+        return math.log(self._level_s / self.reference_s) if self.reference_s and self._level_s else 0.0
 
     def ratio(self, arm: int | None) -> float:
         """What a step of an arm costs, in plain steps."""
-        share = math.exp(-self._mean[-1] * self._level)
-        return max(1 + math.expm1(self._mean[self.index[arm]]) * share, LEAST_RATIO)
+        if arm == PLAIN:
+            return 1.0
+        share = math.exp(-float(self._mean[-1]) * self._level)
+        return max(1 + math.expm1(float(self._mean[self.index[arm]])) * share, LEAST_RATIO)
 
-    def doubt(self, arm: int | None, used: int | None) -> float:
-        """Standard error of the ratio of two costs, as a share of it."""
-        slope = self._slope(arm) - self._slope(used)
-        return math.sqrt(max(float(slope @ self._cov @ slope), 0.0))
+    def ratios(self) -> dict[int | None, float]:
+        """The same of all arms."""
+        return dict(zip(self.index, self._ratios().tolist(), strict=True))
 
-    def _slope(self, arm: int | None) -> Vector:
-        """Derivatives of the logarithm of an arm's cost by the state."""
-        slope = np.zeros(len(self._mean))
-        if arm != PLAIN:
-            i, share, ratio = self.index[arm], math.exp(-self._mean[-1] * self._level), self.ratio(arm)
-            slope[i] = math.exp(self._mean[i]) * share / ratio
-            slope[-1] = -self._level * (ratio - 1) / ratio
-        return slope
+    def doubts(self, used: int | None) -> dict[int | None, float]:
+        """Standard errors of the ratios of the arms' costs to that of the one in use, as shares of them."""
+        slopes = self._slopes(used)
+        variances: Vector = ((slopes @ self._cov) * slopes).sum(axis=1)
+        return dict(zip(self.index, np.sqrt(np.maximum(variances, 0.0)).tolist(), strict=True))
+
+    def _ratios(self) -> Vector:
+        """[arms]."""
+        share = math.exp(-float(self._mean[-1]) * self._level)
+        ratios: Vector = np.maximum(1 + np.expm1(self._mean[:-1]) * share, LEAST_RATIO)
+        return ratios
+
+    def _slopes(self, used: int | None) -> Matrix:
+        """[arms, arms + 1]: derivatives by the state, of the logarithms of the arms' costs over that of one of them."""
+        level, ratios, size = self._level, self._ratios(), len(self.index)
+        slopes = np.zeros((size, size + 1))
+        share = math.exp(-float(self._mean[-1]) * level)
+        slopes[1:, 1:].flat[:: size + 1] = (np.exp(self._mean[:-1]) * share / ratios)[1:]
+        slopes[1:, -1] = (-level * (ratios - 1) / ratios)[1:]
+        slopes -= slopes[self.index[used]].copy()
+        return slopes
 
     def blur(self, doubt: float, share: float) -> None:
         """Costs have changed by so much, as it seems; nobody knows how. Never more doubt than in the beginning.
@@ -115,7 +135,7 @@ class Costs:
 
     def learn(self, arm: int | None, used: int | None, ratio: float, doubt: float) -> None:
         """Take in what a trial found."""
-        slope = self._slope(arm) - self._slope(used)
+        slope = self._slopes(used)[self.index[arm]]
         told = self._cov @ slope
         gain = told / (slope @ told + doubt**2)
         self._mean += gain * math.log(ratio * self.ratio(used) / self.ratio(arm))

@@ -33,7 +33,7 @@ DECIDE_EVERY = 16  # steps between decisions at about the same batch size
 TRIAL_STEPS = 1.0  # plain steps that any trial costs, if only by what changes of shape do to memory
 TOKENS_DOUBT = 0.02  # of what drafts bring, as a share of it
 CLEAR = 3.0  # standard errors that end a trial early
-DEBT_STEPS = 150  # after which plain decoding may be tried whatever is left of the allowance
+DEBT_STEPS = 400  # after which plain decoding may be tried whatever is left of the allowance
 RICH_DOUBT = 0.05  # from there on arms are tried where there is nothing else to spend the allowance on
 OWN_SPREAD = 1.2  # tokens that a step of a sequence brings: their standard deviation under the method's own policy
 OWN_MEMORY = 0.995  # weight of the past, after a step, in what the method's own policy brings
@@ -89,8 +89,9 @@ class Controller:
     def _decide(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         """Go over to the best arm that is known, and try the one that is most worth it if that can be paid."""
         bucket.age()
-        self._tokens_by_arm = tokens = self._tokens(bucket, slots)
-        known = {arm: tokens[arm] / bucket.costs.ratio(arm) for arm in bucket.costs.tried}
+        self._tokens_by_arm, ratios = self._tokens(bucket, slots), bucket.costs.ratios()
+        rates = {arm: tokens / ratios[arm] for arm, tokens in self._tokens_by_arm.items()}  # in a plain step's time
+        known = {arm: rates[arm] for arm in bucket.costs.tried}
         best = max(known, key=known.__getitem__)
         waits = self._waits(bucket, known) and (best == PLAIN) != (bucket.used == PLAIN)
         if known[best] > MARGIN * known[bucket.used] and not waits:
@@ -100,16 +101,19 @@ class Controller:
             bucket.recent_s.clear()
         if bucket.num_level == 0:
             return
-        trials = [self._worth(bucket, tokens, arm, len(slots)) for arm in self.arms if arm != bucket.used]
-        is_rich = bucket.allowance >= bucket.credit
-        for worth, trial in sorted(trials, key=lambda pair: -pair[0]):
-            # What may be spent and is not needed looks for what has changed.
-            is_wanted = worth > 0 or (is_rich and bucket.costs.doubt(trial.arm, bucket.used) > RICH_DOUBT)
-            # Slow steps may be the machine's doing, or the drafts': plain decoding tells.
-            is_wanted = is_wanted or (trial.arm == PLAIN and bucket.is_moved)
-            # A debt must not keep us from what we shall never be slower than.
-            is_due = trial.arm == PLAIN and bucket.num_steps - bucket.last_trial > DEBT_STEPS
-            if is_wanted and (trial.price <= bucket.allowance or is_due):
+        # A debt must not keep us from what we shall never be slower than.
+        is_due = bucket.num_steps - bucket.last_trial > DEBT_STEPS
+        trials = [self._trial(bucket, rates, arm) for arm in self.arms if arm != bucket.used]
+        trials = [trial for trial in trials if trial.price <= bucket.allowance or (trial.arm == PLAIN and is_due)]
+        if not trials:
+            return
+        doubts, is_rich = self._doubts(bucket), bucket.allowance >= bucket.credit
+        worths = [(self._worth(bucket, rates, trial, doubts[trial.arm]), trial) for trial in trials]
+        for worth, trial in sorted(worths, key=lambda pair: -pair[0]):
+            # What may be spent and is not needed looks for what has changed. Slow steps may be the machine's doing, or
+            # the drafts': plain decoding tells.
+            is_open = (is_rich and doubts[trial.arm] > RICH_DOUBT) or (trial.arm == PLAIN and bucket.is_moved)
+            if worth > 0 or is_open:
                 bucket.trial = trial
                 return
 
@@ -125,37 +129,38 @@ class Controller:
         bucket.forgone = max(bucket.forgone + (other / known[bucket.used] - 1) * num, 0.0)
         return bucket.forgone < (bucket.catch_up if is_plain else bucket.catch_up / 2)
 
-    def _worth(
-        self, bucket: Bucket, tokens: dict[int | None, float], arm: int | None, batch: int
-    ) -> tuple[float, Trial]:
-        """Tokens that a trial is expected to gain, less its price, and the trial.
+    def _trial(self, bucket: Bucket, rates: dict[int | None, float], arm: int | None) -> Trial:
+        """With the tokens that it is expected to lose."""
+        used = bucket.used
+        trial = Trial(arm, used, bucket.batch, arm not in bucket.costs.tried, bucket.recent_s)
+        behind = bucket.costs.ratio(arm) * max(rates[used] - rates[arm], 0.0)
+        catch_up = TRIAL_STEPS
+        if trial.skips:
+            catch_up += trial.num_turns * bucket.comeback
+            if used == PLAIN:
+                catch_up += bucket.catch_up - bucket.comeback
+        trial.price = bucket.batch * ((trial.num_cold + trial.left / 2) * behind + catch_up * rates[used])
+        return trial
+
+    def _worth(self, bucket: Bucket, rates: dict[int | None, float], trial: Trial, doubt: float) -> float:
+        """Tokens that a trial is expected to gain, less its price.
 
         What it may gain is the expected improvement: if the arm looks better than the one in use afterwards, it is used
         (the knowledge gradient, Frazier et al. 2008, for one trial).
         """
-        trial = Trial(arm, bucket.used, batch, arm not in bucket.costs.tried, bucket.recent_s)
-        ahead, doubt = self._lead(bucket, tokens, arm)
-        top = tokens[bucket.used] / bucket.costs.ratio(bucket.used)  # tokens in the time of a plain step
-        behind = bucket.costs.ratio(arm) * top * max(1 - math.exp(ahead), 0.0)
-        catch_up = TRIAL_STEPS
-        if trial.skips:
-            catch_up += trial.num_turns * bucket.comeback
-            if bucket.used == PLAIN:
-                catch_up += bucket.catch_up - bucket.comeback
-        trial.price = batch * ((trial.num_cold + trial.left / 2) * behind + catch_up * top)
+        ahead = math.log(rates[trial.arm] / rates[trial.used])
         told = doubt**2 / math.hypot(doubt, LEAST_DOUBT)  # standard deviation of what the trial will make of it
         z = ahead / told
         improvement = told * math.exp(-z * z / 2) / math.sqrt(2 * math.pi) + ahead * math.erfc(-z / math.sqrt(2)) / 2
-        return HORIZON * batch * improvement * tokens[bucket.used] - trial.price, trial
+        return HORIZON * bucket.batch * improvement * self._tokens_by_arm[trial.used] - trial.price
 
-    def _lead(self, bucket: Bucket, tokens: dict[int | None, float], arm: int | None) -> tuple[float, float]:
-        """By how much an arm is better than the one in use, and the standard error: logarithms of tokens per second."""
-        used, costs = bucket.used, bucket.costs
-        ahead = math.log(tokens[arm] * costs.ratio(used) / (tokens[used] * costs.ratio(arm)))
-        doubt = costs.doubt(arm, used)
-        if None in (arm, used):
-            doubt = math.hypot(doubt, _own_error(bucket) / tokens[None])
-        return ahead, max(doubt, 1e-3)
+    def _doubts(self, bucket: Bucket) -> dict[int | None, float]:
+        """How far each arm may be from the one in use otherwise than believed: logarithms of tokens per second."""
+        used = bucket.used
+        doubts, own = bucket.costs.doubts(used), _own_error(bucket) / self._tokens_by_arm[None]
+        return {
+            arm: max(math.hypot(doubt, own) if None in (arm, used) else doubt, 1e-3) for arm, doubt in doubts.items()
+        }
 
     def _tokens(self, bucket: Bucket, slots: Sequence[Slot]) -> dict[int | None, float]:
         """Tokens that a sequence is expected to gain in a step, by arm."""
@@ -197,10 +202,11 @@ class Controller:
     def _observe_trial(self, bucket: Bucket, trial: Trial, step_s: float, batch: int) -> None:
         """A step of either arm; the last of the trial, perhaps."""
         level_s, tokens = max(bucket.level_s, 1e-9), self._tokens_by_arm
-        if trial.turn != trial.used:
-            # What the arm in use would have given in that time, less what this one is expected to give.
+        turn = trial.turn
+        if turn != trial.used or (trial.is_first and trial.skips):
+            # What the arm in use would have given in that time, less what this step is expected to give.
             gains = tokens[trial.used] / bucket.costs.ratio(trial.used)
-            trial.lost += batch * (step_s / level_s * gains - tokens[trial.arm])
+            trial.lost += batch * (step_s / level_s * gains - tokens[turn])
         trial.observe(step_s)
         if trial.left == 0 or (trial.may_end and self._is_clear(bucket, trial)):
             bucket.learn_trial(trial)
@@ -234,16 +240,16 @@ class Controller:
         }
 
     def _json_from_bucket(self, bucket: Bucket) -> dict[str, Any]:
-        tokens, total, costs = self._tokens(bucket, ()), max(bucket.num_steps, 1), bucket.costs
-        level, tried = bucket.level_s, [arm for arm in self.arms if arm in costs.tried]
+        tokens, total, ratios = self._tokens(bucket, ()), max(bucket.num_steps, 1), bucket.costs.ratios()
+        level, tried = bucket.level_s, [arm for arm in self.arms if arm in bucket.costs.tried]
         return {
             "arm": _name(bucket.used),
             "num_steps": bucket.num_steps,
             "plain_step_ms": level * 1e3,
             "tokens_per_s_by_arm": {
-                _name(arm): bucket.batch * tokens[arm] / (level * costs.ratio(arm)) for arm in tried if level
+                _name(arm): bucket.batch * tokens[arm] / (level * ratios[arm]) for arm in tried if level
             },
-            "cost_by_arm": {_name(arm): costs.ratio(arm) for arm in tried},
+            "cost_by_arm": {_name(arm): ratios[arm] for arm in tried},
             "share_of_steps_by_arm": {_name(arm): num / total for arm, num in bucket.steps_by_arm.items()},
             "share_lost_to_trials": bucket.num_lost / max(bucket.num_tokens, 1),
         }

@@ -190,7 +190,7 @@ def test_batch_sizes_are_looked_at_together_the_more_the_larger():
 
 def test_acceptance_is_counted_as_far_as_drafts_were_tried():
     record = AcceptanceRecord(4)
-    assert record.rates.tolist() == [FIRST_RATE] * 4
+    assert record.rates == [FIRST_RATE] * 4
     steps = [Step(0, [], drafts, kept, False, "", None) for drafts, kept in ((3, 3), (3, 0), (1, 1), (0, 0))] * 400
     record.learn(3, steps)
     assert record.rates[:3] == pytest.approx([2 / 3, 1.0, 1.0], abs=0.03)
