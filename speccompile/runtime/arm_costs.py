@@ -41,6 +41,8 @@ TRIAL_TOKENS = 24  # sequences x steps that a trial looks at, at least
 COLD_STEPS = 4  # of an arm that is tried for the first time, not looked at
 LEAST_DOUBT = 0.02  # standard error of the ratio that a trial finds, as a share of it, whatever it looked like
 FEW_DOUBT = 0.1  # the same for a single step: what steps seem to vary by is not to be trusted when they are few
+UNPAIRED_DOUBT = 0.1  # the same before both had a turn of the trial: the machine may have changed since the other's steps
+SURPRISE = 2.0  # standard errors from where on a trial says that something has changed
 FIRST_DOUBT = 0.05  # the same of a first trial: it is repeated where that could matter
 FIRST_CATCH_UP = 2.0  # plain steps that it takes drafts to read what they missed, before that was seen
 FIRST_RETURN = 0.5  # the same after the few plain steps of a trial
@@ -134,11 +136,16 @@ class Costs:
         self._cov += amount * (share * self._common + (1 - share) * np.diag(self._common.diagonal()))
 
     def learn(self, arm: int | None, used: int | None, ratio: float, doubt: float) -> None:
-        """Take in what a trial found."""
+        """Take in what a trial found; what nobody would have believed makes all doubtful that was known."""
         slope = self._slopes(used)[self.index[arm]]
+        found = math.log(ratio * self.ratio(used) / self.ratio(arm))
+        surprise = found**2 / SURPRISE**2 - (float(slope @ self._cov @ slope) + doubt**2)
+        if surprise > 0:
+            self.blur(math.sqrt(surprise), share=0.5)
+            self._cov[-1, -1] = FIXED_DOUBT**2
         told = self._cov @ slope
         gain = told / (slope @ told + doubt**2)
-        self._mean += gain * math.log(ratio * self.ratio(used) / self.ratio(arm))
+        self._mean += gain * found
         self._mean[-1] = min(max(self._mean[-1], 0.0), 1.0)
         self._cov -= np.outer(gain, told)
         self.tried.add(arm)
@@ -157,7 +164,10 @@ class Trial:
         recent_s: seconds of the latest steps of the arm in use.
     """
 
-    __slots__ = ("arm", "block", "has_begun", "left", "lost", "num_cold", "price", "skips", "step_s", "used", "used_s")
+    __slots__ = (
+        *("arm", "used", "price", "lost", "num_cold", "block", "left", "has_begun", "step_s", "used_s", "skips"),
+        "_last",
+    )
 
     def __init__(
         self, arm: int | None, used: int | None, batch: int, is_new: bool, recent_s: Iterable[float] = ()
@@ -168,6 +178,7 @@ class Trial:
         pairs = max(TRIAL_PAIRS, -(-TRIAL_TOKENS // batch))
         self.block = max(BLOCK, -(-pairs // 2))
         self.left = 2 * self.block * -(-pairs // self.block)  # steps
+        self._last = self.left - 2 * self.block  # steps that are left once both had a turn
         self.has_begun = False
         self.step_s: list[float] = []
         self.used_s = list(recent_s)
@@ -191,6 +202,11 @@ class Trial:
         return self.left // (2 * self.block)
 
     @property
+    def is_paired(self) -> bool:
+        """Whether both had a turn."""
+        return self.num_cold == 0 and self.left <= self._last
+
+    @property
     def may_end(self) -> bool:
         """Whether enough was seen of both to look at it; every now and then."""
         num = min(len(self.step_s), len(self.used_s))
@@ -211,6 +227,8 @@ class Trial:
         varies = None in (self.arm, self.used)
         (tried, tried_error), (used, used_error) = _typical(self.step_s, varies), _typical(self.used_s, varies)
         least = max(LEAST_DOUBT, FEW_DOUBT / math.sqrt(min(len(self.step_s), len(self.used_s))))
+        if not self.is_paired:
+            least = UNPAIRED_DOUBT
         return tried / used, max(math.hypot(tried_error, used_error), least)
 
 
@@ -253,7 +271,7 @@ class Bucket:
         self.num_own = 0.0
         self.allowance = self.credit  # tokens
         self.trial: Trial | None = None
-        self.last_trial = 0  # step when one ended
+        self.last_trial = self.last_plain = 0  # steps when one ended, and one with plain decoding
         self.num_steps = self.num_tokens = self.num_level = 0
         self.num_lost = 0.0  # tokens, to trials
         self.steps_by_arm: dict[int | None, int] = {}
@@ -307,5 +325,6 @@ class Bucket:
         self.num_lost += lost
         self.allowance -= lost
         self.last_trial, self.trial = self.num_steps, None
+        self.recent_s.clear()  # they are not to tell twice
         if PLAIN in (trial.arm, trial.used):
-            self.is_moved = False
+            self.is_moved, self.last_plain = False, self.num_steps

@@ -33,6 +33,7 @@ DECIDE_EVERY = 16  # steps between decisions at about the same batch size
 TRIAL_STEPS = 1.0  # plain steps that any trial costs, if only by what changes of shape do to memory
 TOKENS_DOUBT = 0.02  # of what drafts bring, as a share of it
 CLEAR = 3.0  # standard errors that end a trial early
+PLAIN_EVERY = 1000  # steps after which plain decoding is tried in any case
 DEBT_STEPS = 400  # after which plain decoding may be tried whatever is left of the allowance
 RICH_DOUBT = 0.05  # from there on arms are tried where there is nothing else to spend the allowance on
 OWN_SPREAD = 1.2  # tokens that a step of a sequence brings: their standard deviation under the method's own policy
@@ -111,8 +112,10 @@ class Controller:
         worths = [(self._worth(bucket, rates, trial, doubts[trial.arm]), trial) for trial in trials]
         for worth, trial in sorted(worths, key=lambda pair: -pair[0]):
             # What may be spent and is not needed looks for what has changed. Slow steps may be the machine's doing, or
-            # the drafts': plain decoding tells.
-            is_open = (is_rich and doubts[trial.arm] > RICH_DOUBT) or (trial.arm == PLAIN and bucket.is_moved)
+            # the drafts', and beliefs may be wrong: plain decoding tells.
+            is_open = is_rich and doubts[trial.arm] > RICH_DOUBT
+            is_late = bucket.is_moved or bucket.num_steps - bucket.last_plain > PLAIN_EVERY
+            is_open = is_open or (trial.arm == PLAIN and is_late)
             if worth > 0 or is_open:
                 bucket.trial = trial
                 return
@@ -217,7 +220,8 @@ class Controller:
         ratio, doubt = trial.ratio()
         tokens = self._tokens_by_arm
         ahead = math.log(tokens[trial.arm] / tokens[trial.used] / ratio)
-        return abs(ahead) > CLEAR * math.hypot(doubt, TOKENS_DOUBT)
+        clear = CLEAR * math.hypot(doubt, TOKENS_DOUBT)
+        return ahead < -clear or (ahead > clear and trial.is_paired)  # what seems good is to stand a comparison
 
     def read(self, num_tokens: int, draft_s: float | None) -> None:
         """See `Planner.read`."""

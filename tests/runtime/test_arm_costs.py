@@ -3,11 +3,26 @@
 
 import math
 import random
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
-from speccompile.runtime.arm_costs import BLOCK, COLD_STEPS, DRIFT, LEVEL_STEPS, PLAIN, STAY_STEPS, Bucket, Costs, Trial
-from speccompile.runtime.controller import DEBT_STEPS, OWN_SPREAD, Controller, Reading
+from speccompile.runtime.arm_costs import (
+    BLOCK,
+    COLD_STEPS,
+    DRIFT,
+    LEVEL_STEPS,
+    PLAIN,
+    STAY_STEPS,
+    UNPAIRED_DOUBT,
+    Bucket,
+    Costs,
+    Trial,
+)
+from speccompile.runtime.controller import DEBT_STEPS, OWN_SPREAD, PLAIN_EVERY, Controller, Reading
+from speccompile.runtime.planner import StepTimes
+from speccompile.runtime.slots import Step
 from tests.runtime.test_controller import Sim
 
 ARMS = (PLAIN, 1, 2, 4, None)
@@ -33,12 +48,26 @@ def test_a_trial_tells_of_its_neighbours_but_less_than_of_itself():
 
 def test_trials_are_weighed_by_how_sure_they_are():
     costs = Costs(ARMS)
-    for ratio, doubt in ((2.0, 0.02), (3.0, 0.2)):
+    for ratio, doubt in ((2.0, 0.02), (2.8, 0.2)):
         costs.learn(2, PLAIN, ratio, doubt)
     assert costs.ratio(2) == pytest.approx(2.0, rel=0.03)
-    costs.learn(2, PLAIN, 2.2, 0.02)
-    assert costs.ratio(2) == pytest.approx(2.1, rel=0.02)
+    costs.learn(2, PLAIN, 2.08, 0.02)
+    assert costs.ratio(2) == pytest.approx(2.04, rel=0.005)
     assert costs.doubts(PLAIN)[2] == pytest.approx(0.02 / math.sqrt(2), rel=0.1)
+
+
+@pytest.mark.parametrize("ratio", [1.2, 3.0])
+def test_a_trial_that_nobody_would_have_believed_makes_all_doubtful(ratio):
+    costs = Costs(ARMS)
+    for _ in range(5):
+        costs.learn(2, PLAIN, 1.9, 0.02)
+        costs.learn(4, PLAIN, 2.6, 0.02)
+    before = costs.doubts(PLAIN)
+    costs.learn(2, PLAIN, ratio, 0.05)
+    assert abs(math.log(costs.ratio(2) / ratio)) < 0.1 * abs(math.log(1.9 / ratio))
+    assert costs.doubts(PLAIN)[4] > 5 * before[4]
+    costs.learn(2, PLAIN, ratio, 0.05)
+    assert costs.ratio(2) == pytest.approx(ratio, rel=0.03)
 
 
 @pytest.mark.parametrize("is_fixed", [True, False])
@@ -148,8 +177,10 @@ def test_a_trial_is_no_surer_than_its_steps_are_many():
     for num in (3, 12, 48):
         trial = Trial(2, 1, 1, is_new=False)
         trial.step_s, trial.used_s = [2.0] * num, [1.0] * num
+        assert trial.ratio()[1] == UNPAIRED_DOUBT  # as the steps of one may be from other times than the other's
+        trial.left = 0
         doubts.append(trial.ratio()[1])
-    assert doubts[0] > doubts[1] > doubts[2] == 0.02
+    assert UNPAIRED_DOUBT > doubts[0] > doubts[1] > doubts[2] == 0.02
 
 
 def test_disturbed_steps_of_a_trial_count_little():
@@ -182,6 +213,25 @@ def test_an_arm_beyond_all_bounds_is_left_before_its_trial_is_over():
     drafting = sum(arm != PLAIN for arm in arms)
     assert 0 < drafting <= 2 * (COLD_STEPS + BLOCK + 1) < COLD_STEPS + 2 * 12
     assert bucket.used == PLAIN
+
+
+@pytest.mark.parametrize(("ms", "least"), [(1.0, 2 * 12), (12.0, BLOCK)])
+def test_what_seems_good_is_to_stand_a_comparison(ms, least):
+    """The latest plain steps were slow, so an arm that costs as much as plain decoding seems good until both are seen."""
+    controller = Controller(8)
+    controller.plan([slot := SimpleNamespace(stats=SimpleNamespace(outcomes=Counter()), speculation="auto")])
+    [bucket] = controller.buckets.values()
+    bucket.learn_level(PLAIN, 1e-3)
+    bucket.recent_s.extend([3e-3] * BLOCK)
+    bucket.trial = trial = Trial(2, PLAIN, 1, is_new=False, recent_s=bucket.recent_s)
+    num_steps = 0
+    while bucket.trial is trial:
+        arm = controller.plan([slot])
+        step = Step(0, [0] * 3, 2, 2, False, "", None) if arm else Step(0, [0], 0, 0, False, "", None)
+        controller.observe([slot], [step], 3, StepTimes(0.0, 0.0, ms / 1e3 if arm else 1e-3))
+        num_steps += 1
+    assert least <= num_steps < least + 2 * BLOCK
+    assert not bucket.recent_s  # they do not tell twice
 
 
 @pytest.mark.parametrize("catch_up_ms", [0.0, 60.0])
@@ -265,6 +315,21 @@ def test_what_the_own_policy_brings_is_in_doubt_as_well_as_what_it_costs():
     own = OWN_SPREAD / 6 / controller._tokens_by_arm[None]
     assert doubts[None] == pytest.approx(math.hypot(bucket.costs.doubts(PLAIN)[None], own))
     assert doubts[2] == bucket.costs.doubts(PLAIN)[2]
+
+
+@pytest.mark.parametrize("has_waited", [False, True])
+def test_plain_decoding_is_tried_now_and_then_however_sure_one_is(has_waited):
+    controller = Controller(8)
+    bucket = Bucket(controller.arms, 1)
+    for _ in range(50):
+        bucket.costs.learn(1, PLAIN, 1.1, 0.02)
+    bucket.learn_level(PLAIN, 1e-3)
+    bucket.used, bucket.num_steps = 1, PLAIN_EVERY + has_waited
+    bucket.allowance = bucket.credit - 1
+    for arm in (2, 3, 4, 6, 8, None):
+        bucket.costs.learn(arm, 1, 9.0, 0.02)
+    controller._decide(bucket, ())
+    assert (bucket.trial is not None and bucket.trial.arm == PLAIN) == has_waited
 
 
 @pytest.mark.parametrize("has_waited", [False, True])
