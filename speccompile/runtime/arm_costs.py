@@ -39,9 +39,9 @@ BLOCK = 4  # steps before it is the other arm's turn, at least
 TRIAL_PAIRS = 8  # steps of either arm, at least
 TRIAL_TOKENS = 24  # sequences x steps that a trial looks at, at least
 COLD_STEPS = 4  # of an arm that is tried for the first time, not looked at
-LEAST_DOUBT = 0.02  # standard error of the ratio that a trial finds, as a share of it, whatever it looked like
+LEAST_DOUBT = 0.04  # standard error of the ratio that a trial finds, as a share of it, whatever it looked like
 FEW_DOUBT = 0.1  # the same for a single step: what steps seem to vary by is not to be trusted when they are few
-UNPAIRED_DOUBT = 0.1  # the same before both had a turn of the trial: the machine may have changed since the other's steps
+UNPAIRED_DOUBT = 0.15  # the same before both had a turn of the trial: the machine may have changed in between
 SURPRISE = 2.0  # standard errors from where on a trial says that something has changed
 FIRST_DOUBT = 0.05  # the same of a first trial: it is repeated where that could matter
 FIRST_CATCH_UP = 2.0  # plain steps that it takes drafts to read what they missed, before that was seen
@@ -136,15 +136,21 @@ class Costs:
         self._cov += amount * (share * self._common + (1 - share) * np.diag(self._common.diagonal()))
 
     def learn(self, arm: int | None, used: int | None, ratio: float, doubt: float) -> None:
-        """Take in what a trial found; what nobody would have believed makes all doubtful that was known."""
+        """Take in what a trial found.
+
+        What nobody would have believed is believed by half, and makes all doubtful that was known: if it is found again
+        it is believed.
+        """
         slope = self._slopes(used)[self.index[arm]]
         found = math.log(ratio * self.ratio(used) / self.ratio(arm))
-        surprise = found**2 / SURPRISE**2 - (float(slope @ self._cov @ slope) + doubt**2)
-        if surprise > 0:
-            self.blur(math.sqrt(surprise), share=0.5)
+        variance = doubt**2
+        surprise = found**2 / SURPRISE**2 - (float(slope @ self._cov @ slope) + variance)
+        if surprise > 0:  # half of it is the trial's own: other processes came and went
+            variance += surprise / 2
+            self.blur(math.sqrt(surprise / 2), share=0.5)
             self._cov[-1, -1] = FIXED_DOUBT**2
         told = self._cov @ slope
-        gain = told / (slope @ told + doubt**2)
+        gain = told / (slope @ told + variance)
         self._mean += gain * found
         self._mean[-1] = min(max(self._mean[-1], 0.0), 1.0)
         self._cov -= np.outer(gain, told)
