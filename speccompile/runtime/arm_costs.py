@@ -171,8 +171,18 @@ class Trial:
     """
 
     __slots__ = (
-        *("arm", "used", "price", "lost", "num_cold", "block", "left", "has_begun", "step_s", "used_s", "skips"),
         "_last",
+        "arm",
+        "block",
+        "has_begun",
+        "left",
+        "lost",
+        "num_cold",
+        "price",
+        "skips",
+        "step_s",
+        "used",
+        "used_s",
     )
 
     def __init__(
@@ -210,7 +220,7 @@ class Trial:
     @property
     def is_paired(self) -> bool:
         """Whether both had a turn."""
-        return self.num_cold == 0 and self.left <= self._last
+        return self.left <= self._last
 
     @property
     def may_end(self) -> bool:
