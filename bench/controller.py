@@ -14,6 +14,7 @@ size before the first round.
 
 import argparse
 import json
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from speccompile.runtime.scheduler import Scheduler
 from speccompile.runtime.slots import Slot, Step
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.tickets import Ticket, open_outputs
+
+LEAST_ROUNDS = 16  # however long they last
 
 
 class Fixed:
@@ -136,8 +139,10 @@ def measure(ways: dict[str, Way], batch: int, args: argparse.Namespace, rng: ran
         way.speeds = []
         way.begin(batch)
         rate = way.warm_up(args.warm_up if name == "controller" else 1.0)
-    each, first = max(batch, round(rate * args.seconds)), 0
-    for _ in range(args.rounds):
+    each, first, end_s = max(batch, round(rate * args.seconds)), 0, perf_counter() + args.most_seconds
+    for number in range(args.rounds):
+        if number >= LEAST_ROUNDS and perf_counter() > end_s:
+            break
         for way in rng.sample(list(ways.values()), len(ways)):
             way.measure(first, each)
         first += each
@@ -165,6 +170,7 @@ def main() -> None:
     parser.add_argument("--fixed", type=numbers_from_text, default=[2, 4])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a round, at least, about")
+    parser.add_argument("--most-seconds", type=float, default=math.inf, help="of a batch size, after 16 rounds")
     parser.add_argument("--warm-up", type=float, default=20.0)
     parser.add_argument("--new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -173,12 +179,13 @@ def main() -> None:
     args = parser.parse_args()
 
     rng, ways, rows = random.Random(args.seed), make_ways(args), []
-    print("batch " + "".join(f"{name:>12}" for name in ways) + "   ratio  error  in use", flush=True)
+    print("batch " + "".join(f"{name:>12}" for name in ways) + "   ratio  error  rounds  in use", flush=True)
     for batch in args.batches:
         row = measure(ways, batch, args, rng)
         rows.append(row)
         shown = "".join(f"{row['speeds'][name]:12.1f}" for name in ways)
-        print(f"{batch:5} {shown}   {row['ratio']:5.3f}  {row['error']:5.3f}  {row['held']['arm']}", flush=True)
+        shown += f"   {row['ratio']:5.3f}  {row['error']:5.3f}  {len(row['windows']['controller']):6}  {row['held']['arm']}"
+        print(f"{batch:5} {shown}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

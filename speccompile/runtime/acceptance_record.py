@@ -12,8 +12,8 @@ from speccompile.runtime.stats import SlotStats
 
 FIRST_RATE = 0.6  # of a draft behind a path that was kept, before anything is known
 FIRST_WEIGHT = 20.0  # tries that it counts for
-MEMORY = 0.9995  # weight of the past after a try
-REQUEST_WEIGHT = 50.0  # drafts kept that all others count for in the record of one request
+MEMORY = 0.9998  # weight of the past after a try
+REQUEST_WEIGHT = 30.0  # drafts kept that all others count for in the record of one request
 MAX_RATE = 0.98
 
 
@@ -61,8 +61,9 @@ class AcceptanceRecord:
         if not requests:
             return {length: 1 + hope for length, hope in enumerate(hoped)}
         sums = [0.0] * len(hoped)
+        moments = _moments_of_reach(rates)
         for stats in requests:
-            factor = _factor(stats, hoped)
+            factor = _factor(stats, hoped, moments)
             own = _sums_of_reach([min(max(rate * factor, 0.01), MAX_RATE) for rate in rates])
             sums = [total + gain for total, gain in zip(sums, own, strict=True)]
         return {length: 1 + total / len(requests) for length, total in enumerate(sums)}
@@ -73,10 +74,25 @@ def _sums_of_reach(rates: Sequence[float]) -> list[float]:
     return list(accumulate(accumulate(rates, mul), initial=0.0))
 
 
-def _factor(stats: SlotStats, hoped: list[float]) -> float:
-    """Drafts that a request kept, over those that all others would have; pulled towards 1."""
-    kept, wanted, last = REQUEST_WEIGHT, REQUEST_WEIGHT, len(hoped) - 1
+def _moments_of_reach(rates: Sequence[float]) -> list[float]:
+    """[max_depth + 1]: derivatives of `_sums_of_reach` by the logarithm of a factor that all rates have in common."""
+    reach = accumulate(rates, mul)
+    return list(accumulate((depth * share for depth, share in enumerate(reach, 1)), initial=0.0))
+
+
+def _factor(stats: SlotStats, hoped: list[float], moments: list[float]) -> float:
+    """What the rates of a request are above all others', pulled towards 1.
+
+    A path is as long as all its drafts are kept, so rates that are smaller by a factor keep fewer drafts by more than
+    that: the share of the drafts that others would have kept is taken to the power that undoes it.
+    """
+    if not hoped[-1]:
+        return 1.0
+    kept = wanted = REQUEST_WEIGHT
+    moment, last = REQUEST_WEIGHT * moments[-1] / hoped[-1], len(hoped) - 1
     for (depth, num_kept), num in stats.outcomes.items():
+        at = min(depth, last)
         kept += num * num_kept
-        wanted += num * hoped[min(depth, last)]
-    return min(max(kept / wanted, 0.3), 1.8)
+        wanted += num * hoped[at]
+        moment += num * moments[at]
+    return min(max((kept / wanted) ** (wanted / moment), 0.3), 1.8)

@@ -39,11 +39,9 @@ BLOCK = 4  # steps before it is the other arm's turn, at least
 TRIAL_PAIRS = 8  # steps of either arm, at least
 TRIAL_TOKENS = 24  # sequences x steps that a trial looks at, at least
 COLD_STEPS = 4  # of an arm that is tried for the first time, not looked at
-LEAST_DOUBT = 0.04  # standard error of the ratio that a trial finds, as a share of it, whatever it looked like
-FEW_DOUBT = 0.1  # the same for a single step: what steps seem to vary by is not to be trusted when they are few
+LEAST_DOUBT = 0.12  # standard error of the ratio that a trial finds, as a share of it, whatever it looked like
 UNPAIRED_DOUBT = 0.15  # the same before both had a turn of the trial: the machine may have changed in between
 SURPRISE = 2.0  # standard errors from where on a trial says that something has changed
-FIRST_DOUBT = 0.05  # the same of a first trial: it is repeated where that could matter
 FIRST_CATCH_UP = 2.0  # plain steps that it takes drafts to read what they missed, before that was seen
 FIRST_RETURN = 0.5  # the same after the few plain steps of a trial
 CATCH_UP_WEIGHT = 0.5  # of the latest such time
@@ -242,9 +240,7 @@ class Trial:
         """Of the times of the two, and its standard error as a share of it."""
         varies = None in (self.arm, self.used)
         (tried, tried_error), (used, used_error) = _typical(self.step_s, varies), _typical(self.used_s, varies)
-        least = max(LEAST_DOUBT, FEW_DOUBT / math.sqrt(min(len(self.step_s), len(self.used_s))))
-        if not self.is_paired:
-            least = UNPAIRED_DOUBT
+        least = LEAST_DOUBT if self.is_paired else UNPAIRED_DOUBT
         return tried / used, max(math.hypot(tried_error, used_error), least)
 
 
@@ -334,9 +330,7 @@ class Bucket:
 
     def learn_trial(self, trial: Trial) -> None:
         """It has ended."""
-        ratio, doubt = trial.ratio()
-        is_new = trial.arm not in self.costs.tried
-        self.costs.learn(trial.arm, trial.used, ratio, max(doubt, FIRST_DOUBT) if is_new else doubt)
+        self.costs.learn(trial.arm, trial.used, *trial.ratio())
         lost = max(trial.lost, 0.0)
         self.num_lost += lost
         self.allowance -= lost

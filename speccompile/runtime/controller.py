@@ -27,7 +27,7 @@ from speccompile.runtime.slots import Slot, Step
 
 LENGTHS = (1, 2, 3, 4, 6, 8)  # of chains
 ALLOWANCE = 0.003  # of the tokens, for trials
-HORIZON = 400  # steps that a trial's result is taken to be of use for
+HORIZON = 700  # steps that a trial's result is taken to be of use for
 MARGIN = 1.01  # a change must promise so much
 DECIDE_EVERY = 16  # steps between decisions at about the same batch size
 TRIAL_STEPS = 1.0  # plain steps that any trial costs, if only by what changes of shape do to memory

@@ -208,6 +208,34 @@ def test_a_request_moves_what_is_expected_of_it():
     assert record.expected([SimpleNamespace(outcomes=Counter())])[3] == pytest.approx(record.expected(())[3])
 
 
+@pytest.mark.parametrize("factor", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_what_is_expected_of_a_request_is_what_it_was_seen_to_bring(factor, length):
+    """Its rates are others' times a factor: what follows for all lengths is known."""
+    record, rng = AcceptanceRecord(4), random.Random(1)
+    record.learn(4, [Step(0, [], 4, kept_of(rng, 0.6, 4), False, "", None) for _ in range(4000)])
+    stats = SimpleNamespace(outcomes=Counter((length, kept_of(rng, 0.6 * factor, length)) for _ in range(2000)))
+    for k, gain in record.expected([stats]).items():
+        assert gain == pytest.approx(tokens_of(0.6 * factor, k), rel=0.06)
+    assert record.expected([stats])[length] == pytest.approx(tokens_of(0.6 * factor, length), rel=0.04)
+
+
+def kept_of(rng, rate, length):
+    """Drafts that are kept of a chain."""
+    kept = 0
+    while kept < length and rng.random() < rate:
+        kept += 1
+    return kept
+
+
+@pytest.mark.parametrize("max_depth", [0, 2])
+def test_nothing_is_expected_of_drafts_where_none_can_be_kept(max_depth):
+    record = AcceptanceRecord(max_depth)
+    record._kept = [0.0] * max_depth
+    stats = SimpleNamespace(outcomes=Counter({(max_depth, 0): 5}))
+    assert record.expected([stats]) == {k: pytest.approx(1.0, abs=0.02) for k in range(max_depth + 1)}
+
+
 class Restless(Controller):
     """Changes its mind at every step, as a clock could make it."""
 
