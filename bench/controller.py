@@ -184,8 +184,8 @@ def main() -> None:
         row = measure(ways, batch, args, rng)
         rows.append(row)
         shown = "".join(f"{row['speeds'][name]:12.1f}" for name in ways)
-        shown += f"   {row['ratio']:5.3f}  {row['error']:5.3f}  {len(row['windows']['controller']):6}  {row['held']['arm']}"
-        print(f"{batch:5} {shown}", flush=True)
+        num_rounds, arm = len(row["windows"]["controller"]), row["held"]["arm"]
+        print(f"{batch:5} {shown}   {row['ratio']:5.3f}  {row['error']:5.3f}  {num_rounds:6}  {arm}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
