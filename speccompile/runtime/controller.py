@@ -104,6 +104,8 @@ class Controller:
             return
         # A debt must not keep us from what we shall never be slower than.
         is_due = bucket.num_steps - bucket.last_trial > DEBT_STEPS
+        if bucket.allowance < bucket.batch * TRIAL_STEPS * rates[bucket.used] and not is_due:
+            return  # no trial is as cheap
         trials = [self._trial(bucket, rates, arm) for arm in self.arms if arm != bucket.used]
         trials = [trial for trial in trials if trial.price <= bucket.allowance or (trial.arm == PLAIN and is_due)]
         if not trials:
