@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
@@ -95,4 +96,4 @@ def _factor(stats: SlotStats, hoped: list[float], moments: list[float]) -> float
         kept += num * num_kept
         wanted += num * hoped[at]
         moment += num * moments[at]
-    return min(max((kept / wanted) ** (wanted / moment), 0.3), 1.8)
+    return min(max(math.pow(kept / wanted, wanted / moment), 0.3), 1.8)
