@@ -34,6 +34,14 @@ def tokens_of(rate, length):
     return sum(rate**i for i in range(length + 1))
 
 
+def kept_of(rng, rate, length):
+    """Drafts that are kept of a chain."""
+    kept = 0
+    while kept < length and rng.random() < rate:
+        kept += 1
+    return kept
+
+
 class Sim:
     """Steps of sequences whose drafts are each kept at `rate`, on a machine whose steps are noisy."""
 
@@ -50,9 +58,7 @@ class Sim:
         limit, steps = self.controller.plan(self.slots), []
         length = OWN_LENGTH if limit is None else limit
         for slot in self.slots:
-            kept = 0
-            while kept < length and self.rng.random() < self.rate:
-                kept += 1
+            kept = kept_of(self.rng, self.rate, length)
             slot.stats.outcomes[length, kept] += 1
             steps.append(Step(0, [0] * (kept + 1), length, kept, False, "", None))
         ms = self.cost(len(self.slots), length) * self.load * self.rng.lognormvariate(0, self.noise)
@@ -218,14 +224,6 @@ def test_what_is_expected_of_a_request_is_what_it_was_seen_to_bring(factor, leng
     for k, gain in record.expected([stats]).items():
         assert gain == pytest.approx(tokens_of(0.6 * factor, k), rel=0.06)
     assert record.expected([stats])[length] == pytest.approx(tokens_of(0.6 * factor, length), rel=0.04)
-
-
-def kept_of(rng, rate, length):
-    """Drafts that are kept of a chain."""
-    kept = 0
-    while kept < length and rng.random() < rate:
-        kept += 1
-    return kept
 
 
 @pytest.mark.parametrize("max_depth", [0, 2])
