@@ -41,7 +41,7 @@ void host_spec_verify(const SpecVerifyParams* params, unsigned scan_blocks, unsi
         if (params->dtype == Dtype::BF16) scan<BFloat16>(*params);
     });
     host_launch({unsigned(params->batch) * params->nodes}, SETTLE_THREADS, shared_bytes, seed + 1,
-                [=] { spec_verify_settle(*params); });
+                [=] { spec_verify_settle(*params); }, &shared_state(), sizeof(Shared));
 }
 
 void host_spec_verify_single(const SpecVerifyParams* params, unsigned long shared_bytes, unsigned seed) {
@@ -50,7 +50,7 @@ void host_spec_verify_single(const SpecVerifyParams* params, unsigned long share
                            params->temperature, params->top_k, params->top_p, params->batch, params->nodes,
                            params->vocab, params->draft_vocab, static_cast<int>(params->dtype), params->path,
                            params->num_accepted, params->next_token);
-    });
+    }, &shared_state(), sizeof(Shared));
 }
 
 void host_kv_rollback(const KVRollbackParams* params, int vector_bytes, unsigned x, unsigned y, unsigned z, unsigned seed) {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the kernels on a CPU: the device words as C++, the threads of a block as fibers of one thread.
 // Barriers and shuffles switch fibers, blocks run one after the other, both in an order drawn from a seed; memory
-// that CUDA leaves undefined is filled with garbage. It shows what a kernel computes, not how fast, and no data race
-// that needs two blocks at once. Include it once per program (it holds the state of the machine that it plays).
+// that CUDA leaves undefined is filled with garbage. Lanes that meet in different calls end the program. It shows what a
+// kernel computes, not how fast, and no data race between blocks; races.h adds those within one. Include it once per
+// program (it holds the state of the machine that it plays).
 #pragma once
 
 #include <algorithm>
@@ -17,6 +18,9 @@
 #include <vector>
 #if !defined(__x86_64__)
 #include <ucontext.h>
+#endif
+#if defined(SPECCOMPILE_RACES)
+#include "host/races.h"
 #endif
 
 #define __device__
@@ -40,6 +44,7 @@ constexpr std::size_t STACK_BYTES = 96 * 1024;
 struct Barrier {
     int size = 0, arrived = 0;
     unsigned round = 0;
+    int call = 0;  // that the lanes of a warp meet in
 };
 
 struct Fiber {
@@ -47,7 +52,7 @@ struct Fiber {
     Barrier* waits_for = nullptr;
     unsigned waits_since = 0;
     bool is_done = true;
-    unsigned num_shuffles = 0;
+    unsigned num_shuffles = 0, block_epoch = 0, warp_epoch = 0;
 #if defined(__x86_64__)
     void* stack_pointer = nullptr;
 #else
@@ -118,7 +123,7 @@ inline void run_fiber() {
 inline void start(Fiber& fiber) {
     fiber.is_done = false;
     fiber.waits_for = nullptr;
-    fiber.num_shuffles = 0;
+    fiber.num_shuffles = fiber.block_epoch = fiber.warp_epoch = 0;
     fiber.stack.resize(STACK_BYTES);
 #if defined(__x86_64__)
     auto top = reinterpret_cast<std::uintptr_t>(fiber.stack.data() + STACK_BYTES) & ~std::uintptr_t(15);
@@ -145,6 +150,13 @@ inline void wait(Barrier& barrier) {
     leave(*machine.now);
 }
 
+// Tells the watch over races who runs; nothing where there is none.
+inline void announce([[maybe_unused]] const Fiber& fiber, [[maybe_unused]] bool is_atomic) {
+#if defined(SPECCOMPILE_RACES)
+    races::now = {static_cast<int>(fiber.place.x), fiber.block_epoch, fiber.warp_epoch, is_atomic};
+#endif
+}
+
 inline void run_block(std::vector<int>& order) {
     for (bool is_left = true; is_left;) {
         is_left = false;
@@ -157,6 +169,7 @@ inline void run_block(std::vector<int>& order) {
             fiber.waits_for = nullptr;
             is_moving = true;
             machine.now = &fiber;
+            announce(fiber, false);
             enter(fiber);
         }
         if (is_left && !is_moving) {
@@ -168,54 +181,92 @@ inline void run_block(std::vector<int>& order) {
 
 }  // namespace host
 
+using std::max;
+using std::min;
 inline dim3 blockIdx, gridDim, blockDim;
 #define threadIdx (host::machine.now->place)
 
 inline float __uint_as_float(unsigned bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 inline unsigned __float_as_uint(float value) { unsigned u; std::memcpy(&u, &value, 4); return u; }
 inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __expf(float x) { return std::exp(x); }
 inline void __threadfence() {}
-inline void __syncthreads() { host::wait(host::machine.block); }
+inline void __syncthreads() {
+    host::wait(host::machine.block);
+    ++host::machine.now->block_epoch;
+    host::announce(*host::machine.now, false);
+}
 inline host::Warp& host_warp() { return host::machine.warps[threadIdx.x / 32]; }
-inline void __syncwarp() { host::wait(host_warp().barrier); }
+
+// Waits for the lanes of the warp, which all make the same call: a letter, and 256 times its argument.
+inline void host_meet(host::Warp& warp, int call) {
+    if (warp.barrier.arrived == 0) warp.barrier.call = call;
+    if (warp.barrier.call != call) {
+        std::fputs("simulate.h: lanes of a warp meet in different calls\n", stderr);
+        std::abort();
+    }
+    host::wait(warp.barrier);
+}
+inline void __syncwarp() {
+    host_meet(host_warp(), 'w');
+    ++host::machine.now->warp_epoch;
+    host::announce(*host::machine.now, false);
+}
 
 template <typename V>
-inline V host_exchange(V value, int source) {
+inline V host_exchange(V value, int source, int call) {
     static_assert(sizeof(V) <= 8);
     host::Warp& warp = host_warp();
     std::uint64_t* values = warp.values[host::machine.now->num_shuffles++ % 2];
     std::memcpy(&values[threadIdx.x % 32], &value, sizeof(V));
-    host::wait(warp.barrier);
+    host_meet(warp, call);
     std::memcpy(&value, &values[source], sizeof(V));
     return value;
 }
 template <typename V>
-inline V __shfl_sync(unsigned, V value, int source) { return host_exchange(value, source % 32); }
+inline V __shfl_sync(unsigned, V value, int source) {
+    return host_exchange(value, source % 32, 's');
+}
 template <typename V>
-inline V __shfl_xor_sync(unsigned, V value, int mask) { return host_exchange(value, (threadIdx.x % 32) ^ mask); }
+inline V __shfl_xor_sync(unsigned, V value, int mask) {
+    return host_exchange(value, (threadIdx.x % 32) ^ mask, 'x' + 256 * mask);
+}
 template <typename V>
 inline V __shfl_up_sync(unsigned, V value, int delta) {
     const int lane = threadIdx.x % 32;
-    return host_exchange(value, lane >= delta ? lane - delta : lane);
+    return host_exchange(value, lane >= delta ? lane - delta : lane, 'u' + 256 * delta);
 }
 inline unsigned __ballot_sync(unsigned, bool is_set) {
     host::Warp& warp = host_warp();
     std::uint64_t* values = warp.values[host::machine.now->num_shuffles++ % 2];
     values[threadIdx.x % 32] = is_set;
-    host::wait(warp.barrier);
+    host_meet(warp, 'b');
     unsigned bits = 0;
     for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(values[lane] != 0) << lane;
     return bits;
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    host::Warp& warp = host_warp();
+    std::uint64_t* values = warp.values[host::machine.now->num_shuffles++ % 2];
+    values[threadIdx.x % 32] = value;
+    host_meet(warp, 'm');
+    return static_cast<unsigned>(*std::max_element(values, values + 32));
+}
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 
 template <typename V>
-inline V atomicAdd(V* place, V value) { V old = *place; *place += value; return old; }
+inline V host_exchange_at(V* place, V (*combine)(V, V), V value) {
+    host::announce(*host::machine.now, true);
+    const V old = *const_cast<volatile V*>(place);
+    *const_cast<volatile V*>(place) = combine(old, value);
+    host::announce(*host::machine.now, false);
+    return old;
+}
 template <typename V>
-inline V atomicMin(V* place, V value) { V old = *place; *place = std::min(old, value); return old; }
+inline V atomicAdd(V* place, V value) { return host_exchange_at<V>(place, [](V a, V b) -> V { return a + b; }, value); }
 template <typename V>
-inline V atomicMax(V* place, V value) { V old = *place; *place = std::max(old, value); return old; }
+inline V atomicMin(V* place, V value) { return host_exchange_at<V>(place, [](V a, V b) { return min(a, b); }, value); }
+template <typename V>
+inline V atomicMax(V* place, V value) { return host_exchange_at<V>(place, [](V a, V b) { return max(a, b); }, value); }
 
 inline float host_float_from_half(unsigned short bits) {
     const unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31u, fraction = bits & 1023u;
@@ -227,8 +278,11 @@ inline float host_float_from_half(unsigned short bits) {
     return __uint_as_float(sign | (exponent + 112u) << 23 | fraction << 13);
 }
 
-// Runs `kernel` as a grid. Shared memory of the static kind is not cleared between blocks, as on a GPU.
-inline void host_launch(dim3 grid, unsigned threads, std::size_t shared_bytes, unsigned seed, std::function<void()> kernel) {
+// Runs `kernel` as a grid. Shared memory of the static kind is not cleared between blocks, as on a GPU; `fixed` names it
+// where races are watched.
+inline void host_launch(
+    dim3 grid, unsigned threads, std::size_t shared_bytes, unsigned seed, std::function<void()> kernel,
+    [[maybe_unused]] const void* fixed = nullptr, [[maybe_unused]] std::size_t fixed_bytes = 0) {
     host::Machine& machine = host::machine;
     machine.kernel = std::move(kernel);
     if (machine.fibers.size() < threads) machine.fibers.resize(threads);
@@ -251,6 +305,11 @@ inline void host_launch(dim3 grid, unsigned threads, std::size_t shared_bytes, u
             machine.fibers[i].place = {i, 0, 0};
             host::start(machine.fibers[i]);
         }
+#if defined(SPECCOMPILE_RACES)
+        host::races::begin_block();
+        host::races::watch(fixed, fixed_bytes);
+        host::races::watch(machine.dynamic_shared.data(), shared_bytes);
+#endif
         host::run_block(order);
     }
 }

@@ -31,13 +31,34 @@ _GUARD = 4096  # bytes behind the workspace and around outputs that nobody may w
 _GARBAGE = 0xA5
 
 
+def _compile(sources: Path, *arguments: str) -> None:
+    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-DSPECCOMPILE_HOST", "-fPIC", f"-I{sources}"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def build(sources: Path, library: Path, *options: str) -> ctypes.CDLL:
     """Compiles the tree `sources` (that of plugins/) for the CPU and loads it."""
-    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-DSPECCOMPILE_HOST", f"-I{sources}", *options]
-    command += ["-shared", "-fPIC", str(sources / "host/host.cpp"), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    _compile(sources, *options, "-shared", str(sources / "host/host.cpp"), "-o", str(library))
     return ctypes.CDLL(str(library))
+
+
+def build_watched(sources: Path, folder: Path) -> ctypes.CDLL:
+    """The same with plugins/host/races: it counts accesses to shared memory, and races among them."""
+    parts = {"host.cpp": "-fsanitize=thread", "races.cpp": "-fno-sanitize=thread"}
+    for name, option in parts.items():
+        place = str(folder / f"{name}.o")
+        _compile(sources, "-DSPECCOMPILE_RACES", option, "-c", str(sources / "host" / name), "-o", place)
+    objects = [str(folder / f"{name}.o") for name in parts]
+    _compile(sources, "-shared", *objects, "-o", str(folder / "watched.so"))  # without the sanitizer's own library
+    return ctypes.CDLL(str(folder / "watched.so"))
+
+
+def races(library: ctypes.CDLL) -> tuple[int, int]:
+    """Accesses to shared memory since the last call, and those that were part of a race."""
+    counts = (ctypes.c_long * 2)()
+    library.host_races(counts)
+    return counts[0], counts[1]
 
 
 @functools.cache
