@@ -39,6 +39,18 @@ __device__ inline float float_from(Float16 value) {
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
 
+// exp(x) to some 2^-22 for x <= 0, in two instructions; below exp(-87) it is 0.
+__device__ inline float exp_fast(float x) {
+    const float power = x * 1.4426950408889634f;
+#if defined(SPECCOMPILE_HOST)
+    return std::exp2(power);
+#else
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(power));
+    return value;
+#endif
+}
+
 // Keys order as the numbers do; -0 and +0 have one key.
 __device__ inline u32 key_from(float value) {
     const u32 bits = __float_as_uint(value + 0.0f);
@@ -55,11 +67,19 @@ __device__ inline V warp_sum(V value) {
     return value;
 }
 
-__device__ inline float warp_max(float value) {
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, step));
+// Greatest and least of the lanes: one instruction from sm_80 on.
+__device__ inline u32 warp_max(u32 value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    for (int step = WARP / 2; step > 0; step /= 2) value = max(value, __shfl_xor_sync(ALL_LANES, value, step));
     return value;
+#else
+    return __reduce_max_sync(ALL_LANES, value);
+#endif
 }
+
+__device__ inline u32 warp_min(u32 value) { return ~warp_max(~value); }
+
+__device__ inline float warp_max(float value) { return float_from_key(warp_max(key_from(value))); }
 
 // Sum of the lanes up to and with this one.
 template <typename V>

@@ -27,6 +27,7 @@ template <typename V, typename Params>
 __device__ inline void move_rows(void* cache, const Params& params) {
     const int slot = blockIdx.y;
     const i64* path = params.path + static_cast<i64>(slot) * params.depth;
+    const i64 start = params.lengths[slot];
     const int lane = threadIdx.x % WARP;
     bool is_moving = false;
     for (int first = 0; first < params.depth; first += WARP) {
@@ -39,24 +40,23 @@ __device__ inline void move_rows(void* cache, const Params& params) {
     const int column = blockIdx.x * ROLLBACK_THREADS + threadIdx.x;
     if (column >= params.kv_heads * params.row_vectors) return;
     const int head = column / params.row_vectors;
-    const i64 start = params.lengths[slot];
     V* rows = static_cast<V*>(cache) + column % params.row_vectors +
               ((static_cast<i64>(slot) * params.kv_heads + head) * params.max_seq + start) * params.row_vectors;
     const i64 room = start < 0 ? 0 : params.max_seq - start;
     for (int first = 0; first < params.depth; first += ROWS_IN_FLIGHT) {
+        i64 nodes[ROWS_IN_FLIGHT];  // -1: the row stays
+#pragma unroll
+        for (int k = 0; k < ROWS_IN_FLIGHT; ++k) nodes[k] = first + k < params.depth ? path[first + k] : -1;
+#pragma unroll
+        for (int k = 0; k < ROWS_IN_FLIGHT; ++k)
+            if (nodes[k] <= first + k || nodes[k] >= room) nodes[k] = -1;
         V moved[ROWS_IN_FLIGHT];
 #pragma unroll
-        for (int k = 0; k < ROWS_IN_FLIGHT; ++k) {
-            const int i = first + k;
-            const i64 node = i < params.depth ? path[i] : -1;
-            if (node > i && node < room) moved[k] = rows[node * params.row_vectors];
-        }
+        for (int k = 0; k < ROWS_IN_FLIGHT; ++k)
+            if (nodes[k] >= 0) moved[k] = rows[nodes[k] * params.row_vectors];
 #pragma unroll
-        for (int k = 0; k < ROWS_IN_FLIGHT; ++k) {
-            const int i = first + k;
-            const i64 node = i < params.depth ? path[i] : -1;
-            if (node > i && node < room) rows[static_cast<i64>(i) * params.row_vectors] = moved[k];
-        }
+        for (int k = 0; k < ROWS_IN_FLIGHT; ++k)
+            if (nodes[k] >= 0) rows[static_cast<i64>(first + k) * params.row_vectors] = moved[k];
     }
 }
 

@@ -8,15 +8,6 @@
 
 namespace speccompile {
 
-__device__ inline void* dynamic_shared() {
-#if defined(SPECCOMPILE_HOST)
-    return host::machine.dynamic_shared.data();
-#else
-    extern __shared__ double dynamic_bytes[];
-    return dynamic_bytes;
-#endif
-}
-
 // One thread writes the verdict of a slot node by node.
 struct Verdict {
     i64* path;
@@ -34,98 +25,161 @@ struct Verdict {
     }
 };
 
-__device__ inline void load_chunks(const Work& work, const Workspace& space, i64 row) {
-    for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS) {
-        work.tops[chunk] = space.tops[row * work.chunks() + chunk];
-        work.masses[chunk] = space.masses[row * work.chunks() + chunk];
+// The tree of a slot, in shared memory; a barrier publishes it.
+__device__ inline void load_tree(const SpecVerifyParams& params, int slot) {
+    Shared& shared = shared_state();
+    for (int node = threadIdx.x; node < params.nodes; node += SETTLE_THREADS) {
+        const i64 place = static_cast<i64>(slot) * params.nodes + node;
+        const i64 parent = params.parents[place], token = params.tokens[place];
+        shared.parents[node] = parent >= 0 && parent < node ? static_cast<int>(parent) : -1;
+        shared.tokens[node] = token >= 0 && token < params.vocab ? static_cast<int>(token) : -1;
     }
-    __syncthreads();
 }
 
 // The walk where drafts were drawn from laws: residuals are made at the nodes that are reached, nowhere else.
-__device__ inline void walk_laws(const SpecVerifyParams& params, Shared& shared, float* tops, double* masses, int slot) {
+__device__ __noinline__ void walk_laws(const SpecVerifyParams& params, int slot) {
     const Workspace space(params);
     Verdict verdict{params.path + static_cast<i64>(slot) * params.nodes};
     for (int node = 0; node >= 0;) {
         const i64 row = static_cast<i64>(slot) * params.nodes + node;
-        Work work(params, shared, tops, masses, slot, node);
-        load_chunks(work, space, row);
-        work.law = *const_cast<const Law*>(space.laws + row);
+        Work work(params, slot, node, params.temperature[slot]);
+        work.law = fresh(space.laws + row);
+        const bool is_whole = work.law.key_min == 0;
+        for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS) {
+            const Cell cell = space.cells[row * work.chunks() + chunk];
+            work.tops()[chunk] = cell.top;
+            if (is_whole)
+                work.masses()[chunk] = cell.mass > 0 ? cell.mass * expf(cell.top - work.law.top) / work.law.total : 0.0;
+        }
+        __syncthreads();
         verdict.add(node);
-        const Outcome outcome = decide_by_laws(work, false);
+        const Outcome outcome = decide_by_laws(work, is_whole);
         node = outcome.child;
         if (node < 0) verdict.finish(params, slot, outcome.token);
         __syncthreads();
     }
 }
 
+// The walk where every row has its outcome, by one warp.
 __device__ inline void walk_outcomes(const SpecVerifyParams& params, int slot) {
     const Workspace space(params);
-    Verdict verdict{params.path + static_cast<i64>(slot) * params.nodes};
-    for (int node = 0; node >= 0;) {
-        const Outcome outcome = space.outcomes[static_cast<i64>(slot) * params.nodes + node];
-        verdict.add(node);
-        node = outcome.child;
-        if (node < 0) verdict.finish(params, slot, outcome.token);
+    Shared& shared = shared_state();
+    const int lane = static_cast<int>(threadIdx.x) % WARP;
+    for (int node = lane; node < params.nodes; node += WARP)
+        shared.outcomes[node] = fresh(space.outcomes + static_cast<i64>(slot) * params.nodes + node);
+    __syncwarp();
+    i64* path = params.path + static_cast<i64>(slot) * params.nodes;
+    int length = 0;
+    Outcome outcome;
+    for (int node = 0; node >= 0; node = outcome.child) {  // each lane for itself, all alike
+        outcome = shared.outcomes[node];
+        if (lane == 0) path[length] = node;
+        ++length;
     }
+    for (int i = length + lane; i < params.nodes; i += WARP) path[i] = -1;
+    if (lane == 0) {
+        params.num_accepted[slot] = length - 1;
+        params.next_token[slot] = outcome.token;
+    }
+}
+
+// Counts the blocks of a slot that are done; what the calling thread wrote before is seen by the last one.
+__device__ inline bool is_last_of(const SpecVerifyParams& params, int slot) {
+    __threadfence();
+    return atomicAdd(&Workspace(params).counters[slot], 1u) == static_cast<u32>(params.nodes - 1);
 }
 
 // Grid: one block a row.
-__device__ inline void settle_rows(const SpecVerifyParams& params, Shared& shared) {
-    const int chunks = num_chunks(params.vocab);
-    double* masses = static_cast<double*>(dynamic_shared());
-    float* tops = reinterpret_cast<float*>(masses + chunks);
+__device__ inline void settle_rows(const SpecVerifyParams& params) {
+    Shared& shared = shared_state();
     const i64 row = blockIdx.x;
     const int slot = static_cast<int>(row / params.nodes), node = static_cast<int>(row % params.nodes);
-    const bool is_by_laws = has_laws(params) && params.temperature[slot] > 0;
+    // All that is read of the slot, at once: each read takes as long as the arithmetic of a step below.
+    const float temperature = params.temperature[slot], uniform = params.uniforms[2 * row + 1];
+    const Cuts cuts(params, slot);
+    const bool is_settled = is_reachable(params, slot, node);
+    load_tree(params, slot);
     const Workspace space(params);
-    if (is_reachable(params, slot, node)) {
-        Work work(params, shared, tops, masses, slot, node);
-        load_chunks(work, space, row);
-        if (is_by_laws) {
-            settle_law(work);
-            if (threadIdx.x == 0) space.laws[row] = work.law;
-        } else {
-            const Outcome outcome = settle(work);
-            if (threadIdx.x == 0) space.outcomes[row] = outcome;
+    const Cell* cells = space.cells + row * num_chunks(params.vocab);
+    const auto load = [&](int chunk) { return cells[chunk]; };
+    Work work(params, slot, node, temperature);
+    if (has_laws(params) && temperature > 0) {
+        if (is_settled) {
+            double own;
+            const float top = weigh(work, load, own);
+            const Law law = law_from(work, top, own, cuts);
+            if (threadIdx.x == 0) space.laws[row] = law;
+        }
+        if (threadIdx.x == 0) shared.is_last_block = is_last_of(params, slot);
+        __syncthreads();
+        if (!shared.is_last_block) return;
+        __threadfence();
+        walk_laws(params, slot);
+        return;
+    }
+    bool is_mine = threadIdx.x < WARP;
+    const int lane = static_cast<int>(threadIdx.x) % WARP;
+    if (is_settled) {
+        const Drawn drawn = draw_at_node(work, load, temperature > 0, cuts, uniform);
+        is_mine = drawn.is_mine;
+        if (is_mine) {
+            const int child = child_with(params, node, drawn.token);
+            if (lane == 0) space.outcomes[row] = {child, drawn.token};
         }
     }
+    if (!is_mine) return;
+    const int is_last = __shfl_sync(ALL_LANES, lane == 0 ? static_cast<int>(is_last_of(params, slot)) : 0, 0);
+    if (is_last == 0) return;
     __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) shared.is_last_block = atomicAdd(&space.counters[slot], 1u) == static_cast<u32>(params.nodes - 1);
-    __syncthreads();
-    if (!shared.is_last_block) return;
-    __threadfence();
-    if (is_by_laws) {
-        walk_laws(params, shared, tops, masses, slot);
-    } else {
-        walk_outcomes(params, slot);
-    }
+    walk_outcomes(params, slot);
 }
 
-__device__ inline void scan_any(const Work& work, int first) {
+__device__ __noinline__ void scan_slot(const Work work) {
     const SpecVerifyParams& params = work.params;
-    const auto scan_as = [&](const auto& row) {
-        scan_row(row, first, SETTLE_WARPS, work.chunks(), params.temperature[work.slot], work.tops, work.masses);
+    const i64 row = static_cast<i64>(work.slot) * params.nodes + work.node;
+    const auto scan_as = [&](const auto& values) {
+        for (int first = threadIdx.x / WARP; first < work.chunks(); first += SETTLE_WARPS * CHUNKS_IN_FLIGHT)
+            scan_row(values, first, SETTLE_WARPS, work.chunks(), params.temperature[work.slot], shared_state().cells);
     };
-    if (params.dtype == Dtype::F16) return scan_as(Row<Float16>(params, work.row.row));
-    if (params.dtype == Dtype::BF16) return scan_as(Row<BFloat16>(params, work.row.row));
-    scan_as(Row<float>(params, work.row.row));
+    if (params.dtype == Dtype::F16) return scan_as(Row<Float16>(params, row));
+    if (params.dtype == Dtype::BF16) return scan_as(Row<BFloat16>(params, row));
+    scan_as(Row<float>(params, row));
 }
 
 // Grid: one block a slot, which reads the rows that it reaches. No d2t, no workspace.
-__device__ inline void verify_slot(const SpecVerifyParams& params, Shared& shared) {
-    const int chunks = num_chunks(params.vocab), slot = blockIdx.x;
-    double* masses = static_cast<double*>(dynamic_shared());
-    float* tops = reinterpret_cast<float*>(masses + chunks);
+__device__ inline void verify_slot(const SpecVerifyParams& params) {
+    const int slot = blockIdx.x;
+    Shared& shared = shared_state();
+    const Cuts cuts(params, slot);
+    const float temperature = params.temperature[slot];
     Verdict verdict{params.path + static_cast<i64>(slot) * params.nodes};
+    const auto load = [&](int chunk) { return shared.cells[chunk]; };
+    load_tree(params, slot);
     for (int node = 0; node >= 0;) {
-        Work work(params, shared, tops, masses, slot, node);
-        for (int first = threadIdx.x / WARP; first < chunks; first += SETTLE_WARPS * CHUNKS_IN_FLIGHT)
-            scan_any(work, first);
+        const i64 row = static_cast<i64>(slot) * params.nodes + node;
+        Work work(params, slot, node, temperature);
+        scan_slot(work);
         __syncthreads();
         verdict.add(node);
-        const Outcome outcome = settle(work);
+        Outcome outcome;
+        if (has_laws(params) && temperature > 0) {
+            double own;
+            const float top = weigh(work, load, own);
+            law_from(work, top, own, cuts);
+            if (!cuts.any())
+                for (int chunk = work.run_start(); chunk < work.run_end(); ++chunk)
+                    work.masses()[chunk] /= work.law.total;
+            __syncthreads();
+            outcome = decide_by_laws(work, !cuts.any());
+        } else {
+            const Drawn drawn = draw_at_node(work, load, temperature > 0, cuts, params.uniforms[2 * row + 1]);
+            if (drawn.is_mine) {
+                const int child = child_with(params, node, drawn.token);
+                if (threadIdx.x % WARP == 0) shared.outcome = {child, drawn.token};
+            }
+            __syncthreads();
+            outcome = shared.outcome;
+        }
         node = outcome.child;
         if (node < 0) verdict.finish(params, slot, outcome.token);
         __syncthreads();
@@ -136,8 +190,7 @@ __device__ inline void verify_slot(const SpecVerifyParams& params, Shared& share
 
 extern "C" __global__ void __launch_bounds__(speccompile::SETTLE_THREADS, 1)
     spec_verify_settle(const __grid_constant__ speccompile::SpecVerifyParams params) {
-    __shared__ speccompile::Shared shared;
-    speccompile::settle_rows(params, shared);
+    speccompile::settle_rows(params);
 }
 
 // Arguments one by one, inputs, sizes, outputs: the order in which TensorRT's ahead-of-time Python plugins give them.
@@ -145,11 +198,10 @@ extern "C" __global__ void __launch_bounds__(speccompile::SETTLE_THREADS, 1) spe
     const void* logits, const long long* tokens, const long long* parents, const float* draft_probs,
     const float* uniforms, const float* temperature, const long long* top_k, const float* top_p, int batch, int nodes,
     int vocab, int draft_vocab, int dtype, long long* path, long long* num_accepted, long long* next_token) {
-    __shared__ speccompile::Shared shared;
     const speccompile::SpecVerifyParams params = {
         logits, tokens, parents, draft_probs, uniforms, temperature, top_k, top_p, nullptr, path, num_accepted,
         next_token, nullptr, batch, nodes, vocab, draft_vocab, static_cast<speccompile::Dtype>(dtype)};
-    speccompile::verify_slot(params, shared);
+    speccompile::verify_slot(params);
 }
 
 #define SPECCOMPILE_SCAN(SUFFIX, TYPE)                                                            \

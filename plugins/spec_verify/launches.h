@@ -15,7 +15,7 @@ inline bool fits_verify(std::int64_t nodes, std::int64_t vocab) {
 
 inline std::size_t verify_workspace_bytes(std::int64_t batch, std::int64_t nodes, std::int64_t vocab, bool has_map) {
     const std::int64_t rows = batch * nodes, cells = rows * divide_up(vocab, CHUNK);
-    return cells * (sizeof(double) + sizeof(float)) + rows * (sizeof(Law) + sizeof(Outcome)) + batch * sizeof(u32) +
+    return cells * sizeof(Cell) + rows * (sizeof(Law) + sizeof(Outcome)) + batch * sizeof(u32) +
            (has_map ? vocab * sizeof(u32) : 0);
 }
 

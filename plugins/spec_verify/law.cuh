@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SpecVerify, second part: from the tops and masses of a row's chunks to its law, and from a law to a token.
+// SpecVerify, second part: from the cells of a row's chunks to its law.
 // top_k and top_p are found among the few chunks whose tops reach the threshold; only these are read again.
 #pragma once
 
@@ -17,39 +17,61 @@ struct Shared {
             u32 keys[MAX_CANDIDATES];
             u32 indices[MAX_CANDIDATES];
         } list;
-        double trial[MAX_CHUNKS];  // masses of a residual; by then the list has served
+        double trial[MAX_CHUNKS];      // masses of a residual; by then the list has served
+        Cell cells[MAX_CHUNKS];        // of the one-launch form, until they are weighed
+        Outcome outcomes[MAX_NODES];   // of a slot, for its walk
     };
-    u64 bins[256];
+    u32 bins_low[256], bins_high[256];
     u64 sums[WARP];
     double reals[WARP];
-    float floats[WARP];
-    float entries[CHUNK];
+    u32 keys[WARP], firsts[WARP];
+    int parents[MAX_NODES];
+    int tokens[MAX_NODES];  // -1 where it is none of the vocabulary
     int refused[MAX_NODES];
     float unscale[MAX_NODES];  // 1 / mass of the residual
+    Outcome outcome;
     u64 above;
-    double before;
     u32 digit;
-    int count, chunk, last_chunk, drawn, is_kept, is_last_block;
+    int count, chunk, is_kept, is_last_block;
 };
 
-// What the threads of a block work on together.
+// Functions, not references that are handed on: so the compiler knows that this is shared memory.
+__device__ inline Shared& shared_state() {
+    __shared__ Shared state;
+    return state;
+}
+
+__device__ inline double* dynamic_shared() {
+#if defined(SPECCOMPILE_HOST)
+    return reinterpret_cast<double*>(host::machine.dynamic_shared.data());
+#else
+    extern __shared__ double dynamic_bytes[];
+    return dynamic_bytes;
+#endif
+}
+
+// What the threads of a block work on together. It is handed by value to what is not inlined, so that it stays in
+// registers elsewhere.
 struct Work {
     const SpecVerifyParams& params;
-    Shared& shared;
-    float* tops;
-    double* masses;
     int slot, node;
     AnyRow row;
     Divider divide;
-    Law law;
+    Law law = {};
     int num_refused = 0;
 
-    __device__ Work(const SpecVerifyParams& params, Shared& shared, float* tops, double* masses, int slot, int node)
-        : params(params), shared(shared), tops(tops), masses(masses), slot(slot), node(node),
-          row{params, static_cast<i64>(slot) * params.nodes + node},
-          divide(params.temperature[slot] > 0 ? params.temperature[slot] : 1.0f) {}
+    __device__ Work(const SpecVerifyParams& params, int slot, int node, float temperature)
+        : params(params), slot(slot), node(node), row(params, static_cast<i64>(slot) * params.nodes + node),
+          divide(temperature > 0 ? temperature : 1.0f) {}
 
     __device__ int chunks() const { return num_chunks(params.vocab); }
+    __device__ double* masses() const { return dynamic_shared(); }
+    __device__ float* tops() const { return reinterpret_cast<float*>(dynamic_shared() + chunks()); }
+
+    // The chunks of a thread: a run of them, as a draw goes through them in order.
+    __device__ int run() const { return (chunks() + SETTLE_THREADS - 1) / SETTLE_THREADS; }
+    __device__ int run_start() const { return static_cast<int>(threadIdx.x) * run(); }
+    __device__ int run_end() const { return min(run_start() + run(), chunks()); }
 };
 
 // A set of entries that holds all with key >= low: a list, or (when that is full) the chunks they stand in.
@@ -63,12 +85,12 @@ struct Candidates {
 template <typename Visit>
 __device__ inline void each_candidate(const Work& work, const Candidates& set, Visit visit) {
     if (set.is_list) {
-        for (int i = threadIdx.x; i < set.count; i += SETTLE_THREADS)
-            visit(work.shared.list.keys[i], work.shared.list.indices[i]);
+        const Shared& shared = shared_state();
+        for (int i = threadIdx.x; i < set.count; i += SETTLE_THREADS) visit(shared.list.keys[i], shared.list.indices[i]);
         return;
     }
     for (int chunk = threadIdx.x / WARP; chunk < work.chunks(); chunk += SETTLE_WARPS) {
-        if (key_from(work.tops[chunk]) < set.low) continue;
+        if (key_from(work.tops()[chunk]) < set.low) continue;
         float entries[LANE_ENTRIES];
         work.row.load(chunk, entries);
 #pragma unroll
@@ -80,11 +102,8 @@ __device__ inline void each_candidate(const Work& work, const Candidates& set, V
     }
 }
 
-__device__ inline u64 weight_of(u32 key, float top, bool is_exact) {
-    const float scaled = float_from_key(key);
-    // In double for a list; whole rows in float32, since many GPUs do 64 times less in double.
-    if (is_exact) return static_cast<u64>(exp(static_cast<double>(scaled) - static_cast<double>(top)) * MASS_UNIT);
-    return static_cast<u64>(__expf(scaled - top) * MASS_UNIT);
+__device__ inline u64 weight_of(u32 key, float top) {
+    return static_cast<u64>(expf(float_from_key(key) - top) * MASS_UNIT);
 }
 
 enum class Order {
@@ -102,61 +121,79 @@ struct Selected {
 template <typename Add>
 __device__ inline void enumerate(const Work& work, const Candidates& set, Order order, u32 key_min, Add add) {
     if (order == Order::TOPS) {
-        for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS) add(key_from(work.tops[chunk]), 1);
+        for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS) add(key_from(work.tops()[chunk]), 1);
         return;
     }
     each_candidate(work, set, [&](u32 key, u32 index) {
         if (order == Order::TIES) {
             if (key == key_min) add(~index, 1);
         } else if (key >= key_min) {
-            add(key, order == Order::MASSES ? weight_of(key, work.law.top, set.is_list) : 1);
+            add(key, order == Order::MASSES ? weight_of(key, work.law.top) : 1);
         }
     });
 }
 
+// Shared memory adds 32 bits by itself, 64 by a loop that starts again when another thread was there: two halves.
+__device__ inline void add_to_bin(u32 bin, u64 weight) {
+    Shared& shared = shared_state();
+    const u32 low = static_cast<u32>(weight), before = atomicAdd(&shared.bins_low[bin], low);
+    const u32 high = static_cast<u32>(weight >> 32) + (before + low < low ? 1u : 0u);
+    if (high > 0) atomicAdd(&shared.bins_high[bin], high);
+}
+
 // The greatest key such that the weight of all keys >= it reaches `goal` (1 <= goal <= total weight): radix descent by
-// 8 bits.
-__device__ __noinline__ Selected select(const Work& work, const Candidates& set, Order order, u32 key_min, u64 goal) {
-    Shared& shared = work.shared;
-    u32 prefix = 0, mask = 0;
+// 8 bits from the first one in which `least` and `most`, the bounds of all keys, differ.
+__device__ __noinline__ Selected select(
+    const Work& work, const Candidates& set, Order order, u32 key_min, u64 goal, u32 least, u32 most) {
+    Shared& shared = shared_state();
+    int left = 0;  // bits that are not known
+    while (left < 32 && (least ^ most) >> left != 0) ++left;
+    u32 mask = left < 32 ? ~0u << left : 0u, prefix = most & mask;
     u64 above = 0;
 #pragma unroll 1
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        for (int bin = threadIdx.x; bin < 256; bin += SETTLE_THREADS) shared.bins[bin] = 0;
+    while (left > 0) {
+        const int shift = left > 8 ? left - 8 : 0;
+        const u32 digits = (1u << (left - shift)) - 1u;
+        for (int bin = threadIdx.x; bin < 256; bin += SETTLE_THREADS) {
+            shared.bins_low[bin] = 0;
+            shared.bins_high[bin] = 0;
+        }
         if (threadIdx.x == 0) {
             shared.digit = 0;
             shared.above = 0;
         }
         __syncthreads();
         enumerate(work, set, order, key_min, [&](u32 key, u64 weight) {
-            if ((key & mask) == prefix) atomicAdd(&shared.bins[key >> shift & 255u], weight);
+            if ((key & mask) == prefix) add_to_bin(key >> shift & digits, weight);
         });
         __syncthreads();
         u64 before = 0;  // of the bins above this thread's
         for (int first = 0; first < 256; first += SETTLE_THREADS) {
-            const int place = first + static_cast<int>(threadIdx.x);
-            const u64 weight = place < 256 ? shared.bins[255 - place] : 0;
+            const int bin = 255 - first - static_cast<int>(threadIdx.x);
+            const u64 weight = bin >= 0 ? static_cast<u64>(shared.bins_high[bin]) << 32 | shared.bins_low[bin] : 0;
             u64 total;
             const u64 over = above + before + block_scan<SETTLE_THREADS>(weight, shared.sums, total);
             if (weight > 0 && over < goal && over + weight >= goal) {
-                shared.digit = static_cast<u32>(255 - place);
+                shared.digit = static_cast<u32>(bin);
                 shared.above = over;
             }
             before += total;
         }
         __syncthreads();
         prefix |= shared.digit << shift;
-        mask |= 255u << shift;
+        mask |= digits << shift;
         above = shared.above;
+        left = shift;
         __syncthreads();
     }
+    if (left == 0 && (least ^ most) == 0) return {most, 0};
     return {prefix, above};
 }
 
 __device__ __noinline__ Candidates collect(const Work& work, u32 low) {
     const Candidates chunks = {low, 0, false};
     if (low == 0 && work.params.vocab > MAX_CANDIDATES) return chunks;
-    Shared& shared = work.shared;
+    Shared& shared = shared_state();
     if (threadIdx.x == 0) shared.count = 0;
     __syncthreads();
     each_candidate(work, chunks, [&](u32 key, u32 index) {
@@ -175,15 +212,15 @@ __device__ __noinline__ Candidates collect(const Work& work, u32 low) {
 __device__ __noinline__ u64 weight_from(const Work& work, const Candidates& set, u32 key_min) {
     u64 sum = 0;
     each_candidate(work, set, [&](u32 key, u32) {
-        if (key >= key_min) sum += weight_of(key, work.law.top, set.is_list);
+        if (key >= key_min) sum += weight_of(key, work.law.top);
     });
-    return block_sum<SETTLE_THREADS>(sum, work.shared.sums);
+    return block_sum<SETTLE_THREADS>(sum, shared_state().sums);
 }
 
 // Key of the chunk top of that rank (1 = greatest): at least `rank` entries have it or a greater one.
 __device__ inline u32 key_of_top(const Work& work, int rank) {
     if (rank >= work.chunks()) return 0;
-    return select(work, {0, 0, false}, Order::TOPS, 0, static_cast<u64>(rank)).key;
+    return select(work, {0, 0, false}, Order::TOPS, 0, static_cast<u64>(rank), 0, key_from(work.law.top)).key;
 }
 
 // Candidates that hold all that top_k (if it cuts) or top_p keeps, and the weight that top_p is measured by.
@@ -201,29 +238,32 @@ __device__ inline Candidates gather(const Work& work, i64 top_k, bool cuts_k, fl
     }
 }
 
-// top_k, then top_p: `work.law` becomes that of the entries kept. Every thread holds the same law.
-__device__ __noinline__ void cut(Work& work, i64 top_k, bool cuts_k, float top_p, bool cuts_p) {
-    Law& law = work.law;
-    Shared& shared = work.shared;
+// top_k, then top_p: the law of the entries kept. `work.law` is that of the whole row; every thread gets the same law.
+__device__ __noinline__ Law cut(const Work work, i64 top_k, bool cuts_k, float top_p, bool cuts_p) {
+    Law law = work.law;
+    Shared& shared = shared_state();
     u64 total = static_cast<u64>(law.total * static_cast<double>(MASS_UNIT));
     const Candidates set = gather(work, top_k, cuts_k, top_p, total);
+    const u32 most = key_from(law.top);
     if (cuts_k) {
-        law.key_min = select(work, set, Order::ENTRIES, 0, static_cast<u64>(top_k)).key;
+        law.key_min = select(work, set, Order::ENTRIES, 0, static_cast<u64>(top_k), set.low, most).key;
         total = weight_from(work, set, law.key_min);
     }
     if (cuts_p) {
         // Kept is what has less than top_p of the mass before it, in falling order.
         u64 goal = static_cast<u64>(ceil(static_cast<double>(top_p) * static_cast<double>(total)));
         goal = goal < 1 ? 1 : goal > total ? total : goal;
-        const Selected edge = select(work, set, Order::MASSES, law.key_min, goal);
+        const u32 least = law.key_min > set.low ? law.key_min : set.low;
+        const Selected edge = select(work, set, Order::MASSES, law.key_min, goal, least, most);
         law.key_min = edge.key;
         u64 ties = 0;
         each_candidate(work, set, [&](u32 key, u32) { ties += key == edge.key; });
         ties = block_sum<SETTLE_THREADS>(ties, shared.sums);
-        const u64 one = weight_of(edge.key, law.top, set.is_list);
+        const u64 one = weight_of(edge.key, law.top);
         u64 kept = one > 0 ? (goal - edge.above + one - 1) / one : ties;
         if (kept < ties) {  // the first of them by index
-            law.last_tie = ~select(work, set, Order::TIES, edge.key, kept).key;
+            const u32 last = static_cast<u32>(work.params.vocab - 1);
+            law.last_tie = ~select(work, set, Order::TIES, edge.key, kept, ~last, ~0u).key;
         } else {
             kept = ties;
         }
@@ -231,29 +271,49 @@ __device__ __noinline__ void cut(Work& work, i64 top_k, bool cuts_k, float top_p
     }
     law.total = static_cast<double>(total) / static_cast<double>(MASS_UNIT);
     law.scale = static_cast<float>(1.0 / law.total);
+    return law;
 }
 
-// From tops and masses of the chunks (in shared memory) to the law. Masses become shares of the whole row, which are
-// those of the law unless top_k or top_p cut it; returns whether they did.
-__device__ __noinline__ bool settle_law(Work& work) {
-    float top = minus_infinity();
-    for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS) top = fmaxf(top, work.tops[chunk]);
-    top = block_max<SETTLE_THREADS>(top, work.shared.floats);
-    double sum = 0;
-    for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS) {
-        const double mass = work.masses[chunk] * exp(static_cast<double>(work.tops[chunk]) - static_cast<double>(top));
-        work.masses[chunk] = mass;
-        sum += mass;
-    }
-    sum = block_sum<SETTLE_THREADS>(sum, work.shared.reals);
-    for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS) work.masses[chunk] /= sum;
-    work.law = {top, 0, 0xffffffffu, static_cast<float>(1.0 / sum), sum};
-    const i64 top_k = work.params.top_k[work.slot];
-    const float top_p = work.params.top_p[work.slot];
-    const bool cuts_k = top_k > 0 && top_k < work.params.vocab, cuts_p = top_p < 1.0f;
+// Weighs the thread's run of chunks: their tops and masses relative to the row's top go to shared memory. Returns that
+// top to all threads, and in `own` the mass of the run. Behind it stands no barrier.
+template <typename Load>
+__device__ inline float weigh(const Work& work, Load load, double& own) {
+    Shared& shared = shared_state();
+    u32 key = 0;
+    for (int chunk = work.run_start(); chunk < work.run_end(); ++chunk) key = max(key, key_from(load(chunk).top));
+    key = warp_max(key);
+    if (threadIdx.x % WARP == 0) shared.keys[threadIdx.x / WARP] = key;
     __syncthreads();
-    if (cuts_k || cuts_p) cut(work, top_k, cuts_k, top_p, cuts_p);
-    return cuts_k || cuts_p;
+    const int lane = static_cast<int>(threadIdx.x) % WARP;
+    const float top = float_from_key(warp_max(lane < SETTLE_WARPS ? shared.keys[lane] : 0u));
+    own = 0;
+    for (int chunk = work.run_start(); chunk < work.run_end(); ++chunk) {
+        const Cell cell = load(chunk);
+        const double mass = cell.mass > 0 ? static_cast<double>(cell.mass * expf(cell.top - top)) : 0.0;
+        work.tops()[chunk] = cell.top;
+        work.masses()[chunk] = mass;
+        own += mass;
+    }
+    return top;
+}
+
+struct Cuts {
+    i64 top_k;
+    float top_p;
+    bool cuts_k, cuts_p;
+
+    __device__ Cuts(const SpecVerifyParams& params, int slot)
+        : top_k(params.top_k[slot]), top_p(params.top_p[slot]), cuts_k(top_k > 0 && top_k < params.vocab),
+          cuts_p(top_p < 1.0f) {}
+    __device__ bool any() const { return cuts_k || cuts_p; }
+};
+
+// The law of a row, from its top and the threads' masses.
+__device__ inline Law law_from(Work& work, float top, double own, const Cuts& cuts) {
+    const double sum = block_sum<SETTLE_THREADS>(own, shared_state().reals);  // its barriers also publish the tops
+    work.law = {top, 0, 0xffffffffu, static_cast<float>(1.0 / sum), sum};
+    if (cuts.any()) work.law = cut(work, cuts.top_k, cuts.cuts_k, cuts.top_p, cuts.cuts_p);
+    return work.law;
 }
 
 }  // namespace speccompile

@@ -59,26 +59,45 @@ struct Outcome {
 
 __device__ inline int num_chunks(int vocab) { return (vocab + CHUNK - 1) / CHUNK; }
 
-// Workspace, in this order: per row and chunk mass (double) and top (float), per row law and outcome, per slot a
-// counter, per target token its draft token. Nothing in it needs to be cleared.
+// What the first pass leaves of a chunk: its greatest scaled logit and the sum of exp(scaled - top), or for greedy slots
+// the index of the first entry that has the top.
+struct alignas(8) Cell {
+    float top;
+    union {
+        float mass;
+        u32 index;
+    };
+};
+
+// Workspace, in this order: per row and chunk its cell, per row law and outcome, per slot a counter, per target token
+// its draft token. Nothing in it needs to be cleared.
 struct Workspace {
-    double* masses;
-    float* tops;
+    Cell* cells;
     Law* laws;
     Outcome* outcomes;
     u32* counters;
     u32* inverse;
 
     __device__ explicit Workspace(const SpecVerifyParams& params) {
-        const i64 rows = static_cast<i64>(params.batch) * params.nodes, cells = rows * num_chunks(params.vocab);
-        masses = static_cast<double*>(params.workspace);
-        laws = reinterpret_cast<Law*>(masses + cells);
+        const i64 rows = static_cast<i64>(params.batch) * params.nodes;
+        cells = static_cast<Cell*>(params.workspace);
+        laws = reinterpret_cast<Law*>(cells + rows * num_chunks(params.vocab));
         outcomes = reinterpret_cast<Outcome*>(laws + rows);
-        tops = reinterpret_cast<float*>(outcomes + rows);
-        counters = reinterpret_cast<u32*>(tops + cells);
+        counters = reinterpret_cast<u32*>(outcomes + rows);
         inverse = counters + params.batch;
     }
 };
+
+// What another block of this launch has written, read past this multiprocessor's own cache.
+template <typename T>
+__device__ inline T fresh(const T* place) {
+    union {
+        u32 words[sizeof(T) / 4];
+        T value;
+    };
+    for (unsigned i = 0; i < sizeof(T) / 4; ++i) words[i] = reinterpret_cast<const volatile u32*>(place)[i];
+    return value;
+}
 
 // A node that nothing leads to: padding, or (node 0 excepted, whose parent is not read) a parent that is no ancestor.
 __device__ inline bool is_reachable(const SpecVerifyParams& params, int slot, int node) {
@@ -92,19 +111,43 @@ __device__ inline bool has_laws(const SpecVerifyParams& params) { return params.
 // corrections (Markstein 1990): 5 instructions for some 10. Outside of the safe range the division itself.
 struct Divider {
     float divisor, reciprocal;
+    bool is_usual;
 
-    __device__ explicit Divider(float temperature) : divisor(temperature), reciprocal(1.0f / temperature) {}
+    __device__ explicit Divider(float temperature)
+        : divisor(temperature), reciprocal(1.0f / temperature), is_usual(divisor > 0x1p-40f && divisor < 0x1p40f) {}
 
     __device__ float operator()(float x) const {
         if (divisor == 1.0f) return x;
         const float first = x * reciprocal;
         const float second = fmaf(fmaf(-first, divisor, x), reciprocal, first);
         const float third = fmaf(fmaf(-second, divisor, x), reciprocal, second);
-        const float size = fabsf(third), size_x = fabsf(x), unit = fabsf(reciprocal);
-        const bool is_safe = size > 0x1p-60f && size < 0x1p60f && size_x > 0x1p-60f && unit > 0x1p-60f && unit < 0x1p60f;
-        return is_safe ? third : x / divisor;
+        const float size = fabsf(x);
+        if (is_usual && size > 0x1p-60f && size < 0x1p60f) return third;
+        if (size == 0 || size > 0x1.fffffep127f) return x;  // masked entries are minus infinity
+        return x / divisor;
     }
 };
+
+// x / temperature for the sums of the first pass: correctly rounded but for one in some millions (then an ulp beside it),
+// since the reciprocal is in two parts. Both are positive, so minus infinity stays what it is.
+struct Quotient {
+    float high, low;
+
+    __device__ explicit Quotient(const Divider& divide)
+        : high(__uint_as_float(__float_as_uint(divide.reciprocal) - 1)),
+          low(fmaf(-divide.divisor, high, 1.0f) * divide.reciprocal) {}
+
+    __device__ float operator()(float x) const { return fmaf(x, high, x * low); }
+};
+
+template <typename T>
+__device__ constexpr u32 lowest_pair();  // minus infinity, as many as fit into a word
+template <>
+__device__ constexpr u32 lowest_pair<float>() { return 0xff800000u; }
+template <>
+__device__ constexpr u32 lowest_pair<Float16>() { return 0xfc00fc00u; }
+template <>
+__device__ constexpr u32 lowest_pair<BFloat16>() { return 0xff80ff80u; }
 
 // One row, read by chunks. Entry j of a lane stands at place_of(j) of the chunk; places rise with j.
 template <typename T>
@@ -131,11 +174,15 @@ struct Row {
         return j / PACK * (WARP * PACK) + static_cast<int>(threadIdx.x) % WARP * PACK + j % PACK;
     }
 
-    // Only reads, so that a warp can open several chunks before it waits for the first.
+    // Only reads, so that a warp can open several chunks before it waits for the first. Entries behind the end of the
+    // row are minus infinity.
     template <bool IS_VECTOR>
     __device__ Raw fetch(int chunk) const {
         constexpr int PACK = IS_VECTOR ? VECTOR_ENTRIES : 1;
-        Raw raw = {};
+        constexpr u32 LOWEST = lowest_pair<T>();
+        Raw raw;
+#pragma unroll
+        for (int i = 0; i < LANE_ENTRIES / VECTOR_ENTRIES; ++i) raw.vectors[i] = {LOWEST, LOWEST, LOWEST, LOWEST};
 #pragma unroll
         for (int pack = 0; pack < LANE_ENTRIES / PACK; ++pack) {
             const int index = chunk * CHUNK + place_of<IS_VECTOR>(pack * PACK);
@@ -148,37 +195,51 @@ struct Row {
         }
         return raw;
     }
-
-    // Entries behind the end of the row are minus infinity.
-    template <bool IS_VECTOR>
-    __device__ void widen(const Raw& raw, int chunk, float (&entries)[LANE_ENTRIES]) const {
-#pragma unroll
-        for (int j = 0; j < LANE_ENTRIES; ++j)
-            entries[j] = chunk * CHUNK + place_of<IS_VECTOR>(j) < vocab ? float_from(raw.values[j]) : minus_infinity();
-    }
 };
 
-// A row of whatever type, for the second part, which reads little and is compiled once for all types. Lanes read
-// neighbours, so draft laws beside the logits are read in whole lines.
+// A row of whatever type, for the second part, which reads little and is compiled once for all types.
 struct AnyRow {
-    const SpecVerifyParams& params;
-    i64 row;
+    const void* logits;
+    Dtype dtype;
+    int vocab;
+    i64 start;  // of the row, in entries
 
+    __device__ AnyRow(const SpecVerifyParams& params, i64 row)
+        : logits(params.logits), dtype(params.dtype), vocab(params.vocab), start(row * params.vocab) {}
+
+    // Lanes hold neighbours, so draft laws beside the logits are read in whole lines.
     __device__ static int offset_of(int j) { return j * WARP + static_cast<int>(threadIdx.x) % WARP; }
+    // Each lane holds a run of the chunk.
+    __device__ static int run_of(int j) { return static_cast<int>(threadIdx.x) % WARP * LANE_ENTRIES + j; }
 
     __device__ float at(int index) const {
-        const i64 place = row * params.vocab + index;
-        if (params.dtype == Dtype::F16) return float_from(static_cast<const Float16*>(params.logits)[place]);
-        if (params.dtype == Dtype::BF16) return float_from(static_cast<const BFloat16*>(params.logits)[place]);
-        return static_cast<const float*>(params.logits)[place];
+        const i64 place = start + index;
+        if (dtype == Dtype::F16) return float_from(static_cast<const Float16*>(logits)[place]);
+        if (dtype == Dtype::BF16) return float_from(static_cast<const BFloat16*>(logits)[place]);
+        return static_cast<const float*>(logits)[place];
+    }
+
+    template <typename T>
+    __device__ void load_as(int first, int stride, float (&entries)[LANE_ENTRIES]) const {
+        const T* values = static_cast<const T*>(logits) + start;
+#pragma unroll
+        for (int j = 0; j < LANE_ENTRIES; ++j) {
+            const int index = first + j * stride;
+            entries[j] = index < vocab ? float_from(values[index]) : minus_infinity();
+        }
+    }
+
+    __device__ void load_from(int first, int stride, float (&entries)[LANE_ENTRIES]) const {
+        if (dtype == Dtype::F16) return load_as<Float16>(first, stride, entries);
+        if (dtype == Dtype::BF16) return load_as<BFloat16>(first, stride, entries);
+        load_as<float>(first, stride, entries);
     }
 
     __device__ void load(int chunk, float (&entries)[LANE_ENTRIES]) const {
-#pragma unroll
-        for (int j = 0; j < LANE_ENTRIES; ++j) {
-            const int index = chunk * CHUNK + offset_of(j);
-            entries[j] = index < params.vocab ? at(index) : minus_infinity();
-        }
+        load_from(chunk * CHUNK + offset_of(0), WARP, entries);
+    }
+    __device__ void load_run(int chunk, float (&entries)[LANE_ENTRIES]) const {
+        load_from(chunk * CHUNK + run_of(0), 1, entries);
     }
 };
 

@@ -6,83 +6,73 @@
 
 namespace speccompile {
 
-// Top of a chunk, and beside it the offset of the first entry that has it.
+// Top of a chunk, and the index of the first entry that has it.
 template <typename T, bool IS_VECTOR>
-__device__ inline void reduce_greedy(int chunk, const float (&entries)[LANE_ENTRIES], float& top, double& mass) {
-    int at = Row<T>::template place_of<IS_VECTOR>(0);
-    top = entries[0];
+__device__ inline Cell reduce_greedy(int chunk, const float (&entries)[LANE_ENTRIES]) {
+    float top = entries[0];
 #pragma unroll
-    for (int j = 1; j < LANE_ENTRIES; ++j) {
-        if (entries[j] > top) {
-            top = entries[j];
-            at = Row<T>::template place_of<IS_VECTOR>(j);
-        }
-    }
+    for (int j = 1; j < LANE_ENTRIES; ++j) top = fmaxf(top, entries[j]);
+    Cell cell;
+    cell.top = warp_max(top);
+    u32 at = 0xffffffffu;
 #pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        const float other = __shfl_xor_sync(ALL_LANES, top, step);
-        const int other_at = __shfl_xor_sync(ALL_LANES, at, step);
-        if (other > top || (other == top && other_at < at)) {
-            top = other;
-            at = other_at;
-        }
-    }
-    mass = chunk * CHUNK + at;
+    for (int j = LANE_ENTRIES - 1; j >= 0; --j)
+        if (entries[j] == cell.top) at = static_cast<u32>(chunk * CHUNK + Row<T>::template place_of<IS_VECTOR>(j));
+    cell.index = warp_min(at);
+    return cell;
 }
 
-// Top of a chunk of scaled logits, and the sum of exp(scaled - top). float32 within a lane, double across lanes.
-__device__ inline void reduce_sampled(float (&entries)[LANE_ENTRIES], const Divider& divide, float& top, double& mass) {
-    top = minus_infinity();
+// Top of a chunk, not scaled yet, and the sum of exp(scaled - scaled top).
+__device__ inline Cell reduce_sampled(const float (&entries)[LANE_ENTRIES], const Quotient& scaled) {
+    float top = entries[0];
 #pragma unroll
-    for (int j = 0; j < LANE_ENTRIES; ++j) {
-        entries[j] = divide(entries[j]);
-        top = fmaxf(top, entries[j]);
-    }
-    top = warp_max(top);
-    float sum = 0;
-    if (top > minus_infinity()) {
+    for (int j = 1; j < LANE_ENTRIES; ++j) top = fmaxf(top, entries[j]);
+    Cell cell;
+    cell.top = warp_max(top);
+    const float scaled_top = scaled(cell.top);
+    float mass = 0;
 #pragma unroll
-        for (int j = 0; j < LANE_ENTRIES; ++j) sum += __expf(entries[j] - top);
-    }
-    mass = warp_sum(static_cast<double>(sum));
+    for (int j = 0; j < LANE_ENTRIES; ++j) mass += exp_fast(scaled(entries[j]) - scaled_top);
+    mass = warp_sum(mass);
+    cell.mass = cell.top > minus_infinity() ? mass : 0;
+    return cell;
 }
 
-// CHUNKS_IN_FLIGHT chunks of a row from `first` on: all reads, then the reductions.
+// CHUNKS_IN_FLIGHT chunks of a row from `first` on: all reads, then the reductions. Lane k keeps the k-th cell; division
+// keeps the order, so it is the tops alone that are divided exactly.
 template <bool IS_VECTOR, typename T>
-__device__ inline void scan_chunks(
-    const Row<T>& row, int first, int stride, int count, float temperature, float* tops, double* masses) {
+__device__ inline void scan_chunks(const Row<T>& row, int first, int stride, int count, float temperature, Cell* cells) {
     typename Row<T>::Raw raw[CHUNKS_IN_FLIGHT];
 #pragma unroll
     for (int k = 0; k < CHUNKS_IN_FLIGHT; ++k) raw[k] = row.template fetch<IS_VECTOR>(first + k * stride);
     const bool is_sampled = temperature > 0;
     const Divider divide(is_sampled ? temperature : 1.0f);
+    const Quotient scaled(divide);
+    const int lane = static_cast<int>(threadIdx.x) % WARP;
+    Cell own = {};
 #pragma unroll
     for (int k = 0; k < CHUNKS_IN_FLIGHT; ++k) {
         const int chunk = first + k * stride;
         if (chunk >= count) break;
         float entries[LANE_ENTRIES];
-        row.template widen<IS_VECTOR>(raw[k], chunk, entries);
-        float top;
-        double mass;
-        if (is_sampled) {
-            reduce_sampled(entries, divide, top, mass);
-        } else {
-            reduce_greedy<T, IS_VECTOR>(chunk, entries, top, mass);
-        }
-        if (threadIdx.x % WARP == 0) {
-            tops[chunk] = top;
-            masses[chunk] = mass;
-        }
+#pragma unroll
+        for (int j = 0; j < LANE_ENTRIES; ++j) entries[j] = float_from(raw[k].values[j]);
+        const Cell cell =
+            is_sampled ? reduce_sampled(entries, scaled) : reduce_greedy<T, IS_VECTOR>(chunk, entries);
+        if (lane == k) own = cell;
     }
+    const int place = first + lane * stride;
+    if (lane >= CHUNKS_IN_FLIGHT || place >= count) return;
+    own.top = divide(own.top);
+    cells[place] = own;
 }
 
 template <typename T>
-__device__ inline void scan_row(
-    const Row<T>& row, int first, int stride, int count, float temperature, float* tops, double* masses) {
+__device__ inline void scan_row(const Row<T>& row, int first, int stride, int count, float temperature, Cell* cells) {
     if (row.is_vector) {
-        scan_chunks<true>(row, first, stride, count, temperature, tops, masses);
+        scan_chunks<true>(row, first, stride, count, temperature, cells);
     } else {
-        scan_chunks<false>(row, first, stride, count, temperature, tops, masses);
+        scan_chunks<false>(row, first, stride, count, temperature, cells);
     }
 }
 
@@ -106,8 +96,7 @@ __device__ inline void scan(const SpecVerifyParams& params) {
     const int slot = static_cast<int>(row / params.nodes);
     if (!is_reachable(params, slot, static_cast<int>(row % params.nodes))) return;
     const int first = static_cast<int>(task % tasks) * CHUNKS_IN_FLIGHT;
-    scan_row(Row<T>(params, row), first, 1, count, params.temperature[slot], space.tops + row * count,
-             space.masses + row * count);
+    scan_row(Row<T>(params, row), first, 1, count, params.temperature[slot], space.cells + row * count);
 }
 
 }  // namespace speccompile

@@ -18,35 +18,36 @@ __device__ inline float draft_at(const SpecVerifyParams& params, int slot, int n
     return params.draft_probs[(static_cast<i64>(slot) * params.nodes + node) * params.draft_vocab + place];
 }
 
-// The law's probability of an entry, less what the refused children took. IS_EXACT: in double, as the twin.
-template <bool IS_EXACT>
-__device__ inline float probability(const Work& work, float scaled, int index) {
-    const Law& law = work.law;
+// Whether the cuts leave an entry in the law.
+__device__ inline bool is_held(const Law& law, float scaled, int index) {
     const u32 key = key_from(scaled);
-    if (key < law.key_min || (key == law.key_min && static_cast<u32>(index) > law.last_tie)) return 0;
-    float mass = IS_EXACT
-        ? static_cast<float>(exp(static_cast<double>(scaled) - static_cast<double>(law.top)) / law.total)
-        : __expf(scaled - law.top) * law.scale;
+    return key > law.key_min || (key == law.key_min && static_cast<u32>(index) <= law.last_tie);
+}
+
+// An entry's probability, less what the refused children took.
+__device__ inline float residual_of(const Work& work, float mass, int index) {
     for (int i = 0; i < work.num_refused; ++i) {
-        const float left = mass - draft_at(work.params, work.slot, work.shared.refused[i], index);
-        mass = left > 0 ? left * work.shared.unscale[i] : 0;
+        const float left = mass - draft_at(work.params, work.slot, shared_state().refused[i], index);
+        mass = left > 0 ? left * shared_state().unscale[i] : 0;
     }
     return mass;
 }
 
 // Shares of the chunks under the law of `work`, and their sum. Chunks whose top is cut hold nothing.
-__device__ __noinline__ double measure(const Work& work, double* shares) {
+__device__ __noinline__ double measure(const Work work, double* shares) {
     double sum = 0;
     for (int chunk = threadIdx.x / WARP; chunk < work.chunks(); chunk += SETTLE_WARPS) {
         double share = 0;
-        if (key_from(work.tops[chunk]) >= work.law.key_min) {
+        if (key_from(work.tops()[chunk]) >= work.law.key_min) {
             float entries[LANE_ENTRIES];
             work.row.load(chunk, entries);
             float part = 0;
 #pragma unroll
             for (int j = 0; j < LANE_ENTRIES; ++j) {
                 const int index = chunk * CHUNK + work.row.offset_of(j);
-                if (index < work.params.vocab) part += probability<false>(work, work.divide(entries[j]), index);
+                const float scaled = work.divide(entries[j]);
+                if (index < work.params.vocab && is_held(work.law, scaled, index))
+                    part += residual_of(work, exp_fast(scaled - work.law.top) * work.law.scale, index);
             }
             share = warp_sum(static_cast<double>(part));
         }
@@ -55,96 +56,119 @@ __device__ __noinline__ double measure(const Work& work, double* shares) {
             sum += share;
         }
     }
-    return block_sum<SETTLE_THREADS>(sum, work.shared.reals);  // its barriers also publish the shares
+    return block_sum<SETTLE_THREADS>(sum, shared_state().reals);  // its barriers also publish the shares
 }
 
-// First entry of the chunk whose running sum exceeds `rest`; the last one with mass when rounding leaves none.
-// Called by one warp.
-__device__ inline void draw_in_chunk(const Work& work, int chunk, double rest) {
-    Shared& shared = work.shared;
+// Offset of the first greatest entry of a chunk that the cuts leave. Called by one warp.
+__device__ __noinline__ int likeliest_of(const Work work, int chunk) {
     float entries[LANE_ENTRIES];
-    work.row.load(chunk, entries);
+    work.row.load_run(chunk, entries);
+    u32 key = 0, at = CHUNK;
+    for (int j = LANE_ENTRIES - 1; j >= 0; --j) {
+        const int offset = work.row.run_of(j), index = chunk * CHUNK + offset;
+        const float scaled = work.divide(entries[j]);
+        if (index >= work.params.vocab || !is_held(work.law, scaled, index) || key_from(scaled) < key) continue;
+        key = key_from(scaled);
+        at = static_cast<u32>(offset);
+    }
+    const u32 best = warp_max(key);
+    at = warp_min(key == best ? at : CHUNK);
+    return at < CHUNK ? static_cast<int>(at) : 0;
+}
+
+// First entry of the chunk whose running sum exceeds `rest`; the last one with mass when rounding leaves none,
+// and the likeliest where the residual that `measure` saw in the chunk was rounding alone. Called by one warp.
+__device__ inline int draw_in_chunk(const Work& work, int chunk, double rest) {
+    float entries[LANE_ENTRIES];
+    work.row.load_run(chunk, entries);
+    const int base = chunk * CHUNK + work.row.run_of(0);
+    double own = 0;
 #pragma unroll
     for (int j = 0; j < LANE_ENTRIES; ++j) {
-        const int offset = work.row.offset_of(j), index = chunk * CHUNK + offset;
-        shared.entries[offset] =
-            index < work.params.vocab ? probability<true>(work, work.divide(entries[j]), index) : 0;
+        const float scaled = work.divide(entries[j]);
+        const bool is_inside = base + j < work.params.vocab && is_held(work.law, scaled, base + j);
+        entries[j] = is_inside ? residual_of(work, expf(scaled - work.law.top) * work.law.scale, base + j) : 0;
+        own += entries[j];
     }
-    __syncwarp();
-    const int lane = threadIdx.x % WARP;
-    double own = 0;
-    for (int j = 0; j < LANE_ENTRIES; ++j) own += shared.entries[lane * LANE_ENTRIES + j];
     double upto = warp_scan(own) - own;
-    int first = CHUNK, last = -1;
+    u32 first = CHUNK, last = 0;  // `last`: one behind it
+#pragma unroll
     for (int j = 0; j < LANE_ENTRIES; ++j) {
-        const int offset = lane * LANE_ENTRIES + j;
+        const u32 offset = static_cast<u32>(work.row.run_of(j));
         const double before = upto;
-        upto += shared.entries[offset];
-        if (upto > before) last = offset;
+        upto += entries[j];
+        if (upto > before) last = offset + 1;
         if (upto > rest && first == CHUNK) first = offset;
     }
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        const int other_first = __shfl_xor_sync(ALL_LANES, first, step);
-        const int other_last = __shfl_xor_sync(ALL_LANES, last, step);
-        first = other_first < first ? other_first : first;
-        last = other_last > last ? other_last : last;
-    }
-    const int offset = first < CHUNK ? first : last > 0 ? last : 0;
-    if (lane == 0) shared.drawn = chunk * CHUNK + offset;
+    first = warp_min(first);
+    last = warp_max(last);
+    if (first == CHUNK && last == 0) return chunk * CHUNK + likeliest_of(work, chunk);
+    return chunk * CHUNK + static_cast<int>(first < CHUNK ? first : last - 1);
 }
 
+struct Drawn {
+    bool is_mine;  // whether this warp knows the token; one warp of the block does
+    int token;
+};
+
 // First entry whose cumulative share exceeds uniform * total (`core.sampling.draw`).
-__device__ __noinline__ int draw(const Work& work, const double* shares, float uniform) {
-    Shared& shared = work.shared;
-    const int chunks = work.chunks(), run = (chunks + SETTLE_THREADS - 1) / SETTLE_THREADS;
-    const int start = threadIdx.x * run, end = start + run < chunks ? start + run : chunks;
+__device__ inline Drawn draw(const Work& work, const double* shares, float uniform) {
+    Shared& shared = shared_state();
+    const int chunks = work.chunks(), lane = static_cast<int>(threadIdx.x) % WARP;
     if (threadIdx.x == 0) {
         shared.chunk = chunks;
-        shared.last_chunk = 0;
+        shared.count = 0;
     }
     double own = 0, total;
-    for (int chunk = start; chunk < end; ++chunk) own += shares[chunk];
+    for (int chunk = work.run_start(); chunk < work.run_end(); ++chunk) own += shares[chunk];
     double upto = block_scan<SETTLE_THREADS>(own, shared.reals, total);
     const double bound = static_cast<double>(uniform) * total;
     double before = 0;
-    int mine = chunks;
-    for (int chunk = start; chunk < end; ++chunk) {
-        if (shares[chunk] > 0) {
-            atomicMax(&shared.last_chunk, chunk);
-            if (mine == chunks && upto + shares[chunk] > bound) {
+    int mine = chunks, last = 0;  // `last`: one behind the last chunk with mass
+    for (int chunk = work.run_start(); chunk < work.run_end(); ++chunk) {
+        const double share = shares[chunk];
+        if (share > 0) {
+            last = chunk + 1;
+            if (mine == chunks && upto + share > bound) {
                 mine = chunk;
                 before = upto;
             }
         }
-        upto += shares[chunk];
+        upto += share;
     }
-    if (mine < chunks) atomicMin(&shared.chunk, mine);
+    const int first = static_cast<int>(warp_min(static_cast<u32>(mine)));
+    if (lane == 0 && first < chunks) atomicMin(&shared.chunk, first);
     __syncthreads();
-    if (mine < chunks && mine == shared.chunk) shared.before = before;
-    __syncthreads();
-    if (threadIdx.x < WARP) {
-        const bool is_found = shared.chunk < chunks;
-        draw_in_chunk(work, is_found ? shared.chunk : shared.last_chunk, is_found ? bound - shared.before : bound);
+    const int found = shared.chunk;
+    if (found < chunks) {
+        if (first != found) return {false, 0};
+        const int owner = __ffs(static_cast<int>(__ballot_sync(ALL_LANES, mine == found))) - 1;
+        return {true, draw_in_chunk(work, found, bound - __shfl_sync(ALL_LANES, before, owner))};
     }
+    // Rounding has left none: the last entry with mass.
+    last = static_cast<int>(warp_max(static_cast<u32>(last)));
+    if (lane == 0) atomicMax(&shared.count, last);
     __syncthreads();
-    const int drawn = shared.drawn;
-    __syncthreads();
-    return drawn;
+    if (threadIdx.x >= WARP) return {false, 0};
+    return {true, draw_in_chunk(work, shared.count > 0 ? shared.count - 1 : 0, bound)};
 }
 
-// The first child that has the token drawn, for drafts that were not drawn from a law.
-__device__ inline int child_with(const SpecVerifyParams& params, int slot, int node, int token) {
-    const i64 base = static_cast<i64>(slot) * params.nodes;
-    for (int child = node + 1; child < params.nodes; ++child)
-        if (params.parents[base + child] == node && params.tokens[base + child] == token) return child;
-    return -1;
+// The first child that has the token drawn, for drafts that were not drawn from a law. Called by one warp.
+__device__ inline int child_with(const SpecVerifyParams& params, int node, int token) {
+    const Shared& shared = shared_state();
+    u32 first = MAX_NODES;
+    for (int child = static_cast<int>(threadIdx.x) % WARP; child < params.nodes; child += WARP) {
+        const bool is_it = child > node && shared.parents[child] == node && shared.tokens[child] == token;
+        if (is_it && first == MAX_NODES) first = static_cast<u32>(child);
+    }
+    first = warp_min(first);
+    return first < MAX_NODES ? static_cast<int>(first) : -1;
 }
 
 // Takes the law of a refused child out of that of `work` (`core.acceptance.residual`), or leaves it where nothing is
-// left. Returns whether `trial` now holds the shares.
+// left. Returns whether `masses` now hold the shares.
 __device__ inline bool refuse(Work& work, int child) {
-    Shared& shared = work.shared;
+    Shared& shared = shared_state();
     if (threadIdx.x == 0) {
         shared.refused[work.num_refused] = child;
         shared.unscale[work.num_refused] = 1;
@@ -157,26 +181,29 @@ __device__ inline bool refuse(Work& work, int child) {
         return false;
     }
     if (threadIdx.x == 0) shared.unscale[work.num_refused - 1] = static_cast<float>(1.0 / left);
-    for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS) {
-        work.masses[chunk] = shared.trial[chunk] / left;
-    }
+    for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS)
+        work.masses()[chunk] = shared.trial[chunk] / left;
     __syncthreads();
     return true;
 }
 
-// Children are tried in their order, each against the law that its refused siblings left.
-// `has_shares`: `work.masses` are the shares of the law.
-__device__ __noinline__ Outcome decide_by_laws(Work& work, bool has_shares) {
+// Children are tried in their order, each against the law that its refused siblings left. All threads get the outcome.
+// `has_shares`: `masses` are the shares of the law.
+__device__ __noinline__ Outcome decide_by_laws(Work work, bool has_shares) {
     const SpecVerifyParams& params = work.params;
-    Shared& shared = work.shared;
+    Shared& shared = shared_state();
     const i64 base = static_cast<i64>(work.slot) * params.nodes;
     for (int child = work.node + 1; child < params.nodes; ++child) {
-        if (params.parents[base + child] != work.node) continue;
+        if (shared.parents[child] != work.node) continue;
         if (threadIdx.x == 0) {
-            const i64 token = params.tokens[base + child];
+            const int token = shared.tokens[child];
             float own = 0, drafted = 0;
-            if (token >= 0 && token < params.vocab) {
-                own = probability<true>(work, work.divide(work.row.at(static_cast<int>(token))), static_cast<int>(token));
+            if (token >= 0) {
+                const float scaled = work.divide(work.row.at(token));
+                if (is_held(work.law, scaled, token)) {  // in double, as the twin
+                    const double mass = exp(static_cast<double>(scaled) - static_cast<double>(work.law.top));
+                    own = residual_of(work, static_cast<float>(mass / work.law.total), token);
+                }
                 drafted = draft_at(params, work.slot, child, token);
             }
             shared.is_kept = __fmul_rn(params.uniforms[2 * (base + child)], drafted) < own;
@@ -187,40 +214,53 @@ __device__ __noinline__ Outcome decide_by_laws(Work& work, bool has_shares) {
         if (is_kept) return {child, 0};
         has_shares |= refuse(work, child);
     }
-    if (!has_shares) measure(work, work.masses);
-    return {-1, draw(work, work.masses, params.uniforms[2 * (base + work.node) + 1])};
+    if (!has_shares) measure(work, work.masses());
+    const Drawn drawn = draw(work, work.masses(), params.uniforms[2 * (base + work.node) + 1]);
+    if (drawn.is_mine && threadIdx.x % WARP == 0) shared.outcome = {-1, drawn.token};
+    __syncthreads();
+    return shared.outcome;
 }
 
-// Index of the first top of the row, from the chunks' (greedy).
-__device__ inline int first_top(const Work& work) {
-    float top = minus_infinity();
-    for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS) top = fmaxf(top, work.tops[chunk]);
-    top = block_max<SETTLE_THREADS>(top, work.shared.floats);
-    if (threadIdx.x == 0) work.shared.chunk = 0x7fffffff;
-    __syncthreads();
-    for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS)
-        if (work.tops[chunk] == top) atomicMin(&work.shared.chunk, static_cast<int>(work.masses[chunk]));
-    __syncthreads();
-    const int index = work.shared.chunk;
-    __syncthreads();
-    return index < work.params.vocab ? index : 0;
-}
-
-// What becomes of a node, from the tops and masses of its row. Draft laws do not matter to a greedy slot: its law is
-// one-hot, so a child is kept exactly if it has that token.
-__device__ __noinline__ Outcome settle(Work& work) {
-    const SpecVerifyParams& params = work.params;
-    int token;
-    if (params.temperature[work.slot] > 0) {
-        bool has_shares = !settle_law(work);
-        if (has_laws(params)) return decide_by_laws(work, has_shares);
-        if (!has_shares) measure(work, work.masses);
-        const i64 place = static_cast<i64>(work.slot) * params.nodes + work.node;
-        token = draw(work, work.masses, params.uniforms[2 * place + 1]);
-    } else {
-        token = first_top(work);
+// The first top of the row, from the cells of a greedy slot.
+template <typename Load>
+__device__ inline Drawn first_top(const Work& work, Load load) {
+    Shared& shared = shared_state();
+    u32 key = 0, first = 0xffffffffu;
+    for (int chunk = work.run_start(); chunk < work.run_end(); ++chunk) {
+        const Cell cell = load(chunk);
+        if (key_from(cell.top) > key) {
+            key = key_from(cell.top);
+            first = cell.index;
+        }
     }
-    return {child_with(params, work.slot, work.node, token), token};
+    const u32 best = warp_max(key);
+    first = warp_min(key == best ? first : 0xffffffffu);
+    const int lane = static_cast<int>(threadIdx.x) % WARP, warp = static_cast<int>(threadIdx.x) / WARP;
+    if (lane == 0) {
+        shared.keys[warp] = best;
+        shared.firsts[warp] = first;
+    }
+    __syncthreads();
+    if (warp > 0) return {false, 0};
+    key = lane < SETTLE_WARPS ? shared.keys[lane] : 0;
+    const u32 top = warp_max(key);
+    first = warp_min(lane < SETTLE_WARPS && key == top ? shared.firsts[lane] : 0xffffffffu);
+    return {true, first < static_cast<u32>(work.params.vocab) ? static_cast<int>(first) : 0};
+}
+
+// The token that a node draws, where drafts were not drawn from laws or the slot is greedy.
+template <typename Load>
+__device__ inline Drawn draw_at_node(Work& work, Load load, bool is_sampled, const Cuts& cuts, float uniform) {
+    if (!is_sampled) return first_top(work, load);
+    double own;
+    const float top = weigh(work, load, own);
+    if (cuts.any()) {
+        law_from(work, top, own, cuts);
+        measure(work, work.masses());
+    } else {
+        work.law = {top, 0, 0xffffffffu, 1.0f, 1.0};  // a draw needs no scale
+    }
+    return draw(work, work.masses(), uniform);
 }
 
 }  // namespace speccompile

@@ -15,18 +15,46 @@ from speccompile.ops.kv_rollback import kv_rollback
 from speccompile.ops.spec_verify import spec_verify
 from tests.ops.op_lab import Case, is_at_boundary, same, verify_case
 from tests.plugins import host_lab
+from tests.plugins.cases import wide_case
 
 KINDS = list(itertools.product(("greedy", "sampled", "mixed"), (True, False), (True, False)))
 
 VERIFY = {
-    "greedy takes the last maximum": ("scan.cuh", "if (entries[j] > top) {", "if (entries[j] >= top) {"),
-    "greedy takes any lane": ("scan.cuh", "other == top && other_at < at", "other == top && other_at > at"),
+    "greedy takes a lane's last maximum": (
+        "scan.cuh",
+        "for (int j = LANE_ENTRIES - 1; j >= 0; --j)",
+        "for (int j = 0; j < LANE_ENTRIES; ++j)",
+    ),
+    "greedy takes the last lane": ("scan.cuh", "cell.index = warp_min(at);", "cell.index = warp_max(at + 1) - 1;"),
+    "greedy takes the last chunk": (
+        "walk.cuh",
+        "if (key_from(cell.top) > key) {",
+        "if (key_from(cell.top) >= key) {",
+    ),
+    "greedy takes the last warp": (
+        "walk.cuh",
+        "first = warp_min(lane < SETTLE_WARPS && key == top ? shared.firsts[lane] : 0xffffffffu);",
+        "first = warp_max(lane < SETTLE_WARPS && key == top ? shared.firsts[lane] : 0u);",
+    ),
+    "masses of half of the entries": (
+        "scan.cuh",
+        "j < LANE_ENTRIES; ++j) mass +=",
+        "j < LANE_ENTRIES / 2; ++j) mass +=",
+    ),
+    "chunks are not weighed by their tops": ("law.cuh", "cell.mass * expf(cell.top - top)", "cell.mass * expf(0.0f)"),
+    "carries are lost": ("law.cuh", "(before + low < low ? 1u : 0u)", "0u"),
+    "a bit too few is looked at": (
+        "law.cuh",
+        "(least ^ most) >> left != 0) ++left;",
+        "(least ^ most) >> left > 1) ++left;",
+    ),
+    "sums are of another temperature": ("layout.cuh", "return fmaf(x, high, x * low);", "return 0.7f * x * high;"),
     "a draw takes what it reaches": (
         "walk.cuh",
         "upto > rest && first == CHUNK",
         "upto >= rest + 0.01 && first == CHUNK",
     ),
-    "a draw starts a chunk late": ("walk.cuh", "upto + shares[chunk] > bound", "upto > bound"),
+    "a draw starts a chunk late": ("walk.cuh", "upto + share > bound", "upto > bound"),
     "no temperature": ("layout.cuh", "if (divisor == 1.0f) return x;", "return x;"),
     "top_k keeps one more": (
         "law.cuh",
@@ -51,11 +79,15 @@ VERIFY = {
         "shared.unscale[work.num_refused - 1] = static_cast<float>(1.0 / left)",
         "shared.unscale[work.num_refused - 1] = 1",
     ),
-    "reads the accept draw for the token": ("walk.cuh", "params.uniforms[2 * place + 1]", "params.uniforms[2 * place]"),
+    "reads the accept draw for the token": (
+        "kernel.cuh",
+        "uniform = params.uniforms[2 * row + 1];",
+        "uniform = params.uniforms[2 * row];",
+    ),
     "keeps a child of another node": (
         "walk.cuh",
-        "params.parents[base + child] == node &&",
-        "params.parents[base + child] >= 0 &&",
+        "shared.parents[child] == node &&",
+        "shared.parents[child] >= 0 &&",
     ),
     "the sixth chunk is left out": (
         "scan.cuh",
@@ -71,12 +103,12 @@ VERIFY = {
 }
 ROLLBACK = {
     "moves from the wrong row": (
-        "moved[k] = rows[node * params.row_vectors]",
-        "moved[k] = rows[(node - 1) * params.row_vectors]",
+        "moved[k] = rows[nodes[k] * params.row_vectors]",
+        "moved[k] = rows[(nodes[k] - 1) * params.row_vectors]",
     ),
     "writes before it reads": (
-        "if (node > i && node < room) moved[k]",
-        "if (node > i && node < room && k % 2) moved[k]",
+        "if (nodes[k] >= 0) moved[k]",
+        "if (nodes[k] >= 0 && k % 2) moved[k]",
     ),
     "one slot for all": ("params.lengths[slot]", "params.lengths[0]"),
     "leaves a moving slot": ("if (!is_moving) return;", "if (is_moving) return;"),
@@ -113,8 +145,16 @@ def _late_draws(top_k: int, top_p: float) -> Case:
     return case
 
 
+def _wide_ties() -> Case:
+    """Greedy rows whose maxima stand in two chunks: of one thread (which has two of 550 chunks), of two warps."""
+    case = wide_case(np.random.default_rng(2), 140_001, 2, (-1,), spread=0.0, dtype="float32", temperature=0)
+    case["logits"][0, 0, [520, 800]] = case["logits"][1, 0, [2600, 77_000]] = 1
+    return case
+
+
 def _cases() -> Iterator[Case]:
     yield _grandchild_case()
+    yield _wide_ties()
     for top_k in range(1, 6):
         yield _late_draws(top_k, 1.0)
         yield _late_draws(top_k, 0.7)

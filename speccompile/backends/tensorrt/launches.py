@@ -26,7 +26,7 @@ MAX_CACHES = 480
 DTYPES = ("float32", "float16", "bfloat16")  # in the order of the kernels' enum
 SUFFIXES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_LAW_BYTES, _OUTCOME_BYTES = 24, 8
+_CELL_BYTES, _LAW_BYTES, _OUTCOME_BYTES = 8, 24, 8
 
 
 class SpecVerifyArgs(ctypes.Structure):
@@ -84,10 +84,10 @@ def num_chunks(vocab: int) -> int:
 
 
 def verify_workspace_bytes(batch: int, nodes: int, vocab: int, has_map: bool = False) -> int:
-    """Bytes of SpecVerify's workspace: masses and tops of the chunks, laws, outcomes, counters, the inverse of d2t."""
+    """Bytes of SpecVerify's workspace: cells of the chunks, laws, outcomes, counters, the inverse of d2t."""
     rows = batch * nodes
     cells = rows * num_chunks(vocab)
-    return cells * (8 + 4) + rows * (_LAW_BYTES + _OUTCOME_BYTES) + 4 * batch + (4 * vocab if has_map else 0)
+    return cells * _CELL_BYTES + rows * (_LAW_BYTES + _OUTCOME_BYTES) + 4 * batch + (4 * vocab if has_map else 0)
 
 
 def _settle_shared_bytes(vocab: int) -> int:
