@@ -44,16 +44,17 @@ __device__ inline void move_rows(void* cache, const Params& params) {
               ((static_cast<i64>(slot) * params.kv_heads + head) * params.max_seq + start) * params.row_vectors;
     const i64 room = start < 0 ? 0 : params.max_seq - start;
     for (int first = 0; first < params.depth; first += ROWS_IN_FLIGHT) {
-        i64 nodes[ROWS_IN_FLIGHT];  // -1: the row stays
+        int nodes[ROWS_IN_FLIGHT];  // -1: the row stays
 #pragma unroll
-        for (int k = 0; k < ROWS_IN_FLIGHT; ++k) nodes[k] = first + k < params.depth ? path[first + k] : -1;
-#pragma unroll
-        for (int k = 0; k < ROWS_IN_FLIGHT; ++k)
-            if (nodes[k] <= first + k || nodes[k] >= room) nodes[k] = -1;
+        for (int k = 0; k < ROWS_IN_FLIGHT; ++k) {
+            const int i = first + k;
+            const i64 node = i < params.depth ? path[i] : -1;
+            nodes[k] = node > i && node < room ? static_cast<int>(node) : -1;
+        }
         V moved[ROWS_IN_FLIGHT];
 #pragma unroll
         for (int k = 0; k < ROWS_IN_FLIGHT; ++k)
-            if (nodes[k] >= 0) moved[k] = rows[nodes[k] * params.row_vectors];
+            if (nodes[k] >= 0) moved[k] = rows[static_cast<i64>(nodes[k]) * params.row_vectors];
 #pragma unroll
         for (int k = 0; k < ROWS_IN_FLIGHT; ++k)
             if (nodes[k] >= 0) rows[static_cast<i64>(first + k) * params.row_vectors] = moved[k];
@@ -62,10 +63,11 @@ __device__ inline void move_rows(void* cache, const Params& params) {
 
 }  // namespace speccompile
 
-#define SPECCOMPILE_ROLLBACK(NAME, VECTOR)                                      \
-    extern "C" __global__ void __launch_bounds__(speccompile::ROLLBACK_THREADS) \
-        NAME(const __grid_constant__ speccompile::KVRollbackParams params) {    \
-        speccompile::move_rows<VECTOR>(params.caches[blockIdx.z], params);      \
+// Eight blocks of a multiprocessor at once: 64 registers.
+#define SPECCOMPILE_ROLLBACK(NAME, VECTOR)                                         \
+    extern "C" __global__ void __launch_bounds__(speccompile::ROLLBACK_THREADS, 8) \
+        NAME(const __grid_constant__ speccompile::KVRollbackParams params) {       \
+        speccompile::move_rows<VECTOR>(params.caches[blockIdx.z], params);         \
     }
 
 SPECCOMPILE_ROLLBACK(kv_rollback_16, uint4)

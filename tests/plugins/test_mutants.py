@@ -103,8 +103,8 @@ VERIFY = {
 }
 ROLLBACK = {
     "moves from the wrong row": (
-        "moved[k] = rows[nodes[k] * params.row_vectors]",
-        "moved[k] = rows[(nodes[k] - 1) * params.row_vectors]",
+        "moved[k] = rows[static_cast<i64>(nodes[k]) * params.row_vectors]",
+        "moved[k] = rows[static_cast<i64>(nodes[k] - 1) * params.row_vectors]",
     ),
     "writes before it reads": (
         "if (nodes[k] >= 0) moved[k]",
