@@ -133,9 +133,10 @@ struct Divider {
 struct Quotient {
     float high, low;
 
-    __device__ explicit Quotient(const Divider& divide)
-        : high(__uint_as_float(__float_as_uint(divide.reciprocal) - 1)),
-          low(fmaf(-divide.divisor, high, 1.0f) * divide.reciprocal) {}
+    __device__ explicit Quotient(const Divider& divide) {
+        high = __uint_as_float(__float_as_uint(divide.reciprocal) - 1);
+        low = fmaf(-divide.divisor, high, 1.0f) * divide.reciprocal;
+    }
 
     __device__ float operator()(float x) const { return fmaf(x, high, x * low); }
 };

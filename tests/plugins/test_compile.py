@@ -59,6 +59,17 @@ def test_kernels_compile(op: str, tmp_path: Path) -> None:
 
 
 @needs_nvcc
+@pytest.mark.parametrize("op", PLUGIN_OPS)
+def test_kernels_compile_beside_code_of_the_host(op: str, tmp_path: Path) -> None:
+    """As in the C++ library: nvcc hands the same headers to the host's compiler."""
+    root = kernels.find_sources()
+    source = (root / kernels.SOURCES[op]).parent / "launches.h"
+    command = [str(NVCC), *kernels._OPTIONS, "-x", "cu", "-arch=sm_80", "-c", f"-I{root}", str(source)]
+    done = subprocess.run([*command, "-o", str(tmp_path / "op.o")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_nvcc
 def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     code = kernels.compile_kernels(KV_ROLLBACK, (9, 0))
