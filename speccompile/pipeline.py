@@ -112,4 +112,4 @@ def _check_graph(
     engine = backend.load(
         path, spec, max_slots=1, max_rows=record["max_rows"], tuning=record["tuning"], device=plan.engine.device
     )
-    return check_graph(engine)
+    return check_graph(engine, plan.engine.max_draft_nodes + 1)

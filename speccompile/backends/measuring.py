@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps of one to sixteen nodes cost on a loaded engine, whatever its backend is."""
+"""What steps of one to sixteen nodes, or as many as there may be, cost on a loaded engine, whatever its backend is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from speccompile.core import specs
 from speccompile.core.feature_specs import is_fusion, made_up_feeds, reads_features
+from speccompile.core.neutral import is_sampler
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
 
@@ -28,7 +29,7 @@ def measured_sizes(spec: GraphSpec) -> tuple[int, int]:
     return max_slots, min(CONTEXT + max(NODE_COUNTS) + specs.chain_rows(spec), spec.max_rows or sys.maxsize)
 
 
-def measure_steps(engine: Engine, others_bytes: int = 0) -> dict[str, float]:
+def measure_steps(engine: Engine, others_bytes: int = 0, max_nodes: int = sys.maxsize) -> dict[str, float]:
     """Time steps of an engine of `measured_sizes`.
 
     Args:
@@ -36,15 +37,16 @@ def measure_steps(engine: Engine, others_bytes: int = 0) -> dict[str, float]:
         others_bytes: weights of the graphs that run between two of its steps. As many bytes are read before each
             measured step: heads of 25 MB whose weights stayed in a CPU's cache were seen 1.6 times faster than in the
             loop, where the target's weights had driven them out.
+        max_nodes: most nodes of a step that the engine takes; heads read the states of no more.
 
     Returns:
         {nodes: milliseconds at batch 1}; for a graph without caches, slots take the place of nodes.
     """
     spec, max_rows = engine.spec, engine.max_rows - specs.chain_rows(engine.spec)
-    most = max_rows if spec.caches else engine.max_slots
+    most = min(max_rows, max_nodes) if spec.caches else engine.max_slots
     node_counts = [n for n in NODE_COUNTS if n <= most]
     context = max_rows - node_counts[-1]
-    feeds = {n: _feeds(spec, n, context) if spec.caches else _heads_feeds(spec, n) for n in node_counts}
+    feeds = {n: _feeds(spec, n, context) if spec.caches else _heads_feeds(spec, n, max_nodes) for n in node_counts}
     times: dict[int, list[float]] = {n: [] for n in node_counts}
     for n in node_counts:
         engine.run(feeds[n])
@@ -65,17 +67,18 @@ def measure_steps(engine: Engine, others_bytes: int = 0) -> dict[str, float]:
 def _feeds(spec: GraphSpec, num_nodes: int, context: int) -> dict[str, np.ndarray]:
     tokens = np.random.default_rng(num_nodes).integers(0, spec.vocab_size, (1, num_nodes))
     feeds = {specs.TOKENS: tokens, specs.LENGTHS: np.array([context])}
-    if {specs.SAMPLED_TOKEN, specs.SAMPLED_TOKENS} & {t.name for t in spec.outputs}:
+    if is_sampler(spec):
         feeds[specs.SCORED_NODES] = np.array([[num_nodes - 1]])
     return {**feeds, **made_up_feeds(spec, num_nodes)} if reads_features(spec) else feeds
 
 
-def _heads_feeds(spec: GraphSpec, num_slots: int) -> dict[str, np.ndarray]:
+def _heads_feeds(spec: GraphSpec, num_slots: int, max_nodes: int) -> dict[str, np.ndarray]:
     if is_fusion(spec):
         return {name: np.repeat(value, num_slots, 0) for name, value in made_up_feeds(spec, 1).items()}
     rng = np.random.default_rng(num_slots)
     drafts = [t.dims[1] for t in spec.outputs if t.name == specs.SAMPLED_TOKENS]
-    sizes: dict[Any, Any] = {"batch": num_slots, "nodes": drafts[0] if drafts else 1}
+    # The states are those of the target's step, of which a tree's drafts can be more than there are nodes.
+    sizes: dict[Any, Any] = {"batch": num_slots, "nodes": min([*drafts, max_nodes]) if drafts else 1}
     states = rng.normal(size=[sizes.get(d, d) for d in spec.input(specs.HIDDEN).dims])
     tokens = rng.integers(0, spec.vocab_size, (num_slots, 1))
     feeds: dict[str, np.ndarray] = {specs.HIDDEN: states.astype(np.float32), specs.START_NODES: tokens[:, 0] * 0}

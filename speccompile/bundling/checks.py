@@ -9,6 +9,7 @@ import numpy as np
 
 from speccompile.core import specs
 from speccompile.core.feature_specs import is_fusion, made_up_feeds, reads_features
+from speccompile.core.jobs import PREFILL_CHUNK
 from speccompile.core.protocols import Engine, Outputs
 from speccompile.errors import BuildError
 
@@ -17,8 +18,12 @@ MIN_ROWS = _NUM_PROMPT + _NUM_TOKENS + 1
 _TODO = "The compiled graph is wrong: report it with the model's config.json."
 
 
-def check_graph(engine: Engine) -> dict[str, Any]:
+def check_graph(engine: Engine, max_nodes: int) -> dict[str, Any]:
     """The check that fits what the engine gives.
+
+    Args:
+        engine: of the graph.
+        max_nodes: most nodes that a step may score, at least 2.
 
     Returns:
         What was seen, for the manifest; empty where its caches are too small to try anything.
@@ -36,11 +41,15 @@ def check_graph(engine: Engine) -> dict[str, Any]:
         return check_chain(engine) if spec.caches else check_heads(engine)
     if specs.GUESSES in outputs:
         return check_guesses(engine) if spec.caches else check_guessing_heads(engine)
-    return check_target(engine) if specs.PATH in outputs else check_draft(engine)
+    return check_target(engine, max_nodes) if specs.PATH in outputs else check_draft(engine)
 
 
-def check_target(engine: Engine) -> dict[str, Any]:
+def check_target(engine: Engine, max_nodes: int) -> dict[str, Any]:
     """Decode a few tokens greedily one by one, then let one step verify them as a chain of drafts.
+
+    Args:
+        engine: of the target.
+        max_nodes: see `check_graph`.
 
     Returns:
         {"num_tokens", "num_equal"}: how many of the drafted tokens the chain accepted. They are equal where a
@@ -49,19 +58,19 @@ def check_target(engine: Engine) -> dict[str, Any]:
     Raises:
         BuildError: a token outside the vocabulary, or not even the first draft accepted.
     """
-    prompt = _prompt(engine)
+    prompt, num_tokens = _prompt(engine), min(_NUM_TOKENS, max_nodes)
     step = engine.run({specs.TOKENS: prompt, specs.LENGTHS: _int(0), specs.SCORED_NODES: _int([_NUM_PROMPT - 1])})
     tokens = [_token(engine, step[specs.NEXT_TOKEN])]
-    while len(tokens) < _NUM_TOKENS:
+    while len(tokens) < num_tokens:
         length = _NUM_PROMPT + len(tokens) - 1
         step = engine.run({specs.TOKENS: _int([tokens[-1]]), specs.LENGTHS: _int(length)})
         tokens.append(_token(engine, step[specs.NEXT_TOKEN]))
     chain = engine.run({specs.TOKENS: _int(tokens), specs.LENGTHS: _int(_NUM_PROMPT)})
     num_equal = int(chain[specs.NUM_ACCEPTED][0])
-    if not 1 <= num_equal < _NUM_TOKENS:
-        got = f"{num_equal} of {_NUM_TOKENS - 1} of the target's own tokens accepted"
-        raise BuildError(f"check {engine.spec.name}", got, f"{_NUM_TOKENS - 1}, at least 1", _TODO)
-    return {"num_tokens": _NUM_TOKENS - 1, "num_equal": num_equal}
+    if not 1 <= num_equal < num_tokens:
+        got = f"{num_equal} of {num_tokens - 1} of the target's own tokens accepted"
+        raise BuildError(f"check {engine.spec.name}", got, f"{num_tokens - 1}, at least 1", _TODO)
+    return {"num_tokens": num_tokens - 1, "num_equal": num_equal}
 
 
 def check_draft(engine: Engine) -> dict[str, Any]:
@@ -148,14 +157,14 @@ def check_chain(engine: Engine) -> dict[str, Any]:
     """Draft behind a prompt, greedily; then read prompt and chain as a new prompt but for the last token.
 
     Returns:
-        {"num_tokens": drafts of one run, 0 where the caches are too small; "num_equal": 1 where the last token
+        {"num_tokens": drafts of one run, 0 where caches or prompts are too short; "num_equal": 1 where the last token
         behind prompt and chain is that of the chain: always, where a step of many nodes has a single step's numbers}.
 
     Raises:
         BuildError: a token outside the vocabulary, or a confidence that is no probability.
     """
     num_drafts = specs.chain_rows(engine.spec) + 1
-    if engine.spec.max_rows < _NUM_PROMPT + 2 * num_drafts:
+    if engine.spec.max_rows < _NUM_PROMPT + 2 * num_drafts or _NUM_PROMPT + num_drafts > PREFILL_CHUNK:
         return {"num_tokens": 0, "num_equal": 0}
     prompt, chains = _prompt(engine), []
     for _ in range(2):

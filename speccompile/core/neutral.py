@@ -34,6 +34,11 @@ _SAMPLES = frozenset({specs.SAMPLED_TOKEN, specs.SAMPLED_TOKENS})
 _LAWS = frozenset({specs.SAMPLED_PROBS, specs.SAMPLED_LAWS, specs.NODE_LAWS})
 
 
+def is_sampler(spec: GraphSpec) -> bool:
+    """Whether it samples its drafts itself, so that a step scores one node of each slot."""
+    return any(t.name in _SAMPLES for t in spec.outputs)
+
+
 def sizes_from_feeds(spec: GraphSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, int]:
     """Sizes of the dynamic dims of a step, read off its feeds (see `Engine.run`)."""
     if specs.HIDDEN in feeds:  # heads read one token or none, and all nodes of the target's step
@@ -41,9 +46,8 @@ def sizes_from_feeds(spec: GraphSpec, feeds: Mapping[str, np.ndarray]) -> dict[s
     else:  # a fusion of states reads no tokens either
         lead = feeds[specs.TOKENS] if specs.TOKENS in feeds else next(iter(feeds.values()))
         batch, nodes = lead.shape[:2]
-    is_sampler = any(t.name in _SAMPLES for t in spec.outputs)
     gives_laws = any(t.name in _LAWS for t in spec.outputs)
-    scored = feeds[specs.SCORED_NODES].shape[1] if specs.SCORED_NODES in feeds else (1 if is_sampler else nodes)
+    scored = feeds[specs.SCORED_NODES].shape[1] if specs.SCORED_NODES in feeds else (1 if is_sampler(spec) else nodes)
     draft_vocab = 1
     if specs.DRAFT_PROBS in feeds:
         draft_vocab = feeds[specs.DRAFT_PROBS].shape[2]

@@ -262,6 +262,14 @@ def test_random_weights_need_a_config_alone(
     assert bundle.manifest["eos_token_ids"] == [1]
 
 
+def test_no_more_tokens_are_scored_by_a_check_than_by_a_step(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
+) -> None:
+    overrides = ("engine.max_draft_nodes=3", "speculator.num_draft_tokens=2")
+    bundle = build(make_plan(recipe, *overrides), tmp_path / "out", cache=cache)
+    assert bundle.graphs["target"]["checks"] == {"num_tokens": 3, "num_equal": 3}
+
+
 def test_a_graph_that_rejects_its_own_tokens_is_refused(
     exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

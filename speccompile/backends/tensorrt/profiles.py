@@ -10,6 +10,7 @@ from typing import Any
 from speccompile.core import specs
 from speccompile.core.feature_specs import STATES, is_fusion
 from speccompile.core.jobs import PREFILL_CHUNK, CompileOptions
+from speccompile.core.neutral import is_sampler
 from speccompile.core.specs import Dim, GraphSpec, TensorSpec
 from speccompile.errors import BuildError
 
@@ -78,7 +79,7 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
         "nodes": (1, chunk if is_prefill else nodes),
         "kv": (1, rows),
     }
-    samples = any(t.name in (specs.SAMPLED_TOKEN, specs.SAMPLED_TOKENS) for t in spec.outputs)
+    samples = is_sampler(spec)
     # A draft reads one token at a time once it has caught up; a target scores whole drafts.
     nodes_best = 1 if samples and not is_prefill else needed["nodes"][1]
     best = {"batch": num_slots, "nodes": nodes_best, "kv": max(rows // 2, 1)}

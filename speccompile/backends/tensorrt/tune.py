@@ -12,6 +12,7 @@ from typing import Any
 
 from speccompile.backends.measuring import measure_steps, measured_sizes
 from speccompile.backends.tensorrt.records import needs_registration, read_record
+from speccompile.core.neutral import is_sampler
 from speccompile.core.specs import GraphSpec
 
 
@@ -31,7 +32,14 @@ def measure_plan(path: Path, spec: GraphSpec) -> dict[str, Any]:
     slots = min([slots, *(int(p["sizes"]["batch"][2]) for p in record["profiles"])])
     settings = {"flavour": record["flavour"], "plugins": needs_registration(record)}
     engine = load_engine(path, spec, max_slots=slots, max_rows=rows, settings=settings)
-    return {"measured": True, "gpu": engine.device.properties()["name"], "step_ms": measure_steps(engine)}
+    step_ms = measure_steps(engine, max_nodes=_max_nodes(spec, record))
+    return {"measured": True, "gpu": engine.device.properties()["name"], "step_ms": step_ms}
+
+
+def _max_nodes(spec: GraphSpec, record: Mapping[str, Any]) -> int:
+    """Most nodes of a step that a profile takes; but for a graph that samples, all of them are scored."""
+    dims = ("nodes",) if is_sampler(spec) else ("nodes", "scored")
+    return max(min(int(profile["sizes"][dim][2]) for dim in dims) for profile in record["profiles"])
 
 
 def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict[str, Any]:

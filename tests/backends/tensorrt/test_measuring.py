@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured and checked of a plan fits the profiles that its build gives it, whatever the recipe's sizes are."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from speccompile.backends import measuring
+from speccompile.backends.measuring import NODE_COUNTS
+from speccompile.backends.tensorrt.engine import load_engine
+from speccompile.backends.tensorrt.profiles import make_profiles
+from speccompile.backends.tensorrt.records import write_record
+from speccompile.backends.tensorrt.tune import measure_plan
+from speccompile.bundling.checks import check_graph
+from speccompile.core import specs
+from speccompile.core.borrowed_specs import reading_spec
+from speccompile.core.feature_specs import FeatureDims, feature_draft_spec, fusion_spec
+from speccompile.core.heads_specs import guessing_heads_spec, tree_heads_spec
+from speccompile.core.jobs import CompileOptions
+from speccompile.core.specs import (
+    GraphSpec,
+    ModelDims,
+    decoder_spec,
+    guessing_spec,
+    heads_spec,
+    sampled_spec,
+    unrolled_spec,
+    verified_spec,
+)
+from speccompile.core.tensorrt_specs import tensorrt_spec
+from tests.backends.tensorrt.trt_lab import Lab
+
+MAX_SEQ, VOCAB = 512, 211
+SIZES = ("llama", VOCAB, 16, 1, 2, 1, 8, MAX_SEQ)
+DIMS = ModelDims(*SIZES)
+FEATURES = FeatureDims(*SIZES, target_hidden_size=16, layers=(0, 1, 2))
+
+
+def rows(spec: GraphSpec) -> GraphSpec:
+    return replace(spec, max_rows=MAX_SEQ)
+
+
+DECODER = rows(decoder_spec("draft", DIMS))
+SPECS = {
+    "target": verified_spec(rows(decoder_spec("target", DIMS, hidden=True))),
+    "draft": sampled_spec(DECODER),
+    "unrolled draft": unrolled_spec(sampled_spec(DECODER), 3),
+    "long unrolled draft": unrolled_spec(sampled_spec(DECODER), 130),
+    "guessing draft": guessing_spec(DECODER, 4, laws=True),
+    "draft on the target's caches": guessing_spec(reading_spec(DECODER, DIMS, ("k_cache.0", "v_cache.0")), 4, False),
+    "draft on features": feature_draft_spec("draft", FEATURES, 4, True, MAX_SEQ),
+    "fusion": fusion_spec("fusion", FEATURES),
+    "heads of a chain": heads_spec("heads", 16, VOCAB, 3),
+    "heads of a wide tree": tree_heads_spec("heads", 16, VOCAB, 168, gives_parents=True),
+    "guessing heads": guessing_heads_spec("heads", 16, VOCAB, 4, 10),
+}
+
+
+def write(lab: Lab, name: str, max_draft_nodes: int, **fields: Any) -> tuple[Any, GraphSpec]:
+    """A plan with the profiles that a build gives it, and its spec."""
+    nodes = max_draft_nodes + 1
+    max_rows = -(-(MAX_SEQ + nodes) // 8) * 8 if SPECS[name].caches else 0
+    spec = tensorrt_spec(SPECS[name], "float16", max_rows)
+    profiles = make_profiles(spec, CompileOptions("float16", 8, max_rows, nodes, fields))
+    bounds = [{dim: (low, high) for dim, (low, _, high) in p.sizes.items()} for p in profiles]
+    plan = lab.plan(None, spec, bounds)
+    record = {"flavour": "tensorrt", "version": "0.0", "plugins": []}
+    write_record(plan, {**record, "profiles": [p.json_from_profile() for p in profiles]})
+    return plan, spec
+
+
+@pytest.fixture
+def lab(monkeypatch, tmp_path):
+    for name in ("MIN_REPEATS", "MAX_REPEATS"):
+        monkeypatch.setattr(measuring, name, 1)
+    return Lab(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("max_draft_nodes", [1, 2, 4, 8, 16, 40])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_plan_is_measured_and_checked_inside_its_profiles(lab, name, max_draft_nodes):
+    plan, spec = write(lab, name, max_draft_nodes)
+    measured = [int(nodes) for nodes in measure_plan(plan, spec)["step_ms"]]
+    assert measured == [n for n in NODE_COUNTS if n <= measured[-1]]
+    if name == "target":
+        assert measured == [n for n in NODE_COUNTS if n <= max_draft_nodes + 1]
+    if specs.SAMPLED_TOKEN in {t.name for t in spec.outputs}:
+        assert measured == list(NODE_COUNTS)  # it scores one node, and prompts have more
+    sizes = {"max_slots": 1, "max_rows": MAX_SEQ if spec.caches else 0}
+    assert check_graph(load_engine(plan, spec, **sizes, settings={}), max_draft_nodes + 1)
+
+
+def test_wider_steps_of_the_recipe_are_not_all_scored(lab):
+    plan, spec = write(lab, "target", 4, decode={"nodes": (1, 5, 32)})
+    assert list(measure_plan(plan, spec)["step_ms"]) == ["1", "2", "3", "4"]
