@@ -90,7 +90,9 @@ class Runner:
                 self._drop(*self._steps.popitem(last=False))
             self._steps[key] = step
         self._steps.move_to_end(key)
-        step.fill({name: value for name, value in feeds.items() if name not in lent and name not in copied})
+        staged = {name: value for name, value in feeds.items() if name not in lent and name not in copied}
+        step.fill(staged, ran_last=self.last_step is step)
+        self.last_step = step
         self._launch(step)
         self.device.synchronize()
         return step.results

@@ -58,6 +58,8 @@ def comes_to_host(tensor: TensorSpec) -> bool:
 class Step:
     """See the module.
 
+    It does not refer to its runner, which holds it: in a cycle both would keep their memory until Python looks for it.
+
     Args:
         runner: whose plan and regions it uses.
         sizes: of the dynamic dims.
@@ -77,7 +79,8 @@ class Step:
         lent: Mapping[str, DeviceArray],
         copied: Mapping[str, DeviceArray],
     ) -> None:
-        self.runner, self.device = runner, runner.device
+        self.plan, self.device = runner.plan, runner.device
+        self.inputs, self.outputs = runner.inputs, runner.outputs
         self.num_runs = 0
         self.context: Any = None
         self.graph: Graph | None = None
@@ -86,7 +89,7 @@ class Step:
         if runner.caches is not None:
             self.shapes |= runner.caches.shapes(sizes["batch"])
         self.profile = runner.plan.find_profile(self.shapes)
-        self.output_shapes = self._infer_output_shapes()
+        self.output_shapes = self._infer_output_shapes(runner)
         self.addresses = {name: array.address for name, array in lent.items()}
         if runner.caches is not None:
             self.addresses |= runner.caches.addresses(first_slot, runner.cache_tensors)
@@ -95,17 +98,17 @@ class Step:
         self.arrays: dict[str, NDArray[Any]] = {}
         self.neutral: dict[str, NDArray[Any]] = {}
         self.changed: set[str] = set()
-        self._place_inputs(copied)
+        self._place_inputs(runner, copied)
         self.results: dict[str, Any] = {}
-        self._place_outputs()
+        self._place_outputs(runner)
 
-    def _infer_output_shapes(self) -> dict[str, tuple[int, ...]]:
-        context, plan = self.runner.shared_context(self.profile), self.runner.plan
+    def _infer_output_shapes(self, runner: Runner) -> dict[str, tuple[int, ...]]:
+        context, plan = runner.shared_context(self.profile), self.plan
         self.set_shapes(context)
         unknown = context.infer_shapes()
         if unknown:
             plan.fail("inputs that determine all shapes", f"nothing known of {', '.join(unknown)}")
-        found = {t.name: tuple(int(n) for n in context.get_tensor_shape(t.name)) for t in self.runner.plain_outputs}
+        found = {t.name: tuple(int(n) for n in context.get_tensor_shape(t.name)) for t in runner.plain_outputs}
         for name, shape in found.items():
             if min(shape, default=0) < 0:
                 plan.fail("outputs whose shapes follow from the inputs'", f"{name} {list(shape)}")
@@ -115,25 +118,25 @@ class Step:
         """Tell a context the shapes of the inputs."""
         for name, shape in self.shapes.items():
             if not context.set_input_shape(name, shape):
-                self.runner.plan.fail("a shape inside the profile", f"{name} {list(shape)}")
+                self.plan.fail("a shape inside the profile", f"{name} {list(shape)}")
 
     def bind(self, context: Any) -> None:
         """Tell a context the shapes and all addresses."""
         self.set_shapes(context)
         for name, address in self.addresses.items():
             if not context.set_tensor_address(name, address):
-                self.runner.plan.fail("an address that TensorRT takes", f"{name} at {address:#x}")
+                self.plan.fail("an address that TensorRT takes", f"{name} at {address:#x}")
 
-    def _place_inputs(self, copied: Mapping[str, DeviceArray]) -> None:
-        runner, offsets, end = self.runner, {}, 0
+    def _place_inputs(self, runner: Runner, copied: Mapping[str, DeviceArray]) -> None:
+        offsets, end = {}, 0
         tensors = [t for t in runner.plain_inputs if t.name not in self.addresses]
         for tensor in sorted(tensors, key=lambda t: t.name in copied):  # what is staged lies in front
             offsets[tensor.name] = end
             end += aligned(math.prod(self.shapes[tensor.name]) * item_bytes(tensor.dtype))
         self.staged_bytes = min((offsets[name] for name in copied), default=end)
-        if runner.inputs.fit(end, self.staged_bytes):
+        if self.inputs.fit(end, self.staged_bytes):
             runner.forget_steps()
-        start = runner.inputs.memory.address
+        start = self.inputs.memory.address
         self.addresses |= {name: start + offset for name, offset in offsets.items()}
         self.copies = [(self.addresses[name], array.address, array.nbytes) for name, array in copied.items()]
         for tensor in tensors:
@@ -143,20 +146,20 @@ class Step:
     def _stage(self, tensor: TensorSpec, offset: int) -> None:
         shape, dtype = self.shapes[tensor.name], host_dtype(tensor.dtype)
         neutral = neutral_value(tensor.name, shape, tensor.dtype)  # host_dtype has made bfloat16 known to numpy
-        part = self.runner.inputs.pinned.bytes[offset : offset + neutral.nbytes]
+        part = self.inputs.pinned.bytes[offset : offset + neutral.nbytes]
         self.neutral[tensor.name], self.arrays[tensor.name] = neutral, part.view(dtype).reshape(shape)
 
-    def _place_outputs(self) -> None:
-        runner, offsets, end = self.runner, {}, 0
+    def _place_outputs(self, runner: Runner) -> None:
+        offsets, end = {}, 0
         self.returned_bytes = 0
         for tensor in sorted(runner.plain_outputs, key=lambda t: not comes_to_host(t)):  # what comes back lies in front
             offsets[tensor.name] = end
             end += aligned(math.prod(self.output_shapes[tensor.name]) * item_bytes(tensor.dtype))
             if comes_to_host(tensor):
                 self.returned_bytes = end
-        if runner.outputs.fit(end, self.returned_bytes):
+        if self.outputs.fit(end, self.returned_bytes):
             runner.forget_steps()
-        memory, pinned = runner.outputs.memory, runner.outputs.pinned
+        memory, pinned = self.outputs.memory, self.outputs.pinned
         for tensor in runner.plain_outputs:
             offset, shape = offsets[tensor.name], self.output_shapes[tensor.name]
             self.addresses[tensor.name] = memory.address + offset
@@ -169,12 +172,12 @@ class Step:
                     self.device, memory.address + offset, shape, tensor.dtype, memory
                 )
 
-    def fill(self, feeds: Mapping[str, Any]) -> None:
+    def fill(self, feeds: Mapping[str, Any], ran_last: bool) -> None:
         """Write `feeds` to the pinned buffer; inputs that this step leaves out have their neutral values.
 
         The buffer is shared by all steps of the runner: unless this one ran last, everything is written.
         """
-        if self.runner.last_step is not self:
+        if not ran_last:
             for name in self.arrays.keys() - feeds.keys():
                 self.arrays[name][...] = self.neutral[name]
         else:
@@ -183,16 +186,15 @@ class Step:
         self.changed = {name for name in feeds if name in self.arrays}
         for name in self.changed:
             self.arrays[name][...] = np.asarray(feeds[name])
-        self.runner.last_step = self
 
     def enqueue(self, context: Any) -> None:
         """Put copies and kernels on the stream."""
-        device, runner = self.device, self.runner
+        device, inputs, outputs = self.device, self.inputs, self.outputs
         if self.staged_bytes:
-            device.copy(runner.inputs.memory.address, runner.inputs.pinned.address, self.staged_bytes)
+            device.copy(inputs.memory.address, inputs.pinned.address, self.staged_bytes)
         for dest, source, num_bytes in self.copies:
             device.copy(dest, source, num_bytes)
         if not context.execute_async_v3(device.stream):
-            runner.plan.fail("a step that runs", "TensorRT refused to enqueue it")
+            self.plan.fail("a step that runs", "TensorRT refused to enqueue it")
         if self.returned_bytes:
-            device.copy(runner.outputs.pinned.address, runner.outputs.memory.address, self.returned_bytes)
+            device.copy(outputs.pinned.address, outputs.memory.address, self.returned_bytes)

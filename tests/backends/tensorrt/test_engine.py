@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TrtEngine over the fakes gives what ONNX Runtime gives, bit for bit: binding, aliasing, buckets, slots, graphs."""
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -116,6 +118,28 @@ def test_prompt_chunks_have_no_context_of_their_own(lab, target):
     for _ in range(4):
         engine.run(feed(TOKENS[:100], 0))
     assert lab.cuda.num_launches == 0 and len(lab.trt.contexts) == 1
+
+
+@pytest.fixture
+def no_gc():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("flavour", ["tensorrt", "tensorrt_rtx"])
+def test_a_dropped_engine_frees_its_memory_at_once(monkeypatch, tmp_path, target, no_gc, flavour):
+    """Graphs, contexts, regions that grew, a tree: what is loaded next needs the room."""
+    lab = Lab(monkeypatch, tmp_path, flavour)
+    engine = lab.load(target)
+    for nodes in (1, 1, 1, 4, 4, 4, 100):
+        engine.run(feed(TOKENS[:nodes], 0))
+    engine.compact(np.array([3]), np.array([[0, 2, -1]]))
+    assert lab.cuda.device and lab.cuda.pinned
+    lab.trt.contexts.clear()
+    del engine
+    assert not lab.cuda.device and not lab.cuda.pinned
 
 
 def test_a_target_that_compacts_in_its_step_needs_no_second_one(lab, target, open_engine):
