@@ -84,7 +84,7 @@ class TensorRTSection(Section):
     workspace_gib: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | Literal["auto"] = Field(
         "auto", description="Most GPU memory for the scratch space of kernels; 'auto' leaves it to TensorRT."
     )
-    weight_streaming: bool = Field(False, description="Let weights stay in host memory and stream to the GPU.")
+    weight_streaming: bool = Field(False, description="Stream weights from host memory where the GPU has no room.")
     optimization_level: Annotated[int, Field(ge=0, le=5)] | Literal["auto"] = Field(
         "auto", description="How long the builder searches, 0 to 5; full TensorRT only."
     )

@@ -74,8 +74,7 @@ class Plan:
         path: the plan's file.
         spec: its inputs and outputs.
         device: where it runs.
-        settings: `weight_streaming_budget_bytes`, `cuda_graphs`, `runtime_cache` (false: compiled kernels are not
-            kept for the next load).
+        settings: `cuda_graphs`, `runtime_cache` (false: compiled kernels are not kept for the next load).
 
     Raises:
         BundleError: it does not fit this machine or this TensorRT, or differs from its spec.
@@ -98,9 +97,9 @@ class Plan:
             expected = f"one of {flavour.name} {flavour.version} for this GPU"
             raise BundleError(str(path), got, expected, "Build the bundle again with the TensorRT installed here.")
         _check_io(path, spec, flavour, self.engine)
-        budget = settings.get("weight_streaming_budget_bytes")
-        if budget is not None:
-            self.engine.weight_streaming_budget_v2 = int(budget)
+        if self.engine.streamable_weights_size > 0:  # 0 where the plan was built without the flag
+            # TensorRT streams nothing by default. The budget also decides how much scratch memory is needed.
+            self.engine.weight_streaming_budget_v2 = self.engine.get_weight_streaming_automatic_budget()
         self.profiles = tuple(_read_profile(self.engine, spec, i) for i in range(self.engine.num_optimization_profiles))
         self._scratch = device.allocate(int(self.engine.device_memory_size_v2))
         self.captures_itself = flavour.can.supports_cuda_graph_strategy

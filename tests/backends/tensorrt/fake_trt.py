@@ -47,7 +47,7 @@ def write_plan(path: Path, graph: Path | None, spec, profiles, **more) -> Path:
 
     Args:
         profiles: list of {dim name: (min, max)}.
-        more: `told` (the spec it shows if another), `validity`.
+        more: `told` (the spec it shows if another), `validity`, `streamable_bytes` of weights.
     """
     record = {"graph": graph and str(graph), "spec": spec.json_from_spec(), "profiles": profiles, **more}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,8 +155,6 @@ class MadeUp:
 class FakeEngine:
     """An engine whose spec is TensorRT's and whose graph is ONNX Runtime's."""
 
-    device_memory_size_v2 = 4096
-
     def __init__(self, trt, record):
         self.trt, self.cuda = trt, trt.cuda
         self.spec = spec_from_json(record.get("told", record["spec"]))
@@ -165,9 +163,18 @@ class FakeEngine:
         self.tensors = {t.name: t for t in (*self.spec.inputs, *self.spec.outputs)}
         self.inputs = {t.name for t in self.spec.inputs}
         self.num_io_tensors = len(self.tensors)
-        self.weight_streaming_budget_v2 = None
+        self.streamable_weights_size = record.get("streamable_bytes", 0)
+        self.weight_streaming_budget_v2 = self.streamable_weights_size
         self.session = open_session(record["graph"]) if record["graph"] else MadeUp(self.spec)
         self.config = None
+
+    @property
+    def device_memory_size_v2(self):
+        return 4096 + 1024 * (self.weight_streaming_budget_v2 < self.streamable_weights_size)
+
+    def get_weight_streaming_automatic_budget(self):
+        assert self.streamable_weights_size, "built without weight streaming"
+        return self.streamable_weights_size // 2
 
     def get_tensor_name(self, index):
         return list(self.tensors)[index]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from speccompile.backends.tensorrt.arrays import DeviceArray
+from speccompile.backends.tensorrt.caches import rollback_spec_of
 from speccompile.backends.tensorrt.engine import load_engine
 from speccompile.core import specs
 from speccompile.core.specs import sampled_spec
@@ -204,6 +205,17 @@ def test_kernels_compiled_at_load_are_kept(monkeypatch, tmp_path, target):
         del engine
     assert held == b"kernels"
     assert lab.load(target, runtime_cache=False).plan.engine.config.cache is None
+
+
+def test_weights_stream_where_the_plan_was_built_for_it(lab, target):
+    graph, spec, rollback = target
+    spec = tensorrt_spec(spec, "float32", 64)
+    plan = lab.plan(graph, spec, profiles_of(64), streamable_bytes=1000)
+    rollback = lab.plan(rollback, rollback_spec_of(spec), profiles_of(64))
+    engine = load_engine(plan, spec, max_slots=1, max_rows=64, settings={}, rollback=rollback)
+    assert engine.plan.engine.weight_streaming_budget_v2 == 500
+    assert engine.rollback.plan.engine.weight_streaming_budget_v2 == 0  # it has no weights
+    engine.run(feed(TOKENS[:3], 0))
 
 
 def test_too_many_rows_or_slots_are_refused(lab, target):
