@@ -11,6 +11,7 @@ Not run: this form was written against the API of TensorRT 11.4 and tested witho
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Sequence
 from types import ModuleType
@@ -38,7 +39,7 @@ def register_aot_plugins(trt: ModuleType, capability: tuple[int, int], num_cache
     """Register both ops with `tensorrt.plugin`, once a process.
 
     Args:
-        trt: the module tensorrt, whose submodule `plugin` is imported.
+        trt: the module tensorrt.
         capability: (major, minor) of the oldest GPU that the plan is for; PTX runs on later ones too.
         num_caches: of the KVRollback node; this form fixes it at registration.
 
@@ -48,13 +49,18 @@ def register_aot_plugins(trt: ModuleType, capability: tuple[int, int], num_cache
     if not 1 <= num_caches <= MAX_AOT_CACHES:
         todo = "Use the Python or C++ plugin, which take any number."
         raise BuildError(f"plugin {KV_ROLLBACK}", f"{num_caches} caches", f"1 to {MAX_AOT_CACHES}", todo)
-    qdp = trt.plugin
+    qdp = plugin_module(trt)
     for name, describe, implement in (
         (SPEC_VERIFY, verify_descriptor(trt), verify_implementation(trt, capability)),
         (KV_ROLLBACK, rollback_descriptor(trt, num_caches), rollback_implementation(trt, capability, num_caches)),
     ):
         qdp.register(f"{NAMESPACE}::{name}")(describe)
         qdp.aot_impl(f"{NAMESPACE}::{name}")(implement)
+
+
+def plugin_module(trt: ModuleType) -> Any:
+    """The submodule `plugin`, which TensorRT does not import by itself."""
+    return importlib.import_module(f"{trt.__name__}.plugin")
 
 
 def _signed(function: Any, inputs: Sequence[tuple[str, Any]], result: Any) -> Any:
@@ -66,16 +72,18 @@ def _signed(function: Any, inputs: Sequence[tuple[str, Any]], result: Any) -> An
 
 
 def _implementation(trt: ModuleType, names: Sequence[str], num_outputs: int, function: Any) -> Any:
-    desc = trt.plugin.TensorDesc
+    qdp = plugin_module(trt)
+    desc = qdp.TensorDesc
     outputs = tuple[(desc,) * num_outputs]  # type: ignore[misc, valid-type]
-    result = tuple[str, bytes, trt.plugin.KernelLaunchParams, trt.plugin.SymIntExprs]  # type: ignore[name-defined]
+    result = tuple[str, bytes, qdp.KernelLaunchParams, qdp.SymIntExprs]  # type: ignore[name-defined]
     return _signed(function, [*((n, desc) for n in names), ("outputs", outputs), ("tactic", int)], result)
 
 
 def _expressions(trt: ModuleType, values: Sequence[Any]) -> Any:
-    expressions = trt.plugin.SymIntExprs(len(values))
+    qdp = plugin_module(trt)
+    expressions = qdp.SymIntExprs(len(values))
     for i, value in enumerate(values):
-        expressions[i] = trt.plugin.SymInt32(value)
+        expressions[i] = qdp.SymInt32(value)
     return expressions
 
 
@@ -86,7 +94,7 @@ def _dtype(trt: ModuleType, desc: Any) -> int:
 
 def verify_descriptor(trt: ModuleType) -> Any:
     """What `tensorrt.plugin.register` wraps for SpecVerify: eight inputs, the verdict."""
-    desc = trt.plugin.TensorDesc
+    desc = plugin_module(trt).TensorDesc
 
     def describe(*inputs: Any) -> Any:
         path, num_accepted, next_token = inputs[1].like(), inputs[6].like(), inputs[6].like()
@@ -101,10 +109,11 @@ def verify_implementation(trt: ModuleType, capability: tuple[int, int]) -> Any:
     def implement(*arguments: Any) -> Any:
         logits, draft_probs = arguments[0], arguments[3]
         batch, nodes, vocab = (logits.shape_expr[i] for i in range(3))
-        launch = trt.plugin.KernelLaunchParams()
+        qdp = plugin_module(trt)
+        launch = qdp.KernelLaunchParams()
         launch.grid_x, launch.block_x = batch, SETTLE_THREADS
         width = single_launch(1, 1, CHUNK).shared_bytes  # of one chunk
-        launch.shared_mem = trt.plugin.cdiv(vocab, CHUNK) * width
+        launch.shared_mem = qdp.cdiv(vocab, CHUNK) * width
         sizes = _expressions(trt, (batch, nodes, vocab, draft_probs.shape_expr[2], _dtype(trt, logits)))
         return "spec_verify_single", compile_kernels(SPEC_VERIFY, capability, "ptx"), launch, sizes
 
@@ -117,7 +126,7 @@ def _rollback_inputs(num_caches: int) -> list[str]:
 
 def rollback_descriptor(trt: ModuleType, num_caches: int) -> Any:
     """What `tensorrt.plugin.register` wraps for KVRollback: every output is its input, in place."""
-    desc = trt.plugin.TensorDesc
+    desc = plugin_module(trt).TensorDesc
 
     def describe(*inputs: Any, **attributes: Any) -> Any:
         return tuple(cache.aliased() for cache in inputs[:num_caches])
@@ -152,11 +161,11 @@ def rollback_implementation(trt: ModuleType, capability: tuple[int, int], num_ca
 
     def implement(*arguments: Any) -> Any:
         cache, path = arguments[0], arguments[num_caches + 1]
-        kv_heads, max_seq, head_dim = (cache.shape_expr[i].constant_value for i in (1, 2, 3))
+        kv_heads, max_seq, head_dim = (cache.shape_expr[i].constant_value() for i in (1, 2, 3))
         dtype = DTYPES[_dtype(trt, cache)]
         unit = rollback_vector_bytes(head_dim, dtype, ())  # TensorRT's addresses are multiples of 16
         vectors = head_dim * (4 if dtype == "float32" else 2) // unit
-        launch = trt.plugin.KernelLaunchParams()
+        launch = plugin_module(trt).KernelLaunchParams()
         launch.block_x, launch.grid_x = ROLLBACK_THREADS, -(-kv_heads * vectors // ROLLBACK_THREADS)
         launch.grid_y, launch.grid_z = path.shape_expr[0], num_caches
         ptx = compile_kernels(KV_ROLLBACK, capability, "ptx", rollback_wrapper(num_caches, unit))

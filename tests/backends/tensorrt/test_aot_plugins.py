@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import types
 import typing
 
@@ -18,13 +19,17 @@ needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="NO NVCC: the PTX of
 
 
 class Expression:
-    """A dim that is known (constant_value) or not."""
+    """A dim that is known (an int) or not."""
 
     def __init__(self, value) -> None:  # type: ignore[no-untyped-def]
-        self.constant_value = value
+        self.value = value
+
+    def constant_value(self) -> int:
+        assert isinstance(self.value, int)
+        return self.value
 
     def __mul__(self, other: int):  # type: ignore[no-untyped-def]
-        return Expression((self.constant_value, "times", other))
+        return Expression((self.value, "times", other))
 
 
 class TensorDesc:
@@ -32,7 +37,7 @@ class TensorDesc:
         self.dtype, self.shape_expr, self.alias = dtype, [Expression(d) for d in dims], None
 
     def like(self):  # type: ignore[no-untyped-def]
-        return TensorDesc(self.dtype, *(d.constant_value for d in self.shape_expr))
+        return TensorDesc(self.dtype, *(d.value for d in self.shape_expr))
 
     def aliased(self):  # type: ignore[no-untyped-def]
         other = self.like()
@@ -49,17 +54,29 @@ class SymIntExprs(list):  # type: ignore[type-arg]
         super().__init__([None] * length)
 
 
-def _stand_in(registered: dict[str, dict[str, object]]) -> types.SimpleNamespace:
+@pytest.fixture
+def registered() -> dict[str, dict[str, object]]:
+    """Functions by name and kind."""
+    return {}
+
+
+@pytest.fixture
+def trt(monkeypatch: pytest.MonkeyPatch, registered: dict[str, dict[str, object]]) -> types.ModuleType:
+    """TensorRT: `plugin` is a submodule that has to be imported."""
+
     def keep(kind: str):  # type: ignore[no-untyped-def]
         return lambda name: lambda function: registered.setdefault(name, {}).__setitem__(kind, function)
 
-    plugin = types.SimpleNamespace(
+    module, plugin = types.ModuleType("stand_in"), types.ModuleType("stand_in.plugin")
+    vars(module).update(float32="f32", float16="f16", bfloat16="bf16")
+    vars(plugin).update(
         TensorDesc=TensorDesc, KernelLaunchParams=KernelLaunchParams, SymIntExprs=SymIntExprs,
-        SymInt32=lambda value: getattr(value, "constant_value", value),
-        cdiv=lambda a, b: Expression((a.constant_value, "cdiv", b)),
+        SymInt32=lambda value: getattr(value, "value", value),
+        cdiv=lambda a, b: Expression((a.value, "cdiv", b)),
         register=keep("register"), aot_impl=keep("aot_impl"),
     )  # fmt: skip
-    return types.SimpleNamespace(plugin=plugin, float32="f32", float16="f16", bfloat16="bf16")
+    monkeypatch.setitem(sys.modules, plugin.__name__, plugin)
+    return module
 
 
 def _verify_inputs() -> list[TensorDesc]:
@@ -75,9 +92,10 @@ def _entry(ptx: bytes, kernel: str) -> list[str]:
     return re.findall(r"\.param (\.\w+)", parameters)
 
 
-def test_what_is_registered_has_the_signature_that_tensorrt_checks() -> None:
-    registered: dict[str, dict[str, object]] = {}
-    aot_plugins.register_aot_plugins(_stand_in(registered), (8, 0), 4)
+def test_what_is_registered_has_the_signature_that_tensorrt_checks(
+    trt: types.ModuleType, registered: dict[str, dict[str, object]]
+) -> None:
+    aot_plugins.register_aot_plugins(trt, (8, 0), 4)
     assert set(registered) == {"speccompile::SpecVerify", "speccompile::KVRollback"}
     for parts, names, said, num_outputs in (
         (registered["speccompile::SpecVerify"], list(aot_plugins._VERIFY_INPUTS), [], 3),
@@ -93,34 +111,33 @@ def test_what_is_registered_has_the_signature_that_tensorrt_checks() -> None:
 
 
 @needs_nvcc
-def test_spec_verify() -> None:
-    trt, inputs = _stand_in({}), _verify_inputs()
+def test_spec_verify(trt: types.ModuleType) -> None:
+    inputs = _verify_inputs()
     outputs = aot_plugins.verify_descriptor(trt)(*inputs)
-    assert [[d.constant_value for d in o.shape_expr] for o in outputs] == [["batch", "nodes"], ["batch"], ["batch"]]
+    assert [[d.value for d in o.shape_expr] for o in outputs] == [["batch", "nodes"], ["batch"], ["batch"]]
     assert [o.dtype for o in outputs] == ["i64"] * 3
     kernel, ptx, launch, sizes = aot_plugins.verify_implementation(trt, (8, 0))(*inputs, outputs, 0)
     assert sizes == ["batch", "nodes", "vocab", "draft_vocab", 2]
-    assert launch.grid_x.constant_value == "batch" and launch.block_x == 512
-    assert launch.shared_mem.constant_value == (("vocab", "cdiv", 256), "times", 12)
+    assert launch.grid_x.value == "batch" and launch.block_x == 512
+    assert launch.shared_mem.value == (("vocab", "cdiv", 256), "times", 12)
     assert _entry(ptx, kernel) == [".u64"] * len(inputs) + [".u32"] * len(sizes) + [".u64"] * len(outputs)
 
 
 @needs_nvcc
-def test_kv_rollback() -> None:
-    trt = _stand_in({})
+def test_kv_rollback(trt: types.ModuleType) -> None:
     caches = [TensorDesc("f16", "batch", 8, 2048, 128) for _ in range(4)]
     inputs = [*caches, TensorDesc("i64", "batch"), TensorDesc("i64", "batch", "depth")]
     outputs = aot_plugins.rollback_descriptor(trt, 4)(*inputs, num_caches=4)
     assert [o.alias for o in outputs] == caches
     kernel, ptx, launch, sizes = aot_plugins.rollback_implementation(trt, (8, 0), 4)(*inputs, outputs, 0)
     assert sizes == ["depth", 8, 2048, 16]
-    assert (launch.block_x, launch.grid_x, launch.grid_y.constant_value, launch.grid_z) == (128, 1, "batch", 4)
+    assert (launch.block_x, launch.grid_x, launch.grid_y.value, launch.grid_z) == (128, 1, "batch", 4)
     assert _entry(ptx, kernel) == [".u64"] * len(inputs) + [".u32"] * len(sizes) + [".u64"] * len(outputs)
 
 
 @pytest.mark.parametrize("num_caches", [0, 241])
-def test_too_many_caches_are_refused(num_caches: int) -> None:
+def test_too_many_caches_are_refused(trt: types.ModuleType, num_caches: int) -> None:
     with pytest.raises(
         BuildError, match=f"plugin KVRollback: got {num_caches} caches; expected 1 to 240. Use the Python"
     ):
-        aot_plugins.register_aot_plugins(_stand_in({}), (8, 0), num_caches)
+        aot_plugins.register_aot_plugins(trt, (8, 0), num_caches)
