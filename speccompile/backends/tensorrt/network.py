@@ -148,17 +148,26 @@ def _add_profile(flavour: Flavour, builder: Any, config: Any, index: int, shapes
 
 
 def load_timing_cache(flavour: Flavour, config: Any, path: Path | None) -> Any:
-    """Let the builder start with kernels measured before; returns the cache, or None where the flavour has none."""
+    """Let the builder start with kernels measured before, or with none where they are of another GPU.
+
+    Returns:
+        The cache, or None where the flavour has none.
+    """
     if path is None or not flavour.can.supports_timing_cache:
         return None
     cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
-    config.set_timing_cache(cache, ignore_mismatch=False)
+    if not config.set_timing_cache(cache, ignore_mismatch=False):
+        cache = config.create_timing_cache(b"")
+        config.set_timing_cache(cache, ignore_mismatch=False)
     return cache
 
 
 def save_timing_cache(config: Any, path: Path) -> None:
-    """Keep what the builder measured, whole or not at all."""
+    """Keep what the builder measured, whole or not at all; nothing where the builder has no cache."""
+    cache = config.get_timing_cache()
+    if cache is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.new")
-    fresh.write_bytes(bytes(memoryview(config.get_timing_cache().serialize())))
+    fresh.write_bytes(bytes(memoryview(cache.serialize())))
     fresh.replace(path)

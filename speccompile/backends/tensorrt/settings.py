@@ -11,6 +11,7 @@ from typing import Any
 
 from speccompile.backends.tensorrt.flavours import Capabilities, Flavour
 from speccompile.backends.tensorrt.profiles import Profile
+from speccompile.backends.tensorrt.shim import find_gpus
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError
@@ -82,11 +83,11 @@ def _capabilities(flavour: Capabilities, wanted: Sequence[str], quantization: st
 
 
 def timing_cache_file(flavour: Flavour, options: CompileOptions) -> Path | None:
-    """Where measured kernels are kept between builds; None where the flavour or the recipe has none."""
+    """Where kernels measured on this GPU are kept between builds; None where the flavour or the recipe has none."""
     if not flavour.can.supports_timing_cache or not options.backend.get("timing_cache", True):
         return None
     folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile")
-    mark = hashlib.sha256(f"{flavour.name} {flavour.version}".encode()).hexdigest()[:16]
+    mark = hashlib.sha256(f"{flavour.name} {flavour.version} {find_gpus()[:1]}".encode()).hexdigest()[:16]
     return folder / "tensorrt" / f"{mark}.timings"
 
 

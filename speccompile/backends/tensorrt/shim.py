@@ -50,9 +50,14 @@ def installed_flavours() -> list[Any]:
     return [name for name in FLAVOURS if importlib.util.find_spec(name) is not None]
 
 
-@functools.cache
 def find_compute_capabilities() -> tuple[tuple[int, int], ...]:
-    """(major, minor) of the GPUs of this machine, asked of the CUDA driver; empty without a driver or a GPU."""
+    """(major, minor) of the GPUs of this machine: see `find_gpus`."""
+    return tuple((major, minor) for _, major, minor in find_gpus())
+
+
+@functools.cache
+def find_gpus() -> tuple[tuple[str, int, int], ...]:
+    """(name, major, minor) of the GPUs of this machine, asked of the CUDA driver; empty without a driver or a GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -62,12 +67,13 @@ def find_compute_capabilities() -> tuple[tuple[int, int], ...]:
         return ()
     found = []
     for ordinal in range(count.value):
-        pair = []
+        name, pair = ctypes.create_string_buffer(256), []
+        driver.cuDeviceGetName(name, len(name), ordinal)
         for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
             value = ctypes.c_int()
             driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, ordinal)
             pair.append(value.value)
-        found.append((pair[0], pair[1]))
+        found.append((name.value.decode(errors="replace"), pair[0], pair[1]))
     return tuple(found)
 
 

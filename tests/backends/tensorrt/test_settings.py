@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of a recipe that the TensorRT at hand does not know are refused, with what it knows."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from speccompile.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
-from speccompile.backends.tensorrt.settings import memory_limit, settings_from_options
+from speccompile.backends.tensorrt import settings as settings_module
+from speccompile.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX, Flavour
+from speccompile.backends.tensorrt.network import load_timing_cache, save_timing_cache
+from speccompile.backends.tensorrt.settings import memory_limit, settings_from_options, timing_cache_file
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError
@@ -62,3 +66,49 @@ def test_fp8_is_built_for_the_gpus_that_have_it():
 def test_a_limit_of_memory_is_in_bytes():
     assert memory_limit(CompileOptions(backend={"max_build_gib": 1.5})) == 3 << 29
     assert memory_limit(CompileOptions()) is None
+
+
+FULL = Flavour(TENSORRT, SimpleNamespace(), "11.4", None)
+
+
+def test_measured_kernels_are_kept_by_gpu(monkeypatch):
+    files = {}
+    for gpus in ((), (("L4", 8, 9),), (("L40S", 8, 9),), (("L4", 9, 0),), (("L4", 8, 9), ("T4", 7, 5))):
+        monkeypatch.setattr(settings_module, "find_gpus", lambda gpus=gpus: gpus)
+        files[gpus] = timing_cache_file(FULL, CompileOptions())
+    assert len(set(files.values())) == 4  # the builder takes the first GPU
+    assert timing_cache_file(FULL, CompileOptions(backend={"timing_cache": False})) is None
+    assert timing_cache_file(Flavour(TENSORRT_RTX, SimpleNamespace(), "1", None), CompileOptions()) is None
+
+
+class TimingConfig:
+    """A builder's configuration that refuses kernels of another GPU."""
+
+    held = None
+
+    def create_timing_cache(self, blob):
+        return SimpleNamespace(blob=blob, serialize=lambda: blob)
+
+    def set_timing_cache(self, cache, ignore_mismatch):
+        assert ignore_mismatch is False
+        if cache.blob == b"another GPU":
+            return False
+        self.held = cache
+        return True
+
+    def get_timing_cache(self):
+        return self.held
+
+
+@pytest.mark.parametrize(("kept", "used"), [(None, b""), (b"this GPU", b"this GPU"), (b"another GPU", b"")])
+def test_kernels_measured_on_another_gpu_are_measured_anew(tmp_path, kept, used):
+    path, config = tmp_path / "deep" / "kernels.timings", TimingConfig()
+    save_timing_cache(config, path)
+    assert not path.parent.exists()  # the builder has none
+    if kept is not None:
+        path.parent.mkdir()
+        path.write_bytes(kept)
+    assert load_timing_cache(FULL, config, path) is config.held
+    assert config.held.blob == used
+    save_timing_cache(config, path)
+    assert path.read_bytes() == used

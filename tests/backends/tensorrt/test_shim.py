@@ -62,6 +62,31 @@ def test_auto_takes_what_is_there_and_can_build(packages, monkeypatch, there, gp
     assert shim.load_tensorrt("auto") == taken
 
 
+class Driver:
+    """Two GPUs, as the driver's library tells of them."""
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = 2
+        return 0
+
+    def cuDeviceGetName(self, name, size, ordinal):
+        name.value = (b"NVIDIA L4", b"NVIDIA T4")[ordinal]
+
+    def cuDeviceGetAttribute(self, value, attribute, ordinal):
+        value._obj.value = ((8, 9), (7, 5))[ordinal][attribute - 75]
+
+
+def test_the_driver_is_asked_for_gpus(monkeypatch):
+    monkeypatch.setattr(shim.ctypes, "CDLL", lambda name: Driver())
+    gpus = shim.find_gpus.__wrapped__()
+    assert gpus == (("NVIDIA L4", 8, 9), ("NVIDIA T4", 7, 5))
+    monkeypatch.setattr(shim, "find_gpus", lambda: gpus)
+    assert shim.find_compute_capabilities() == ((8, 9), (7, 5))
+
+
 def test_an_import_that_fails_becomes_an_error_with_its_reason(packages, monkeypatch):
     packages.add("tensorrt")
     shim._load.cache_clear()
