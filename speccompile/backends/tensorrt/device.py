@@ -72,11 +72,12 @@ class Memory:
         address: where they begin.
         num_bytes: how many.
         free: called once with the address.
+        owner: the object that counts in place of this one.
     """
 
-    def __init__(self, address: int, num_bytes: int, free: Callable[[int], object]) -> None:
+    def __init__(self, address: int, num_bytes: int, free: Callable[[int], object], owner: Any = None) -> None:
         self.address, self.num_bytes = address, num_bytes
-        weakref.finalize(self, free, address)
+        weakref.finalize(self if owner is None else owner, free, address)
 
     def holds(self, address: int) -> bool:
         """Whether an address lies inside."""
@@ -84,11 +85,12 @@ class Memory:
 
 
 class PinnedMemory(Memory):
-    """Host memory that the GPU reads and writes directly; `bytes` is a numpy view of it."""
+    """Host memory that the GPU reads and writes directly; `bytes` and all views of it keep it."""
 
     def __init__(self, address: int, num_bytes: int, free: Callable[[int], object]) -> None:
-        super().__init__(address, num_bytes, free)
-        self.bytes: NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+        buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
+        super().__init__(address, num_bytes, free, buffer)
+        self.bytes: NDArray[np.uint8] = np.ctypeslib.as_array(buffer)
 
 
 class Graph:

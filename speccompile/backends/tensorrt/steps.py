@@ -35,7 +35,6 @@ class Region:
         self.device = device
         self.memory: Memory = device.allocate(0)
         self.pinned: PinnedMemory = device.allocate_pinned(0)
-        self._retired: list[PinnedMemory] = []  # arrays handed out are views: what they show must not be unmapped
 
     def fit(self, num_bytes: int, pinned_bytes: int) -> bool:
         """Make room; returns whether addresses changed."""
@@ -43,7 +42,6 @@ class Region:
         if grows:
             self.memory = self.device.allocate(max(num_bytes, 2 * self.memory.num_bytes))
         if pinned_grows:
-            self._retired.append(self.pinned)
             self.pinned = self.device.allocate_pinned(max(pinned_bytes, 2 * self.pinned.num_bytes))
         return grows or pinned_grows
 

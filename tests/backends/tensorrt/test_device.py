@@ -73,6 +73,15 @@ def test_memory_is_freed_with_its_last_user(cuda, device):
     assert not cuda.device
 
 
+def test_views_of_pinned_memory_keep_it(cuda, device):
+    pinned = device.allocate_pinned(64)
+    view = pinned.bytes[8:16].view(np.int64).reshape(1, 1)
+    del pinned
+    assert cuda.pinned
+    del view
+    assert not cuda.pinned
+
+
 def test_fresh_memory_is_garbage_and_zeroed_memory_is_not(device):
     garbage, zeroed = device.allocate(64), device.allocate_zeroed(64)
     assert np.isnan(np.asarray(DeviceArray(device, garbage.address, (4,), "float32"))).all()

@@ -143,6 +143,19 @@ def test_a_dropped_engine_frees_its_memory_at_once(monkeypatch, tmp_path, target
     assert not lab.cuda.device and not lab.cuda.pinned
 
 
+def test_results_outlive_the_buffer_and_the_engine_that_made_them(lab, target, no_gc):
+    engine = lab.load(target)
+    path = engine.run(feed(TOKENS[:2], 0))[specs.PATH]
+    engine.run(feed(TOKENS[:120], 2))  # more than the buffer of the first holds
+    assert lab.cuda.place_of(path.ctypes.data, path.nbytes) == "pinned" and len(lab.cuda.pinned) == 5
+    lab.trt.contexts.clear()
+    del engine
+    assert lab.cuda.place_of(path.ctypes.data, path.nbytes) == "pinned" and len(lab.cuda.pinned) == 1
+    assert path[0, 0] == 0
+    del path
+    assert not lab.cuda.pinned
+
+
 def test_a_target_that_compacts_in_its_step_needs_no_second_one(lab, target, open_engine):
     """The path that its own verification accepts is what KVRollback moves; the verifier does not ask again."""
     ours, theirs = lab.load(target, compacts=True), open_engine()
