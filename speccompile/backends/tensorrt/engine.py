@@ -157,6 +157,7 @@ def load_engine(
         RuntimeFault: no GPU, or not enough memory.
     """
     gpu = open_device(ordinal_from_name(device))
+    gpu.activate()
     flavour = load_tensorrt(str(settings.get("flavour", "auto")))
     if settings.get("plugins"):
         _register_plugins(flavour)

@@ -140,7 +140,7 @@ class Plan:
         return context
 
     def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
-        """The profile with the smallest bounds that takes these shapes.
+        """The last profile that takes these shapes: that of steps stands behind that of prompts.
 
         Raises:
             RuntimeFault: none does.
@@ -150,7 +150,7 @@ class Plan:
             faults = "; ".join(str(p.find_fault(shapes)) for p in self.profiles)
             todo = "Widen engine.tensorrt.profiles in the recipe and build again."
             raise RuntimeFault(f"engine {self.spec.name}", faults, "shapes inside one profile", todo)
-        return min(fitting, key=lambda p: [sum(high) for _, high in p.bounds.values()])
+        return fitting[-1]
 
     def fail(self, wanted: str, got: str) -> NoReturn:
         """Raise a RuntimeFault with the end of TensorRT's log."""

@@ -48,7 +48,8 @@ def make_profiles(spec: GraphSpec, options: CompileOptions) -> tuple[Profile, ..
     """The profiles of a graph.
 
     A graph that reads tokens into a cache has two: `prefill`, one sequence and up to a chunk of its prompt, and
-    `decode`, every slot and up to the nodes of a step. All others have `step`, with decode's sizes.
+    `decode`, every slot and up to the nodes of a step. All others have `step`, with decode's sizes. The one of steps
+    comes last.
 
     Args:
         spec: TensorRT's inputs and outputs.

@@ -43,6 +43,7 @@ class FakeCuda:
 
     def __init__(self, capacity_bytes: int = 1 << 30, num_devices: int = 1) -> None:
         self.capacity_bytes, self.num_devices = capacity_bytes, num_devices
+        self.current = 0  # the thread's device
         self.device: dict[int, np.ndarray] = {}
         self.pinned: dict[int, np.ndarray] = {}
         self._buffers: dict[int, np.ndarray] = {}
@@ -56,7 +57,10 @@ class FakeCuda:
         return (Status.cudaSuccess, self.num_devices) if self.num_devices else (Status.cudaErrorNoDevice, None)
 
     def cudaSetDevice(self, ordinal):
-        return (Status.cudaSuccess if 0 <= ordinal < self.num_devices else Status.cudaErrorInvalidValue,)
+        if not 0 <= ordinal < self.num_devices:
+            return (Status.cudaErrorInvalidValue,)
+        self.current = ordinal
+        return (Status.cudaSuccess,)
 
     def cudaGetErrorName(self, status):
         return Status.cudaSuccess, Status(status).name.encode()

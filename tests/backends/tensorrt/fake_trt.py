@@ -71,6 +71,7 @@ class FakeTrt:
         self.flavour = Flavour(FLAVOURS[name], self, "0.0", SimpleNamespace(lines=deque()))
         self.contexts: list[FakeContext] = []
         self.deserialized: list[bytes] = []
+        self.devices: list[int] = []  # the current device whenever a plan was deserialised
 
     def Runtime(self, logger):
         assert logger is self.flavour.logger
@@ -88,6 +89,7 @@ class FakeRuntime:
 
     def deserialize_cuda_engine(self, plan):
         self.trt.deserialized.append(plan)
+        self.trt.devices.append(self.trt.cuda.current)
         if plan == b"garbage":
             self.trt.flavour.logger.lines.append((1, "the magic tag does not match"))
             return None

@@ -8,6 +8,7 @@ import pytest
 
 from speccompile.backends.tensorrt.arrays import DeviceArray
 from speccompile.backends.tensorrt.caches import rollback_spec_of
+from speccompile.backends.tensorrt.device import Device
 from speccompile.backends.tensorrt.engine import load_engine
 from speccompile.core import specs
 from speccompile.core.specs import sampled_spec
@@ -237,6 +238,24 @@ def test_too_many_rows_or_slots_are_refused(lab, target):
         engine.run(feed(TOKENS[:4], 29))
     with pytest.raises(RuntimeFault, match=r"slots 0 to 2.*slots below 2.*engine\.max_batch_size"):
         engine.run({specs.TOKENS: TOKENS[:6].reshape(3, 2), specs.LENGTHS: np.zeros(3, np.int64)})
+
+
+@pytest.mark.parametrize("slots", [4, 256])
+def test_steps_run_on_their_own_profile_whatever_the_number_of_slots(lab, target, slots):
+    graph, spec, _ = target
+    spec = tensorrt_spec(spec, "float32", 64)
+    engine = load_engine(lab.plan(graph, spec, profiles_of(64, slots)), spec, max_slots=1, max_rows=64, settings={})
+    for nodes, index in ((1, 1), (16, 1), (17, 0)):
+        engine.run(feed(TOKENS[:nodes], 0))
+        assert engine.runner.last_step.profile.index == index
+
+
+def test_plans_are_loaded_on_the_device_that_was_asked_for(monkeypatch, tmp_path, target):
+    lab = Lab(monkeypatch, tmp_path, num_devices=2)
+    Device(lab.cuda, 1)
+    assert lab.cuda.current == 1
+    lab.load(target)
+    assert lab.trt.devices == [0, 0]
 
 
 def test_shapes_outside_all_profiles_are_named(lab, target):
