@@ -72,8 +72,7 @@ class TensorRTBackend:
         options = options or CompileOptions("float16", max_rows=spec.max_rows)
         plugin_form = options.backend.get("plugins", "auto")
         plugins = PLUGIN_OPS if plugin_form != "none" else ()
-        verifies = bool(spec.caches) and any(t.name == specs.PATH for t in spec.outputs)
-        own = tensorrt_spec(spec, options.dtype, options.max_rows, compacts=verifies and bool(plugins))
+        own = tensorrt_spec(spec, options.dtype, options.max_rows, compacts=_verifies(spec) and bool(plugins))
         table = tensorrt_table(own, quantization, dtype=options.dtype, plugins=plugins)
         source = dest / LOWERED_FILE
         # The ahead-of-time form loses against a body; the others win where the parser is told so.
@@ -150,13 +149,15 @@ class TensorRTBackend:
             BuildError: TensorRT is not installed, or profiles or fields do not go with the graph or the flavour.
         """
         from speccompile.backends.tensorrt import settings
+        from speccompile.backends.tensorrt.plugin_names import SPEC_VERIFY
         from speccompile.backends.tensorrt.profiles import make_profiles
         from speccompile.backends.tensorrt.shim import load_tensorrt
 
         flavour = load_tensorrt(options.backend.get("flavour", "auto"))
         own = tensorrt_spec(spec, options.dtype, options.max_rows)
         profiles = make_profiles(own, options)
-        settings.settings_from_options(flavour.can, own, options, profiles, (), quantization)
+        plugins = [SPEC_VERIFY] if _verifies(spec) and options.backend.get("plugins", "auto") != "none" else []
+        settings.settings_from_options(flavour.can, own, options, profiles, plugins, quantization)
 
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
         """Sizes of a plan and the memory of its build: see `sizes.predict_sizes`."""
@@ -235,6 +236,10 @@ class TensorRTBackend:
         settings = {**tuning, "flavour": record["flavour"], "plugins": needs_registration(record)}
         sizes = {"max_slots": max_slots, "max_rows": max_rows}
         return load_engine(path, spec, **sizes, settings=settings, rollback=rollback, device=device, lenders=lenders)
+
+
+def _verifies(spec: GraphSpec) -> bool:
+    return bool(spec.caches) and any(t.name == specs.PATH for t in spec.outputs)
 
 
 def _release(model: ir.Model) -> None:

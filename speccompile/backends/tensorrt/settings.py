@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.tensorrt.flavours import Capabilities, Flavour
+from speccompile.backends.tensorrt.launches import MAX_NODES, MAX_VOCAB
+from speccompile.backends.tensorrt.plugin_names import SPEC_VERIFY
 from speccompile.backends.tensorrt.profiles import Profile
 from speccompile.backends.tensorrt.shim import find_gpus
 from speccompile.core.jobs import CompileOptions
@@ -39,7 +41,7 @@ def settings_from_options(
         quantization: of the weights.
 
     Raises:
-        BuildError: the flavour does not do what a field asks for.
+        BuildError: the flavour or a plugin does not do what a field asks for.
     """
     fields = options.backend
     level = fields.get("optimization_level", "auto")
@@ -50,6 +52,9 @@ def settings_from_options(
     if form == "aot" and not flavour.supports_aot_plugins:
         todo = "Write native, or build with engine.flavour: tensorrt."
         raise BuildError("engine.plugins", f"aot with flavour {flavour.name}", "native or none", todo)
+    if SPEC_VERIFY in plugins:
+        _check_plugin("engine.max_draft_nodes", options.max_nodes - 1, MAX_NODES - 1)
+        _check_plugin(f"the vocabulary of {spec.name}", spec.vocab_size, MAX_VOCAB)
     return {
         "flags": ["WEIGHT_STREAMING"] if fields.get("weight_streaming", False) else [],
         "compute_capabilities": _capabilities(flavour, fields.get("compute_capabilities", ()), quantization),
@@ -59,6 +64,12 @@ def settings_from_options(
         "plugin_form": "aot" if form == "aot" else "python",
         "profiles": [profile.shapes(spec) for profile in profiles],
     }
+
+
+def _check_plugin(where: str, got: int, most: int) -> None:
+    if got > most:
+        todo = "Build with engine.plugins: none, whose bodies have no such limit."
+        raise BuildError(where, str(got), f"at most {most} with the plugin {SPEC_VERIFY}", todo)
 
 
 def _capabilities(flavour: Capabilities, wanted: Sequence[str], quantization: str) -> list[str]:

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from speccompile.backends.tensorrt import settings as settings_module
+from speccompile.backends.tensorrt import shim
 from speccompile.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX, Flavour
 from speccompile.backends.tensorrt.network import load_timing_cache, save_timing_cache
 from speccompile.backends.tensorrt.settings import memory_limit, settings_from_options, timing_cache_file
+from speccompile.core import registry
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import GraphSpec
+from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, sampled_spec, verified_spec
 from speccompile.errors import BuildError
 
 SPEC = GraphSpec("g", (), ())
@@ -57,6 +59,29 @@ def test_what_the_flavour_does_not_do_is_refused(flavour, quantization, fields, 
         settings(flavour, quantization, **fields)
     assert caught.value.where == f"engine.tensorrt.{where}"
     assert expected in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("max_nodes", "vocab", "where", "expected"),
+    [
+        (257, 97, "engine.max_draft_nodes: got 256", "at most 255 with the plugin SpecVerify"),
+        (17, 524289, "the vocabulary of target: got 524289", "at most 524288 with the plugin SpecVerify"),
+    ],
+)
+def test_more_than_the_plugin_holds_is_refused_before_anything_is_built(monkeypatch, max_nodes, vocab, where, expected):
+    monkeypatch.setattr(shim, "load_tensorrt", lambda name: SimpleNamespace(can=TENSORRT_RTX))
+    decoder = decoder_spec("target", ModelDims("llama", vocab, 64, 1, 2, 1, 16, 1024))
+
+    def check(spec, max_nodes=max_nodes, **fields):
+        options = CompileOptions("float16", max_rows=1024, max_nodes=max_nodes, backend=fields)
+        registry.backend("tensorrt").check(spec, options, "none")
+
+    with pytest.raises(BuildError, match=f"{where}; expected {expected}.*engine.plugins: none"):
+        check(verified_spec(decoder))
+    check(verified_spec(decoder), plugins="none")
+    check(sampled_spec(decoder))
+    if vocab == 97:
+        check(verified_spec(decoder), max_nodes=256)
 
 
 def test_fp8_is_built_for_the_gpus_that_have_it():
