@@ -18,6 +18,7 @@ from speccompile.runtime.slots import Slots
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.tickets import Ticket, open_outputs
+from tests.backends.tensorrt.profile_watch import ProfileWatch
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, forms, sources
 
 BACKENDS = ("onnxruntime", "reference")
@@ -148,6 +149,22 @@ def test_sampled_text_is_plain_text_where_no_text_may_depend_on_drafts(lab, meth
     texts, num_accepted = decode_with_limits(engine, asked, batch_size=3, seed=3)
     assert texts == plain
     assert num_accepted >= 5
+
+
+@pytest.mark.parametrize(("method", "form"), forms())
+def test_every_step_fits_a_profile_of_the_plans_that_tensorrt_would_run(lab, monkeypatch, method, form):
+    engine = lab(method, form, "onnxruntime")
+    watches = [ProfileWatch(timed.engine, SLOTS, MAX_NODES + 1) for timed in engine.engines]
+    for timed, watch in zip(engine.engines, watches, strict=True):
+        monkeypatch.setattr(timed, "engine", watch)
+    for batch_size in BATCHES:
+        asked = [SamplingParams(30, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8, 0.0)]
+        results = engine.generate(prompts(), (asked * len(prompts()))[: len(prompts())], batch_size=batch_size)
+        assert sum(r.stats["num_accepted"] for r in results) > 0
+    talk(engine, keeps=True, at_once=True)
+    assert [fault for watch in watches for fault in watch.faults] == []
+    assert max(dict(shape)["nodes"] for shape in watches[0].shapes) > 2
+    assert all(watch.shapes for watch in watches)
 
 
 def talk(engine, keeps, at_once):
