@@ -12,10 +12,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from speccompile.backends.onnxruntime import cuda_engine
-from speccompile.backends.onnxruntime.cuda_engine import SessionPlan, load_cuda_engine
+from speccompile.backends.onnxruntime.cuda_engine import load_cuda_engine
 from speccompile.backends.tensorrt import engine as trt_engine
-from speccompile.backends.tensorrt.device import Device
 from speccompile.core import registry, specs
 from speccompile.core.borrowed_specs import sharing_spec
 from speccompile.core.devices import backend_on
@@ -24,6 +22,7 @@ from speccompile.core.specs import BorrowedCache, decoder_spec, guessing_spec, s
 from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.errors import BundleError
 from speccompile.speculators.glide.source import GlideSource
+from tests.backends.fake_ort import FakeOrt
 from tests.backends.tensorrt.fake_cuda import FakeCuda
 from tests.backends.tensorrt.trt_lab import Lab, profiles_of
 
@@ -73,10 +72,7 @@ def files(graphs, tmp_path_factory):
 def open_graph(graphs, files, monkeypatch, tmp_path):
     """(kind, graph, lenders) -> engine; the GPU is a fake one."""
     lab = Lab(monkeypatch, tmp_path)
-    device = Device(FakeCuda())
-    monkeypatch.setattr(cuda_engine, "open_device", lambda ordinal: device)
-    monkeypatch.setattr(cuda_engine, "_providers", lambda device, has_graphs: ["CPUExecutionProvider"])
-    monkeypatch.setattr(SessionPlan, "place", "cpu")
+    FakeOrt(monkeypatch, FakeCuda())
 
     def make(kind, name, lenders=None, slots=SLOTS, rows=ROWS):
         file, spec, sizes = files(kind, name), graphs[name][1], {"max_slots": slots, "max_rows": rows}

@@ -7,9 +7,10 @@ The device's memory is host memory here, so the bindings to device addresses can
 import numpy as np
 import pytest
 
-from speccompile.backends.onnxruntime import cuda_engine
+from speccompile.backends.onnxruntime import cuda_engine, cuda_session
 from speccompile.backends.onnxruntime.cuda_backend import OrtCudaBackend
-from speccompile.backends.onnxruntime.cuda_engine import GrowingCaches, SessionPlan, load_cuda_engine
+from speccompile.backends.onnxruntime.cuda_engine import GrowingCaches, load_cuda_engine
+from speccompile.backends.onnxruntime.cuda_session import NO_GRAPH
 from speccompile.backends.tensorrt.arrays import DeviceArray
 from speccompile.backends.tensorrt.device import Device
 from speccompile.core import registry, specs
@@ -22,6 +23,7 @@ from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.draft_model.config import Config as DraftConfig
 from speccompile.speculators.draft_model.method import DraftModelMethod
+from tests.backends.fake_ort import REFUSAL, FakeOrt
 from tests.backends.tensorrt.fake_cuda import FakeCuda
 
 TOKENS = np.random.default_rng(7).integers(0, 97, 400)
@@ -48,18 +50,18 @@ def for_cuda(neutral, tmp_path_factory):
 
 
 @pytest.fixture
-def cuda(monkeypatch):
-    """A fake GPU whose sessions are the CPU provider's."""
-    fake = FakeCuda()
-    device = Device(fake)
-    monkeypatch.setattr(cuda_engine, "open_device", lambda ordinal: device)
-    monkeypatch.setattr(cuda_engine, "_providers", lambda device, has_graphs: ["CPUExecutionProvider"])
-    monkeypatch.setattr(SessionPlan, "place", "cpu")
-    return fake
+def cuda():
+    return FakeCuda()
 
 
 @pytest.fixture
-def load(cuda, for_cuda):
+def fake_ort(monkeypatch, cuda):
+    """ONNX Runtime on that GPU; its sessions are the CPU provider's."""
+    return FakeOrt(monkeypatch, cuda)
+
+
+@pytest.fixture
+def load(fake_ort, for_cuda):
     def make(role="target", max_slots=3, max_rows=1024, **settings):
         graph, spec, rollback = for_cuda[role]
         sizes = {"max_slots": max_slots, "max_rows": max_rows}
@@ -119,48 +121,122 @@ def test_large_outputs_stay_and_one_copy_goes_each_way(cuda, load):
     assert cuda.num_launches == 0  # ONNX Runtime captures by itself
 
 
-def test_only_kept_bindings_get_a_graph_of_their_own(load, monkeypatch):
-    seen = []
-
-    class Recorded(cuda_engine.SessionContext):
-        def __init__(self, plan, graph_id):
-            super().__init__(plan, graph_id)
-            seen.append(graph_id)
-
-    monkeypatch.setattr(cuda_engine, "SessionContext", Recorded)
+def test_only_kept_bindings_get_a_graph_of_their_own(load, fake_ort):
     engine = load()
     engine.run(feed(TOKENS[:100], 0))
     for _ in range(3):
         engine.run(feed(TOKENS[:4], 100))
         engine.run(feed(TOKENS[:1], 100))
-    assert seen == [cuda_engine.NO_GRAPH, 1, 2]
-    seen.clear()
+    assert fake_ort.opened[0].ids == [NO_GRAPH, NO_GRAPH, NO_GRAPH, 1, 2, 1, 2]
     plain = load(cuda_graphs=False)
     for _ in range(3):
         plain.run(feed(TOKENS[:4], 0))
-    assert set(seen) == {cuda_engine.NO_GRAPH}
+    assert set(fake_ort.opened[2].ids) == {NO_GRAPH} and not fake_ort.opened[2].has_graphs
 
 
-def test_a_graph_that_cannot_be_captured_runs_without(monkeypatch, load):
-    monkeypatch.setattr(cuda_engine, "_providers", lambda device, has_graphs: [("CUDA", has_graphs)])
-    asked = []
+def test_a_tree_is_compacted_once_at_every_run(load, open_engine, fake_ort):
+    """The path moves rows that it reads, so running its graph several times would move them further."""
+    ours, theirs = load(), open_engine()
+    path = np.array([[0, 2, 3]])
+    for engine in (ours, theirs):
+        engine.run(feed(TOKENS[:9], 0))
+        for length in (2, 2, 3, 3, 2):
+            engine.compact(np.array([length]), path)
+    assert set(fake_ort.opened[1].ids) == {NO_GRAPH} and not ours.rollback.plan.has_graphs
+    for index in range(len(theirs.caches.names)):
+        shape, theirs_view = (3, *ours.caches.dims), theirs.caches.view(index)
+        view = fake_ort.device.api.view(ours.caches.address(index, 0), shape, np.float32)
+        np.testing.assert_array_equal(view[0, :, :9], theirs_view[0, :, :9])
 
-    def open_session(path, settings, providers):
-        asked.append(providers)
-        if len(asked) == 1:
-            got = "This session cannot use the graph capture feature as requested by the user"
-            raise BundleError(str(path), got, "a", "b")
-        return real(path, settings, ["CPUExecutionProvider"])
 
-    real = cuda_engine.open_session
-    monkeypatch.setattr(cuda_engine, "open_session", open_session)
+def test_a_graph_that_cannot_be_captured_runs_without(load, fake_ort, for_cuda):
+    fake_ort.refused.add(for_cuda["target"][0].parent)
     engine = load()
-    assert asked[:2] == [[("CUDA", True)], [("CUDA", False)]]
-    assert not engine.plan.has_graphs and engine.rollback.plan.has_graphs
+    assert [session.has_graphs for session in fake_ort.opened] == [False, False]
+    assert not engine.plan.has_graphs and engine.plan.graph_fault == REFUSAL
+    other = load("draft")
+    assert other.plan.has_graphs and other.plan.graph_fault is None
+
+
+def warm(engine, num_tokens=4):
+    """Runs until the next one of these sizes captures."""
+    engine.run(feed(TOKENS[:100], 0))
+    engine.run(feed(TOKENS[100 : 100 + num_tokens], 100))
+
+
+def test_a_capture_that_fails_is_run_again_without_graphs(load, open_engine, fake_ort):
+    ours, theirs = load(), open_engine()
+    for engine in (ours, theirs):
+        warm(engine)
+    fake_ort.faults[:] = ["CUDA failure 900: operation not permitted when stream is capturing"]
+    same(ours.run(feed(TOKENS[100:104], 100)), theirs.run(feed(TOKENS[100:104], 100)))
+    first, _, second = fake_ort.opened
+    assert first.ids[-1] == 1 and second.ids == [NO_GRAPH] and not second.has_graphs
+    assert fake_ort.were_gone == [True, False]  # or the weights would be held twice meanwhile
+    assert not ours.plan.has_graphs and "failure 900" in ours.plan.graph_fault
+    for length in (104, 104, 200, 200, 200):  # the view grows: 128 rows no longer do
+        same(ours.run(feed(TOKENS[:4], length)), theirs.run(feed(TOKENS[:4], length)))
+    assert set(second.ids) == {NO_GRAPH} and len(fake_ort.opened) == 3
+
+
+def test_a_second_fault_is_the_error(load, fake_ort):
+    engine = load()
+    warm(engine)
+    fake_ort.faults[:] = ["no capture", "out of memory"]
+    with pytest.raises(RuntimeFault, match=r"engine target: got .*out of memory.*; expected a step that runs"):
+        engine.run(feed(TOKENS[100:104], 100))
+    assert "no capture" in engine.plan.graph_fault
+
+
+def test_faults_of_other_runs_leave_the_graphs(load, fake_ort):
+    """Of a run without a graph, and of a graph that was replayed before."""
+    engine = load()
+    fake_ort.faults[:] = ["first"]
+    with pytest.raises(RuntimeFault, match="first"):
+        engine.run(feed(TOKENS[:100], 0))
+    warm(engine)
+    for _ in range(2):
+        engine.run(feed(TOKENS[100:104], 100))
+    fake_ort.faults[:] = ["replayed"]
+    with pytest.raises(RuntimeFault, match="replayed"):
+        engine.run(feed(TOKENS[100:104], 100))
+    assert engine.plan.has_graphs and engine.plan.graph_fault is None and len(fake_ort.opened) == 2
+
+
+@pytest.mark.parametrize(("settings", "num_plain"), [({}, 4), ({"max_contexts": 3}, 4 + 6)])
+def test_graphs_are_captured_once_while_views_change(load, open_engine, fake_ort, settings, num_plain):
+    """Long and short prompts take turns: bindings come back, some after they had to leave for others."""
+    ours, theirs = load(**settings), open_engine()
+    ids = fake_ort.opened[0].ids
+    for turn in range(5):
+        ids.clear()
+        for num in (300, 70):
+            for engine in (ours, theirs):
+                engine.reset()
+            for start in range(0, num, 100):
+                chunk = feed(TOKENS[turn + start : turn + min(start + 100, num)], start)
+                same(ours.run(chunk), theirs.run(chunk))
+            for length, nodes in ((num, 1), (num, 2), (num, 4)) * 4:
+                step = feed(TOKENS[turn : turn + nodes], length)
+                same(ours.run(step), theirs.run(step))
+        assert set(ids) == {NO_GRAPH, 1, 2, 3, 4, 5, 6}
+        if turn:  # chunks of prompts; and a context that had to leave is made anew at the second run
+            assert ids.count(NO_GRAPH) == num_plain
+
+
+def test_a_session_captures_so_many_graphs_and_no_more(load, open_engine, fake_ort, monkeypatch):
+    monkeypatch.setattr(cuda_session, "MAX_GRAPHS", 3)
+    ours, theirs = load(), open_engine()
+    for engine in (ours, theirs):
+        engine.run(feed(TOKENS[:20], 0))
+    for nodes in (1, 2, 3, 4, 5) * 4:
+        step = feed(TOKENS[:nodes], 20)
+        same(ours.run(step), theirs.run(step))
+    assert fake_ort.opened[0].ids[-5:] == [1, 2, 3, NO_GRAPH, NO_GRAPH]
 
 
 def test_the_session_is_asked_for_exact_float32():
-    [(name, options), last] = cuda_engine._providers(Device(FakeCuda()), True)
+    [(name, options), last] = cuda_session._providers(Device(FakeCuda()), True)
     assert (name, last) == ("CUDAExecutionProvider", "CPUExecutionProvider")
     assert options == {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": "1"}
 
@@ -234,7 +310,7 @@ def test_a_wheel_without_cuda_is_named(monkeypatch, for_cuda):
     device = Device(FakeCuda())
     monkeypatch.setattr(cuda_engine, "open_device", lambda ordinal: device)
     graph, spec, _ = for_cuda["target"]
-    if "CUDAExecutionProvider" in cuda_engine.ort.get_available_providers():
+    if "CUDAExecutionProvider" in cuda_session.ort.get_available_providers():
         pytest.skip("this wheel has CUDA")
     with pytest.raises(BundleError, match=r"CUDAExecutionProvider.*onnxruntime-gpu"):
         load_cuda_engine(graph, spec, max_slots=1, max_rows=64, settings={})

@@ -1,37 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """ONNX Runtime sessions on CUDA behind the same runner that TensorRT plans have.
 
-A session stands in the place of a plan: its "execution contexts" are bindings to device addresses. So inputs cross
-in one copy, small outputs come back in another, large ones stay on the device, and caches are bound in place. Where
-the session may capture CUDA graphs, a binding that is kept gets a graph of its own (`gpu_graph_id`).
+Inputs cross in one copy, small outputs come back in another, large ones stay on the device, and caches are bound in
+place (see `speccompile.backends.onnxruntime.cuda_session`).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
-import onnxruntime as ort
 
-from speccompile.backends.onnxruntime.engine import FAULTS, check_io, open_session
+from speccompile.backends.onnxruntime.cuda_session import SessionPlan, open_plan
 from speccompile.backends.tensorrt.arrays import item_bytes
 from speccompile.backends.tensorrt.caches import Caches, bind_caches, rollback_spec_of
 from speccompile.backends.tensorrt.device import Device, Memory, open_device, ordinal_from_name
-from speccompile.backends.tensorrt.loading import Profile
 from speccompile.backends.tensorrt.runner import Runner
 from speccompile.core import specs
 from speccompile.core.buckets import bucket_rows
-from speccompile.core.feature_specs import NEXT_STATES
 from speccompile.core.neutral import sizes_from_feeds
-from speccompile.core.specs import GraphSpec, updated_cache_name
-from speccompile.errors import BundleError, RuntimeFault
-
-_REFUSAL = "cannot use the graph capture feature"
-NO_GRAPH = -1  # ONNX Runtime's `gpu_graph_id` of a run that is neither captured nor replayed
+from speccompile.core.specs import GraphSpec
+from speccompile.errors import RuntimeFault
 
 
 class GrowingCaches(Caches):
@@ -83,105 +75,6 @@ class GrowingCaches(Caches):
         self._scratch = None
         self._lay_out(new)
         return True
-
-
-class SessionContext:
-    """What a step needs of an execution context (see `speccompile.backends.tensorrt.steps`), over a session.
-
-    Args:
-        plan: whose session it binds.
-        graph_id: of the CUDA graph it may capture; `NO_GRAPH`: none.
-    """
-
-    def __init__(self, plan: SessionPlan, graph_id: int) -> None:
-        self.plan = plan
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._addresses: dict[str, int] = {}
-        self._io: Any = None
-        self._options = ort.RunOptions()
-        self._options.add_run_config_entry("gpu_graph_id", str(graph_id))
-
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Any shape will do."""
-        self._shapes[name], self._io = shape, None
-        return True
-
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        """On the device."""
-        self._addresses[name], self._io = address, None
-        return True
-
-    def infer_shapes(self) -> list[str]:
-        """Nothing is left open."""
-        return []
-
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        """Of an input as it was set, of an output by the names of its dims."""
-        if name in self._shapes:
-            return self._shapes[name]
-        sizes: dict[Any, int] = {}
-        for tensor in self.plan.spec.inputs:
-            sizes |= {d: n for d, n in zip(tensor.dims, self._shapes[tensor.name], strict=True) if isinstance(d, str)}
-        sizes.setdefault("draft_vocab", self.plan.spec.law_width)  # laws come out whole
-        sizes.setdefault(NEXT_STATES, sizes.get("nodes", 0) + 1)
-        return tuple(sizes[d] if isinstance(d, str) else d for d in self.plan.spec.output(name).dims)
-
-    def _bind(self) -> Any:
-        io, plan = self.plan.session.io_binding(), self.plan
-        for tensors, bind in ((plan.spec.inputs, io.bind_input), (plan.spec.outputs, io.bind_output)):
-            for tensor in tensors:
-                shape, address = self.get_tensor_shape(tensor.name), self._addresses[tensor.name]
-                dtype = np.dtype(tensor.dtype).type
-                for name in plan.names_of.get(tensor.name, [tensor.name]):
-                    bind(name, plan.place, plan.device.ordinal, dtype, shape, address)
-        return io
-
-    def execute_async_v3(self, stream: int) -> bool:
-        """Run; the session has a stream of its own, so what was put on ours is waited for, and the run as well."""
-        del stream
-        if self._io is None:
-            self._io = self._bind()
-        self.plan.device.synchronize()
-        try:
-            self.plan.session.run_with_iobinding(self._io, self._options)
-        except FAULTS as fault:
-            self.plan.fail("a step that runs", str(fault))
-        return True
-
-
-class SessionPlan:
-    """What a runner needs of a plan, over a session.
-
-    Args:
-        session: of the lowered graph.
-        spec: its inputs and outputs.
-        device: where it runs.
-        has_graphs: the session captures CUDA graphs.
-    """
-
-    place = "cuda"  # ONNX Runtime's name of the device
-    captures_itself = True
-
-    def __init__(self, session: ort.InferenceSession, spec: GraphSpec, device: Device, has_graphs: bool) -> None:
-        self.session, self.spec, self.device, self.has_graphs = session, spec, device, has_graphs
-        self._ids = itertools.count(1)
-        # An unrolled draft gives out its caches behind every step, lest ONNX Runtime copy what it keeps to itself.
-        updates, names = [updated_cache_name(c) for c in spec.caches], [t.name for t in session.get_outputs()]
-        self.names_of = {u: [n for n in names if n == u or n.startswith(f"{u}.")] for u in updates}
-
-    def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
-        """There is but one, and it takes everything."""
-        del shapes
-        return Profile(0, {})
-
-    def make_context(self, profile: Profile, is_kept: bool = False) -> SessionContext:
-        """One that is kept for a combination of shapes has a graph of its own."""
-        del profile
-        return SessionContext(self, next(self._ids) if is_kept and self.has_graphs else NO_GRAPH)
-
-    def fail(self, wanted: str, got: str) -> NoReturn:
-        """Raise a RuntimeFault."""
-        raise RuntimeFault(f"engine {self.spec.name}", got, wanted, "See ONNX Runtime's message.")
 
 
 class OrtCudaEngine:
@@ -245,11 +138,9 @@ class OrtCudaEngine:
         return cast(Mapping[str, np.ndarray], self.runner.run(feeds, sizes, first_slot))
 
     def _resize(self, caches: GrowingCaches, rows: int) -> None:
+        # No memory moves, and the rows are part of a step's key: steps of either view hold.
         self.device.activate()
-        if caches.resize(rows):
-            for runner in (self.runner, self.rollback):
-                if runner is not None:
-                    runner.forget_steps()
+        caches.resize(rows)
 
     @property
     def view_rows(self) -> int:
@@ -320,31 +211,7 @@ def load_cuda_engine(
     """
     gpu = open_device(ordinal_from_name(device))
     plan = open_plan(path, spec, gpu, settings)
-    compactor = None if rollback is None else open_plan(rollback, rollback_spec_of(spec), gpu, settings)
+    # A rollback overwrites rows that it reads: run several times, as a capture does, it would move them again.
+    plain = {**settings, "cuda_graphs": False}
+    compactor = None if rollback is None else open_plan(rollback, rollback_spec_of(spec), gpu, plain)
     return OrtCudaEngine(plan, max_slots, max_rows, settings, compactor, lenders)
-
-
-def open_plan(path: Path, spec: GraphSpec, device: Device, settings: Mapping[str, Any]) -> SessionPlan:
-    """A session on CUDA, with CUDA graphs where ONNX Runtime takes the graph for that.
-
-    Raises:
-        BundleError: see `open_session`.
-    """
-    if hasattr(ort, "preload_dlls"):
-        ort.preload_dlls()  # finds CUDA's libraries where pip or torch put them
-    wants_graphs = bool(settings.get("cuda_graphs", True))
-    try:
-        session = open_session(path, settings, _providers(device, wants_graphs))
-    except BundleError as fault:
-        if not wants_graphs or _REFUSAL not in fault.got:
-            raise
-        wants_graphs = False
-        session = open_session(path, settings, _providers(device, wants_graphs))
-    check_io(path, spec, session)
-    return SessionPlan(session, spec, device, wants_graphs)
-
-
-def _providers(device: Device, has_graphs: bool) -> list[Any]:
-    # TF32 rounds float32 products to 10 bits: a step of many nodes would no longer give each what a single step does.
-    options = {"device_id": str(device.ordinal), "use_tf32": "0", "enable_cuda_graph": str(int(has_graphs))}
-    return [("CUDAExecutionProvider", options), "CPUExecutionProvider"]

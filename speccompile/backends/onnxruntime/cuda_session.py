@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ONNX Runtime sessions on CUDA as the plans of a `speccompile.backends.tensorrt.runner.Runner`.
+
+A session stands in the place of a plan: its "execution contexts" are bindings to device addresses. Where it may
+capture CUDA graphs, a binding that is kept gets one of its own (`gpu_graph_id`). Its first run with an id runs the
+graph several times, because ONNX Runtime allocates before it captures; so a graph may be captured only if running it
+again changes nothing. Steps are such: they write K and V of their own nodes, to rows that follow from their inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import numpy as np
+import onnxruntime as ort
+
+from speccompile.backends.onnxruntime.engine import FAULTS, check_io, open_session
+from speccompile.backends.tensorrt.device import Device
+from speccompile.backends.tensorrt.loading import Profile
+from speccompile.core.feature_specs import NEXT_STATES
+from speccompile.core.specs import GraphSpec, updated_cache_name
+from speccompile.errors import BundleError, RuntimeFault
+
+_REFUSAL = "cannot use the graph capture feature"
+NO_GRAPH = -1  # ONNX Runtime's `gpu_graph_id` of a run that is neither captured nor replayed
+MAX_GRAPHS = 128  # of a session, which never releases one
+
+
+class SessionContext:
+    """What a step needs of an execution context (see `speccompile.backends.tensorrt.steps`), over a session.
+
+    Args:
+        plan: whose session it binds.
+        is_kept: it runs one combination of shapes and addresses only, and may capture a CUDA graph.
+    """
+
+    def __init__(self, plan: SessionPlan, is_kept: bool) -> None:
+        self.plan, self.is_kept = plan, is_kept
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+        self._io: Any = None
+        self._options: Any = None
+        self._graph_id = NO_GRAPH
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Any shape will do."""
+        self._shapes[name], self._io = shape, None
+        return True
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        """On the device."""
+        self._addresses[name], self._io = address, None
+        return True
+
+    def infer_shapes(self) -> list[str]:
+        """Nothing is left open."""
+        return []
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        """Of an input as it was set, of an output by the names of its dims."""
+        if name in self._shapes:
+            return self._shapes[name]
+        sizes: dict[Any, int] = {}
+        for tensor in self.plan.spec.inputs:
+            sizes |= {d: n for d, n in zip(tensor.dims, self._shapes[tensor.name], strict=True) if isinstance(d, str)}
+        sizes.setdefault("draft_vocab", self.plan.spec.law_width)  # laws come out whole
+        sizes.setdefault(NEXT_STATES, sizes.get("nodes", 0) + 1)
+        return tuple(sizes[d] if isinstance(d, str) else d for d in self.plan.spec.output(name).dims)
+
+    def unbind(self) -> None:
+        """Let go of the session."""
+        self._io = None
+
+    def _bind(self) -> None:
+        io, plan = self.plan.session.io_binding(), self.plan
+        for tensors, bind in ((plan.spec.inputs, io.bind_input), (plan.spec.outputs, io.bind_output)):
+            for tensor in tensors:
+                shape, address = self.get_tensor_shape(tensor.name), self._addresses[tensor.name]
+                dtype = np.dtype(tensor.dtype).type
+                for name in plan.names_of.get(tensor.name, [tensor.name]):
+                    bind(name, plan.place, plan.device.ordinal, dtype, shape, address)
+        bound = frozenset(self._shapes.items()), frozenset(self._addresses.items())
+        self._io, self._graph_id = io, plan.graph_id(bound) if self.is_kept else NO_GRAPH
+        self._options = ort.RunOptions()
+        self._options.add_run_config_entry("gpu_graph_id", str(self._graph_id))
+
+    def execute_async_v3(self, stream: int) -> bool:
+        """Run; the session has a stream of its own, so what was put on ours is waited for, and the run as well.
+
+        A fault of the first run with an id may be one of capturing: the step is run again, without CUDA graphs.
+        """
+        del stream
+        self.plan.device.synchronize()
+        fault = self._run()
+        if fault is not None and self._graph_id not in self.plan.proven:
+            self.plan.give_up_graphs(fault)
+            fault = self._run()
+        if fault is not None:
+            self.plan.fail("a step that runs", fault)
+        return True
+
+    def _run(self) -> str | None:
+        """Returns the fault: an exception would hold the session."""
+        if self._io is None:
+            self._bind()
+        try:
+            self.plan.session.run_with_iobinding(self._io, self._options)
+        except FAULTS as fault:
+            return str(fault)
+        self.plan.proven.add(self._graph_id)
+        return None
+
+
+class SessionPlan:
+    """What a runner needs of a plan, over a session.
+
+    Args:
+        session: of the lowered graph.
+        spec: its inputs and outputs.
+        device: where it runs.
+        reopen: a session without CUDA graphs.
+        has_graphs: the session captures CUDA graphs.
+        graph_fault: why it does not, where ONNX Runtime refused.
+    """
+
+    place = "cuda"  # ONNX Runtime's name of the device
+    captures_itself = True
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        spec: GraphSpec,
+        device: Device,
+        reopen: Callable[[], ort.InferenceSession],
+        has_graphs: bool,
+        graph_fault: str | None = None,
+    ) -> None:
+        self._session: ort.InferenceSession | None = session
+        self.spec, self.device, self._reopen = spec, device, reopen
+        self.has_graphs, self.graph_fault = has_graphs, graph_fault
+        self.proven = {NO_GRAPH}  # ids of runs that came to their end: a later fault is not one of capturing
+        self._ids: dict[Hashable, int] = {}
+        self._contexts: WeakSet[SessionContext] = WeakSet()
+        # An unrolled draft gives out its caches behind every step, lest ONNX Runtime copy what it keeps to itself.
+        updates, names = [updated_cache_name(c) for c in spec.caches], [t.name for t in session.get_outputs()]
+        self.names_of = {u: [n for n in names if n == u or n.startswith(f"{u}.")] for u in updates}
+
+    @property
+    def session(self) -> ort.InferenceSession:
+        """Opened anew once graphs were given up."""
+        if self._session is None:
+            self._session = self._reopen()
+        return self._session
+
+    def graph_id(self, bound: Hashable) -> int:
+        """The id of what is bound, the same whenever it is bound again; `NO_GRAPH` where there are no more."""
+        if not self.has_graphs or (len(self._ids) >= MAX_GRAPHS and bound not in self._ids):
+            return NO_GRAPH
+        return self._ids.setdefault(bound, len(self._ids) + 1)
+
+    def give_up_graphs(self, fault: str) -> None:
+        """Run without CUDA graphs from now on; the session goes first, or two would hold the weights."""
+        self.has_graphs, self.graph_fault, self._session = False, fault, None
+        for context in self._contexts:
+            context.unbind()
+
+    def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
+        """There is but one, and it takes everything."""
+        del shapes
+        return Profile(0, {})
+
+    def make_context(self, profile: Profile, is_kept: bool = False) -> SessionContext:
+        """One that is kept for a combination of shapes has a graph of its own."""
+        del profile
+        context = SessionContext(self, is_kept)
+        self._contexts.add(context)
+        return context
+
+    def fail(self, wanted: str, got: str) -> NoReturn:
+        """Raise a RuntimeFault."""
+        raise RuntimeFault(f"engine {self.spec.name}", got, wanted, "See ONNX Runtime's message.")
+
+
+def open_plan(path: Path, spec: GraphSpec, device: Device, settings: Mapping[str, Any]) -> SessionPlan:
+    """A session on CUDA, with CUDA graphs where ONNX Runtime takes the graph for that.
+
+    Raises:
+        BundleError: see `open_session`.
+    """
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()  # finds CUDA's libraries where pip or torch put them
+    reopen = partial(open_session, path, settings, _providers(device, False))
+    has_graphs, graph_fault = bool(settings.get("cuda_graphs", True)), None
+    try:
+        session = open_session(path, settings, _providers(device, has_graphs))
+    except BundleError as fault:
+        if not has_graphs or _REFUSAL not in fault.got:
+            raise
+        has_graphs, graph_fault = False, fault.got
+        session = reopen()
+    check_io(path, spec, session)
+    return SessionPlan(session, spec, device, reopen, has_graphs, graph_fault)
+
+
+def _providers(device: Device, has_graphs: bool) -> list[Any]:
+    # TF32 rounds float32 products to 10 bits: a step of many nodes would no longer give each what a single step does.
+    options = {"device_id": str(device.ordinal), "use_tf32": "0", "enable_cuda_graph": str(int(has_graphs))}
+    return [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
