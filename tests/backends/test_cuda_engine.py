@@ -4,6 +4,8 @@
 The device's memory is host memory here, so the bindings to device addresses can be given to the CPU provider.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -233,6 +235,24 @@ def test_a_session_captures_so_many_graphs_and_no_more(load, open_engine, fake_o
         step = feed(TOKENS[:nodes], 20)
         same(ours.run(step), theirs.run(step))
     assert fake_ort.opened[0].ids[-5:] == [1, 2, 3, NO_GRAPH, NO_GRAPH]
+
+
+@pytest.mark.parametrize("has_wheels", [True, False])
+def test_libraries_are_looked_for_in_the_wheels(has_wheels, tmp_path, monkeypatch):
+    """NVIDIA's package may lie in several folders, of which each has some of the libraries."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one / "cu13/lib", one / "cudnn/lib", other / "cu13/lib") if has_wheels else ():
+        folder.mkdir(parents=True)
+    found, calls = SimpleNamespace(submodule_search_locations=[str(one), str(other)]), []
+    monkeypatch.setattr(cuda_session, "find_spec", {"nvidia": found}.get)
+    monkeypatch.setattr(cuda_session.ort, "preload_dlls", lambda **given: calls.append(given), raising=False)
+    cuda_session._preload_libraries()
+    cuda, cudnn = {"cuda": True, "cudnn": False}, {"cuda": False, "cudnn": True}
+    if has_wheels:
+        places = [{**cuda, "directory": f"{f}/cu13/lib"} for f in (one, other)]
+        assert calls == [*places, {**cudnn, "directory": f"{one}/cudnn/lib"}]
+    else:
+        assert calls == [{**cuda, "directory": None}, {**cudnn, "directory": None}]
 
 
 def test_the_session_is_asked_for_exact_float32():

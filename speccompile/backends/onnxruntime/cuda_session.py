@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -191,8 +192,7 @@ def open_plan(path: Path, spec: GraphSpec, device: Device, settings: Mapping[str
     Raises:
         BundleError: see `open_session`.
     """
-    if hasattr(ort, "preload_dlls"):
-        ort.preload_dlls()  # finds CUDA's libraries where pip or torch put them
+    _preload_libraries()
     reopen = partial(open_session, path, settings, _providers(device, False))
     has_graphs, graph_fault = bool(settings.get("cuda_graphs", True)), None
     try:
@@ -204,6 +204,18 @@ def open_plan(path: Path, spec: GraphSpec, device: Device, settings: Mapping[str
         session = reopen()
     check_io(path, spec, session)
     return SessionPlan(session, spec, device, reopen, has_graphs, graph_fault)
+
+
+def _preload_libraries() -> None:
+    """Load CUDA's libraries from NVIDIA's wheels; by itself ONNX Runtime looks for these beside its own package."""
+    if not hasattr(ort, "preload_dlls"):
+        return
+    found = find_spec("nvidia")
+    folders = [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
+    for name, part in (("cuda", "cu13"), ("cudnn", "cudnn")):
+        places = [str(f / part / "lib") for f in folders if (f / part / "lib").is_dir()]
+        for place in places or (None,):
+            ort.preload_dlls(cuda=name == "cuda", cudnn=name == "cudnn", directory=place)
 
 
 def _providers(device: Device, has_graphs: bool) -> list[Any]:
