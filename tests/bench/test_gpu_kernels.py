@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -48,6 +50,35 @@ def test_the_cases_accept_refuse_and_hold_in_every_dtype() -> None:
             np.testing.assert_array_equal(case["logits"].astype(kind).astype(np.float32), case["logits"])
         bits = kernels.bits_from_floats(case["logits"], "bfloat16")
         np.testing.assert_array_equal(bits.view(ml_dtypes.bfloat16).astype(np.float32), case["logits"])
+
+
+class Recorder:
+    """A device that notes in which order things are put on its stream."""
+
+    stream = 7
+
+    def __init__(self) -> None:
+        self.put: list[str] = []
+        self._events = iter(("start", "end"))
+
+    def capture(self, work):  # type: ignore[no-untyped-def]
+        work()
+        return SimpleNamespace(launch=lambda: self.put.append("graph"))
+
+    def call(self, name: str, *arguments: object) -> object:
+        if name == "cudaEventRecord":
+            self.put.append(f"event {arguments[0]}")
+        return next(self._events) if name == "cudaEventCreate" else 40.0
+
+    def synchronize(self) -> None:
+        self.put.append("wait")
+
+
+def test_the_gpu_is_busy_when_the_time_starts() -> None:
+    """Or the time of the CPU to launch the graph would count."""
+    device = Recorder()
+    assert kernels.Bench(device).time_ms([lambda: None]) == 40.0 / kernels.LAUNCHES  # type: ignore[arg-type]
+    assert device.put[1:6] == ["graph", "event start", "graph", "event end", "wait"]
 
 
 @pytest.mark.parametrize(("nodes", "expected"), [(1, [0]), (7, [0, 0, 0, 1, 1, 2, 2])])
