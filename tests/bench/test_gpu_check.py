@@ -71,11 +71,24 @@ def test_results_become_a_table_and_a_file(monkeypatch, page, tmp_path):
         ({"kernels": PASSED, "ort-cuda": PASSED, "tensorrt": report.not_run("x")}, (), 0),
         ({"tensorrt": report.not_run("x")}, ("--sections", "tensorrt"), 3),
         ({"kernels": FAILED, "tensorrt": report.not_run("x")}, ("--sections", "kernels", "tensorrt"), 1),
+        ({"kernels": PASSED, "tensorrt": report.not_run("x")}, ("--sections", "kernels,tensorrt"), 3),
+        ({"kernels": PASSED, "ort-cuda": FAILED}, ("--sections", "kernels,", "ort-cuda"), 1),
         ({"kernels": report.result([])}, ("--sections", "kernels"), 1),
     ],
 )
 def test_the_exit_code_says_what_became_of_what_was_asked_for(monkeypatch, page, tmp_path, results, arguments, code):
     assert run_main(monkeypatch, page, tmp_path, results, *arguments) == code
+
+
+def test_a_section_that_is_not_there_is_named(monkeypatch, page, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, page, tmp_path, {}, "--sections", "kernels,ort_cuda")
+    assert "got 'ort_cuda'; expected some of kernels, ort-cuda, tensorrt" in capsys.readouterr().err
+
+
+def test_the_page_names_the_package_that_has_cudas_bindings(monkeypatch):
+    monkeypatch.setattr(main.importlib.metadata, "version", dict.fromkeys(main.PACKAGES, "1").__getitem__)
+    assert "cuda-bindings 1" in main.facts_of(MACHINE)["software"]
 
 
 def test_a_child_that_dies_or_hangs_leaves_a_result(tmp_path):
