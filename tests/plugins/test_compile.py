@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 import tempfile
@@ -109,6 +110,75 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         BuildError, match=r"plugins: got no nvcc, and no NVRTC: .*; expected one of them\. Install CUDA's"
     ):
         kernels.compile_kernels(KV_ROLLBACK, (9, 0))
+
+
+class FakeNvrtc:
+    """NVRTC with one outcome; `faults` fail to compile."""
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = faults
+
+    def nvrtcVersion(self) -> tuple[int, int, int]:
+        return 0, 13, 0
+
+    def nvrtcCreateProgram(self, source: bytes, *rest: object) -> tuple[int, bytes]:
+        return 0, source
+
+    def nvrtcCompileProgram(self, *rest: object) -> tuple[int]:
+        return (len(self.faults),)
+
+    def nvrtcGetProgramLogSize(self, program: bytes) -> tuple[int, int]:
+        return 0, 80
+
+    def nvrtcGetProgramLog(self, program: bytes, log: bytes) -> None:
+        ctypes.memmove(log, self.faults[0].encode(), len(self.faults[0]))
+
+    def nvrtcGetCUBINSize(self, program: bytes) -> tuple[int, int]:
+        return 0, 5
+
+    nvrtcGetPTXSize = nvrtcGetCUBINSize
+
+    def nvrtcGetCUBIN(self, program: bytes, code: bytes) -> None:
+        ctypes.memmove(code, b"NVRTC", 5)
+
+    nvrtcGetPTX = nvrtcGetCUBIN
+
+    def nvrtcDestroyProgram(self, program: bytes) -> None:
+        pass
+
+
+NO_HOST = "gcc: No such file or directory\nnvcc fatal   : Failed to preprocess host compiler properties."
+
+
+@pytest.mark.parametrize(
+    ("said", "nvrtc", "expected"),
+    [
+        (NO_HOST, FakeNvrtc(), None),
+        (NO_HOST, FakeNvrtc("error: bad"), r"KVRollback.*: got nvcc fatal .*host compiler.* nvcc, error: bad.* NVRTC;"),
+        (NO_HOST, None, r"plugins: got an nvcc that fails \(nvcc fatal .*host compiler.*\), and no NVRTC: .*Install"),
+        ("kernel.cuh(3): error: bad", FakeNvrtc(), r"KVRollback for sm_90: got kernel\.cuh\(3\): error: bad; expected"),
+    ],
+    ids=["NVRTC", "both fail", "no NVRTC", "a fault of the source"],
+)
+def test_an_nvcc_without_a_host_compiler(
+    said: str, nvrtc: FakeNvrtc | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> FakeNvrtc:
+        if nvrtc is None:
+            raise ImportError(name)
+        return nvrtc
+
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\nprintf "{said}" >&2\nexit 1\n')
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernels, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(kernels.importlib, "import_module", load)
+    if expected is None:
+        assert kernels.compile_kernels(KV_ROLLBACK, (9, 0)) == b"NVRTC"
+    else:
+        with pytest.raises(BuildError, match=expected):
+            kernels.compile_kernels(KV_ROLLBACK, (9, 0))
 
 
 def test_the_digest_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

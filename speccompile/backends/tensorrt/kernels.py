@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the plugins' CUDA sources for a GPU, once a machine, and launch them on raw pointers.
 
-nvcc is taken where there is one, else NVRTC through cuda-python. What is compiled lies in the user's cache folder
-under the digest of sources, compiler and options.
+nvcc is taken where there is one and it has a host compiler, else NVRTC through cuda-python. What is compiled lies in
+the user's cache folder under the digest of sources, compiler and options.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from speccompile.errors import BuildError, RuntimeFault
 
 SOURCES = {SPEC_VERIFY: "spec_verify/kernel.cuh", KV_ROLLBACK: "kv_rollback/kernel.cuh"}
 _OPTIONS = ("-std=c++17",)
-_INSTALL = "Install CUDA's nvcc (or pip install nvidia-cuda-nvrtc), or build with engine.plugins: none."
+_INSTALL = "Install CUDA's nvcc and gcc (or pip install nvidia-cuda-nvrtc), or build with engine.plugins: none."
 
 
 def find_sources() -> Path:
@@ -126,17 +126,25 @@ def _run_nvcc(nvcc: Path, op: str, arch: str, kind: str, source: str) -> bytes:
             str(output),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise _compile_error(op, arch, done.stderr)
-        return output.read_bytes()
+        if done.returncode == 0:
+            return output.read_bytes()
+    fault = _compile_error(op, arch, done.stderr)
+    if "host compiler" not in done.stderr.lower():
+        raise fault
+    _load_nvrtc(f"an nvcc that fails ({fault.got})")
+    try:
+        return _run_nvrtc(op, arch, kind, source)
+    except BuildError as other:
+        got = f"{fault.got} from nvcc, {other.got} from NVRTC"
+        raise BuildError(fault.where, got, fault.expected, fault.todo) from other
 
 
-def _load_nvrtc() -> Any:
+def _load_nvrtc(nvcc: str = "no nvcc") -> Any:
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as fault:  # cuda-python finds the library when the first function is called
-        raise BuildError("plugins", f"no nvcc, and no NVRTC: {fault}", "one of them", _INSTALL) from fault
+        raise BuildError("plugins", f"{nvcc}, and no NVRTC: {fault}", "one of them", _INSTALL) from fault
     return nvrtc
 
 
