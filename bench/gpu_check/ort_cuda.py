@@ -3,16 +3,111 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+import speccompile
 from bench.gpu_check import decoding, report
+from speccompile.core import specs
+from speccompile.core.sampling import SamplingParams
+from speccompile.ops.kv_rollback import kv_rollback
+from speccompile.runtime.bundle import MANIFEST, digest_from_manifest, read_json
+from speccompile.runtime.spec_engine import SpecEngine
+
+if TYPE_CHECKING:
+    from speccompile.backends.onnxruntime.cuda_engine import OrtCudaEngine
 
 MAX_TIE_GAP = 1e-3  # float32 without TF32; kernels add in another order than torch's
+# Sums in another order shift a law by about 1e-5, and as many draws fall on another token: one text may part.
+MAX_PARTED = 1
+NUM_SAMPLED, NUM_TOKENS = 16, 40
+HEATS = ((0.8, 0, 0.95), (1.0, 40, 1.0), (1.2, 0, 0.9), (1.0, 0, 1.0))  # temperature, top_k, top_p
+# Drafts that are not drawn leave sampled text as it is without any, so that one reference serves all.
+SAMPLED = {"none": "none", "ngram": "ngram", "draft_model": {"method": "draft_model", "drafts": "greedy"}}
+NUM_COMMITS = 5
+
+
+def graph_rows(engine: SpecEngine) -> list[dict[str, Any]]:
+    """Whether each graph of an engine that has decoded ran as CUDA graphs, and why not."""
+    rows = []
+    for timed in engine.engines:
+        plan = timed.engine.plan
+        got = f"{plan.num_graphs} captured" + (f"; {plan.graph_fault}" if plan.graph_fault else "")
+        rows.append(report.row(f"CUDA graphs, {plan.spec.name}", got, "at least one", plan.num_graphs > 0))
+    return rows
+
+
+def rollback_row(engine: OrtCudaEngine, tokens: Sequence[int]) -> dict[str, Any]:
+    """Paths of scored trees committed in the caches on the device, at one shape, against the numpy twin.
+
+    Args:
+        engine: the target's; its slots are overwritten.
+        tokens: 24 or more.
+    """
+    slots, wrong, total = min(2, engine.max_slots), 0, 0
+    lengths, path = np.array([8, 13])[:slots], np.array([[0, 2, 3, -1], [0, 1, 3, 5]])[:slots]
+    for _ in range(NUM_COMMITS):
+        engine.run({specs.TOKENS: np.tile(tokens[:24], (slots, 1)), specs.LENGTHS: np.zeros(slots, np.int64)})
+        before = _caches_on_host(engine, slots)
+        engine.compact(lengths, path)
+        for old, new in zip(before, _caches_on_host(engine, slots), strict=True):
+            total += 1
+            wrong += not np.array_equal(new, kv_rollback(old, lengths, path)[0])
+    got = f"{total - wrong} of {total} caches equal"
+    return report.row(f"tree commits, {NUM_COMMITS} at one shape", got, "all, to the numpy twin", wrong == 0)
+
+
+def _caches_on_host(engine: OrtCudaEngine, slots: int) -> list[NDArray[np.float32]]:
+    caches = engine.caches
+    assert caches is not None
+    found = [np.empty(caches.shape(slots), np.float32) for _ in caches.names]
+    for index, array in enumerate(found):
+        engine.device.copy(array.ctypes.data, caches.address(index, 0), array.nbytes)
+    engine.device.synchronize()
+    return found
+
+
+def sampled_rows(bundle: Path, twin: Path, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Sampled tokens of the bundle against those of its target on the CPU, at the same seeds.
+
+    Args:
+        bundle: on the GPU.
+        twin: see `copy_for_cpu`.
+        prompts: token ids.
+    """
+    params = [
+        SamplingParams(max_new_tokens=NUM_TOKENS, temperature=t, top_k=k, top_p=p, seed=100 + i)
+        for i, (t, k, p) in enumerate(HEATS[i % len(HEATS)] for i in range(len(prompts)))
+    ]
+    wanted, rows = speccompile.load(twin, method="none").generate(prompts, params), []
+    for name, method in SAMPLED.items():
+        results = speccompile.load(bundle, method=method).generate(prompts, params)
+        parted = sum(a.tokens != b.tokens for a, b in zip(results, wanted, strict=True))
+        got, expected = f"{len(prompts) - parted} of {len(prompts)} equal", f"the CPU's, but for {MAX_PARTED}"
+        rows.append(report.row(f"sampled texts, {name}", got, expected, parted <= MAX_PARTED))
+    return rows
+
+
+def copy_for_cpu(bundle: Path, dest: Path) -> Path:
+    """The bundle with the same target, for ONNX Runtime on the CPU; the draft's outputs have other shapes there."""
+    shutil.rmtree(dest, ignore_errors=True)
+    shutil.copytree(bundle, dest)
+    manifest = read_json(dest / MANIFEST)
+    manifest["recipe"]["engine"]["device"] = "cpu"
+    manifest["graphs"]["target"]["tuning"] = {}  # as it is: its speed does not matter
+    manifest["digest"] = digest_from_manifest(manifest)
+    (dest / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    return dest
 
 
 def run(work: Path) -> dict[str, Any]:
-    """Build with `engine.device: cuda`, compare with transformers, time."""
+    """Build with `engine.device: cuda`, compare with transformers and the CPU, time."""
     import onnxruntime
 
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
@@ -25,5 +120,11 @@ def run(work: Path) -> dict[str, Any]:
     wanted = decoding.reference_rows(reference)
     rows = [report.row("reference", "golden file" if reference.model is None else "transformers on this GPU, fp32")]
     rows += decoding.equality_rows(bundle, wanted, reference, MAX_TIE_GAP)
+    prompts = [r["prompt_ids"] for r in wanted[:NUM_SAMPLED]]
+    engine = speccompile.load(bundle)
+    engine.generate(prompts, SamplingParams(max_new_tokens=NUM_TOKENS))
+    rows += graph_rows(engine)
+    rows.append(rollback_row(engine.engines[0].engine, prompts[0] * 24))
+    rows += sampled_rows(bundle, copy_for_cpu(bundle, work / "on-cpu"), prompts)
     timed, raw = decoding.speed_rows(bundle, wanted, reference)
     return report.result([*rows, *timed], raw=raw)

@@ -157,6 +157,11 @@ class SessionPlan:
             self._session = self._reopen()
         return self._session
 
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that were captured and are replayed."""
+        return len(self.proven) - 1 if self.has_graphs else 0
+
     def graph_id(self, bound: Hashable) -> int:
         """The id of what is bound, the same whenever it is bound again; `NO_GRAPH` where there are no more."""
         if not self.has_graphs or (len(self._ids) >= MAX_GRAPHS and bound not in self._ids):
