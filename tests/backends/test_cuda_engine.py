@@ -78,6 +78,15 @@ def same(ours, theirs):
         np.testing.assert_array_equal(np.asarray(ours[name]), value, err_msg=name)
 
 
+def test_engines_are_loaded_on_the_device_that_was_asked_for(load, cuda):
+    load()
+    cuda.num_devices = 2
+    Device(cuda, 1)
+    assert cuda.current == 1
+    load()
+    assert cuda.current == 0
+
+
 def test_steps_equal_those_of_the_cpu_engine(load, open_engine):
     """Growing, shrinking, slots, trees and compaction; verdicts decided by branch-free bodies."""
     ours, theirs = load(), open_engine()

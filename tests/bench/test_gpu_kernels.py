@@ -81,6 +81,33 @@ def test_the_gpu_is_busy_when_the_time_starts() -> None:
     assert device.put[1:6] == ["graph", "event start", "graph", "event end", "wait"]
 
 
+def test_small_copies_are_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a graph's copies reads bytes that no other reads, and writes likewise, as long as there are any."""
+
+    class Copier(Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.copies: list[tuple[int, int, int]] = []
+
+        def allocate(self, num_bytes: int) -> SimpleNamespace:
+            return SimpleNamespace(address=0x1000 + 0x100000 * len(self.copies), num_bytes=num_bytes)
+
+        def copy(self, dest: int, source: int, num_bytes: int) -> None:
+            self.copies.append((dest, source, num_bytes))
+
+    monkeypatch.setattr(kernels, "COLD_BYTES", 1000)
+    monkeypatch.setattr(kernels, "LAUNCHES", 5)
+    device = Copier()
+    bench = kernels.Bench(device)  # type: ignore[arg-type]
+    assert kernels.measure_copy(bench, 300) == pytest.approx(2 * 300 / (40.0 / 5) / 1e6)
+    in_graph = device.copies[1:]  # the first warms up
+    assert [source - 0x1000 for _, source, _ in in_graph] == [0, 300, 600, 0, 300]
+    assert all(dest == source and size == 300 for dest, source, size in in_graph)
+    device = Copier()
+    kernels.measure_copy(kernels.Bench(device), 1000)  # type: ignore[arg-type]
+    assert {size for *_, size in device.copies} == {1000}
+
+
 @pytest.mark.parametrize(("nodes", "expected"), [(1, [0]), (7, [0, 0, 0, 1, 1, 2, 2])])
 def test_trees(nodes: int, expected: list[int]) -> None:
     assert [max(p, 0) for p in kernels.tree_parents(nodes, is_chain=False)] == expected

@@ -210,6 +210,7 @@ def load_cuda_engine(
         RuntimeFault: no GPU, no cuda-python, or not enough memory.
     """
     gpu = open_device(ordinal_from_name(device))
+    gpu.activate()
     plan = open_plan(path, spec, gpu, settings)
     # A rollback overwrites rows that it reads: run several times, as a capture does, it would move them again.
     plain = {**settings, "cuda_graphs": False}
