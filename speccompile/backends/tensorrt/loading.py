@@ -80,6 +80,8 @@ class Plan:
         BundleError: it does not fit this machine or this TensorRT, or differs from its spec.
     """
 
+    idle_runs = 256  # making a context takes TensorRT as long as several steps; how long was not measured
+
     def __init__(
         self, flavour: Flavour, path: Path, spec: GraphSpec, device: Device, settings: Mapping[str, Any]
     ) -> None:

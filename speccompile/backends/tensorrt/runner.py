@@ -26,6 +26,7 @@ class Executable(Protocol):
     spec: GraphSpec
     device: Device
     captures_itself: bool  # its contexts make CUDA graphs of their own
+    idle_runs: int  # a step loses its context to another once so many runs went by without it
 
     def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
         """The profile that takes these shapes."""
@@ -64,9 +65,12 @@ class Runner:
         self.uses_graphs = bool(settings.get("cuda_graphs", True)) and not plan.captures_itself
         self.graph_fault: str | None = None  # why graphs were given up
         self.last_step: Step | None = None
+        self._num_runs = 0
         self._shared: dict[int, tuple[Any, Step | None]] = {}  # by profile: the context, and the step bound to it
         self._steps: OrderedDict[tuple[Any, ...], Step] = OrderedDict()
-        self._owners: OrderedDict[Step, None] = OrderedDict()  # steps with a context of their own, oldest first
+        self._owners: OrderedDict[Step, None] = (
+            OrderedDict()
+        )  # steps with a context of their own, in the order of their last runs
 
     def run(self, feeds: Mapping[str, Any], sizes: Mapping[str, int], first_slot: int = 0) -> Mapping[str, Any]:
         """One run; returns once the small outputs are on the host.
@@ -108,14 +112,16 @@ class Runner:
         return lent, copied
 
     def _launch(self, step: Step) -> None:
-        step.num_runs += 1
-        if step.graph is not None:
+        self._num_runs += 1
+        step.num_runs, step.last_run = step.num_runs + 1, self._num_runs
+        if step.context is not None:
             self._owners.move_to_end(step)
+        if step.graph is not None:
             step.graph.launch()
             return
         if step.context is not None and self.uses_graphs and self._capture(step):
             return
-        if step.context is None and step.num_runs > 1 and step.nodes <= MAX_GRAPH_NODES and self.max_contexts:
+        if step.context is None and step.num_runs > 1 and step.nodes <= MAX_GRAPH_NODES and self._has_room():
             self._own_context(step)
         context = step.context
         if context is None:
@@ -135,6 +141,13 @@ class Runner:
             return False
         step.graph.launch()
         return True
+
+    def _has_room(self) -> bool:
+        """Whether a step may have a context of its own; one made for every other run would cost more than it saves."""
+        if len(self._owners) < self.max_contexts:
+            return True
+        oldest = next(iter(self._owners), None)
+        return oldest is not None and self._num_runs - oldest.last_run > self.plan.idle_runs
 
     def _own_context(self, step: Step) -> None:
         """A graph holds a context's state, so a context is never shared by graphs of different shapes."""

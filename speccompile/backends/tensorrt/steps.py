@@ -79,7 +79,7 @@ class Step:
     ) -> None:
         self.plan, self.device = runner.plan, runner.device
         self.inputs, self.outputs = runner.inputs, runner.outputs
-        self.num_runs = 0
+        self.num_runs = self.last_run = 0
         self.context: Any = None
         self.graph: Graph | None = None
         self.nodes = sizes.get("nodes", 1)

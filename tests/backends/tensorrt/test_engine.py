@@ -10,6 +10,7 @@ from speccompile.backends.tensorrt.arrays import DeviceArray
 from speccompile.backends.tensorrt.caches import rollback_spec_of
 from speccompile.backends.tensorrt.device import Device
 from speccompile.backends.tensorrt.engine import load_engine
+from speccompile.backends.tensorrt.loading import Plan
 from speccompile.core import specs
 from speccompile.core.specs import sampled_spec
 from speccompile.core.tensorrt_specs import tensorrt_spec
@@ -99,7 +100,8 @@ def test_a_step_is_one_copy_in_and_one_small_copy_out(lab, target):
     assert lab.cuda.num_launches == 4  # the first is bound anew, the second warms up a context of its own
 
 
-def test_graphs_are_kept_by_shape_and_bucket_and_given_up_where_capture_fails(lab, target, open_engine):
+def test_graphs_are_kept_by_shape_and_bucket_and_given_up_where_capture_fails(lab, target, open_engine, monkeypatch):
+    monkeypatch.setattr(Plan, "idle_runs", 0)
     ours, theirs = lab.load(target, max_contexts=2), open_engine()
     for engine in (ours, theirs):
         engine.run(feed(TOKENS[:120], 0))
@@ -113,6 +115,27 @@ def test_graphs_are_kept_by_shape_and_bucket_and_given_up_where_capture_fails(la
     for _ in range(5):
         same(ours.run(feed(TOKENS[:6], 140)), theirs.run(feed(TOKENS[:6], 140)))
     assert "cudaErrorStreamCaptureUnsupported" in ours.runner.graph_fault and not ours.runner.uses_graphs
+
+
+@pytest.mark.parametrize("flavour", ["tensorrt", "tensorrt_rtx"])
+def test_contexts_are_not_made_for_shapes_that_take_turns(tmp_path, target, open_engine, monkeypatch, flavour):
+    """Two contexts, four shapes: the first two keep them until they have not come for a while."""
+    lab = Lab(monkeypatch, tmp_path, flavour)
+    monkeypatch.setattr(Plan, "idle_runs", 6)
+    ours, theirs = lab.load(target, max_contexts=2), open_engine()
+    for engine in (ours, theirs):
+        engine.run(feed(TOKENS[:10], 0))  # later steps need no larger regions
+    for _ in range(10):
+        for nodes in (1, 2, 3, 4):
+            same(ours.run(feed(TOKENS[:nodes], 10)), theirs.run(feed(TOKENS[:nodes], 10)))
+    num_made = len(lab.trt.contexts)
+    assert {step.nodes for step in ours.runner._owners} == {1, 2}
+    assert lab.cuda.num_launches == (2 * (10 - 2) if flavour == "tensorrt" else 0)
+    for _ in range(10):
+        for nodes in (1, 4):  # 2 does not come any more
+            same(ours.run(feed(TOKENS[:nodes], 10)), theirs.run(feed(TOKENS[:nodes], 10)))
+    assert {step.nodes for step in ours.runner._owners} == {1, 4}
+    assert len(lab.trt.contexts) == num_made + 1
 
 
 def test_prompt_chunks_have_no_context_of_their_own(lab, target):
