@@ -16,6 +16,12 @@ from speccompile.core.specs import GraphSpec, TensorSpec, compacted_cache_name, 
 from speccompile.errors import BundleError
 
 
+def cache_bytes(spec: GraphSpec, max_slots: int) -> int:
+    """Bytes of the caches that an engine of this spec has for itself."""
+    tensors = [spec.input(name) for name in spec.own_caches]
+    return max_slots * sum(math.prod(cast(tuple[int, ...], t.dims[1:])) * item_bytes(t.dtype) for t in tensors)
+
+
 class Caches:
     """One [max_slots, kv_heads, rows, head_dim] buffer a cache.
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from speccompile.backends.tensorrt.caches import Caches, bind_caches, rollback_spec_of
+from speccompile.backends.tensorrt.caches import Caches, bind_caches, cache_bytes, rollback_spec_of
 from speccompile.backends.tensorrt.device import open_device, ordinal_from_name
 from speccompile.backends.tensorrt.flavours import Flavour
 from speccompile.backends.tensorrt.loading import Plan
@@ -163,7 +163,7 @@ def load_engine(
         _register_plugins(flavour)
     if spec.caches:
         _check_rows(path, spec, max_rows)
-    plan = Plan(flavour, path, spec, gpu, settings)
+    plan = Plan(flavour, path, spec, gpu, settings, cache_bytes(spec, max_slots))
     compactor = None if rollback is None else Plan(flavour, rollback, rollback_spec_of(spec), gpu, settings)
     return TrtEngine(plan, max_slots, max_rows, settings, compactor, lenders)
 

@@ -75,6 +75,7 @@ class Plan:
         spec: its inputs and outputs.
         device: where it runs.
         settings: `cuda_graphs`, `runtime_cache` (false: compiled kernels are not kept for the next load).
+        cache_bytes: that will be allocated for its caches; weights that are streamed leave room for them.
 
     Raises:
         BundleError: it does not fit this machine or this TensorRT, or differs from its spec.
@@ -83,7 +84,13 @@ class Plan:
     idle_runs = 256  # making a context takes TensorRT as long as several steps; how long was not measured
 
     def __init__(
-        self, flavour: Flavour, path: Path, spec: GraphSpec, device: Device, settings: Mapping[str, Any]
+        self,
+        flavour: Flavour,
+        path: Path,
+        spec: GraphSpec,
+        device: Device,
+        settings: Mapping[str, Any],
+        cache_bytes: int = 0,
     ) -> None:
         self.flavour, self.path, self.spec, self.device = flavour, path, spec, device
         blob = path.read_bytes()
@@ -101,7 +108,8 @@ class Plan:
         _check_io(path, spec, flavour, self.engine)
         if self.engine.streamable_weights_size > 0:  # 0 where the plan was built without the flag
             # TensorRT streams nothing by default. The budget also decides how much scratch memory is needed.
-            self.engine.weight_streaming_budget_v2 = self.engine.get_weight_streaming_automatic_budget()
+            budget = self.engine.get_weight_streaming_automatic_budget() - cache_bytes
+            self.engine.weight_streaming_budget_v2 = max(budget, 0)
         self.profiles = tuple(_read_profile(self.engine, spec, i) for i in range(self.engine.num_optimization_profiles))
         self._scratch = device.allocate(int(self.engine.device_memory_size_v2))
         self.captures_itself = flavour.can.supports_cuda_graph_strategy

@@ -2,6 +2,7 @@
 """TrtEngine over the fakes gives what ONNX Runtime gives, bit for bit: binding, aliasing, buckets, slots, graphs."""
 
 import gc
+import math
 
 import numpy as np
 import pytest
@@ -247,12 +248,16 @@ def test_kernels_compiled_at_load_are_kept(monkeypatch, tmp_path, target):
 def test_weights_stream_where_the_plan_was_built_for_it(lab, target):
     graph, spec, rollback = target
     spec = tensorrt_spec(spec, "float32", 64)
-    plan = lab.plan(graph, spec, profiles_of(64), streamable_bytes=1000)
+    cache_bytes = sum(4 * math.prod(spec.input(name).dims[1:]) for name in spec.caches)  # of one slot
+    plan = lab.plan(graph, spec, profiles_of(64), streamable_bytes=2 * cache_bytes + 1000)
     rollback = lab.plan(rollback, rollback_spec_of(spec), profiles_of(64))
     engine = load_engine(plan, spec, max_slots=1, max_rows=64, settings={}, rollback=rollback)
-    assert engine.plan.engine.weight_streaming_budget_v2 == 500
+    assert engine.plan.engine.weight_streaming_budget_v2 == 500  # half of the weights, but for the caches' room
+    assert engine.caches.num_bytes == cache_bytes
     assert engine.rollback.plan.engine.weight_streaming_budget_v2 == 0  # it has no weights
     engine.run(feed(TOKENS[:3], 0))
+    engine = load_engine(plan, spec, max_slots=2, max_rows=64, settings={})
+    assert engine.plan.engine.weight_streaming_budget_v2 == 0
 
 
 def test_too_many_rows_or_slots_are_refused(lab, target):
