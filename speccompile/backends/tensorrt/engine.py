@@ -164,7 +164,10 @@ def load_engine(
     if spec.caches:
         _check_rows(path, spec, max_rows)
     plan = Plan(flavour, path, spec, gpu, settings, cache_bytes(spec, max_slots))
-    compactor = None if rollback is None else Plan(flavour, rollback, rollback_spec_of(spec), gpu, settings)
+    # A rollback overwrites rows that it reads: run again before a capture that TensorRT makes by itself, it would move
+    # them twice. (Our own captures run nothing.)
+    plain = {**settings, "cuda_graphs": False} if plan.captures_itself else settings
+    compactor = None if rollback is None else Plan(flavour, rollback, rollback_spec_of(spec), gpu, plain)
     return TrtEngine(plan, max_slots, max_rows, settings, compactor, lenders)
 
 
