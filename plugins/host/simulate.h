@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the kernels on a CPU: the device words as C++, the threads of a block as fibers of one thread.
 // Barriers and shuffles switch fibers, blocks run one after the other, both in an order drawn from a seed; memory
-// that CUDA leaves undefined is filled with garbage. Lanes that meet in different calls end the program. It shows what a
-// kernel computes, not how fast, and no data race between blocks; races.h adds those within one. Include it once per
-// program (it holds the state of the machine that it plays).
+// that CUDA leaves undefined is filled with garbage. Lanes that meet in calls of different kinds or arguments end the
+// program. It shows what a kernel computes, not how fast, and no data race between blocks; races.h adds those within
+// one. Include it once per program (it holds the state of the machine that it plays).
 #pragma once
 
 #include <algorithm>
@@ -278,11 +278,10 @@ inline float host_float_from_half(unsigned short bits) {
     return __uint_as_float(sign | (exponent + 112u) << 23 | fraction << 13);
 }
 
-// Runs `kernel` as a grid. Shared memory of the static kind is not cleared between blocks, as on a GPU; `fixed` names it
-// where races are watched.
+// Runs `kernel` as a grid; `fixed` is its shared memory of the static kind.
 inline void host_launch(
     dim3 grid, unsigned threads, std::size_t shared_bytes, unsigned seed, std::function<void()> kernel,
-    [[maybe_unused]] const void* fixed = nullptr, [[maybe_unused]] std::size_t fixed_bytes = 0) {
+    void* fixed = nullptr, std::size_t fixed_bytes = 0) {
     host::Machine& machine = host::machine;
     machine.kernel = std::move(kernel);
     if (machine.fibers.size() < threads) machine.fibers.resize(threads);
@@ -298,6 +297,7 @@ inline void host_launch(
     for (unsigned block : blocks) {
         blockIdx = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
         machine.dynamic_shared.assign(shared_bytes, char(0xa5));
+        if (fixed != nullptr) std::memset(fixed, 0xa5, fixed_bytes);
         machine.block = {int(threads), 0, 0};
         for (auto& warp : machine.warps) warp.barrier = {32, 0, 0};
         std::shuffle(order.begin(), order.end(), random);

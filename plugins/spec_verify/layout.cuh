@@ -134,8 +134,9 @@ struct Quotient {
     float high, low;
 
     __device__ explicit Quotient(const Divider& divide) {
-        high = __uint_as_float(__float_as_uint(divide.reciprocal) - 1);
-        low = fmaf(-divide.divisor, high, 1.0f) * divide.reciprocal;
+        const float near = fminf(divide.reciprocal, 0x1.fffffep127f);  // temperatures below 2^-128 have an infinite one
+        high = __uint_as_float(__float_as_uint(near) - 1);
+        low = fmaxf(fmaf(-divide.divisor, high, 1.0f) * near, 0x1p-149f);
     }
 
     __device__ float operator()(float x) const { return fmaf(x, high, x * low); }

@@ -98,7 +98,8 @@ __device__ inline int draw_in_chunk(const Work& work, int chunk, double rest) {
         const double before = upto;
         upto += entries[j];
         if (upto > before) last = offset + 1;
-        if (upto > rest && first == CHUNK) first = offset;
+        // Sums that start elsewhere may have passed `rest` already: an entry without mass is not drawn for that.
+        if (entries[j] > 0 && upto > rest && first == CHUNK) first = offset;
     }
     first = warp_min(first);
     last = warp_max(last);

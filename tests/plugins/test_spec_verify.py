@@ -139,6 +139,61 @@ def test_ties_are_broken_by_index() -> None:
     assert not assert_same(lambda feeds: host_lab.verify(host_lab.kernels(), feeds), case)
 
 
+# Chunks of equal masses, of which the scan's sums differ by rounding from those that a thread makes of its own run.
+UNEVEN = [61, 84, 111, 113, 126, 135, 154, 186, 227, 244, 265, 271, 275, 279]
+UNEVEN += [281, 316, 326, 331, 353, 365, 372, 395, 407, 421, 466, 471]
+
+
+@pytest.mark.parametrize("is_refused", [False, True], ids=["own law", "residual"])
+@pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
+def test_a_masked_entry_is_not_drawn_where_sums_differ_by_rounding(is_single: bool, is_refused: bool) -> None:
+    """26 tokens of equal mass, all others impossible, and a draw in their very middle."""
+    vocab, tokens, drafted = 128256, 256 * np.array(UNEVEN) + 100, 7
+    logits = np.full((1, 2, vocab), -np.inf, np.float32)
+    logits[..., tokens] = 3.0
+    laws = np.full((1, 2, vocab), 1 / vocab, np.float32)
+    if is_refused:
+        logits[..., drafted], laws[0, 1] = 3.0, np.eye(1, vocab, drafted, dtype=np.float32)
+    case = {
+        "logits": logits,
+        "tokens": np.array([[0, drafted]]),
+        "parents": np.array([[-1, 0 if is_refused else -1]]),
+        "draft_probs": laws,
+        "uniforms": np.array([[[0.9, 0.5], [0.9999, 0.3]]], np.float32),
+        "temperature": np.ones(1, np.float32),
+        "top_k": np.zeros(1, np.int64),
+        "top_p": np.ones(1, np.float32),
+    }
+    with np.errstate(invalid="ignore"):
+        [_], [num_accepted], [token] = host_lab.verify(host_lab.kernels(), case, is_single=is_single)
+    assert num_accepted == 0
+    assert token in tokens
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 2.9e-39, 1e-30, 1e30])
+def test_extreme_temperatures(temperature: float) -> None:
+    case = wide_case(np.random.default_rng(0), 1025, 1, (-1,), spread=1.0, dtype="float32", temperature=temperature)
+    case["logits"] = -np.abs(case["logits"]) - np.float32(1e-3)
+    case["logits"][0, 0, 700] = 0
+    case["uniforms"][..., 1] = 0.4
+    for is_single in (False, True):
+        [_], [_], [token] = host_lab.verify(host_lab.kernels(), case, is_single=is_single)
+        with np.errstate(over="ignore", invalid="ignore"):
+            assert token == spec_verify(**case)[2][0]
+        assert (token == 700) == (temperature < 1)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("warp", CUTS, ids=str)
+def test_rows_that_are_no_numbers_give_some_token(warp: dict[str, float], value: float) -> None:
+    case = wide_case(np.random.default_rng(0), 1025, 2, TREE, spread=1.0, dtype="float32", **warp)
+    case["logits"][0, :, 3::7], case["logits"][1] = value, value
+    for is_single in (False, True):
+        path, num_accepted, token = host_lab.verify(host_lab.kernels(), case, is_single=is_single)
+        assert ((token >= 0) & (token < 1025)).all()
+        assert (path[:, 0] == 0).all() and ((num_accepted >= 0) & (num_accepted < 7)).all()
+
+
 @given(data=st.data())
 @settings(max_examples=120, deadline=None, derandomize=True, database=None)
 def test_small_cases_with_many_ties(data: st.DataObject) -> None:
