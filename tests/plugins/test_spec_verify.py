@@ -170,6 +170,41 @@ def test_a_masked_entry_is_not_drawn_where_sums_differ_by_rounding(is_single: bo
     assert token in tokens
 
 
+@pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
+def test_a_residual_of_rounding_alone_gives_a_possible_token(is_single: bool) -> None:
+    """The draft's law is the target's but for rounding, of which the pass over the row and the draw have their own."""
+    vocab = 600
+    for logit, ulps in itertools.product(np.float32([-1.3, -2.7, -5.1, -8.3, -9.9, -10.7]), range(-3, 4)):
+        logits = np.full((1, 2, vocab), logit, np.float32)
+        logits[..., 5], logits[..., ::256] = 0.0, -np.inf  # each chunk begins with a token that is impossible
+        held = np.isfinite(logits[0, 0])
+        mass = np.float32(np.exp(np.float64(logit)) / np.exp(logits[0, 0][held].astype(np.float64)).sum())
+        laws = np.full((1, 2, vocab), mass + ulps * np.spacing(mass), np.float32)
+        laws[..., 5] = 1.0
+        case = {
+            "logits": logits,
+            "tokens": np.array([[0, 256]]),
+            "parents": np.array([[-1, 0]]),
+            "draft_probs": laws,
+            "uniforms": np.array([[[0.9, 0.4], [0.9, 0.4]]], np.float32),
+            "temperature": np.ones(1, np.float32),
+            "top_k": np.zeros(1, np.int64),
+            "top_p": np.ones(1, np.float32),
+        }
+        [_], [num_accepted], [token] = host_lab.verify(host_lab.kernels(), case, is_single=is_single)
+        assert num_accepted == 0
+        assert held[token], (logit, ulps)
+
+
+def test_a_draw_of_one_gives_the_last_possible_token() -> None:
+    """Uniforms end below 1; one that was rounded up must not leave the law."""
+    case = wide_case(np.random.default_rng(0), 2049, 1, (-1,), spread=1.0, dtype="float32")
+    case["logits"][..., 700:] = -np.inf
+    case["uniforms"][...] = 1.0
+    for is_single in (False, True):
+        assert host_lab.verify(host_lab.kernels(), case, is_single=is_single)[2].tolist() == [699]
+
+
 @pytest.mark.parametrize("temperature", [1e-39, 2.9e-39, 1e-30, 1e30])
 def test_extreme_temperatures(temperature: float) -> None:
     case = wide_case(np.random.default_rng(0), 1025, 1, (-1,), spread=1.0, dtype="float32", temperature=temperature)
