@@ -108,17 +108,6 @@ __device__ inline V block_sum(V value, V* scratch) {
     return value;
 }
 
-template <int THREADS>
-__device__ inline float block_max(float value, float* scratch) {
-    const int lane = threadIdx.x % WARP;
-    value = warp_max(value);
-    if (lane == 0) scratch[threadIdx.x / WARP] = value;
-    __syncthreads();
-    value = warp_max(lane < THREADS / WARP ? scratch[lane] : minus_infinity());
-    __syncthreads();
-    return value;
-}
-
 // Sum of the threads before this one; `total` is that of all.
 template <int THREADS, typename V>
 __device__ inline V block_scan(V value, V* scratch, V& total) {

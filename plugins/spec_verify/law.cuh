@@ -17,9 +17,9 @@ struct Shared {
             u32 keys[MAX_CANDIDATES];
             u32 indices[MAX_CANDIDATES];
         } list;
-        double trial[MAX_CHUNKS];      // masses of a residual; by then the list has served
-        Cell cells[MAX_CHUNKS];        // of the one-launch form, until they are weighed
-        Outcome outcomes[MAX_NODES];   // of a slot, for its walk
+        double trial[MAX_CHUNKS];     // masses of a residual; by then the list has served
+        Cell cells[MAX_CHUNKS];       // of the one-launch form, until they are weighed
+        Outcome outcomes[MAX_NODES];  // of a slot, for its walk
     };
     u32 bins_low[256], bins_high[256];
     u64 sums[WARP];
@@ -186,7 +186,6 @@ __device__ __noinline__ Selected select(
         left = shift;
         __syncthreads();
     }
-    if (left == 0 && (least ^ most) == 0) return {most, 0};
     return {prefix, above};
 }
 
