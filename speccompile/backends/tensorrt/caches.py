@@ -18,8 +18,11 @@ from speccompile.errors import BundleError
 
 def cache_bytes(spec: GraphSpec, max_slots: int) -> int:
     """Bytes of the caches that an engine of this spec has for itself."""
-    tensors = [spec.input(name) for name in spec.own_caches]
-    return max_slots * sum(math.prod(cast(tuple[int, ...], t.dims[1:])) * item_bytes(t.dtype) for t in tensors)
+    return max_slots * sum(_slot_bytes(spec.input(name)) for name in spec.own_caches)
+
+
+def _slot_bytes(cache: TensorSpec) -> int:
+    return math.prod(cast(tuple[int, ...], cache.dims[1:])) * item_bytes(cache.dtype)
 
 
 class Caches:
@@ -43,7 +46,7 @@ class Caches:
         self.dims = cast(tuple[int, ...], first.dims[1:])
         self.dtype = first.dtype
         self.rows = self.dims[1]
-        self.slot_bytes = math.prod(self.dims) * item_bytes(self.dtype)
+        self.slot_bytes = _slot_bytes(first)
         if max_slots > 1 and self.slot_bytes % ALIGNMENT:
             got, expected = f"{self.slot_bytes} bytes a slot", f"a multiple of {ALIGNMENT}"
             raise BundleError(f"engine {spec.name}", got, expected, "Build with a number of cache rows divisible by 8.")

@@ -81,7 +81,7 @@ class Plan:
         BundleError: it does not fit this machine or this TensorRT, or differs from its spec.
     """
 
-    idle_runs = 256  # making a context takes TensorRT as long as several steps; how long was not measured
+    idle_runs = 256  # a guess: what TensorRT takes to make a context was not measured
 
     def __init__(
         self,
