@@ -6,6 +6,9 @@ STAMP  := $(VENV)/.set-up
 TRITON_VENV ?= .venv-triton
 BUNDLE ?= bundles/pycode
 ARGS   ?=
+WORKERS ?= 2
+# One thread a worker. Bytecode is kept even where the environment says no: tests start many children.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # The C++ plugin library: TensorRT's headers (in no wheel), GPUs by compute capability, where it goes.
 TENSORRT_INCLUDE_DIR ?= $(dir $(firstword $(wildcard \
@@ -16,7 +19,7 @@ NVCC           ?= nvcc
 PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp plugins/library.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test triton-server test-triton test-ray test-deploy lint format golden bench gpu-check docs plugins clean
+.PHONY: help setup demo check test fuzz triton-server test-triton test-ray test-deploy lint format golden sweep bench gpu-check docs plugins clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,8 +36,14 @@ $(STAMP): pyproject.toml
 demo: setup  ## Build recipes/pycode.yaml, generate live, compare plain with speculative decoding
 	$(BIN)/python examples/demo.py
 
-test: setup  ## Run all tests (one file: make test ARGS=tests/core)
-	$(BIN)/python -m pytest $(ARGS)
+check: lint  ## Lint, then the tests without a marker: those that need numpy alone (about a minute)
+	$(PYTEST) --quiet --unmarked $(ARGS)
+
+test: setup  ## Run all tests, WORKERS=2 at a time (one folder: make test ARGS=tests/core)
+	$(PYTEST) $(ARGS)
+
+fuzz: setup  ## Try 1000 mutated recipes, checkpoints, bundles and requests each (again: FUZZ_CASE=17 make test ARGS=...)
+	FUZZ_CASES=$${FUZZ_CASES:-1000} $(PYTEST) tests/fuzz $(ARGS)
 
 triton-server: $(TRITON_VENV)/.set-up  ## Make .venv-triton: a real Triton Inference Server, without Docker
 
@@ -65,6 +74,9 @@ format: setup  ## Let ruff rewrite what it can
 
 golden: setup  ## Write the golden files anew; a refactor leaves `git diff` empty
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest --quiet tests/golden
+
+sweep: setup  ## Export every causal model type of transformers at tiny size; writes docs/families.md (about 15 CPU minutes)
+	$(BIN)/python -m tests.export.sweep $(ARGS)
 
 bench: $(BUNDLE)/manifest.json  ## Plain, speculative and transformers, interleaved, on examples/prompts.jsonl
 	$(BIN)/speccompile bench $(BUNDLE) --prompts examples/prompts.jsonl $(ARGS)

@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="folder for the saved graph; a temporary one if not given")
     args = parser.parse_args()
 
-    from speccompile.frontend.export import export_decoder
+    from speccompile.export.decoder import export_decoder
     from speccompile.passes.save import save_model
 
     peaks, marks = Peaks(), []

@@ -20,7 +20,7 @@ from pathlib import Path
 from time import perf_counter
 
 import speccompile
-from speccompile.core.memory import read_memory
+from speccompile.backends.memory import read_memory
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Request

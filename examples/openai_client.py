@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 
 def main() -> None:
@@ -23,7 +23,10 @@ def main() -> None:
     args = parser.parse_args()
 
     client = OpenAI(base_url=args.url, api_key=args.api_key)
-    [model] = client.models.list().data
+    try:
+        [model] = client.models.list().data
+    except APIConnectionError:
+        raise SystemExit(f"nobody answers at {args.url}; start a server: speccompile serve bundles/pycode") from None
     print(args.prompt, end="", flush=True)
     chunks = client.completions.create(
         model=model.id,

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import sys
 
-import speccompile
-from speccompile.core.sampling import SamplingParams
+from speccompile import SamplingParams, load
 
 STACK = """class Stack:
     def __init__(self):
@@ -24,7 +23,7 @@ READ = """def read_lines(path, encoding="utf-8"):
 
 
 def main() -> None:
-    engine = speccompile.load(sys.argv[1] if len(sys.argv) > 1 else "bundles/pycode")
+    engine = load(sys.argv[1] if len(sys.argv) > 1 else "bundles/pycode")
 
     greedy = SamplingParams(max_new_tokens=48)
     for prompt, result in zip([STACK, READ], engine.generate([STACK, READ], greedy), strict=True):

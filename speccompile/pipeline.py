@@ -6,43 +6,47 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from speccompile.bundling.checks import check_graph
+from speccompile.backends.base import Backend
 from speccompile.bundling.graphs import Graph, compile_graph, compile_options, find_graph, tune_graph
+from speccompile.bundling.guard import claim_folder
 from speccompile.bundling.manifest import write_bundle_files
+from speccompile.bundling.records import BUNDLE
 from speccompile.bundling.shared_weights import share_weights
 from speccompile.bundling.stage_cache import StageCache, default_cache_folder
 from speccompile.bundling.stages import Progress, StageLog
 from speccompile.bundling.staging import staged_folder
 from speccompile.bundling.tokenizers import check_same_tokenizer, check_tokenizer
-from speccompile.core.devices import backend_on
+from speccompile.core import registry
 from speccompile.core.specs import spec_from_json
-from speccompile.errors import BuildError, RecipeError
+from speccompile.errors import RecipeError
 from speccompile.recipe.plan import BuildPlan
-from speccompile.runtime.bundle import MANIFEST, Bundle, read_bundle, weights_beside
+from speccompile.runtime.bundle import Bundle, read_bundle, weights_beside
 
 ROLLBACK = "rollback"
 
 
 def build(
-    plan: BuildPlan, dest: Path, progress: Progress = lambda stage: None, cache: StageCache | None = None
+    plan: BuildPlan, dest: Path | str, progress: Progress = lambda stage: None, cache: StageCache | None = None
 ) -> Bundle:
     """Build the bundle of `plan`; `dest` is replaced whole or not touched.
 
+    What is in `dest` is replaced where it is a bundle as it was built, with no file added or changed.
+
     Args:
         plan: see `speccompile.recipe.resolve`.
-        dest: the bundle's folder.
+        dest: the bundle's folder; a link is followed.
         progress: called with "STAGE" and "STAGE: STEP".
         cache: stages whose inputs did not change are taken from it; the user's own by default.
 
     Raises:
         RecipeError, CheckpointError, ExportError, PassError, BuildError: see the stages.
     """
-    dest = dest.absolute()
     log = StageLog(progress)
     cache = StageCache(default_cache_folder()) if cache is None else cache
-    backend = backend_on(plan.engine.backend, plan.engine.device)
-    _check_place(plan, backend, dest)
-    with staged_folder(dest) as folder:
+    backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
+    _check_device(plan, backend)
+    claim = claim_folder(Path(dest), BUNDLE)
+    with staged_folder(claim.path, claim.hold) as folder:
         with log.stage("check checkpoints"):
             graphs = _check_checkpoints(plan, backend, log)
         place = folder / "graphs"
@@ -72,23 +76,20 @@ def build(
             stage.skipped = backend.why_unchecked()
             for graph in graphs:
                 record = records[graph.job.name]
-                record["checks"] = _check_graph(plan, backend, folder, record, stage.skipped)
+                record["checks"] = _check_compiled(graph, plan, backend, folder, record, stage.skipped)
         log.current = "bundle"
         progress(log.current)
         write_bundle_files(folder, plan, graphs[0].source.folder, records, log.rows)
-    return read_bundle(dest, verify=False)
+    return read_bundle(claim.path, verify=False)
 
 
-def _check_place(plan: BuildPlan, backend: Any, dest: Path) -> None:
+def _check_device(plan: BuildPlan, backend: Backend) -> None:
     if plan.engine.device not in backend.devices:
         expected = f"one of {', '.join(backend.devices)} with engine.backend: {backend.name}"
         raise RecipeError("engine.device", plan.engine.device, expected, "Choose another device or backend.")
-    if dest.is_file() or (dest.is_dir() and any(dest.iterdir()) and not (dest / MANIFEST).exists()):
-        got = "a file" if dest.is_file() else "a folder with other things in it"
-        raise BuildError(str(dest), got, "a bundle to replace, or nothing", "Choose another place with -o.")
 
 
-def _check_checkpoints(plan: BuildPlan, backend: Any, log: StageLog) -> list[Graph]:
+def _check_checkpoints(plan: BuildPlan, backend: Backend, log: StageLog) -> list[Graph]:
     log.step(plan.target.name)
     target = find_graph(plan, plan.target, None, backend)
     check_tokenizer(target.source.folder, target.dims, plan.weights)
@@ -103,8 +104,8 @@ def _check_checkpoints(plan: BuildPlan, backend: Any, log: StageLog) -> list[Gra
     return graphs
 
 
-def _check_graph(
-    plan: BuildPlan, backend: Any, folder: Path, record: dict[str, Any], skipped: str | None
+def _check_compiled(
+    graph: Graph, plan: BuildPlan, backend: Backend, folder: Path, record: dict[str, Any], skipped: str | None
 ) -> dict[str, Any]:
     if skipped is not None:
         return {"skipped": skipped}
@@ -112,4 +113,4 @@ def _check_graph(
     engine = backend.load(
         path, spec, max_slots=1, max_rows=record["max_rows"], tuning=record["tuning"], device=plan.engine.device
     )
-    return check_graph(engine, plan.engine.max_draft_nodes + 1)
+    return graph.source.check_compiled(engine, plan.engine.max_draft_nodes + 1)

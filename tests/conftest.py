@@ -1,11 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bundle of the trained example pair: built once a session, through the whole pipeline."""
+"""Markers by need, one thread a process, CPU time of unmarked tests; the bundle of the trained example pair."""
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 
 import pytest
+
+from tests import tiers
+from tests.cpu_time import CpuTimes
+
+TESTS = Path(__file__).parent
+
+# The models are tiny, and workers share the cores; children inherit this. Set before anything imports torch or numpy.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("speccompile")
+    group.addoption("--unmarked", action="store_true", help="only tests without a marker (make check)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in tiers.MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+    if config.getoption("--unmarked"):
+        config.pluginmanager.register(CpuTimes(), "cpu_times")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --unmarked, a module whose every test has a marker is not even imported."""
+    if not config.getoption("--unmarked") or collection_path.suffix != ".py":
+        return None
+    return bool(tiers.markers_of(collection_path.relative_to(TESTS).as_posix())) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        names = tiers.markers_of(item.path.relative_to(TESTS).as_posix(), getattr(item, "fixturenames", ()))
+        for name in sorted(names):
+            item.add_marker(name)
+    if config.getoption("--unmarked"):
+        marked = [item for item in items if any(item.get_closest_marker(name) for name in tiers.MARKERS)]
+        config.hook.pytest_deselected(items=marked)
+        items[:] = [item for item in items if item not in set(marked)]
+
+
+def pytest_collection_finish() -> None:
+    """What the collection made stays: full collections of garbage, which builds ask for, need not walk it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

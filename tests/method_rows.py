@@ -144,7 +144,7 @@ def config_of(method: str, form: str, model: Path) -> Any:
 
 def sources(method: str, form: str, target: Path, model: Path) -> Iterator[Any]:
     """The sources of the target's graph, which is the same for all, and of all that the method wants beside it."""
-    from speccompile.frontend.decoder_source import DecoderSource
+    from speccompile.export.decoder_source import DecoderSource
     from tests.speculators.eagle_lab import STREAMS
 
     config, chosen = config_of(method, form, model), registry.method(method)

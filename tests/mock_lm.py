@@ -35,10 +35,10 @@ from speccompile.core.specs import (
     GraphSpec,
     TensorSpec,
     guess_outputs,
-    num_guesses,
 )
 from speccompile.core.tree import TokenTree, chain_mask, chain_parents
 from speccompile.errors import RuntimeFault
+from speccompile.ops.finite_token import finite_token
 from speccompile.ops.guesses import top_tokens
 
 VOCAB = 24
@@ -85,6 +85,8 @@ class MockLM:
 class MockEngine:
     """See `speccompile.core.protocols.Engine`."""
 
+    compacts_in_step, view_rows = False, 0
+
     def __init__(
         self, model: MockLM, role: str, max_slots: int, max_seq_len: int, headroom: int = 0, num_guesses: int = 4
     ) -> None:
@@ -93,10 +95,12 @@ class MockEngine:
         outputs = guess_outputs(num_guesses, laws=True) if role == "guesser" else ()
         if role == "target":
             outputs = (TensorSpec(LOGITS, ("batch", "scored", VOCAB), "float32"),)
-        self.spec = GraphSpec(role, (), outputs, (), VOCAB)
+        num = num_guesses if role == "guesser" else 0
+        self.spec = GraphSpec(role, (), outputs, (), VOCAB, num_candidates=num, gives_probs=role != "target")
         self.voids_moved = True  # what moves is not read where it was; prompts that are shared are copied, though
         self.cache = np.full((max_slots, max_rows), -1, dtype=np.int64)
         self.feeds_seen: list[dict[str, tuple[int, ...]]] = []
+        self.bad: int | None = None  # a token whose row is NaN: it spoils all rows of a slot, as masks do not hide NaN
         self._outputs: dict[str, np.ndarray] = {}
 
     def run(self, feeds, first_slot=0):
@@ -121,6 +125,8 @@ class MockEngine:
                 context = np.concatenate((row[:length], tokens[b][mask[b, node]]))
                 assert (context >= 0).all(), "reads a cache row that was never written"
                 logits[b, i] = self.model.logits(context)
+            if self.bad is not None and (row == self.bad).any():
+                logits[b] = np.nan
         self._outputs = self._tail(feeds, tokens, logits, scored)
         return self._outputs
 
@@ -136,7 +142,7 @@ class MockEngine:
             law = probs[:, 0] if heat.any() else np.zeros((batch, 1), dtype=np.float32)
             return {SAMPLED_TOKEN: sampled, CONFIDENCE: soft[np.arange(batch), sampled], SAMPLED_PROBS: law.copy()}
         if self.role == "guesser":
-            guesses, sure = top_tokens(logits, num_guesses=num_guesses(self.spec))
+            guesses, sure = top_tokens(logits, num_guesses=self.spec.num_candidates)
             laws = probs if heat.any() else np.zeros((*logits.shape[:2], 1), np.float32)
             return {GUESSES: guesses, GUESS_PROBS: sure.copy(), NODE_LAWS: laws.copy()}
         parents = feeds.get(PARENTS, chain_parents(batch, nodes))
@@ -145,7 +151,8 @@ class MockEngine:
         tree = TokenTree(tokens, parents, np.full(batch, nodes), feeds.get(DRAFT_PROBS))
         draws = feeds.get(UNIFORMS, np.zeros((*tokens.shape, 2), dtype=np.float32))
         verdict = accept(tree, probs, draws)
-        return {PATH: verdict.path, NUM_ACCEPTED: verdict.num_accepted, NEXT_TOKEN: verdict.next_token, LOGITS: logits}
+        (following,) = finite_token(logits, verdict.next_token)
+        return {PATH: verdict.path, NUM_ACCEPTED: verdict.num_accepted, NEXT_TOKEN: following, LOGITS: logits}
 
     def reset(self, rows=1):
         self.cache[...] = -1
@@ -163,6 +170,9 @@ class MockEngine:
         kept = self.cache[[second, first], :rows]
         self.cache[[first, second]] = -1
         self.cache[[first, second], :rows] = kept
+
+    def clear_slot(self, slot):
+        self.cache[slot] = -1 if self.role == "target" else 0
 
     def compact(self, lengths, path):
         for b, length in enumerate(lengths):

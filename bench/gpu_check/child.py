@@ -15,7 +15,7 @@ from speccompile.errors import SpecCompileError
 
 def machine(work: Path) -> dict[str, Any]:
     """The GPU, asked through cuda-python."""
-    from speccompile.backends.tensorrt.device import open_device
+    from speccompile.backends.cuda.device import open_device
 
     held = open_device(0).properties()
     return report.result([report.row("device", held["name"])], machine=held)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.gpu_check import report
-from speccompile.backends.tensorrt.device import Device, Memory, open_device
+from speccompile.backends.cuda.device import Device, Memory, open_device
 from speccompile.backends.tensorrt.kernels import launch_rollback, launch_verify
 from speccompile.backends.tensorrt.launches import DTYPES, SpecVerifyArgs, verify_workspace_bytes
 from speccompile.ops.kv_rollback import kv_rollback

@@ -103,7 +103,7 @@ __device__ inline void settle_rows(const SpecVerifyParams& params) {
     const Cell* cells = space.cells + row * num_chunks(params.vocab);
     const auto load = [&](int chunk) { return cells[chunk]; };
     Work work(params, slot, node, temperature);
-    if (has_laws(params) && temperature > 0) {
+    if (has_laws(params) && is_hot(temperature)) {
         if (is_settled) {
             double own;
             const float top = weigh(work, load, own);
@@ -120,7 +120,7 @@ __device__ inline void settle_rows(const SpecVerifyParams& params) {
     bool is_mine = threadIdx.x < WARP;
     const int lane = static_cast<int>(threadIdx.x) % WARP;
     if (is_settled) {
-        const Drawn drawn = draw_at_node(work, load, temperature > 0, cuts, uniform);
+        const Drawn drawn = draw_at_node(work, load, is_hot(temperature), cuts, uniform);
         is_mine = drawn.is_mine;
         if (is_mine) {
             const int child = child_with(params, node, drawn.token);
@@ -162,7 +162,7 @@ __device__ inline void verify_slot(const SpecVerifyParams& params) {
         __syncthreads();
         verdict.add(node);
         Outcome outcome;
-        if (has_laws(params) && temperature > 0) {
+        if (has_laws(params) && is_hot(temperature)) {
             double own;
             const float top = weigh(work, load, own);
             law_from(work, top, own, cuts);
@@ -172,7 +172,7 @@ __device__ inline void verify_slot(const SpecVerifyParams& params) {
             __syncthreads();
             outcome = decide_by_laws(work, !cuts.any());
         } else {
-            const Drawn drawn = draw_at_node(work, load, temperature > 0, cuts, params.uniforms[2 * row + 1]);
+            const Drawn drawn = draw_at_node(work, load, is_hot(temperature), cuts, params.uniforms[2 * row + 1]);
             if (drawn.is_mine) {
                 const int child = child_with(params, node, drawn.token);
                 if (threadIdx.x % WARP == 0) shared.outcome = {child, drawn.token};

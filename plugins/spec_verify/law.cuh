@@ -62,7 +62,7 @@ struct Work {
 
     __device__ Work(const SpecVerifyParams& params, int slot, int node, float temperature)
         : params(params), slot(slot), node(node), row(params, static_cast<i64>(slot) * params.nodes + node),
-          divide(temperature > 0 ? temperature : 1.0f) {}
+          divide(is_hot(temperature) ? temperature : 1.0f) {}
 
     __device__ int chunks() const { return num_chunks(params.vocab); }
     __device__ double* masses() const { return dynamic_shared(); }

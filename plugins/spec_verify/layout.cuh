@@ -107,6 +107,9 @@ __device__ inline bool is_reachable(const SpecVerifyParams& params, int slot, in
 
 __device__ inline bool has_laws(const SpecVerifyParams& params) { return params.draft_vocab > 1; }
 
+// Slots below are greedy: their logits would overflow by the division (`core.sampling.COLDEST`).
+__device__ inline bool is_hot(float temperature) { return temperature >= 0x1p-64f; }
+
 // Correctly rounded x / temperature, as the twin divides in float32, by a correctly rounded reciprocal and two
 // corrections (Markstein 1990): 5 instructions for some 10. Outside of the safe range the division itself.
 struct Divider {

@@ -45,7 +45,7 @@ __device__ inline void scan_chunks(const Row<T>& row, int first, int stride, int
     typename Row<T>::Raw raw[CHUNKS_IN_FLIGHT];
 #pragma unroll
     for (int k = 0; k < CHUNKS_IN_FLIGHT; ++k) raw[k] = row.template fetch<IS_VECTOR>(first + k * stride);
-    const bool is_sampled = temperature > 0;
+    const bool is_sampled = is_hot(temperature);
     const Divider divide(is_sampled ? temperature : 1.0f);
     const Quotient scaled(divide);
     const int lane = static_cast<int>(threadIdx.x) % WARP;

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 import numpy as np
 
-from speccompile.core import specs
-from speccompile.core.feature_specs import is_fusion, made_up_feeds, reads_features
-from speccompile.core.neutral import is_sampler
+from speccompile.core.probes import probe_inputs
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
 
@@ -26,7 +23,7 @@ def measured_sizes(spec: GraphSpec) -> tuple[int, int]:
     """(slots, cache rows) of the engine that `measure_steps` needs."""
     # Without caches a step of n nodes is one of n slots.
     max_slots = 1 if spec.caches else max(NODE_COUNTS)
-    return max_slots, min(CONTEXT + max(NODE_COUNTS) + specs.chain_rows(spec), spec.max_rows or sys.maxsize)
+    return max_slots, min(CONTEXT + max(NODE_COUNTS) + spec.rows_written_ahead, spec.max_rows or sys.maxsize)
 
 
 def measure_steps(engine: Engine, others_bytes: int = 0, max_nodes: int = sys.maxsize) -> dict[str, float]:
@@ -42,11 +39,11 @@ def measure_steps(engine: Engine, others_bytes: int = 0, max_nodes: int = sys.ma
     Returns:
         {nodes: milliseconds at batch 1}; for a graph without caches, slots take the place of nodes.
     """
-    spec, max_rows = engine.spec, engine.max_rows - specs.chain_rows(engine.spec)
+    spec, max_rows = engine.spec, engine.max_rows - engine.spec.rows_written_ahead
     most = min(max_rows, max_nodes) if spec.caches else engine.max_slots
     node_counts = [n for n in NODE_COUNTS if n <= most]
     context = max_rows - node_counts[-1]
-    feeds = {n: _feeds(spec, n, context) if spec.caches else _heads_feeds(spec, n, max_nodes) for n in node_counts}
+    feeds = {n: _feeds(spec, n, context, max_nodes) for n in node_counts}
     times: dict[int, list[float]] = {n: [] for n in node_counts}
     for n in node_counts:
         engine.run(feeds[n])
@@ -64,22 +61,9 @@ def measure_steps(engine: Engine, others_bytes: int = 0, max_nodes: int = sys.ma
     return {str(n): round(float(np.quantile(times[n], 0.2)), 4) for n in node_counts}
 
 
-def _feeds(spec: GraphSpec, num_nodes: int, context: int) -> dict[str, np.ndarray]:
-    tokens = np.random.default_rng(num_nodes).integers(0, spec.vocab_size, (1, num_nodes))
-    feeds = {specs.TOKENS: tokens, specs.LENGTHS: np.array([context])}
-    if is_sampler(spec):
-        feeds[specs.SCORED_NODES] = np.array([[num_nodes - 1]])
-    return {**feeds, **made_up_feeds(spec, num_nodes)} if reads_features(spec) else feeds
-
-
-def _heads_feeds(spec: GraphSpec, num_slots: int, max_nodes: int) -> dict[str, np.ndarray]:
-    if is_fusion(spec):
-        return {name: np.repeat(value, num_slots, 0) for name, value in made_up_feeds(spec, 1).items()}
-    rng = np.random.default_rng(num_slots)
-    drafts = [t.dims[1] for t in spec.outputs if t.name == specs.SAMPLED_TOKENS]
+def _feeds(spec: GraphSpec, num: int, context: int, max_nodes: int) -> dict[str, np.ndarray]:
+    """Inputs of a step of `num` nodes after `context` rows; of as many slots where there are no caches."""
+    if spec.caches:
+        return probe_inputs(spec, num_nodes=num, length=context)
     # The states are those of the target's step, of which a tree's drafts can be more than there are nodes.
-    sizes: dict[Any, Any] = {"batch": num_slots, "nodes": min([*drafts, max_nodes]) if drafts else 1}
-    states = rng.normal(size=[sizes.get(d, d) for d in spec.input(specs.HIDDEN).dims])
-    tokens = rng.integers(0, spec.vocab_size, (num_slots, 1))
-    feeds: dict[str, np.ndarray] = {specs.HIDDEN: states.astype(np.float32), specs.START_NODES: tokens[:, 0] * 0}
-    return {**feeds, specs.TOKENS: tokens} if any(t.name == specs.TOKENS for t in spec.inputs) else feeds
+    return probe_inputs(spec, num_slots=num, num_nodes=min(spec.num_drafts or 1, max_nodes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -27,12 +27,19 @@ def versions_from_environment() -> dict[str, str]:
     return versions
 
 
-def digest_from_sources(packages: Iterable[str]) -> str:
-    """SHA-256 over the Python files of subpackages of speccompile, e.g. "passes"."""
+def digest_from_sources(packages: Iterable[str], leave_out: Collection[str] = ()) -> str:
+    """SHA-256 over Python files of speccompile.
+
+    Args:
+        packages: subpackages or modules, e.g. "passes" or "core/specs".
+        leave_out: names of modules that do not count in a subpackage, e.g. "proposer".
+    """
     root = Path(speccompile.__file__).parent
     total = hashlib.sha256()
     for package in sorted(packages):
         base = root / package
         for file in sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]:
+            if base.is_dir() and file.stem in leave_out:
+                continue
             total.update(f"{file.relative_to(root)}\0{digest_from_file(file)}\n".encode())
     return total.hexdigest()

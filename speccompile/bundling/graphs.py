@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from speccompile.backends.base import Backend
+from speccompile.backends.contention import WAIT_SHARE, is_disturbed
 from speccompile.bundling.digests import digest_from_sources, versions_from_environment
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
@@ -22,8 +24,13 @@ from speccompile.runtime.bundle import digest_from_json, read_json, write_json
 
 _REPORT = "compile.json"
 _TUNING = "tuning.json"
-# What can change a compiled graph; the runtime and the recipe reader cannot, a method only by its own sources.
-_SOURCES = ("core", "ops", "frontend", "passes", "backends", "bundling/graphs")
+# What can change a compiled graph, besides what its backend names and its method's folder: no decode-time policy, no
+# engine, no recipe reader. tests/meta/test_cache_key.py compares it with what these modules import.
+SOURCES = (
+    *("core/specs", "core/heads_specs", "core/feature_specs", "core/borrowed_specs", "core/tree_shape", "core/jobs"),
+    *("ops", "checkpoints", "doctor", "export", "passes", "bundling/graphs"),
+)
+NOT_OF_GRAPHS = ("method", "proposer", "training", "trainable")  # modules of a method's folder
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Graph:
     @property
     def shares_weights(self) -> bool:
         """Whether its weights are the target's, for the greater part."""
-        return getattr(self.source, "shares_weights", False)
+        return self.source.shares_weights
 
     @property
     def spec(self) -> GraphSpec:
@@ -105,7 +112,7 @@ def compile_options(plan: BuildPlan, max_rows: int) -> CompileOptions:
     )
 
 
-def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend: Any) -> Graph:
+def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend: Backend) -> Graph:
     """Find and check the checkpoint of `job`.
 
     Raises:
@@ -128,7 +135,9 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
         "device": plan.engine.device,
         "environment": backend.depends_on(options),
         "versions": versions_from_environment(),
-        "sources": digest_from_sources((*_SOURCES, _folder_of(job.source))),
+        "sources": digest_from_sources(
+            (*SOURCES, *backend.graph_sources, _folder_of(job.source)), leave_out=NOT_OF_GRAPHS
+        ),
     }
     return Graph(job, source, source.dims, digest_from_json(depends_on))
 
@@ -140,7 +149,7 @@ def _folder_of(source: str) -> str:
 
 
 def compile_graph(
-    graph: Graph, plan: BuildPlan, backend: Any, folder: Path, cache: StageCache, log: StageLog
+    graph: Graph, plan: BuildPlan, backend: Backend, folder: Path, cache: StageCache, log: StageLog
 ) -> tuple[Graph, dict[str, Any]]:
     """Export and compile into `folder`, or take both from the cache.
 
@@ -178,7 +187,7 @@ def tune_graph(
     graph: Graph,
     spec: GraphSpec,
     plan: BuildPlan,
-    backend: Any,
+    backend: Backend,
     file: Path,
     others_bytes: int,
     cache: StageCache,
@@ -192,6 +201,7 @@ def tune_graph(
         BuildError: the graph does not run.
     """
     threads = None if plan.engine.threads == "auto" else plan.engine.threads
+    unmeasured = backend.why_unchecked()
 
     def make(dest: Path) -> None:
         write_json(dest / _TUNING, backend.tune(file, spec, threads, others_bytes))
@@ -203,12 +213,16 @@ def tune_graph(
                 "graph": graph.key,
                 "threads": threads,
                 "others_bytes": others_bytes,
-                "unmeasured": backend.why_unchecked(),
+                "unmeasured": unmeasured,
             }
         )
-        stage.cached = cache.fetch("tunings", key, scratch, make)
+        stage.cached, stage.skipped = cache.fetch("tunings", key, scratch, make), unmeasured
         tuning = read_json(scratch / _TUNING)
         shutil.rmtree(scratch)
+        if is_disturbed(tuning):
+            cache.forget("tunings", key)
+            share = f"{tuning[WAIT_SHARE]:.0%}"
+            stage.note = f"measured beside other work ({share} of the time waiting for a CPU); measured again at load"
     return tuning
 
 

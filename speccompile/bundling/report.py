@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import html
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import yaml
+
+_NUMBER = re.compile(r"-?[\d.,]+( (B|KiB|MiB|GiB|ms|s))?")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2433; max-width: 62rem; margin: 2.5rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin-top: 2.2rem } p.sub { color: #667085 }
@@ -28,10 +33,7 @@ def html_from_manifest(manifest: Mapping[str, Any]) -> str:
     parts = [
         f"<h1>{_text(title)}</h1><p class=sub>{_text(subtitle)}</p>",
         "<h2>Recipe</h2>",
-        _table(
-            ("key", "value"),
-            dotted_keys(recipe),
-        ),
+        _table(("key", "value"), ((key, text_from_value(value)) for key, value in dotted_keys(recipe))),
         "<h2>Stages</h2>",
         _stages(manifest["stages"]),
         "<h2>Files</h2>",
@@ -54,6 +56,21 @@ def dotted_keys(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, 
     return rows
 
 
+def text_from_value(value: object) -> str:
+    """Returns a value as a recipe may hold it: null, true and lists as JSON has them, texts without quotes if they can.
+
+    Args:
+        value: JSON-ready.
+    """
+    if not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    try:
+        is_read_back = yaml.safe_load(value) == value
+    except yaml.YAMLError:
+        is_read_back = False
+    return value if is_read_back else json.dumps(value, ensure_ascii=False)
+
+
 def text_from_bytes(size: float) -> str:
     """1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB"):
@@ -66,7 +83,7 @@ def text_from_bytes(size: float) -> str:
 def _graph(name: str, graph: Mapping[str, Any]) -> str:
     parts = [f"<h2>Graph <code>{_text(name)}</code></h2>"]
     if dims := graph.get("dims"):
-        parts.append(f"<p>{_text(', '.join(f'{k} {v}' for k, v in dims.items()))}</p>")
+        parts.append(f"<p>{_text(_list(dims))}</p>")
     if histogram := graph.get("op_histogram"):
         ops = sorted({**histogram["before"], **histogram["after"]})
         rows = [(op, histogram["before"].get(op, 0), histogram["after"].get(op, 0)) for op in ops]
@@ -90,8 +107,11 @@ def _graph(name: str, graph: Mapping[str, Any]) -> str:
         rows = [(form, *times.values()) for form, times in measured.items()]
         head = ("kernel form", *(f"{n} nodes, ms" for n in next(iter(measured.values()))))
         parts += [_table(head, rows), f"<p>Chosen: {_text(graph['form'])}.</p>"]
+    if distances := graph.get("form_distances"):
+        rows = [(form, f"{row['kl']:.2e}", f"{row['top1']:.1%}") for form, row in distances.items()]
+        parts.append(_table(("kernel form", "KL from float32, nats", "same top token"), rows))
     if checks := graph.get("checks"):
-        parts.append(f"<p>Checks: {_text(', '.join(f'{k} {v}' for k, v in checks.items()))}</p>")
+        parts.append(f"<p>Checks: {_text(_list(checks))}</p>")
     return "".join(parts)
 
 
@@ -112,7 +132,7 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
         width = 12 * stage["seconds"] / longest
         bar = f"<span class='bar{' cached' * stage['cached']}' style='width:{width:.2f}rem'></span>"
         memory = "from the cache" if stage["cached"] else text_from_bytes(stage["peak_rss_bytes"])
-        memory = stage.get("skipped", memory)
+        memory = stage.get("skipped") or stage.get("note") or memory
         cells = (_text(stage["name"]), f"{stage['seconds']:.2f} s", _text(memory), bar)
         rows.append("<tr>" + "".join(f"<td{' class=n' * (i == 1)}>{c}</td>" for i, c in enumerate(cells)) + "</tr>")
     return f"<table><tr><th>stage<th class=n>time<th>peak memory<th></tr>{''.join(rows)}</table>"
@@ -125,11 +145,24 @@ def _files(files: Mapping[str, Any]) -> str:
 
 
 def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table whose columns of numbers are aligned right, their titles with them."""
+    cells = [[_text(cell) for cell in row] for row in rows]
+    columns = ([row[i] for row in cells if i < len(row) and row[i]] for i in range(len(head)))
+    marks = [" class=n" * (bool(column) and all(map(_NUMBER.fullmatch, column))) for column in columns]
+    titles = "".join(f"<th{mark}>{_text(title)}</th>" for mark, title in zip(marks, head, strict=True))
     body = "".join(
-        "<tr>" + "".join(f"<td{' class=n' * isinstance(c, int | float)}>{_text(c)}</td>" for c in row) + "</tr>"
-        for row in rows
+        "<tr>" + "".join(f"<td{mark}>{cell}</td>" for mark, cell in zip(marks, row, strict=False)) + "</tr>"
+        for row in cells
     )
-    return f"<table><tr>{''.join(f'<th>{_text(h)}</th>' for h in head)}</tr>{body}</table>"
+    return f"<table><tr>{titles}</tr>{body}</table>"
+
+
+def _list(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {_plain(value)}" for key, value in facts.items())
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _number(value: object) -> object:
@@ -137,4 +170,4 @@ def _number(value: object) -> object:
 
 
 def _text(value: object) -> str:
-    return html.escape(str(value))
+    return html.escape(_plain(value))

@@ -10,6 +10,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from speccompile.core.disk import text_from_fault
 from speccompile.errors import BuildError
 
 ALIGNMENT = 4096  # of tensors in a data file, so that each can be mapped by itself
@@ -60,8 +61,7 @@ def share_weights(lender: Path, borrower: Path) -> tuple[Path, int]:
         borrower.parent.rmdir()
     except OSError as fault:
         todo = "Free space or choose another folder."
-        got = fault.strerror or str(fault)
-        raise BuildError(str(place), got, "room and permission to write", todo) from fault
+        raise BuildError(str(place), text_from_fault(fault), "room and permission to write", todo) from fault
     return place, saved
 
 

@@ -4,23 +4,47 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from speccompile.bundling.staging import copy_folder, disk_faults, remove_leftovers, staged_folder
-from speccompile.errors import BundleError
+from speccompile.errors import BuildError, BundleError
 from speccompile.runtime.bundle import check_files, digests_from_folder, read_json, write_json
 
 _FOLDER, _FILES = "result", "files.json"
 _DEFAULT_LIMIT_GIB = 40.0
+_log = logging.getLogger(__name__)
 
 
 def default_cache_folder() -> Path:
     """$SPECCOMPILE_CACHE, or ~/.cache/speccompile."""
     given = os.environ.get("SPECCOMPILE_CACHE")
     return Path(given) if given else Path.home() / ".cache" / "speccompile"
+
+
+def cache_limit_bytes() -> int:
+    """$SPECCOMPILE_CACHE_GIB in bytes, or 40 GiB.
+
+    Raises:
+        BuildError: it is no number of GiB.
+    """
+    given = os.environ.get("SPECCOMPILE_CACHE_GIB", "")
+    try:
+        gib = float(given) if given.strip() else _DEFAULT_LIMIT_GIB
+    except ValueError:
+        gib = -1.0
+    if not 0.0 <= gib < float("inf"):
+        todo = "Write a number, e.g. SPECCOMPILE_CACHE_GIB=10, or leave it out."
+        raise BuildError("SPECCOMPILE_CACHE_GIB", repr(given), "a number of GiB, 0 or above", todo)
+    return int(gib * 2**30)
+
+
+def is_stage_entry(path: Path) -> bool:
+    """Whether `StageCache.fetch` wrote this folder: the cache's folder, which a user names, may hold other things."""
+    return (path / _FILES).is_file() and (path / _FOLDER).is_dir()
 
 
 class StageCache:
@@ -35,8 +59,7 @@ class StageCache:
     """
 
     def __init__(self, root: Path | None, limit_bytes: int | None = None) -> None:
-        gib = float(os.environ.get("SPECCOMPILE_CACHE_GIB", _DEFAULT_LIMIT_GIB))
-        self.root, self.limit_bytes = root, int(gib * 2**30) if limit_bytes is None else limit_bytes
+        self.root, self.limit_bytes = root, cache_limit_bytes() if limit_bytes is None else limit_bytes
 
     def fetch(self, stage: str, key: str, dest: Path, make: Callable[[Path], None]) -> bool:
         """Fill the new folder `dest` from the entry of `key`, or with `make`, whose result is kept.
@@ -72,6 +95,11 @@ class StageCache:
         self._evict()
         return False
 
+    def forget(self, stage: str, key: str) -> None:
+        """Removes the entry of `key`, so that the stage is done again the next time."""
+        if self.root is not None:
+            shutil.rmtree(self.root / stage / key, ignore_errors=True)
+
     def _copy(self, entry: Path, dest: Path) -> bool:
         if not entry.is_dir():
             return False
@@ -80,8 +108,9 @@ class StageCache:
             check_files(entry / _FOLDER, files)
             copy_folder(entry / _FOLDER, dest)
             os.utime(entry)
-        except (BundleError, FileNotFoundError):
+        except (BundleError, FileNotFoundError) as fault:
             # Damaged, or evicted by another build just now.
+            _log.warning("the cache's entry %s is removed and its stage done again: %s", entry, fault)
             shutil.rmtree(dest, ignore_errors=True)
             shutil.rmtree(entry, ignore_errors=True)
             return False
@@ -89,11 +118,12 @@ class StageCache:
 
     def _evict(self) -> None:
         assert self.root is not None
-        entries = [e for e in self.root.glob("*/*") if e.is_dir() and not e.name.startswith(".")]
+        entries = [path for path in self.root.glob("*/*") if is_stage_entry(path)]
         with contextlib.suppress(FileNotFoundError):
             entries.sort(key=lambda e: e.stat().st_mtime, reverse=True)
             total = 0
             for entry in entries:
                 total += sum(f.stat().st_size for f in entry.rglob("*") if f.is_file())
                 if total > self.limit_bytes:
+                    _log.info("the cache holds more than %d bytes: %s is removed", self.limit_bytes, entry)
                     shutil.rmtree(entry, ignore_errors=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from speccompile.core.memory import read_peak_rss, reset_peak_rss
+from speccompile.backends.memory import read_peak_rss, reset_peak_rss
 
 Progress = Callable[[str], None]
 
@@ -23,12 +23,14 @@ class Stage:
         cached: the result came from the cache.
         joint_peak_bytes: the most memory that this process and one it started held together.
         skipped: why nothing was done.
+        note: what the user should know of the result.
     """
 
     name: str
     cached: bool = False
     joint_peak_bytes: int = 0
     skipped: str | None = None
+    note: str | None = None
 
 
 @dataclass
@@ -36,9 +38,11 @@ class StageLog:
     """Collects what the stages took.
 
     Args:
-        progress: called with "STAGE" as a stage begins and "STAGE: STEP" for the steps inside it.
+        progress: called with "STAGE" as a stage begins and "STAGE: STEP" for the steps inside it; "STAGE: cached" and
+            "STAGE: not run: REASON" say how it ended.
         rows: {"name", "seconds", "peak_rss_bytes", "cached"} of the finished stages, in order; "skipped" gives the
-            reason where nothing was done. The peak counts a process that the stage started.
+            reason where nothing was done, "note" what is to be known of the result. The peak counts a process that
+            the stage started.
     """
 
     progress: Progress
@@ -56,7 +60,11 @@ class StageLog:
         seconds = round(time.perf_counter() - start, 3)
         peak = max(read_peak_rss(), stage.joint_peak_bytes)
         row = {"name": name, "seconds": seconds, "peak_rss_bytes": peak, "cached": stage.cached}
-        self.rows.append(row if stage.skipped is None else {**row, "skipped": stage.skipped})
+        if stage.skipped is not None:
+            self.progress(f"{name}: not run: {stage.skipped}")
+            row["skipped"] = stage.skipped
+        row |= {} if stage.note is None else {"note": stage.note}
+        self.rows.append(row)
 
     def skip(self, *names: str) -> None:
         """Note stages whose result came from the cache."""

@@ -13,44 +13,79 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from speccompile.core.disk import is_full, text_from_fault
 from speccompile.errors import BuildError
 
 _MARK = ".building-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset(
-    {errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG}
+    {
+        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
+        *(errno.ENAMETOOLONG, errno.ELOOP, errno.EBUSY, errno.EXDEV),
+    }
 )
 
 
 @contextlib.contextmanager
-def staged_folder(dest: Path) -> Iterator[Path]:
+def staged_folder(dest: Path, check: Callable[[], None] | None = None, *, keeps_others: bool = False) -> Iterator[Path]:
     """An empty hidden sibling of `dest`; takes its place when the block ends well, vanishes when it does not.
 
     An existing `dest` is exchanged in one step and then removed. Leftovers of dead builds of the same `dest`
-    are removed first.
+    are removed first. What the user may have put there is no concern of this: see `guard`.
+
+    Args:
+        dest: the folder, with its links followed.
+        check: called as the last step before; what it raises leaves `dest` as it is.
+        keeps_others: exchange the folders in `dest` that were written, one by one, and keep the others.
 
     Raises:
         BuildError: the disk is full, or the place cannot be written.
     """
     with disk_faults(dest):
         dest.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(dest.parent, dest.name)
-        folder = dest.parent / f".{dest.name}{_MARK}{secrets.token_hex(4)}"
+        folder = staging_path(dest)
+        if keeps_others and dest.is_dir() and (is_mount(dest) or not os.access(dest.parent, os.W_OK | os.X_OK)):
+            folder = dest / folder.name  # its neighbours are on another disk, or not ours to write
+        remove_leftovers(folder.parent, dest.name)
         with _locked(_lock_path(folder)):
             folder.mkdir()
             try:
                 yield folder
                 _flush(folder)
-                _replace(folder, dest)
+                if check is not None:
+                    check()
+                if keeps_others and dest.is_dir():
+                    for child in sorted(folder.iterdir()):
+                        _replace(child, dest / child.name)
+                    _flush_folder(dest)
+                else:
+                    _replace(folder, dest)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
-    _flush_folder(dest.parent)
+        _flush_folder(dest.parent)
+
+
+def staging_path(dest: Path) -> Path:
+    """Returns a new name for the hidden sibling in which `dest` is written."""
+    return dest.with_name(f".{dest.name}{_MARK}{secrets.token_hex(4)}")
+
+
+def is_mount(path: Path) -> bool:
+    """Whether something is mounted at a path, a folder of the same disk among it; it cannot be renamed over."""
+    if os.path.ismount(path):
+        return True
+    try:
+        mounts = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:
+        return False
+    escaped = re.sub(rb"[ \t\n\\]", lambda m: b"\\%03o" % m[0][0], os.fsencode(path))
+    return any(line.split(b" ")[4] == escaped for line in mounts)
 
 
 @contextlib.contextmanager
@@ -59,26 +94,34 @@ def disk_faults(dest: Path) -> Iterator[None]:
     try:
         yield
     except OSError as fault:
-        if fault.errno not in _FULL | _FORBIDDEN:
+        if not is_full(fault) and fault.errno not in _FORBIDDEN:
             raise
-        is_full = fault.errno in _FULL
-        todo = "Free space, or choose another folder." if is_full else "Choose a folder that can be written."
-        got = f"{fault.strerror or fault} at {fault.filename or dest}"
+        todo = "Free space, or choose another folder." if is_full(fault) else "Choose a folder that can be written."
+        # Of a copy the first name is what was read, the second what could not be written.
+        got = f"{text_from_fault(fault)} at {fault.filename2 or fault.filename or dest}"
         raise BuildError(str(dest), got, "a disk with room and permission to write", todo) from fault
 
 
 def remove_leftovers(parent: Path, name: str | None = None) -> int:
-    """Remove hidden folders of dead builds in `parent`, of `name` or of any; returns how many."""
+    """Remove hidden folders of dead builds in `parent`, of `name` or of any; returns of how many builds.
+
+    A folder that such a build had moved aside and not yet replaced is put back.
+    """
+    pattern = re.compile(
+        rf"(\.({re.escape(name) if name else '.+'}){re.escape(_MARK)}[0-9a-f]{{8}})(\.old|(\.old)?\.lock)?"
+    )
+    found = filter(None, (pattern.fullmatch(entry) for entry in os.listdir(parent)))
     count = 0
-    for folder in parent.glob(f".{name or '*'}{_MARK}*"):
-        if folder.suffix == ".lock" or not folder.is_dir():
-            continue
+    for build, dest in sorted({(match[1], match[2]) for match in found}):
+        folder = parent / build
         with contextlib.suppress(BlockingIOError), _locked(_lock_path(folder)):
-            shutil.rmtree(folder, ignore_errors=True)
-            count += 1
-    for lock in parent.glob(f".{name or '*'}{_MARK}*.lock"):
-        with contextlib.suppress(BlockingIOError), _locked(lock):
-            pass
+            old = _old_path(folder)
+            if old.is_dir() and not os.path.lexists(parent / dest):
+                os.rename(old, parent / dest)
+            left = [path for path in (folder, old) if path.is_dir()]
+            for path in left:
+                shutil.rmtree(path, ignore_errors=True)
+            count += bool(left)
     return count
 
 
@@ -97,6 +140,10 @@ def _raise(fault: OSError) -> None:
 
 def _lock_path(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
+
+
+def _old_path(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.old")
 
 
 @contextlib.contextmanager
@@ -145,7 +192,7 @@ def _replace(folder: Path, dest: Path) -> None:
             raise
         if not _exchange(folder, dest):
             # A file system without an exchange: for a moment there is no `dest`.
-            old = folder.with_name(f"{folder.name}.old")
+            old = _old_path(folder)
             os.rename(dest, old)
             os.rename(folder, dest)
             os.rename(old, folder)

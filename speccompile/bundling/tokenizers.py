@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speccompile.checkpoints.checkpoint import MAX_SIZE
+from speccompile.core.json_reader import read_json_object, shown, whole_number
 from speccompile.core.specs import ModelDims
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.runtime.bundle import digest_from_json
@@ -46,7 +47,7 @@ def read_tokenizer(source: Path) -> TokenizerFacts | None:
     if not path.exists():
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json_object(path, CheckpointError, "Download the file again.", "a tokenizers file")
         model: dict[str, Any] = data["model"]
         added = [(str(t["content"]), int(t["id"])) for t in data.get("added_tokens") or ()]
         vocab = model["vocab"]
@@ -83,33 +84,40 @@ def check_same_tokenizer(
 ) -> None:
     """Refuse a draft whose token ids mean something else than the target's.
 
+    Vocabularies that hold the same tokenizer may be padded differently: a draft is laid out in the target's, see
+    `passes.fit_vocab`. A draft that may differ loses the tokens that the target lacks.
+
     Args:
         name: the draft graph's name, for the message.
         target: its folder and sizes.
         draft: its folder and sizes.
-        may_differ: the recipe allows other tokenizers; the ids must then still fit the target's vocabulary.
+        may_differ: the recipe allows other tokenizers.
 
     Raises:
-        RecipeError: they differ.
+        RecipeError: they differ, or the draft lacks tokens of the shared tokenizer.
     """
     (target_source, target_dims), (draft_source, draft_dims) = target, draft
+    if may_differ:
+        return
     where = f"speculator: {name} {draft_source}"
-    allow = "Choose a draft of the same family, or set speculator.allow_tokenizer_mismatch: true."
-    if draft_dims.vocab_size != target_dims.vocab_size and (
-        not may_differ or draft_dims.vocab_size > target_dims.vocab_size
-    ):
-        expected = f"{target_dims.vocab_size}, as the target has"
-        todo = "Choose a draft with the target's vocabulary." if may_differ else allow
-        raise RecipeError(where, f"a vocabulary of {draft_dims.vocab_size} tokens", expected, todo)
+    todo = "Choose a draft of the same family, or set speculator.allow_tokenizer_mismatch: true."
     ours, theirs = read_tokenizer(target_source), read_tokenizer(draft_source)
-    if may_differ or (ours is None and theirs is None) or ours == theirs:
+    if ours is None and theirs is None:
+        if draft_dims.vocab_size != target_dims.vocab_size:
+            expected = f"{target_dims.vocab_size}, as the target has"
+            raise RecipeError(where, f"a vocabulary of {draft_dims.vocab_size} tokens", expected, todo)
         return
     if ours is None or theirs is None:
         missing = target_source if ours is None else draft_source
-        raise RecipeError(where, f"no {TOKENIZER} in {missing}", "the target's tokenizer", allow)
-    got = f"a {theirs.kind} tokenizer of {theirs.num_tokens} tokens, digest {theirs.digest[:12]}"
-    expected = f"the target's: {ours.kind}, {ours.num_tokens} tokens, digest {ours.digest[:12]}"
-    raise RecipeError(where, got, expected, allow)
+        raise RecipeError(where, f"no {TOKENIZER} in {missing}", "the target's tokenizer", todo)
+    if ours != theirs:
+        got = f"a {theirs.kind} tokenizer of {theirs.num_tokens} tokens, digest {theirs.digest[:12]}"
+        expected = f"the target's: {ours.kind}, {ours.num_tokens} tokens, digest {ours.digest[:12]}"
+        raise RecipeError(where, got, expected, todo)
+    if draft_dims.vocab_size < theirs.num_tokens:
+        expected = f"at least {theirs.num_tokens}, the tokens of its tokenizer"
+        todo = "Config and tokenizer belong to different models: download both again."
+        raise RecipeError(where, f"a vocabulary of {draft_dims.vocab_size} tokens", expected, todo)
 
 
 def copy_tokenizer(source: Path, dest: Path) -> str | None:
@@ -122,13 +130,38 @@ def copy_tokenizer(source: Path, dest: Path) -> str | None:
 
 
 def special_tokens(source: Path) -> tuple[list[int], int | None]:
-    """(end-of-sequence ids, beginning-of-sequence id) of generation_config.json, else of config.json."""
-    merged: dict[str, Any] = {}
+    """(end-of-sequence ids, beginning-of-sequence id) of generation_config.json, else of config.json.
+
+    Raises:
+        CheckpointError: one of them is no JSON object, or has other things than token ids there.
+    """
+    eos: list[int] = []
+    bos: list[int] = []
     for name in ("config.json", "generation_config.json"):
         path = source / name
         if path.exists():
-            data = json.loads(path.read_text(encoding="utf-8"))
-            merged.update({k: data[k] for k in ("eos_token_id", "bos_token_id") if data.get(k) is not None})
-    eos = merged.get("eos_token_id")
-    ids: Sequence[int] = [] if eos is None else [eos] if isinstance(eos, int) else eos
-    return [int(i) for i in ids], merged.get("bos_token_id")
+            data = read_json_object(path, CheckpointError, "Download the file again.")
+            eos = eos if data.get("eos_token_id") is None else token_ids(path, data, "eos_token_id")
+            bos = bos if data.get("bos_token_id") is None else token_ids(path, data, "bos_token_id")
+    return eos, bos[0] if bos else None
+
+
+def token_ids(path: Path, config: Mapping[str, Any], key: str) -> list[int]:
+    """Returns the token ids that a config gives under a key, as one number or as a list of them; [] for null.
+
+    Args:
+        path: of the config, for the message.
+        config: its object.
+        key: e.g. `eos_token_id`.
+
+    Raises:
+        CheckpointError: something else stands there.
+    """
+    given = config.get(key)
+    rows = given if isinstance(given, list) else [] if given is None else [given]
+    ids = [whole_number(row, 0, MAX_SIZE) for row in rows]
+    found = [i for i in ids if i is not None]
+    if len(found) != len(ids):
+        expected = "a token id, or a list of them"
+        raise CheckpointError(f"{path} ({key})", shown(given), expected, "Correct it, or download the file again.")
+    return found

@@ -15,7 +15,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 import speccompile
-from speccompile.cli.prompts import read_requests, write_results
+from speccompile.cli.options import MAX_THREADS, usable_threads
+from speccompile.cli.prompts import check_results, read_requests, write_results
 from speccompile.errors import RuntimeFault
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ def bench_command(
     modes: Annotated[str, typer.Option(help="Comma-separated modes; `all` leaves out what cannot run here.")] = "all",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians of them.")] = 3,
     limit: Annotated[int | None, typer.Option(min=1, help="Use the first prompts only.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of every mode; as measured by default.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of every mode; as measured by default.")
+    ] = None,
     method: Annotated[str | None, typer.Option(help="Another speculation method than the recipe's.")] = None,
     assistant_tokens: Annotated[int, typer.Option(min=1, help="Draft length of transformers-assisted.")] = 4,
 ) -> None:
@@ -50,6 +53,8 @@ def bench_command(
     from speccompile.cli.bench_rounds import open_workers, run_rounds, summary_from_runs
     from speccompile.runtime.bundle import read_bundle
 
+    check_results(json_out)
+    threads = usable_threads(threads)
     requests = read_requests(prompts, limit)
     opened = read_bundle(bundle)
     chosen = _choose_modes(modes, opened, method)
@@ -78,12 +83,13 @@ def _choose_modes(wanted: str, bundle: Bundle, method: str | None) -> list[str]:
     chosen = [m.strip() for m in wanted.split(",") if m.strip()]
     for mode in chosen:
         if mode not in possible:
-            raise RuntimeFault("--modes", repr(mode), f"some of {', '.join(possible)}", "Correct the list.")
+            raise typer.BadParameter(f"got {mode!r}; expected some of {', '.join(possible)}", param_hint="--modes")
         if mode.startswith("transformers") and not _can_use_transformers(bundle):
             got = f"no transformers, or no checkpoint at {bundle.recipe['target']['model']}"
             raise RuntimeFault(f"--modes {mode}", got, "both", "Install speccompile[build], or leave the mode out.")
     if not chosen or len(set(chosen)) < len(chosen):
-        raise RuntimeFault("--modes", repr(wanted), f"some of {', '.join(possible)}", "Name each once.")
+        expected = f"some of {', '.join(possible)}, each once"
+        raise typer.BadParameter(f"got {wanted!r}; expected {expected}", param_hint="--modes")
     return chosen
 
 

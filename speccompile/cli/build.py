@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +13,21 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from speccompile.cli.output import errors_as_json, live_stages, print_json, quiet_libraries
+from speccompile.cli.output import errors_as_json, live_stages, print_json, print_warning, quiet_libraries
 
 if TYPE_CHECKING:
+    from speccompile.backends.base import Backend
     from speccompile.recipe import BuildPlan
     from speccompile.runtime.bundle import Bundle
+
+
+_SIZES = {
+    "weights": "weights_bytes",
+    "file": "file_bytes",
+    "caches": "cache_bytes",
+    "export peak": "export_peak_bytes",
+    "builder peak": "builder_peak_bytes",
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -42,8 +53,9 @@ def build_command(
 ) -> None:
     """Build a bundle from a recipe.
 
-    An existing bundle is replaced in one step when the new one is complete; a build that fails or dies leaves
-    nothing behind. Stages whose inputs did not change come from $SPECCOMPILE_CACHE (~/.cache/speccompile).
+    An existing bundle is replaced in one step when the new one is complete, and only where no file in it was added
+    or edited. A build that fails or is stopped leaves nothing behind; what a killed one leaves is removed by the
+    next. Stages whose inputs did not change come from $SPECCOMPILE_CACHE (~/.cache/speccompile).
     """
     from speccompile.recipe import find_device, load_recipe, resolve
 
@@ -54,6 +66,7 @@ def build_command(
     with errors_as_json(as_json):
         loaded = load_recipe(recipe, settings)
         plan = resolve(loaded, find_device(loaded.engine.device))
+        _warn_without_device(plan)
         if dry_run:
             prediction = _predictions(plan)
             if as_json:
@@ -68,6 +81,19 @@ def build_command(
         _print_bundle(bundle)
 
 
+def _warn_without_device(plan: BuildPlan) -> None:
+    """Say before the build that nothing of it can run here."""
+    from speccompile.core import registry
+
+    why = registry.backend(plan.engine.backend, plan.engine.device).why_unchecked()
+    if why is not None:
+        print_warning(f"{_reason(why)}: nothing is tuned or checked, and the bundle cannot be decoded with here")
+
+
+def _reason(why: str) -> str:
+    return why.partition(":")[0]
+
+
 def _build(plan: BuildPlan, dest: Path, no_cache: bool) -> Bundle:
     from speccompile.bundling.stage_cache import StageCache
     from speccompile.pipeline import build
@@ -78,11 +104,12 @@ def _build(plan: BuildPlan, dest: Path, no_cache: bool) -> Bundle:
 
 def _predictions(plan: BuildPlan) -> dict[str, Any]:
     from speccompile.bundling.graphs import open_source
+    from speccompile.checkpoints.checkpoint import read_config
     from speccompile.core import registry
-    from speccompile.frontend.checkpoint import read_config
     from speccompile.recipe.predict import predict, predict_counts
 
-    graphs, target, backend = {}, None, registry.backend(plan.engine.backend)
+    backend: Backend = registry.backend(plan.engine.backend)
+    graphs, target = {}, None
     for job in plan.jobs:
         source = open_source(plan, job, target, weights="random")
         counts, slots = source.counts(), plan.engine.max_batch_size
@@ -103,19 +130,19 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
 
 
 def _print_plan(plan: BuildPlan, prediction: dict[str, Any]) -> None:
-    from speccompile.bundling.report import dotted_keys, text_from_bytes
+    from speccompile.bundling.report import dotted_keys, text_from_bytes, text_from_value
 
-    console = Console()
-    table = Table("key", Column("value", overflow="fold"), box=None, header_style="dim")
+    console = Console(highlight=False)
+    table = Table(Column("key", no_wrap=True), Column("value", overflow="fold"), box=None, header_style="dim")
     for key, value in dotted_keys(plan.recipe_from_plan()):
-        table.add_row(key, Text(str(value)))
+        table.add_row(key, Text(text_from_value(value)))
     console.print(table)
-    columns = {"weights": "weights_bytes", "file": "file_bytes", "caches": "cache_bytes"}
-    columns |= {"export peak": "export_peak_bytes", "builder peak": "builder_peak_bytes"}
-    sizes = Table("graph", "parameters", *columns, box=None, header_style="dim")
-    for name, graph in prediction["graphs"].items():
-        cells = (text_from_bytes(graph[k]) if graph[k] else "" for k in columns.values())
-        sizes.add_row(name, f"{graph['num_params'] / 1e6:.1f} M", *cells)
+    graphs = prediction["graphs"]
+    columns = (Column(Text(name), justify="right", overflow="fold") for name in graphs)
+    sizes = Table(Column("graph", overflow="fold"), *columns, box=None, header_style="dim")
+    sizes.add_row("parameters", *(f"{graph['num_params'] / 1e6:.1f} M" for graph in graphs.values()))
+    for label, key in _SIZES.items():
+        sizes.add_row(label, *(text_from_bytes(graph[key]) if graph[key] else "" for graph in graphs.values()))
     total = {k: text_from_bytes(v) for k, v in prediction["total"].items()}
     console.print(sizes)
     console.print(
@@ -145,6 +172,30 @@ def _print_bundle(bundle: Bundle) -> None:
     size, peak = text_from_bytes(facts["size_bytes"]), text_from_bytes(facts["peak_rss_bytes"])
     path = os.path.relpath(bundle.path)
     path = str(bundle.path) if path.startswith("..") else path
-    console = Console(soft_wrap=True)
-    console.print(f"{path}: {size}, built in {facts['seconds']:.1f} s, peak memory {peak}", highlight=False)
-    console.print(f'Report: {path}/report.html. Try: speccompile generate {path} --prompt "def "', highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(f"{path}: {size}, built in {facts['seconds']:.1f} s, peak memory {peak}")
+    console.print(f"Report: {path}/report.html. {_hint(bundle, shlex.quote(path))}")
+
+
+def _hint(bundle: Bundle, path: str) -> str:
+    """A command that works on this machine with this bundle.
+
+    Args:
+        bundle: what was built.
+        path: quoted for a shell.
+    """
+    skipped = [stage["skipped"] for stage in bundle.manifest["stages"] if stage.get("skipped")]
+    if skipped:
+        return f"Not tuned, not checked ({_reason(skipped[0])}). Try: speccompile inspect {path}"
+    if _knows_chats(bundle.path / "tokenizer"):
+        return f"It knows chats. Try: speccompile serve {path}, and send messages to /v1/chat/completions"
+    return f'Try: speccompile generate {path} --prompt "def "'
+
+
+def _knows_chats(folder: Path) -> bool:
+    """Whether a chat template lies beside the tokenizer."""
+    from speccompile.runtime.bundle import read_json
+
+    config = folder / "tokenizer_config.json"
+    is_in_config = config.exists() and read_json(config).get("chat_template") is not None
+    return is_in_config or (folder / "chat_template.jinja").exists()

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from speccompile.cli.doctor import parse_overrides
 from speccompile.cli.output import errors_as_json, print_json
-from speccompile.errors import CheckpointError, RecipeError
+from speccompile.errors import CheckpointError
 
 
 def register(app: typer.Typer) -> None:
@@ -31,15 +31,16 @@ def convert_command(
 
     With a target, rows of the vocabulary that only pad it are cut, and the layouts that name their target name it.
     """
+    from speccompile.bundling.guard import claim_folder
     from speccompile.bundling.staging import staged_folder
+    from speccompile.checkpoints.checkpoint import resolve_checkpoint
+    from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
     from speccompile.core.registry import load_formats
-    from speccompile.frontend.checkpoint import resolve_checkpoint
-    from speccompile.frontend.convert import convertible, layout_named, write_case
-    from speccompile.frontend.doctor import find_target, open_known
-    from speccompile.frontend.tensor_files import SPECULATOR_FILES
+    from speccompile.doctor.convert import convertible, layout_named, write_case
+    from speccompile.doctor.doctor import find_target, open_known
 
     with errors_as_json(as_json):
-        _check_place(output)
+        claim = claim_folder(output)
         formats = load_formats()
         folder = resolve_checkpoint(speculator, SPECULATOR_FILES)
         aim = find_target(target) if target else None
@@ -50,14 +51,11 @@ def convert_command(
             more = f" ({others} more)" if others else ""
             todo = f"{first.todo} `speccompile doctor {speculator}` lists every finding{more}."
             raise CheckpointError(first.where, first.got, first.expected, todo)
-        with staged_folder(output) as place:
+        with staged_folder(claim.path, claim.hold) as place:
             write_case(place, written, case)
     if as_json:
         print_json({"folder": str(output), "from": case.layout.name, "to": written.name})
     else:
-        Console(soft_wrap=True, highlight=False).print(f"{case.layout.label} -> {written.label}: {output}")
-
-
-def _check_place(output: Path) -> None:
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise RecipeError(f"-o {output}", "a place that is taken", "a new or empty folder", "Choose another folder.")
+        Console(soft_wrap=True, highlight=False, markup=False).print(
+            f"{case.layout.label} -> {written.label}: {output}"
+        )

@@ -14,7 +14,7 @@ from speccompile.cli.output import errors_as_json, print_json
 from speccompile.errors import RecipeError
 
 if TYPE_CHECKING:
-    from speccompile.frontend.findings import Report
+    from speccompile.doctor.findings import Report
 
 
 def register(app: typer.Typer) -> None:
@@ -36,7 +36,7 @@ def doctor_command(
     One finding a line: severity, check, where, what was got, what was expected, what to do. Exit code 3 when one of
     them is an error.
     """
-    from speccompile.frontend.doctor import examine
+    from speccompile.doctor.doctor import examine
 
     with errors_as_json(as_json):
         report = examine(speculator, target, values=values, overrides=parse_overrides(overrides or []))
@@ -67,7 +67,7 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
 
 
 def _print_report(report: Report) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(Text.assemble((report.label, "bold"), f"  {report.folder}"))
     if report.num_tensors:
         read = "weights read" if report.has_read_values else "headers alone read"

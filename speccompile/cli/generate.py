@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from speccompile.cli.prompts import Request, read_requests, write_results
+from speccompile.cli.options import MAX_THREADS, check_sampling, usable_threads
+from speccompile.cli.output import print_warning
+from speccompile.cli.progress import open_display
+from speccompile.cli.prompts import Request, check_results, read_requests, write_results
 from speccompile.errors import RuntimeFault
 
 if TYPE_CHECKING:
     from speccompile.core.sampling import SamplingParams
     from speccompile.runtime.slots import Step
-    from speccompile.runtime.spec_engine import Generation, SpecEngine
+    from speccompile.runtime.spec_engine import Generation, SpecEngine, Stream
+    from speccompile.runtime.text import TextSink
 
 STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": ""}
 
@@ -47,21 +50,20 @@ def generate_command(
     stats: Annotated[bool, typer.Option("--stats", help="Print counts and times.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without drafts.")] = False,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write results to this file; - is stdout.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 1,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences decoded at once; as many as the bundle has slots by default.")
+    ] = None,
     method: Annotated[str | None, typer.Option(help="Another speculation method than the recipe's.")] = None,
     backend: Annotated[str | None, typer.Option(help="Another backend than the recipe's.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the target's engine.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of the target's engine.")] = None,
 ) -> None:
     """Continue one prompt or a file of prompts.
 
-    On a terminal the text is coloured as it comes: accepted drafts green, recovered tokens yellow, bonus tokens cyan.
+    One text is shown as it comes, on a terminal in colours: accepted drafts green, recovered tokens yellow, bonus
+    tokens cyan.
     """
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either --prompt or --prompts")
-    requests = [Request(prompt, {})] if prompt is not None else read_requests(prompts or Path())
-    from speccompile.runtime.engine import load
-
-    engine = load(bundle, backend=backend, threads=threads, method=method)
     flags = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -75,13 +77,30 @@ def generate_command(
         "stop": tuple(stop) if stop else None,
     }
     given: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
+    check_sampling(given)
+    check_results(json_out)
+    requests = [Request(prompt, {})] if prompt is not None else read_requests(prompts or Path())
+    from speccompile.runtime.engine import load
+
+    engine = load(bundle, backend=backend, threads=usable_threads(threads), method=method)
+    if batch_size is not None and batch_size > engine.context.max_slots:
+        expected = f"at most {engine.context.max_slots}, the bundle's engine.max_batch_size"
+        raise typer.BadParameter(f"got {batch_size}; expected {expected}", param_hint="--batch-size")
     defaults = replace(engine.defaults, **given)
     sampling = [_sampling(index, defaults, request) for index, request in enumerate(requests)]
     results = _generate(engine, requests, sampling, not plain, batch_size, json_out)
     if json_out is not None:
         write_results(json_out, [result.json_from_generation() for result in results])
+        if str(json_out) != "-":
+            typer.echo(f"results: {json_out}", err=True)
+    _print_early_ends(results, engine.context.max_seq_len)
+    for index, result in enumerate(results):
+        if result.error is not None:
+            typer.echo(f"error: prompt {index}: {result.error}", err=True)
     if stats:
         _print_stats(Console(stderr=json_out is not None and str(json_out) == "-"), results)
+    if any(result.error is not None for result in results):
+        raise typer.Exit(RuntimeFault.exit_code)
 
 
 def _sampling(index: int, defaults: SamplingParams, request: Request) -> SamplingParams:
@@ -96,29 +115,36 @@ def _generate(
     requests: Sequence[Request],
     sampling: Sequence[SamplingParams],
     speculative: bool,
-    batch_size: int,
+    batch_size: int | None,
     json_out: Path | None,
 ) -> list[Generation]:
-    """Decode, showing text as it comes on a terminal, else a progress bar and the texts at the end."""
+    """Decode; one text is shown as it comes, of several each when it is whole, in their order."""
     prompts = [request.prompt for request in requests]
     console = Console(highlight=False, soft_wrap=True)
     shows_text = json_out is None or (len(requests) == 1 and str(json_out) != "-")
-    if shows_text and console.is_terminal and batch_size == 1:
+    if shows_text and (len(requests) == 1 or (console.is_terminal and batch_size == 1)):
         return _generate_live(engine, prompts, sampling, speculative, console)
     results: dict[int, Generation] = {}
+    num_shown, num_prompts = 0, len(prompts)
     run = engine.run(prompts, sampling, speculative=speculative, batch_size=batch_size)
-    with Progress(console=Console(stderr=True), transient=True, disable=len(requests) == 1) as bar:
-        task = bar.add_task("generate", total=len(requests))
+    with open_display() as display:
+        tell = display.stage if num_prompts > 1 else lambda message: None
+        tell(f"generate: prompts 0/{num_prompts}")
         for index, generation in run:
             results[index] = generation
-            bar.advance(task)
-    ordered = [results[index] for index in range(len(requests))]
-    if shows_text:
-        for index, (given, result) in enumerate(zip(prompts, ordered, strict=True)):
-            if len(requests) > 1:
-                console.print(Text(f"--- {index}", style="dim"))
-            print(f"{given if isinstance(given, str) else ''}{result.text}")
-    return ordered
+            tell(f"generate: prompts {len(results)}/{num_prompts}")
+            while shows_text and not console.is_terminal and num_shown in results:
+                _print_whole(console, num_shown, prompts[num_shown], results[num_shown])
+                num_shown += 1
+    if shows_text:  # on a terminal: when the bar is gone
+        for index in range(num_shown, num_prompts):
+            _print_whole(console, index, prompts[index], results[index])
+    return [results[index] for index in range(num_prompts)]
+
+
+def _print_whole(console: Console, index: int, prompt: str | list[int], result: Generation) -> None:
+    console.print(Text(f"--- {index}", style="dim"))
+    print(f"{prompt if isinstance(prompt, str) else ''}{result.text}", flush=True)
 
 
 def _generate_live(
@@ -132,22 +158,45 @@ def _generate_live(
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         if len(prompts) > 1:
             console.print(Text(f"--- {index}", style="dim"))
-        console.print(Text(prompt if isinstance(prompt, str) else f"{len(prompt)} tokens", style="dim"), end="")
-        painter = engine.text_sink(params)
         stream = engine.stream(prompt, params, speculative=speculative)
-        for step in stream:
-            for token, kind in zip(step.tokens, _kinds(step), strict=True):
-                text = painter.push((token,))[0] if painter is not None else f" {token}"
-                console.print(Text(text, style=STYLES[kind]), end="")
-            if step.finish_reason and painter is not None:
-                console.print(Text(painter.finish()), end="")
-        console.print()
+        if console.is_terminal:
+            _paint(console, prompt, stream, engine.text_sink(params))
+        else:
+            _write(prompt, stream)
         if stream.generation is not None:
             results.append(stream.generation)
-    legend = [Text.assemble(("■ ", style), name) for name, style in STYLES.items() if style]
-    if speculative:
-        console.print(Text("  ").join(legend))
+    has_colours = console.is_terminal and console.color_system is not None and not console.no_color
+    if speculative and has_colours:
+        console.print(Text("  ").join(Text.assemble(("■ ", style), name) for name, style in STYLES.items() if style))
     return results
+
+
+def _paint(console: Console, prompt: str | list[int], stream: Stream, sink: TextSink | None) -> None:
+    """Print a text as it comes, each token in the colour of its kind."""
+    console.print(Text(prompt if isinstance(prompt, str) else f"{len(prompt)} tokens", style="dim"), end="")
+    for step in stream:
+        for token, kind in zip(step.tokens, _kinds(step), strict=True):
+            text = sink.push((token,))[0] if sink is not None else f" {token}"
+            console.print(Text(text, style=STYLES[kind]), end="")
+        if step.finish_reason and sink is not None:
+            console.print(Text(sink.finish()), end="")
+    console.print()
+
+
+def _write(prompt: str | list[int], stream: Stream) -> None:
+    """Write a text as it comes, byte for byte: no colours, no tabs turned into spaces."""
+    print(prompt if isinstance(prompt, str) else "", end="", flush=True)
+    for step in stream:
+        print(step.text, end="", flush=True)
+    print(flush=True)
+
+
+def _print_early_ends(results: Sequence[Generation], max_seq_len: int) -> None:
+    """Say where texts ended because the cache was full."""
+    num_full = sum(result.finish_reason == "cache_full" for result in results)
+    if num_full:
+        what = "the text ends" if len(results) == 1 else f"{num_full} of {len(results)} texts end"
+        print_warning(f"{what} where the cache ends: engine.max_seq_len is {max_seq_len}, the prompt included")
 
 
 def _kinds(step: Step) -> list[str]:
@@ -171,9 +220,9 @@ def _print_stats(console: Console, results: Sequence[Generation]) -> None:
         ("target steps", f"{steps:.0f}"),
         ("draft tokens", f"{total('num_draft_tokens'):.0f}, accepted {total('num_accepted'):.0f}"),
         ("mean acceptance length", f"{1 + total('num_accepted') / steps if steps else 1:.2f}"),
-        ("deepest draft", tried),
+        ("longest draft", f"{tried} tokens"),
         ("tokens/s while decoding", f"{tokens / total('step_ms') * 1e3 if total('step_ms') else 0:.1f} a sequence"),
-        ("outside the engine", f"{100 * total('outside_engine_ms') / total('step_ms') if steps else 0:.1f} %"),
+        ("time outside the engines", f"{100 * total('outside_engine_ms') / total('step_ms') if steps else 0:.1f} %"),
         ("prefill", f"{total('prefill_ms'):.0f} ms"),
     ]
     table = Table(show_header=False, box=None)

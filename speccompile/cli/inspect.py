@@ -47,7 +47,8 @@ def inspect_command(
 
 
 def _facts_from_bundle(path: Path) -> tuple[dict[str, Any], BundleError | None]:
-    from speccompile.runtime.bundle import MANIFEST, read_bundle, read_json
+    from speccompile.runtime.bundle import MANIFEST, is_hidden, list_foreign_files, read_bundle, read_json
+    from speccompile.runtime.manifest_checks import check_types
 
     fault = None
     try:
@@ -56,8 +57,10 @@ def _facts_from_bundle(path: Path) -> tuple[dict[str, Any], BundleError | None]:
         fault = error
         # A manifest that cannot be read leaves nothing to show: that error is the answer.
         manifest = read_json(path / MANIFEST) if path.is_dir() else _refuse(error)
-        if not isinstance(manifest.get("graphs"), dict) or not isinstance(manifest.get("files"), dict):
-            raise
+        try:  # of another version, or with values of other types: what it means is not known
+            check_types(str(path / MANIFEST), manifest)
+        except BundleError:
+            raise error from None
     files = manifest["files"]
     facts = {
         "kind": "bundle",
@@ -70,6 +73,7 @@ def _facts_from_bundle(path: Path) -> tuple[dict[str, Any], BundleError | None]:
         "size_bytes": sum(f.get("size_bytes", 0) for f in files.values()),
         "graphs": {name: _facts_from_record(path, record, files) for name, record in manifest["graphs"].items()},
         "files": files,
+        "foreign_files": [name for name in list_foreign_files(path, manifest) if not is_hidden(name)],
         "tokenizer": manifest.get("tokenizer"),
         "eos_token_ids": manifest.get("eos_token_ids"),
         "versions": manifest.get("versions"),
@@ -86,7 +90,8 @@ def _facts_from_record(path: Path, record: dict[str, Any], files: dict[str, Any]
     spec = record.get("spec", {})
     folder = str(record.get("file", "")).rpartition("/")[0]
     size = sum(f.get("size_bytes", 0) for name, f in files.items() if name.startswith(f"{folder}/"))
-    known = ("role", "file", "model", "dims", "max_rows", "form", "forms_measured", "tuning", "checks", "passes")
+    measured = ("forms_measured", "form_distances", "tuning", "checks", "passes")
+    known = ("role", "file", "model", "dims", "max_rows", "form", *measured)
     return {
         **{key: record[key] for key in known if key in record},
         "size_bytes": size,
@@ -149,21 +154,26 @@ def _facts_from_value(value: Any) -> dict[str, Any]:
 def _print_facts(facts: dict[str, Any]) -> None:
     from speccompile.bundling.report import text_from_bytes
 
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"[bold]{facts['kind']}[/] {facts['path']}  {text_from_bytes(facts['size_bytes'])}")
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    size = text_from_bytes(facts["size_bytes"])
+    console.print(Text.assemble((str(facts["kind"]), "bold"), f" {facts['path']}  {size}"))
     if facts["kind"] == "bundle":
-        state = "[green]hold[/]" if facts["digests_ok"] else "[bold red]do not hold[/]"
+        state = ("hold", "green") if facts["digests_ok"] else ("do not hold", "bold red")
         recipe = facts["recipe"] or {}
         method = recipe.get("speculator", {}).get("method")
         backend = recipe.get("engine", {}).get("backend")
-        console.print(f"digests {state}; method {method}; backend {backend}; built {facts['created_at']}")
+        for name in facts["foreign_files"]:
+            console.print(Text.assemble(("not listed ", "bold red"), name))
+        built = f"; method {method}; backend {backend}; built {facts['created_at']}"
+        console.print(Text.assemble("digests ", state, built))
     for name, graph in facts["graphs"].items():
         size = f"  {text_from_bytes(graph['size_bytes'])}" if "size_bytes" in graph else ""
-        console.print(f"\n[bold]{name}[/]{size}")
+        console.print(Text.assemble("\n", (str(name), "bold"), size))
         table = Table("", "tensor", "dims", "dtype", box=None, header_style="dim")
         for side in ("inputs", "outputs"):
             for label, tensor in _without_repeats(graph[side]):
-                table.add_row(side[:-1], label, Text(str(tensor["dims"]).replace("'", "")), tensor["dtype"])
+                dims = str(tensor["dims"]).replace("'", "")
+                table.add_row(*map(Text, (side[:-1], label, dims, tensor["dtype"])))
         console.print(table)
         ops = graph["op_histogram"].get("after", {})
         if ops:

@@ -128,5 +128,5 @@ def _print_rows(console: Console, title: str, rows: list[tuple[str, str]]) -> No
     console.print(title, style="dim")
     table = Table("", "", box=None, show_header=False)
     for label, value in rows:
-        table.add_row(label, Text(value))
+        table.add_row(Text(label), Text(value))
     console.print(table)

@@ -3,23 +3,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import typer
 
 import speccompile
-from speccompile.cli import bench, build, convert, doctor, generate, inspect, schema, serve, train, triton
-from speccompile.cli.output import print_error
+from speccompile.cli import bench, build, cache, convert, doctor, generate, inspect, schema, serve, train, triton
+from speccompile.cli.endings import is_stdout_broken, print_ending, sigterm_unwinds, stdout_error
+from speccompile.cli.help_pages import TidyCommand, TidyGroup
+from speccompile.cli.output import print_error, show_warnings
 from speccompile.errors import SpecCompileError
 
 _EPILOG = (
-    "Exit codes: 0 done, 1 interrupted or a fault of speccompile itself, 2 wrong usage or recipe, 3 checkpoint, "
-    "4 export, 5 pass, 6 build, 7 bundle, 8 decoding."
+    "Exit codes: 0 done, 1 no room on stdout or a fault of speccompile itself, 2 wrong usage or recipe, 3 checkpoint, "
+    "4 export, 5 pass, 6 build, 7 bundle, 8 decoding, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM)."
 )
 
 app = typer.Typer(
     name="speccompile",
-    help="Compile a model and a speculator into one bundle, and decode with it. The output law is the model's own.",
+    cls=TidyGroup,
+    help="Compile a model and a speculator into one bundle, and decode with it. "
+    "The output distribution is the model's own.",
     epilog=_EPILOG,
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -39,10 +44,13 @@ def _options(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
     del version
+    show_warnings()
 
 
-for _command in (build, generate, serve, triton, bench, train, inspect, doctor, convert, schema):
+for _command in (build, generate, serve, triton, bench, train, inspect, doctor, convert, cache, schema):
     _command.register(app)
+for _info in app.registered_commands:
+    _info.cls = TidyCommand
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,13 +60,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; those of the process by default.
 
     Returns:
-        The exit code, see `--help`. Usage errors and finished commands leave by SystemExit, as click does.
+        The exit code, see `--help`.
     """
     try:
-        app(None if arguments is None else list(arguments))
+        code = _run(arguments)
+        sys.stdout.flush()
+    except OSError as fault:
+        if not is_stdout_broken():
+            raise
+        error = stdout_error(fault)
+        print_error(error)
+        return error.exit_code
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        with sigterm_unwinds():
+            app(None if arguments is None else list(arguments))
     except SpecCompileError as error:
         print_error(error)
         return error.exit_code
+    except KeyboardInterrupt:
+        print_ending(130)
+        return 130
+    except SystemExit as leave:  # as click ends every command
+        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        print_ending(code)
+        return code
     return 0
 
 

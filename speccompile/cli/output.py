@@ -18,6 +18,7 @@ from rich.text import Text
 from speccompile.errors import SpecCompileError
 
 _BAR_CELLS = 24
+_NOT_RUN = "not run: "
 
 
 def print_error(error: SpecCompileError) -> None:
@@ -65,30 +66,52 @@ def text_from_step(message: str) -> Text:
 @contextlib.contextmanager
 def live_stages() -> Iterator[Callable[[str], None]]:
     """A callback for "STAGE" and "STAGE: STEP": a spinner on a terminal, a line for each stage elsewhere."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True)
     current, start = "", time.perf_counter()
 
-    def finish() -> None:
+    def finish(outcome: str = "") -> None:
+        nonlocal current
         if current:
-            seconds = f"{time.perf_counter() - start:.1f} s"
-            console.print(Text.assemble(("done ", "green"), f"{current:<24}", (f"{seconds:>9}", "dim")))
+            outcome = outcome or f"{time.perf_counter() - start:.1f} s"
+            is_done = not outcome.startswith(_NOT_RUN)
+            head = ("done ", "green") if is_done else ("skip ", "yellow")
+            console.print(Text.assemble(head, f"{current:<24}", (f"{outcome:>9}", "dim")))
+        current = ""
 
     with console.status("starting") as status:
 
         def report(message: str) -> None:
             nonlocal current, start
             stage, _, step = message.partition(": ")
-            if step == "cached":
-                finish()
-                current = ""
-                console.print(Text.assemble(("done ", "green"), f"{stage:<24}", (f"{'cached':>9}", "dim")))
-            elif stage != current:
+            if stage != current:
                 finish()
                 current, start = stage, time.perf_counter()
-            status.update(text_from_step(message))
+            if step == "cached" or step.startswith(_NOT_RUN):
+                finish(step)
+            else:
+                status.update(text_from_step(message))
 
         yield report
         finish()
+
+
+def print_warning(message: str) -> None:
+    """One line on stderr."""
+    typer.echo(f"warning: {message}", err=True)
+
+
+class _Warnings(logging.Handler):
+    """Writes records as `print_warning` does, to the stderr of the moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_warning(record.getMessage())
+
+
+def show_warnings() -> None:
+    """Print what the package's modules log as warnings or worse; to call it again changes nothing."""
+    logger = logging.getLogger("speccompile")
+    if not any(isinstance(handler, _Warnings) for handler in logger.handlers):
+        logger.addHandler(_Warnings(level=logging.WARNING))
 
 
 def quiet_libraries() -> None:

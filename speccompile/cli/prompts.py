@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speccompile.errors import RuntimeFault
+from speccompile.errors import BuildError, RuntimeFault
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def read_requests(path: Path, limit: int | None = None) -> list[Request]:
         RuntimeFault: the file cannot be read, holds no prompt, or a line is wrong; the message has its number.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as fault:
         raise RuntimeFault(str(path), str(fault), "a file of JSON lines", "Check --prompts.") from fault
     requests = [_read_line(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -106,20 +106,33 @@ def _read_line(where: str, line: str) -> Request:
     return Request(prompt, overrides)
 
 
-def write_results(path: Path, data: Any) -> None:
-    """Write a JSON document; `-` is standard output.
+def check_results(path: Path | None) -> None:
+    """Check before the work that its results can be written; None and `-` always can.
 
     Raises:
-        RuntimeFault: the file cannot be written.
+        BuildError: see `check_file`.
     """
+    from speccompile.bundling.files import check_file
+
+    if path is not None and str(path) != "-":
+        check_file(path)
+
+
+def write_results(path: Path, data: Any) -> None:
+    """Write a JSON document; `-` is standard output, which also gets what cannot be written to the file.
+
+    Raises:
+        BuildError: the file cannot be written.
+    """
+    from speccompile.bundling.files import write_file
+
     text = json.dumps(data, indent=1) + "\n"
     if str(path) == "-":
         print(text, end="")
         return
-    part = path.with_name(f"{path.name}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as fault:
-        part.unlink(missing_ok=True)
-        raise RuntimeFault(str(path), str(fault), "a file that can be written", "Choose another --json.") from fault
+        write_file(path, text)
+    except BuildError as fault:
+        print(text, end="")
+        todo = f"{fault.todo} The results are on standard output."
+        raise BuildError(fault.where, fault.got, fault.expected, todo) from fault

@@ -19,7 +19,7 @@ def schema_command(
     as_json: Annotated[bool, typer.Option("--json", help="The schema is JSON with or without it.")] = False,
 ) -> None:
     """Print the JSON schema of recipes (docs/recipe.schema.json is kept equal to it)."""
-    from speccompile.bundling.staging import disk_faults
+    from speccompile.bundling.files import write_file
     from speccompile.recipe.json_schema import text_from_schema
 
     del as_json
@@ -27,6 +27,4 @@ def schema_command(
     if output is None:
         typer.echo(text, nl=False)
         return
-    with disk_faults(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text, encoding="utf-8")
+    write_file(output, text, makes_folder=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import math
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.errors import RuntimeFault
 
 LOOPBACK = "127.0.0.1"
@@ -21,6 +24,17 @@ def register(app: typer.Typer) -> None:
     app.command(name="serve")(serve_command)
 
 
+def check_seconds(value: float | None) -> float | None:
+    """Refuses times that are none; the option's name comes with the error.
+
+    Raises:
+        typer.BadParameter: it is zero, negative, infinite or no number.
+    """
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value:g} is not a number of seconds above 0.")
+    return value
+
+
 def serve_command(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
     host: Annotated[
@@ -28,12 +42,28 @@ def serve_command(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 chooses a free one.")] = 8000,
     api_key: Annotated[
-        list[str] | None, typer.Option(envvar="SPECCOMPILE_API_KEY", help="Ask for this key; repeatable.")
+        list[str] | None,
+        typer.Option(help="Ask for this key; repeatable. Without it: the keys in SPECCOMPILE_API_KEY, if that is set."),
     ] = None,
     model_name: Annotated[str | None, typer.Option(help="Name of the model; the bundle's folder by default.")] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are told to come back.")] = 256,
-    timeout_s: Annotated[float | None, typer.Option(help="Most seconds of a request.")] = None,
+    timeout_s: Annotated[float | None, typer.Option(callback=check_seconds, help="Most seconds of a request.")] = None,
     max_request_bytes: Annotated[int, typer.Option(min=1, help="Largest body.")] = 1 << 20,
+    max_connections: Annotated[
+        int | None, typer.Option(min=1, help="At once; by default 1000, or what the limit on open files allows.")
+    ] = None,
+    header_timeout_s: Annotated[
+        float, typer.Option(callback=check_seconds, help="Seconds for the header of a request.")
+    ] = 10.0,
+    body_timeout_s: Annotated[
+        float, typer.Option(callback=check_seconds, help="Seconds for the body of a request.")
+    ] = 30.0,
+    keep_alive_s: Annotated[
+        float, typer.Option(callback=check_seconds, help="Seconds that a connection may idle between requests.")
+    ] = 75.0,
+    write_timeout_s: Annotated[
+        float, typer.Option(callback=check_seconds, help="Seconds that a client may take no byte of its answer.")
+    ] = 60.0,
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="Let pages of this origin send requests (CORS); repeatable.")
     ] = None,
@@ -42,7 +72,7 @@ def serve_command(
     page: Annotated[bool, typer.Option(help="Show a page at / that watches a generation.")] = True,
     method: Annotated[str | None, typer.Option(help="Another speculation method than the recipe's.")] = None,
     backend: Annotated[str | None, typer.Option(help="Another backend than the recipe's.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the target's engine.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of the target's engine.")] = None,
     log_level: Annotated[str, typer.Option(help="error, warning, info or debug.")] = "info",
 ) -> None:
     """Serve a bundle: /v1/completions, /v1/chat/completions, /v1/models, /metrics, /health, and a page at /."""
@@ -51,6 +81,8 @@ def serve_command(
     from speccompile.runtime.requests import SPECULATION
     from speccompile.runtime.service import Service, ServiceOptions
     from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+    from speccompile.serving.openai.connections import ConnectionLimits
+    from speccompile.serving.openai.keys import check_keys, keys_from_environment
     from speccompile.serving.openai.process import Listener, bind, run
     from speccompile.serving.page.routes import page_routes
 
@@ -59,14 +91,17 @@ def serve_command(
         raise typer.BadParameter(f"--speculation is one of {', '.join(SPECULATION)}")
     if log_level not in LOG_LEVELS:
         raise typer.BadParameter(f"--log-level is one of {', '.join(LOG_LEVELS)}")
-    keys, origins = tuple(api_key or ()), tuple(allow_origin or ())
+    keys = tuple(api_key) if api_key else keys_from_environment(os.environ)
+    check_keys(keys, "--api-key")
     if not keys and not is_loopback(host):
         typer.echo(f"warning: {host} is reached from other machines, and no --api-key is asked for", err=True)
-    listener = Listener(host, port, drain_s, log_level)
+    limits = ConnectionLimits(header_timeout_s, keep_alive_s, write_timeout_s, max_connections)
+    listener = Listener(host, port, drain_s, log_level, limits)
     bound = bind(listener)
-    engine = load(bundle, backend=backend, threads=threads, method=method)
+    engine = load(bundle, backend=backend, threads=usable_threads(threads), method=method)
     service = Service(engine, ServiceOptions(max_queue=max_queue, timeout_s=timeout_s, speculation=wanted))
-    server = OpenAIServer(service, ServerOptions(model_name, keys, max_request_bytes, origins))
+    options = ServerOptions(model_name, keys, max_request_bytes, body_timeout_s, tuple(allow_origin or ()))
+    server = OpenAIServer(service, options)
     app = make_app(server, [page_routes] if page else [])
     service.start()
     try:

@@ -4,22 +4,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from speccompile.cli.output import errors_as_json, print_json, quiet_libraries
+from speccompile.cli.progress import ProgressDisplay, open_display
 
 if TYPE_CHECKING:
-    from speccompile.training.run import Listener
-
-_LINES = 50  # steps between two lines where there is no terminal
+    from speccompile.recipe.training_plan import TrainingPlan
 
 
 def register(app: typer.Typer) -> None:
@@ -55,14 +51,20 @@ def train_command(
     with errors_as_json(as_json):
         loaded = load_recipe(recipe, overrides or ())
         plan = resolve_training(loaded, output.absolute() if output is not None else None)
-        from speccompile.training.run import train
+        from speccompile.training.run import Listener, train
 
-        with _watched() as listener:
-            result = train(loaded, plan, listener)
-        if prompts is not None and _is_first():
-            from speccompile.training.reference import measure_chains
+        if _is_first():
+            _print_intent(plan)
+        with open_display() as display:
+            try:
+                result = train(loaded, plan, Listener(display.stage, display.step, display.saved))
+            except (KeyboardInterrupt, SystemExit):
+                _tell_how_to_go_on(display, plan)
+                raise
+            if prompts is not None and _is_first():
+                from speccompile.training.reference import measure_chains
 
-            result["chains"] = measure_chains(plan, prompts, num_prompts)
+                result["chains"] = measure_chains(plan, prompts, num_prompts, progress=display.stage)
     if as_json and _is_first():
         print_json(result)
     elif _is_first():
@@ -73,52 +75,23 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-@contextmanager
-def _watched() -> Iterator[Listener]:
-    """A listener that shows a bar on a terminal, and lines elsewhere."""
-    from speccompile.training.run import Listener
-
-    console = Console(stderr=True, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("train", total=None)
-        yield Listener(_stage_teller(console, bar, task), _step_teller(console, bar, task))
+def _print_intent(plan: TrainingPlan) -> None:
+    """What is going to be done, on stderr."""
+    section = plan.section
+    stages = {name: getattr(section, name).steps for name in ("plain", "generated")}
+    steps = ", ".join(f"{name} text {number} steps" for name, number in stages.items() if number)
+    typer.echo(f"train {section.method} for {plan.target} into {plan.output}: {steps}", err=True)
 
 
-def _stage_teller(console: Console, bar: Progress, task: Any) -> Callable[[str], None]:
-    told = ""
-
-    def tell(message: str) -> None:
-        nonlocal told
-        head = message.rstrip("0123456789/").rstrip()
-        if head != told and not console.is_terminal:
-            console.print(message, highlight=False)
-        told = head
-        bar.update(task, description=message, completed=0, total=None)
-
-    return tell
-
-
-def _step_teller(console: Console, bar: Progress, task: Any) -> Callable[[str, int, int, dict[str, Any]], None]:
-    def tell(name: str, step: int, steps: int, row: dict[str, Any]) -> None:
-        shown = _text_from_measures(row["train"])
-        bar.update(task, description=f"{name} {shown}", completed=step, total=steps)
-        if "held_out" in row:
-            console.print(f"{name} {step}/{steps} held out: {_text_from_measures(row['held_out'])}", highlight=False)
-        elif not console.is_terminal and step % _LINES == 0:
-            console.print(f"{name} {step}/{steps} {shown}", highlight=False)
-
-    return tell
-
-
-def _text_from_measures(row: dict[str, Any]) -> str:
-    """Losses and agreement by position, and the estimated acceptance length."""
-    losses, agreement = (" ".join(f"{value:.2f}" for value in row[key]) for key in ("loss", "agreement"))
-    return f"loss {losses} | agreement {agreement} | length {row['acceptance_length']:.2f}"
+def _tell_how_to_go_on(display: ProgressDisplay, plan: TrainingPlan) -> None:
+    if display.checkpoint is not None:
+        typer.echo(f"The same command goes on from {display.checkpoint}, see {plan.output}.run", err=True)
+    else:
+        typer.echo("No checkpoint yet: the same command begins anew, with the texts that are kept", err=True)
 
 
 def _print_result(result: dict[str, Any], output: Path) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     table = Table("stage", "seconds", "held-out loss", "agreement", "length", box=None, header_style="dim")
     for name, row in result["held_out"].items():
         cells = (" ".join(f"{value:.2f}" for value in row[key]) for key in ("loss", "agreement"))

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from speccompile.cli.options import MAX_THREADS
 from speccompile.cli.output import errors_as_json, print_json
 
 LAYOUTS = ("model", "trtllm", "plans")
@@ -20,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 def triton_command(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Model repository to write; exchanged in one step.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Model repository; other models in it stay.")],
     layout: Annotated[
         str, typer.Option(help="model; trtllm: five models as the TensorRT-LLM backend had; plans: tensorrt models.")
     ] = "model",
@@ -40,7 +42,7 @@ def triton_command(
     drain_s: Annotated[float, typer.Option(min=0.0, help="Seconds that running requests get at unload.")] = 30.0,
     method: Annotated[str | None, typer.Option(help="Another speculation method than the recipe's.")] = None,
     backend: Annotated[str | None, typer.Option(help="Another engine backend than the recipe's.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the target's engine.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of the target's engine.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Write a model repository for Triton, and the backend that its models name. Needs no Triton, no GPU, no torch."""
@@ -48,7 +50,7 @@ def triton_command(
         raise typer.BadParameter(f"--layout is one of {', '.join(LAYOUTS)}")
     if speculation not in ("auto", "on", "off"):
         raise typer.BadParameter("--speculation is one of auto, on, off")
-    from speccompile.serving.triton.repository import RepositoryOptions, write_backend, write_repository
+    from speccompile.serving.triton.repository import RepositoryOptions, check_backend, write_backend, write_repository
     from speccompile.serving.triton.settings import Settings
 
     settings = Settings(
@@ -62,8 +64,11 @@ def triton_command(
     )
     options = RepositoryOptions(layout, name, max_batch_size, link, python_env, settings)
     with errors_as_json(as_json):
+        directory = None if layout == "plans" else backends or Path(os.path.abspath(output)).parent / "backends"
+        if directory is not None:
+            check_backend(directory)
         models = write_repository(bundle, output, options)
-        home = None if layout == "plans" else write_backend(backends or output.absolute().parent / "backends")
+        home = None if directory is None else write_backend(directory)
     if as_json:
         print_json({"repository": str(output), "models": models, "backend": None if home is None else str(home)})
         return

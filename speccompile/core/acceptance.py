@@ -31,12 +31,17 @@ class Verdict:
     Args:
         path: [batch, nodes] int64, accepted nodes from the root (node 0) on, -1 behind the end.
         num_accepted: [batch] int64, accepted draft tokens; the root is not counted.
-        next_token: [batch] int64, recovered token after a refusal, bonus token after a whole path.
+        next_token: [batch] int64, recovered token after a refusal, bonus token after a whole path; -1 where a row of
+            the slot's logits was not finite, and nothing of its verdict means anything.
     """
 
     path: Ints
     num_accepted: Ints
     next_token: Ints
+
+    def spoilt(self) -> list[int]:
+        """Slots whose logits were not finite."""
+        return [] if (self.next_token >= 0).all() else np.flatnonzero(self.next_token < 0).tolist()
 
     def nodes_kept(self, slot: int) -> list[int]:
         """Nodes of the path of a slot, root included."""
@@ -102,10 +107,28 @@ def accept(tree: TokenTree, target_probs: Floats, uniforms: Floats, draft_probs:
         draft_probs: [batch, nodes, vocab] float32; None takes those of the tree.
     """
     laws = tree.draft_probs if draft_probs is None else draft_probs
+    is_deterministic = laws is None or laws.shape[-1] == 1
     path = np.full(tree.tokens.shape, -1, dtype=np.int64)
-    num_accepted, next_token = np.zeros(tree.batch, dtype=np.int64), np.zeros(tree.batch, dtype=np.int64)
-    for slot in range(tree.batch):
-        law = None if laws is None else laws[slot]
-        kept, follows = accept_slot(tree.tokens[slot], tree.parents[slot], target_probs[slot], uniforms[slot], law)
-        path[slot, : len(kept)], num_accepted[slot], next_token[slot] = kept, len(kept) - 1, follows
-    return Verdict(path, num_accepted, next_token)
+    path[:, 0] = 0
+    last, num_accepted = np.zeros(tree.batch, dtype=np.int64), np.zeros(tree.batch, dtype=np.int64)
+    drawn = draw(target_probs[:, 0], uniforms[:, 0, 1]) if is_deterministic else last
+    left = target_probs[:, 0] if is_deterministic else target_probs[:, 0].copy()
+    for node in range(1, tree.nodes):  # the walk of `accept_slot`, all slots at once
+        slots = np.flatnonzero(tree.parents[:, node] == last)
+        tokens = tree.tokens[slots, node]
+        if laws is None or is_deterministic:
+            is_kept = tokens == drawn[slots]
+        else:
+            is_kept = uniforms[slots, node, 0] * laws[slots, node, tokens] < left[slots, tokens]
+            for slot in slots[~is_kept]:  # row by row, so that the sums are those of `accept_slot` to the last bit
+                left[slot] = residual(left[slot], laws[slot, node])
+        kept = slots[is_kept]
+        num_accepted[kept] += 1
+        path[kept, num_accepted[kept]] = last[kept] = node
+        if is_deterministic:
+            drawn[kept] = draw(target_probs[kept, node], uniforms[kept, node, 1])
+        else:
+            left[kept] = target_probs[kept, node]
+    if not is_deterministic:
+        drawn = draw(left, uniforms[np.arange(tree.batch), last, 1])
+    return Verdict(path, num_accepted, drawn)

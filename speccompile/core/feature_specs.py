@@ -9,15 +9,10 @@ rows guesses the token at n + 1. What it gives as `hidden.next` is what it is to
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from speccompile.core.specs import (
     FEATURE_NODES,
     FEATURES,
-    HIDDEN,
     NEXT_FEATURES,
     GraphSpec,
     ModelDims,
@@ -60,8 +55,8 @@ def feature_draft_spec(name: str, dims: FeatureDims, num_guesses: int, laws: boo
     plain = decoder_spec(name, dims, logits=False)
     num = len(plain.caches)
     features = (
-        TensorSpec(FEATURES, ("batch", STATES, dims.hidden_size), "float32"),
-        TensorSpec(FEATURE_NODES, ("batch", "nodes"), "int64"),
+        TensorSpec(FEATURES, ("batch", STATES, dims.hidden_size), "float32", "states"),
+        TensorSpec(FEATURE_NODES, ("batch", "nodes"), "int64", "nodes"),
     )
     following = TensorSpec(NEXT_FEATURES, ("batch", NEXT_STATES, dims.hidden_size), "float32")
     told = replace(
@@ -70,34 +65,12 @@ def feature_draft_spec(name: str, dims: FeatureDims, num_guesses: int, laws: boo
         outputs=(following, *plain.outputs),
         max_rows=max_rows,
     )
-    return guessing_spec(told, num_guesses, laws)
+    return replace(guessing_spec(told, num_guesses, laws), tail="none")  # its module has a vocabulary of its own
 
 
 def fusion_spec(name: str, dims: FeatureDims) -> GraphSpec:
     """The spec of the graph that makes features of the target's states: it has no caches and reads no tokens."""
-    states = [TensorSpec(hidden_name(i), ("batch", "nodes", dims.target_hidden_size), "float32") for i in dims.layers]
+    rows = ("batch", "nodes", dims.target_hidden_size)
+    states = [TensorSpec(hidden_name(i), rows, "float32", "states") for i in dims.layers]
     features = TensorSpec(FEATURES, ("batch", "nodes", dims.hidden_size), "float32")
-    return GraphSpec(name, tuple(states), (features,))
-
-
-def made_up_feeds(spec: GraphSpec, nodes: int) -> dict[str, NDArray[Any]]:
-    """States or features of one slot for a graph that is only tried, each node with a row of its own."""
-    feeds: dict[str, NDArray[Any]] = {}
-    for tensor in spec.inputs:
-        if tensor.name.split(".")[0] == HIDDEN:
-            width = tensor.dims[2]
-            assert isinstance(width, int)
-            feeds[tensor.name] = np.sin(np.arange(nodes * width, dtype=np.float32)).reshape(1, nodes, width)
-        elif tensor.name == FEATURE_NODES:
-            feeds[tensor.name] = np.arange(nodes)[None]
-    return feeds
-
-
-def is_fusion(spec: GraphSpec) -> bool:
-    """Whether it is a `fusion_spec`."""
-    return not spec.caches and any(t.name == FEATURES for t in spec.outputs)
-
-
-def reads_features(spec: GraphSpec) -> bool:
-    """Whether it is a `feature_draft_spec`."""
-    return any(t.name == FEATURES for t in spec.inputs)
+    return GraphSpec(name, tuple(states), (features,), reads_prompts=True)

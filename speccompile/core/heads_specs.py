@@ -12,13 +12,12 @@ from speccompile.core.specs import (
     DRAFT_PARENTS,
     GUESS_PROBS,
     GUESSES,
-    HIDDEN,
+    ROOT,
     SAMPLED_TOKENS,
-    START_NODES,
-    TOKENS,
     GraphSpec,
     TensorSpec,
     heads_spec,
+    start_inputs,
 )
 from speccompile.core.tree_shape import TreeShape
 
@@ -39,8 +38,8 @@ def tree_heads_spec(
     tree += [TensorSpec(CONFIDENCES, ("batch", num_drafts), "float32")]
     if gives_parents:
         tree += [TensorSpec(DRAFT_PARENTS, ("batch", num_drafts), "int64")]
-    inputs = (*_start(hidden_size), TensorSpec(TOKENS, ("batch", 1), "int64"))
-    return GraphSpec(name, inputs, tuple(tree), (), vocab_size)
+    inputs = (*start_inputs(hidden_size), ROOT)
+    return GraphSpec(name, inputs, tuple(tree), (), vocab_size, scores="one", num_drafts=num_drafts)
 
 
 def guessing_heads_spec(name: str, hidden_size: int, vocab_size: int, num_heads: int, num_guesses: int) -> GraphSpec:
@@ -55,14 +54,8 @@ def guessing_heads_spec(name: str, hidden_size: int, vocab_size: int, num_heads:
     """
     rows = ("batch", num_heads, num_guesses)
     outputs = (TensorSpec(GUESSES, rows, "int64"), TensorSpec(GUESS_PROBS, rows, "float32"))
-    return GraphSpec(name, _start(hidden_size), outputs, (), vocab_size)
-
-
-def _start(hidden_size: int) -> tuple[TensorSpec, ...]:
-    return (
-        TensorSpec(HIDDEN, ("batch", "nodes", hidden_size), "float32"),
-        TensorSpec(START_NODES, ("batch",), "int64"),
-    )
+    inputs = start_inputs(hidden_size)
+    return GraphSpec(name, inputs, outputs, (), vocab_size, scores="one", num_candidates=num_guesses)
 
 
 @dataclass(frozen=True)

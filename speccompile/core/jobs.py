@@ -12,7 +12,7 @@ from speccompile.core.specs import ModelDims
 
 PREFILL_CHUNK = 128  # tokens of a prompt that are read at once
 AS_TARGET = "as target"  # quantization of a job that is the target's own, whatever that is
-DECODER = "speccompile.frontend.decoder_source:DecoderSource"
+DECODER = "speccompile.export.decoder_source:DecoderSource"
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,6 @@ class StepCosts:
             least = min(least, ms)
             points.append((nodes, least))
         return cls(tuple(reversed(points)))
-
-    def shared_by(self, num_tokens: int) -> StepCosts:
-        """What each of `num_tokens` costs that one step makes."""
-        return StepCosts(tuple((nodes, ms / num_tokens) for nodes, ms in self.ms_by_nodes))
 
     def ms(self, nodes: int) -> float:
         """Milliseconds of a step of `nodes` nodes: piecewise linear, then with the mean slope of all points."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
+from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import GraphJob, MethodContext, SourceContext, WeightCounts
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import GraphSpec
@@ -26,14 +27,18 @@ class Engine(Protocol):
 
     An engine owns static caches [slots, kv_heads, max_seq, head_dim] and lends a prefix of the slots to
     each step. Caches that its spec borrows are another engine's memory: slot for slot the same, and only the owner
-    moves, resets and compacts them. Lengths belong to the caller. Not thread-safe. An engine whose steps keep the
-    accepted path by themselves has an attribute `compacts_in_step` that is true: `compact` is not called for them.
-    One whose steps work on all rows of a view that grows has an attribute `view_rows`: as many as it has now.
+    moves, resets and compacts them. Lengths belong to the caller. Not thread-safe.
     """
 
     spec: GraphSpec
     max_slots: int
     max_rows: int
+    compacts_in_step: bool  # steps keep the accepted path by themselves: `compact` is not called
+
+    @property
+    def view_rows(self) -> int:
+        """Rows of its own caches that every step works on, which `shrink` lessens; 0: no more than it needs."""
+        ...
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """One step over the slots first_slot .. first_slot + batch - 1.
@@ -45,7 +50,8 @@ class Engine(Protocol):
             first_slot: the slot of batch row 0.
 
         Returns:
-            The outputs by name, without the caches. The arrays are valid until the next `run`.
+            The outputs by name, without the caches. The arrays are valid until the next `run`. A `next_token` of -1
+            means that a row of the slot's logits was not finite.
 
         Raises:
             RuntimeFault: lengths + nodes exceed `max_rows`, or the slots exceed `max_slots`.
@@ -68,6 +74,10 @@ class Engine(Protocol):
         """Exchange at least the first `rows` rows of two slots."""
         ...
 
+    def clear_slot(self, slot: int) -> None:
+        """Zero all rows of a slot's own caches: they may hold NaN, which masks do not hide (0 x NaN is NaN)."""
+        ...
+
     def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
         """KVRollback, in place: row lengths[b] + i of slot b becomes row lengths[b] + path[b, i].
 
@@ -84,6 +94,7 @@ class Slot(Protocol):
     tokens: list[int]  # prompt and emitted tokens; the last one is the root, not yet in the target's cache
     sampling: SamplingParams
     max_drafts: int  # draft tokens on one path that this step may use: limits and room in the cache
+    draft_state: Any  # what the proposer knows of it: made by `start` and `resume`, read by nobody else
 
 
 class Batch(Protocol):
@@ -132,15 +143,25 @@ class Proposer(Protocol):
     The order of calls for a slot is start, prefill (once per chunk of all prompt tokens but the last), then
     propose and commit in turn. Slots of a batch may start, end and move between two steps. Prompts may be read in
     parts between the steps of others: `settle` comes before each part. Any call may be the last one: a run that is
-    abandoned is followed by `start`. One with an attribute `catches_up` that is true reads what it has missed when it
-    is to draft: it need not be told of prompts, nor of steps without drafts.
+    abandoned is followed by `start`.
+
+    What it knows of a sequence hangs on the sequence (`Slot.draft_state`) and needs no moving. Rows in the caches of
+    engines stay with their slot: the runtime moves, exchanges and copies those that `caches` names.
     """
+
+    # Reads what it has missed when it is to draft: need not be told of prompts, nor of steps without drafts.
+    catches_up: bool
+
+    @property
+    def caches(self) -> Sequence[CacheRows]:
+        """Those that the proposer owns."""
+        ...
 
     def start(self, slot: int, sequence: Slot) -> None:
         """A new sequence takes the place `slot`; what the place held before is void."""
         ...
 
-    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
         """The target has read `tokens` [1, nodes], which stand at `start` in the sequence, with these outputs."""
         ...
 
@@ -176,24 +197,11 @@ class Proposer(Protocol):
         """The target is about to run for others: what it gave in its last step will be void."""
         ...
 
-    def move(self, source: int, dest: int) -> None:
-        """The sequence at place `source` goes on at place `dest`; what that held before is void."""
-        ...
-
-    def swap(self, first: int, second: int) -> None:
-        """Two places exchange what they hold: sequences, or what has ended and may be resumed."""
-        ...
-
-    def copy(self, source: int, dest: int, num_rows: int) -> None:
-        """Place `dest` is to hold the first `num_rows` tokens of place `source` as well; `resume` follows there."""
-        ...
-
 
 class GraphSource(Protocol):
     """A graph before it is compiled: checkpoint or config, sizes, tensors. Named by a job's `source`.
 
-    Importing and making one needs no torch. One whose weights are the target's for the greater part has an attribute
-    `shares_weights` that is true: where graphs are ONNX, what is equal is written once.
+    Importing and making one needs no torch.
     """
 
     role: str  # in the manifest: target, draft, heads, ...
@@ -201,6 +209,7 @@ class GraphSource(Protocol):
     dims: Any  # frozen dataclass of the sizes, JSON-ready, with `num_params`
     max_rows: int  # of its caches; 0 without caches
     has_tokenizer: bool  # reads text of its own, so that its tokenizer must be the target's
+    shares_weights: bool  # the target's for the greater part: where graphs are ONNX, what is equal is written once
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         """Find the folder and read the sizes.
@@ -239,12 +248,29 @@ class GraphSource(Protocol):
         """
         ...
 
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """Run the compiled graph a little before it is trusted; `export.checks` has the checks of our graphs.
+
+        Args:
+            engine: of the graph, one slot.
+            max_nodes: most nodes that a step may score, at least 2.
+
+        Returns:
+            What was seen, for the manifest; empty where its caches are too small to try anything.
+
+        Raises:
+            BuildError: it gives what it must not.
+        """
+        ...
+
 
 class Method(Protocol):
     """A speculation method: what it needs from the build, and its proposer."""
 
     name: str
-    Config: type[Any]  # frozen dataclass, the recipe's `speculator:` fields besides `method`
+    # Frozen dataclass, the recipe's `speculator:` fields besides `method`; its property `leaves_length` tells whether
+    # they leave it open how much is drafted.
+    Config: type[Any]
 
     def target_outputs(self, config: Any) -> dict[str, Any]:
         """Keywords of `decoder_spec` for the target: `hidden`, `hidden_layers`."""

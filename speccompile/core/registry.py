@@ -63,13 +63,13 @@ def find_class(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def backend(name: str) -> Any:
-    """The backend of that name.
+def backend(name: str, device: str = "cpu") -> Any:
+    """The backend of that name (a `speccompile.backends.base.Backend`), as it works on a device.
 
     Raises:
         RecipeError: there is none; the nearest name is suggested.
     """
-    return _load("engine.backend", BACKENDS, name)
+    return _load("engine.backend", BACKENDS, name).for_device(device)
 
 
 def method(name: str) -> Any:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
+
+from speccompile.core.older_specs import completed
 
 Dim = str | int
 Role = Literal["target", "draft"]
+Probe = Literal["neutral", "tokens", "lengths", "states", "nodes", "last_node"]
 LENT_ROWS = "lent_rows"  # the dim of borrowed caches that are only read: their lender decides how many rows
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of activations and caches
 
@@ -69,11 +73,6 @@ def borrowed_name(lender: str, cache: str) -> str:
     return f"{lender}.{cache}"
 
 
-def step_cache_name(cache: str, step: int) -> str:
-    """Name of the output that carries `cache` behind an inner step of an unrolled chain; it aliases its input."""
-    return f"{updated_cache_name(cache)}.{step}"
-
-
 def compacted_cache_name(cache: str) -> str:
     """Name of the output that carries the updated `cache` behind KVRollback; it aliases the same memory."""
     return f"{cache}.compacted"
@@ -87,11 +86,13 @@ class TensorSpec:
         name: tensor name in the graph.
         dims: a str is a dynamic dim by name, an int is static.
         dtype: numpy name: float32, int64, bool, ...; bfloat16 is ml_dtypes' name.
+        probe: of an input: how it is fed where the graph is only tried or timed, see `probes.probe_inputs`.
     """
 
     name: str
     dims: tuple[Dim, ...]
     dtype: str
+    probe: Probe = "neutral"
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,13 @@ class GraphSpec:
         max_rows: cache rows it can address (its position tables end there); 0 = not limited.
         draft_vocab: width of the laws it gives, where it drafts in a vocabulary of its own; 0 = `vocab_size`.
         borrowed: inputs that are caches of other engines; those that are only read come before `caches`.
+        rows_written_ahead: cache rows that a run writes after those of its nodes.
+        reads_prompts: it runs over the chunks of a prompt as well as over steps.
+        scores: where a run does not say it, which nodes it scores: `one` of each slot, or all `nodes`.
+        num_candidates: likeliest tokens that it gives for each scored node.
+        num_drafts: draft tokens of each slot that it gives in one run, a chain or a tree.
+        gives_probs: where a slot samples it also gives the distributions that drafts are drawn from.
+        tail: what the passes put after the exported graph's logits: `verify`, `sample` or `candidates`.
     """
 
     name: str
@@ -159,6 +167,13 @@ class GraphSpec:
     max_rows: int = 0
     draft_vocab: int = 0
     borrowed: tuple[BorrowedCache, ...] = ()
+    rows_written_ahead: int = 0
+    reads_prompts: bool = False
+    scores: Literal["one", "nodes"] = "nodes"
+    num_candidates: int = 0
+    num_drafts: int = 0
+    gives_probs: bool = False
+    tail: Literal["none", "verify", "sample", "candidates"] = "none"
 
     @property
     def own_caches(self) -> tuple[str, ...]:
@@ -183,6 +198,12 @@ class GraphSpec:
         """Entries of a law that it gives."""
         return self.draft_vocab or self.vocab_size
 
+    @cached_property
+    def dynamic_dims(self) -> tuple[tuple[str, tuple[tuple[int, str], ...]], ...]:
+        """(input, its (axis, dim)s of dynamic size), of the inputs that are no caches."""
+        rows = ((t.name, tuple((i, d) for i, d in enumerate(t.dims) if isinstance(d, str))) for t in self.plain_inputs)
+        return tuple((name, dims) for name, dims in rows if dims)
+
     def input(self, name: str) -> TensorSpec:
         """The input of that name; KeyError when there is none."""
         return {t.name: t for t in self.inputs}[name]
@@ -197,21 +218,20 @@ class GraphSpec:
 
 
 def spec_from_json(data: Mapping[str, Any]) -> GraphSpec:
-    """Inverse of `GraphSpec.json_from_spec`."""
+    """Inverse of `GraphSpec.json_from_spec`; `older_specs.completed` is for manifests of earlier builds."""
+    known = completed(_given(data))
 
-    def tensors(rows: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(r["name"], tuple(r["dims"]), r["dtype"]) for r in rows)
+    def tensors(key: str) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(**{**_given(row), "dims": tuple(row["dims"])}) for row in known[key])
 
-    return GraphSpec(
-        data["name"],
-        tensors(data["inputs"]),
-        tensors(data["outputs"]),
-        tuple(data["caches"]),
-        data["vocab_size"],
-        data.get("max_rows", 0),
-        data.get("draft_vocab", 0),
-        tuple(BorrowedCache(**loan) for loan in data.get("borrowed", ())),
-    )
+    loans = tuple(BorrowedCache(**_given(loan)) for loan in known["borrowed"])
+    made = {"inputs": tensors("inputs"), "outputs": tensors("outputs"), "caches": tuple(known["caches"])}
+    return GraphSpec(**{**known, **made, "borrowed": loans})
+
+
+def _given(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is not null."""
+    return {key: value for key, value in data.items() if value is not None}
 
 
 def _caches(dims: ModelDims) -> tuple[TensorSpec, ...]:
@@ -222,11 +242,11 @@ def _caches(dims: ModelDims) -> tuple[TensorSpec, ...]:
 def decoder_spec(
     name: str, dims: ModelDims, *, hidden: bool = False, hidden_layers: tuple[int, ...] = (), logits: bool = True
 ) -> GraphSpec:
-    """The spec of a decoder as the frontend exports it: tokens in, logits, hidden states and caches out."""
+    """The spec of a decoder as it is exported: tokens in, logits, hidden states and caches out."""
     caches = _caches(dims)
     inputs = (
-        TensorSpec(TOKENS, ("batch", "nodes"), "int64"),
-        TensorSpec(LENGTHS, ("batch",), "int64"),
+        TensorSpec(TOKENS, ("batch", "nodes"), "int64", "tokens"),
+        TensorSpec(LENGTHS, ("batch",), "int64", "lengths"),
         TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
         TensorSpec(SCORED_NODES, ("batch", "scored"), "int64"),
         *caches,
@@ -235,7 +255,8 @@ def decoder_spec(
     names = [HIDDEN] * hidden + [hidden_name(i) for i in hidden_layers]
     wanted += [TensorSpec(n, ("batch", "nodes", dims.hidden_size), "float32") for n in names]
     outputs = (*wanted, *(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches))
-    return GraphSpec(name, inputs, outputs, tuple(c.name for c in caches), dims.vocab_size)
+    held = tuple(c.name for c in caches)
+    return GraphSpec(name, inputs, outputs, held, dims.vocab_size, reads_prompts=True)
 
 
 def _with_tail(
@@ -277,7 +298,7 @@ def verified_spec(spec: GraphSpec, keep_logits: bool = False) -> GraphSpec:
         TensorSpec(NUM_ACCEPTED, ("batch",), "int64"),
         TensorSpec(NEXT_TOKEN, ("batch",), "int64"),
     )
-    return _with_tail(spec, inputs, outputs, keep_logits)
+    return replace(_with_tail(spec, inputs, outputs, keep_logits), tail="verify")
 
 
 def sampled_spec(spec: GraphSpec) -> GraphSpec:
@@ -285,8 +306,9 @@ def sampled_spec(spec: GraphSpec) -> GraphSpec:
 
     `draft_vocab` of the law is 1 (a dummy) when every slot is greedy.
     """
-    inputs = (TensorSpec(UNIFORMS, ("batch",), "float32"), *_WARP)
-    return _with_tail(spec, inputs, _SAMPLED, keep_logits=False)
+    made = _with_tail(spec, (TensorSpec(UNIFORMS, ("batch",), "float32"), *_WARP), _SAMPLED, keep_logits=False)
+    inputs = tuple(replace(t, probe="last_node") if t.name == SCORED_NODES else t for t in made.inputs)
+    return replace(made, inputs=inputs, scores="one", gives_probs=True, tail="sample")
 
 
 def guess_outputs(num_guesses: int, laws: bool) -> tuple[TensorSpec, ...]:
@@ -309,18 +331,8 @@ def guessing_spec(spec: GraphSpec, num_guesses: int, laws: bool) -> GraphSpec:
         num_guesses: see `guess_outputs`.
         laws: see `guess_outputs`; temperature, top_k and top_p are inputs then.
     """
-    return _with_tail(spec, _WARP if laws else (), guess_outputs(num_guesses, laws), keep_logits=False)
-
-
-def num_guesses(spec: GraphSpec) -> int:
-    """Tokens that a graph guesses behind each node; 0 where it guesses none."""
-    rows = [t.dims[2] for t in spec.outputs if t.name == GUESSES]
-    return int(rows[0]) if rows else 0
-
-
-def gives_laws(spec: GraphSpec) -> bool:
-    """Whether a graph gives the warped law behind each node."""
-    return any(t.name == NODE_LAWS for t in spec.outputs)
+    made = _with_tail(spec, _WARP if laws else (), guess_outputs(num_guesses, laws), keep_logits=False)
+    return replace(made, num_candidates=num_guesses, gives_probs=laws, tail="candidates")
 
 
 def heads_spec(name: str, hidden_size: int, vocab_size: int, num_drafts: int) -> GraphSpec:
@@ -332,14 +344,20 @@ def heads_spec(name: str, hidden_size: int, vocab_size: int, num_drafts: int) ->
         vocab_size: of tokens and laws.
         num_drafts: length of the chain behind the root in `tokens`.
     """
-    inputs = (
-        TensorSpec(HIDDEN, ("batch", "nodes", hidden_size), "float32"),
-        TensorSpec(START_NODES, ("batch",), "int64"),
-        TensorSpec(TOKENS, ("batch", 1), "int64"),
-        TensorSpec(UNIFORMS, ("batch", num_drafts), "float32"),
-        *_WARP,
+    inputs = (*start_inputs(hidden_size), ROOT, TensorSpec(UNIFORMS, ("batch", num_drafts), "float32"), *_WARP)
+    drafts = chain_outputs(num_drafts)
+    return GraphSpec(name, inputs, drafts, (), vocab_size, scores="one", num_drafts=num_drafts, gives_probs=True)
+
+
+ROOT = TensorSpec(TOKENS, ("batch", 1), "int64", "tokens")  # of heads: the token that their drafts follow
+
+
+def start_inputs(hidden_size: int) -> tuple[TensorSpec, TensorSpec]:
+    """What heads read of the target: the states of its step, and the node of each slot that they start from."""
+    return (
+        TensorSpec(HIDDEN, ("batch", "nodes", hidden_size), "float32", "states"),
+        TensorSpec(START_NODES, ("batch",), "int64", "last_node"),
     )
-    return GraphSpec(name, inputs, chain_outputs(num_drafts), (), vocab_size)
 
 
 def chain_outputs(num_drafts: int) -> tuple[TensorSpec, ...]:
@@ -351,50 +369,10 @@ def chain_outputs(num_drafts: int) -> tuple[TensorSpec, ...]:
     )
 
 
-def is_unrolled(spec: GraphSpec) -> bool:
-    """Whether it is a decoder that drafts a chain in one run (`unrolled_spec`)."""
-    return bool(spec.caches) and any(t.name == SAMPLED_TOKENS for t in spec.outputs)
-
-
-def chain_rows(spec: GraphSpec) -> int:
-    """Cache rows that a run writes behind those of its nodes: of all drafts of a chain but the last."""
-    if not is_unrolled(spec):
-        return 0
-    num_steps = spec.output(SAMPLED_TOKENS).dims[1]
-    assert isinstance(num_steps, int)
-    return num_steps - 1
-
-
-def unrolled_spec(spec: GraphSpec, num_steps: int) -> GraphSpec:
-    """`spec` unrolled: each of `num_steps` steps reads the token that the one before sampled.
-
-    The first step reads `tokens` from row `lengths` on, of which `scored_nodes` [batch, 1] is the last that counts:
-    slots may be ragged. Token i of the chain stands at row lengths + scored_nodes + 1 + i; all rows but the last
-    token's are in the caches afterwards, those of padding are void.
-
-    Args:
-        spec: a `sampled_spec`.
-        num_steps: length of the chain.
-    """
-    swapped = {UNIFORMS: TensorSpec(UNIFORMS, ("batch", num_steps), "float32")}
-    return replace(
-        spec,
-        inputs=tuple(swapped.get(t.name, t) for t in spec.inputs),
-        outputs=(*chain_outputs(num_steps), *spec.outputs[len(_SAMPLED) :]),
-    )
-
-
-def stepwise_spec(spec: GraphSpec) -> GraphSpec:
-    """Inverse of `unrolled_spec`."""
-    swapped = {UNIFORMS: TensorSpec(UNIFORMS, ("batch",), "float32")}
-    num = len(chain_outputs(1))
-    inputs = tuple(swapped.get(t.name, t) for t in spec.inputs)
-    return replace(spec, inputs=inputs, outputs=(*_SAMPLED, *spec.outputs[num:]))
-
-
 def rollback_spec(dims: ModelDims) -> GraphSpec:
     """The spec of the cache compaction graph: keep the rows of `path`, every layer, in place."""
     caches = _caches(dims)
-    inputs = (TensorSpec(LENGTHS, ("batch",), "int64"), TensorSpec(PATH, ("batch", "scored"), "int64"), *caches)
+    lengths = TensorSpec(LENGTHS, ("batch",), "int64", "lengths")
+    inputs = (lengths, TensorSpec(PATH, ("batch", "scored"), "int64"), *caches)
     outputs = tuple(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches)
     return GraphSpec("rollback", inputs, outputs, tuple(c.name for c in caches))

@@ -132,6 +132,13 @@ class TokenTree:
         """[batch] int64: nodes that are neither root nor padding."""
         return self.num_nodes - 1
 
+    def without_drafts(self, slots: Sequence[int]) -> TokenTree:
+        """The same tree, of the same shape, in which these slots have their roots alone; padding repeats the root."""
+        tokens, parents, num_nodes = self.tokens.copy(), self.parents.copy(), self.num_nodes.copy()
+        for slot in slots:
+            tokens[slot], parents[slot], num_nodes[slot] = tokens[slot, 0], -1, 1
+        return TokenTree(tokens, parents, num_nodes, self.draft_probs, self.is_chain)
+
     def mask(self) -> Bools:
         """[batch, nodes, nodes] bool: row i is true at i and at its ancestors.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CachedAttention: append K and V of a token tree to static caches and attend to past and ancestors.
 
-This is the neutral form that the frontend exports; backends lower it to what is fast there.
+This is the neutral form that the export gives; backends lower it to what is fast there.
 """
 
 from __future__ import annotations

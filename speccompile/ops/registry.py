@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from speccompile.errors import PassError
 from speccompile.ops.cached_attention import CACHED_ATTENTION
 from speccompile.ops.cross_attention import CROSS_ATTENTION
+from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.guesses import NODE_LAWS_OP, TOP_TOKENS
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.laws import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_BLOCKS
@@ -28,6 +29,7 @@ OPS: dict[str, Op] = {
     op.name: op
     for op in (
         SPEC_VERIFY,
+        FINITE_TOKEN,
         SAMPLE_TOKEN,
         TOP_TOKENS,
         NODE_LAWS_OP,

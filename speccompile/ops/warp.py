@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from speccompile.core.sampling import warp
+from speccompile.core.sampling import COLDEST, warp
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P, TensorSpec
 from speccompile.core.tree import Floats, Ints
 from speccompile.ops.laws import ROWS
@@ -146,10 +146,11 @@ WARP = Op(
     last = Constant<value_ints = [-1]>()
     lowest = Constant<value_float = -3.4e38>()
     column = Constant<value_ints = [-1, 1, 1]>()
+    coldest = Constant<value_float = {COLDEST}>()
     heat = Reshape(temperature, column)
     top_k3 = Reshape(top_k, column)
     top_p3 = Reshape(top_p, column)
-    is_hot = Greater(heat, off)
+    is_hot = GreaterOrEqual(heat, coldest)
     divisor = Where(is_hot, heat, on)
     scaled = Div(logits, divisor)
     asks_k = Greater(top_k3, none)

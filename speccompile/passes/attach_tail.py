@@ -8,6 +8,7 @@ import onnx_ir as ir
 from speccompile.core import specs
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
+from speccompile.passes.fit_vocab import fit_vocab
 
 
 def _output(model: ir.Model, name: str) -> ir.Value:
@@ -35,7 +36,7 @@ def _add_inputs(model: ir.Model, spec: specs.GraphSpec) -> dict[str, ir.Value]:
 
 
 def attach_verify(model: ir.Model, spec: specs.GraphSpec) -> int:
-    """Add SpecVerify; `spec` is the `verified_spec` that the graph has afterwards."""
+    """Add SpecVerify, and FiniteToken after it; `spec` is the `verified_spec` that the graph has afterwards."""
     values = _add_inputs(model, spec)
     edit = Editor(model)
     model.opset_imports[OPS_DOMAIN] = 1
@@ -45,8 +46,10 @@ def attach_verify(model: ir.Model, spec: specs.GraphSpec) -> int:
     parents = edit.op("GatherElements", values[specs.PARENTS], nodes, axis=1)
     rest = [values[n] for n in (specs.DRAFT_PROBS, specs.UNIFORMS, specs.TEMPERATURE, specs.TOP_K, specs.TOP_P)]
     logits = _output(model, specs.LOGITS)
-    outputs = edit.op("SpecVerify", logits, tokens, parents, *rest, domain=OPS_DOMAIN, num_outputs=3)
-    _set_io(model, spec, dict(zip((specs.PATH, specs.NUM_ACCEPTED, specs.NEXT_TOKEN), outputs, strict=True)))
+    path, num_accepted, chosen = edit.op("SpecVerify", logits, tokens, parents, *rest, domain=OPS_DOMAIN, num_outputs=3)
+    next_token = edit.op("FiniteToken", logits, chosen, domain=OPS_DOMAIN)
+    names = (specs.PATH, specs.NUM_ACCEPTED, specs.NEXT_TOKEN)
+    _set_io(model, spec, dict(zip(names, (path, num_accepted, next_token), strict=True)))
     return 1
 
 
@@ -63,19 +66,14 @@ def attach_sampler(model: ir.Model, spec: specs.GraphSpec) -> int:
 
 
 def attach_guesses(model: ir.Model, spec: specs.GraphSpec) -> int:
-    """Add TopTokens, and NodeLaws where `spec` has laws; `spec` is the `guessing_spec` of the graph afterwards.
-
-    Heads guess inside their graph and have no logits: theirs stay as they are.
-    """
-    if all(value.name != specs.LOGITS for value in model.graph.outputs):
-        return attach_nothing(model, spec)
+    """Add TopTokens, and NodeLaws where `spec` gives probs; `spec` is the `guessing_spec` of the graph afterwards."""
     values = _add_inputs(model, spec)
     edit = Editor(model)
     model.opset_imports[OPS_DOMAIN] = 1
-    logits, num = _output(model, specs.LOGITS), specs.num_guesses(spec)
+    logits, num = _output(model, specs.LOGITS), spec.num_candidates
     guesses = edit.op("TopTokens", logits, domain=OPS_DOMAIN, num_outputs=2, num_guesses=num)
     made = dict(zip((specs.GUESSES, specs.GUESS_PROBS), guesses, strict=True))
-    if specs.gives_laws(spec):
+    if spec.gives_probs:
         warp = [values[n] for n in (specs.TEMPERATURE, specs.TOP_K, specs.TOP_P)]
         made[specs.NODE_LAWS] = edit.op("NodeLaws", logits, *warp, domain=OPS_DOMAIN)
     _set_io(model, spec, made)
@@ -90,10 +88,13 @@ def attach_nothing(model: ir.Model, spec: specs.GraphSpec) -> int:
 
 
 def attach_tail(spec: specs.GraphSpec) -> Pass:
-    """The pass that gives a decoder the tail which `spec` declares."""
-    names = {t.name for t in spec.outputs}
-    attach = next((a for name, a in _TAILS.items() if name in names), attach_nothing)
-    return Pass(attach.__name__, lambda model: attach(model, spec))
+    """The pass that gives a decoder the tail which `spec` declares, over the vocabulary which `spec` declares."""
+    attach = _TAILS[spec.tail]
+
+    def rewrite(model: ir.Model) -> int:
+        return fit_vocab(model, spec) + attach(model, spec)
+
+    return Pass(attach.__name__, rewrite)
 
 
-_TAILS = {specs.SAMPLED_TOKEN: attach_sampler, specs.GUESSES: attach_guesses, specs.PATH: attach_verify}
+_TAILS = {"none": attach_nothing, "sample": attach_sampler, "candidates": attach_guesses, "verify": attach_verify}

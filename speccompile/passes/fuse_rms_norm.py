@@ -85,8 +85,13 @@ def _match(node: ir.Node) -> _Match | None:
 
 def fuse_rms_norm(model: ir.Model) -> int:
     """Fuse every RMS normalisation; returns their number."""
-    matches = [m for m in map(_match, model.graph) if m is not None]
-    for match in matches:
+    count = 0
+    for node in list(model.graph):
+        # Each is matched when its turn comes: what it normalises may be a norm that was fused before it.
+        match = _match(node) if node.graph is not None else None
+        if match is None:
+            continue
+        count += 1
         last = match.scaled or match.normed
         edit = Editor(model, last)
         size = static_dim(match.x, -1)
@@ -95,7 +100,7 @@ def fuse_rms_norm(model: ir.Model) -> int:
         fused = edit.op("RMSNormalization", match.x, weight, axis=-1, epsilon=match.epsilon, stash_type=1)
         fused.type, fused.shape = last.outputs[0].type, last.outputs[0].shape
         replace_tree(last, fused)
-    return len(matches)
+    return count
 
 
 def _find_unfused(model: ir.Model) -> str | None:

@@ -20,7 +20,7 @@ from speccompile.passes.edit import OPS_DOMAIN, Editor, sizes_of
 # Computed in float32: sums of squares overflow float16 and lose digits in bfloat16; so do angles.
 FLOAT32_OPS = ("RMSNormalization", "LayerNormalization", "RotaryEmbedding", "Softmax")
 # Read logits in any float type and keep what is sampled from in float32.
-TAIL_OPS = ("SpecVerify", "SampleToken", "TopTokens", "NodeLaws")
+TAIL_OPS = ("SpecVerify", "FiniteToken", "SampleToken", "TopTokens", "NodeLaws")
 _FLOAT = ir.DataType.FLOAT
 
 

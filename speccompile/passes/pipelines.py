@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from speccompile.core.specs import GraphSpec, compacted_cache_name, is_unrolled, stepwise_spec
+from speccompile.core.specs import GraphSpec, compacted_cache_name
 from speccompile.errors import RecipeError
 from speccompile.passes.attach_compaction import attach_compaction_pass
 from speccompile.passes.attach_tail import attach_tail
@@ -19,7 +19,6 @@ from speccompile.passes.lint_tensorrt import check_io_pass, lint_pass
 from speccompile.passes.lower_attention import LOWER_ATTENTION
 from speccompile.passes.lower_attention_tensorrt import LOWER_ATTENTION_TENSORRT, static_caches_pass
 from speccompile.passes.lower_cross_attention import LOWER_CROSS_ATTENTION, LOWER_CROSS_ATTENTION_TENSORRT
-from speccompile.passes.lower_draft_tensorrt import LOWER_DRAFT_TENSORRT
 from speccompile.passes.merge_heads import MERGE_HEADS
 from speccompile.passes.merge_linears import MERGE_LINEARS
 from speccompile.passes.pad_integers import PAD_INTEGERS
@@ -28,9 +27,9 @@ from speccompile.passes.quantize_int8 import QUANTIZE_INT8
 from speccompile.passes.quantize_qdq import quantize_qdq_pass
 from speccompile.passes.shapes_on_device import SHAPES_ON_DEVICE
 from speccompile.passes.tie_weights import TIE_WEIGHTS
-from speccompile.passes.unroll_draft import expose_cache_steps_pass, unroll_draft_pass
 
-# Kernel forms of each weight quantisation on ONNX Runtime's CPU; which is fastest is measured at build time.
+# Kernel forms of each weight quantisation on ONNX Runtime's CPU; time and distance to float32 are
+# measured at build time and decide.
 ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
     "none": {"fp32": ()},
     "int8": {"rowq8": (QUANTIZE_INT8,), "blocks32": (quantize_blocks_pass(8),)},
@@ -56,16 +55,13 @@ def onnxruntime_table(spec: GraphSpec, quantization: str, form: str) -> tuple[Pa
     if forms is None or form not in forms:
         known = "; ".join(f"{q}: {', '.join(f)}" for q, f in ORT_QUANTIZATION.items())
         raise RecipeError("quantization", f"{quantization}/{form}", known, "Choose one of these.")
-    single, unroll = _unrolling(spec)
     return (
-        attach_tail(single),
+        attach_tail(spec),
         LOWER_ATTENTION,
         *((LOWER_CROSS_ATTENTION,) if spec.borrowed else ()),
         MERGE_LINEARS,
         MERGE_HEADS,
         *forms[form],
-        *unroll,
-        *((expose_cache_steps_pass(spec),) if unroll else ()),
         SHARE_COMMON,
         REMOVE_DEAD,
     )
@@ -73,13 +69,7 @@ def onnxruntime_table(spec: GraphSpec, quantization: str, form: str) -> tuple[Pa
 
 def reference_table(spec: GraphSpec) -> tuple[Pass, ...]:
     """The passes from a neutral decoder to the reference evaluator: nothing is lowered."""
-    single, unroll = _unrolling(spec)
-    return (attach_tail(single), *unroll, SHARE_COMMON, REMOVE_DEAD)
-
-
-def _unrolling(spec: GraphSpec) -> tuple[GraphSpec, tuple[Pass, ...]]:
-    """The spec of one step, and the passes from it to `spec`: none where `spec` is that of one step."""
-    return (stepwise_spec(spec), (unroll_draft_pass(spec),)) if is_unrolled(spec) else (spec, ())
+    return (attach_tail(spec), SHARE_COMMON, REMOVE_DEAD)
 
 
 def tensorrt_table(
@@ -99,7 +89,7 @@ def tensorrt_table(
         quantization: none, int8, int4 or fp8.
         dtype: float32, float16 or bfloat16, as in `spec`.
         plugins: op types whose plugins the parser will find; any other op of ours needs its function body.
-        attention: what lowers CachedAttention; None: what `spec` needs.
+        attention: what lowers CachedAttention; None: `LOWER_ATTENTION_TENSORRT`.
 
     Raises:
         RecipeError: no such quantisation, or not with this dtype.
@@ -107,17 +97,15 @@ def tensorrt_table(
     compacted = {compacted_cache_name(c) for c in spec.caches}
     compacts = any(t.name in compacted for t in spec.outputs)
     inner = replace(spec, outputs=tuple(t for t in spec.outputs if t.name not in compacted))
-    single, unroll = _unrolling(inner)
     quantize = () if quantization == "none" else (MERGE_LINEARS, quantize_qdq_pass(quantization, dtype))
     return (
         FOLD_SCALE,
         *quantize,
         TIE_WEIGHTS,
-        attach_tail(single),
-        static_caches_pass(single),
-        *(() if dtype == "float32" else (half_precision_pass(single, dtype),)),
-        *unroll,
-        attention or (LOWER_DRAFT_TENSORRT if unroll else LOWER_ATTENTION_TENSORRT),
+        attach_tail(inner),
+        static_caches_pass(inner),
+        *(() if dtype == "float32" else (half_precision_pass(inner, dtype),)),
+        attention or LOWER_ATTENTION_TENSORRT,
         *((LOWER_CROSS_ATTENTION_TENSORRT,) if spec.borrowed else ()),
         *((attach_compaction_pass(spec),) if compacts else ()),
         SHARE_COMMON,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from speccompile.core.disk import text_from_fault
 from speccompile.errors import BuildError
 
 INLINE_BYTES = 1024  # smaller tensors stay in the graph file, where a shape inference can read them
@@ -37,7 +38,7 @@ def save_model(model: ir.Model, path: Path) -> list[Path]:
     except OSError as fault:
         raise BuildError(
             str(path),
-            fault.strerror or str(fault),
+            text_from_fault(fault),
             "room and permission to write",
             "Free space or choose another folder.",
         ) from fault

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,25 +15,20 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from speccompile.checkpoints.checkpoint import GGUF, GGUF_TODO, hint
 from speccompile.core import registry
+from speccompile.core.json_reader import shown
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import Recipe, recipe_model
 from speccompile.recipe.training import TrainingSection
+from speccompile.recipe.yaml_text import YamlFault, read_yaml
+from speccompile.runtime.bundle import todo_for_checkpoint
 
 KeyPath = tuple[str, ...]
 MODEL_KEY = "model"  # in every section, a key of this name is a folder or a hub id
+_MAX_NAME_BYTES = 255  # of Linux' file systems
 CONFIG_KEY = "config"  # and one of this name a folder with a config.json
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as a string; here it is the number that JSON and Python see."""
-
-
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 
 @dataclass
@@ -60,7 +56,7 @@ class RawRecipe:
         return f"{self.source} ({dotted})" if dotted else self.source
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override, validate, and resolve relative paths.
 
     A relative `model` folder is looked for beside the recipe file first, then in the working directory; one
@@ -73,10 +69,17 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: unreadable file, unknown key (the nearest known one is named), wrong type or value.
     """
+    path = Path(path)
+    if path.is_dir():
+        is_checkpoint = (path / "config.json").is_file()
+        got = "a checkpoint's folder" if is_checkpoint else "a folder"
+        todo = todo_for_checkpoint(path) if is_checkpoint else "Give the recipe's file."
+        raise RecipeError(str(path), got, "a recipe, a YAML file", todo)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(str(path), str(error), "a readable YAML file", "Check the path.") from error
+        todo = GGUF_TODO if path.suffix.lower() == GGUF else "Check the path."
+        raise RecipeError(str(path), str(error), "a readable YAML file", todo) from error
     raw = parse_recipe(text, str(path), path.resolve().parent)
     for override in overrides:
         apply_override(raw, override)
@@ -89,17 +92,12 @@ def parse_recipe(text: str, source: str, folder: Path) -> RawRecipe:
     Raises:
         RecipeError: not YAML, not a mapping, or a key written twice.
     """
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        values = loader.construct_document(node) if node is not None else {}
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise RecipeError(f"{source}{line}", problem, "valid YAML", "Correct the line.") from error
-    finally:
-        loader.dispose()
+        values, node = read_yaml(text)
+    except YamlFault as fault:
+        line = "" if fault.line is None else f":{fault.line}"
+        raise RecipeError(f"{source}{line}", fault.problem, "valid YAML", "Correct the line.") from fault
+    values = {} if node is None else values
     if not isinstance(values, dict):
         raise RecipeError(source, f"a {type(values).__name__}", "a mapping with the key target", "See docs/recipe.md.")
     origins: dict[KeyPath, str] = {}
@@ -130,9 +128,10 @@ def apply_override(raw: RawRecipe, override: str) -> None:
     if not equals or not all(path):
         raise RecipeError(where, repr(override), "section.key=value", "For example --set engine.threads=2.")
     try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise RecipeError(where, repr(text), "a YAML value", "Quote it for the shell and for YAML.") from error
+        value, _ = read_yaml(text)
+    except YamlFault as fault:
+        todo = "Quote it for the shell and for YAML."
+        raise RecipeError(where, f"{shown(text)}: {fault.problem}", "a YAML value", todo) from fault
     section = raw.values
     for key in path[:-1]:
         # Copied, so that a YAML alias shared by two sections changes in one only.
@@ -210,7 +209,7 @@ def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError
     if fault["type"] == "missing":
         return RecipeError(raw.where(path), "no value", f"the key {'.'.join(path)}", "Add it to the recipe." + suffix)
     expected = " or ".join(dict.fromkeys(_expectation(f) for f in group))
-    return RecipeError(raw.where(path), repr(fault["input"]), expected, "Correct the value." + suffix)
+    return RecipeError(raw.where(path), shown(fault["input"]), expected, "Correct the value." + suffix)
 
 
 def _expectation(fault: Mapping[str, Any]) -> str:
@@ -228,16 +227,22 @@ def _known_keys(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPat
 
 def _hint_for_key(path: KeyPath, known: set[KeyPath], siblings: Sequence[str]) -> str:
     near = difflib.get_close_matches(path[-1], siblings, n=1)
-    elsewhere = sorted(".".join(k) for k in known if k[-1] == path[-1])
+    elsewhere = sorted((".".join(k) for k in known if k[-1] == path[-1]), key=_is_not_of_target)
     if near:
         return f"Did you mean {'.'.join((*path[:-1], near[0]))!r}?"
     if elsewhere:
         return f"Did you mean {elsewhere[0]!r}?"
-    far = difflib.get_close_matches(path[-1], sorted(k[-1] for k in known), n=1)
+    able = sorted(k for k in known if len(k) > 1 or len(path) == 1)  # a section is not meant inside another one
+    far = difflib.get_close_matches(path[-1], [k[-1] for k in able], n=1)
     if far:
-        dotted = next(".".join(k) for k in sorted(known) if k[-1] == far[0])
+        dotted = next(".".join(k) for k in able if k[-1] == far[0])
         return f"Did you mean {dotted!r}?"
     return f"Known keys: {', '.join(siblings)}."
+
+
+def _is_not_of_target(name: str) -> tuple[bool, str]:
+    """Sort key: what is meant for the whole bundle is first of all the target's."""
+    return not name.startswith("target."), name
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
@@ -263,7 +268,7 @@ def _with_folders(raw: RawRecipe, recipe: Recipe) -> Recipe:
 def _with_paths(raw: RawRecipe, section: TrainingSection) -> TrainingSection:
     """Texts and the weights to start with must exist; the output is beside the recipe, or as an override says."""
     key = ("training", "output")
-    found: dict[str, Any] = {"output": str(_places(raw, key, Path(section.output).expanduser())[0].resolve())}
+    found: dict[str, Any] = {"output": str(_places(raw, key, section.output)[0].resolve())}
     if section.start is not None:
         found["start"] = _find_path(raw, ("training", "start"), section.start)
     files = tuple(_find_path(raw, ("training", "text", "files"), file) for file in section.text.files)
@@ -271,14 +276,21 @@ def _with_paths(raw: RawRecipe, section: TrainingSection) -> TrainingSection:
 
 
 def _find_path(raw: RawRecipe, key: KeyPath, path: str) -> str:
-    for candidate in _places(raw, key, Path(path).expanduser()):
-        if candidate.exists():
+    for candidate in _places(raw, key, path):
+        if os.path.exists(candidate):
             return str(candidate.resolve())
-    raise RecipeError(raw.where(key), f"{path!r}, which does not exist", "a file or folder", "Correct the path.")
+    raise RecipeError(raw.where(key), f"{shown(path)}, which does not exist", "a file or folder", "Correct the path.")
 
 
-def _places(raw: RawRecipe, path: KeyPath, given: Path) -> list[Path]:
+def _places(raw: RawRecipe, path: KeyPath, text: str) -> list[Path]:
     """Where a relative path may point: beside the recipe, then the working directory; an override's the other way."""
+    try:
+        given = Path(text).expanduser()
+    except RuntimeError as fault:
+        raise RecipeError(raw.where(path), shown(text), "a path of a user that exists", "Correct the path.") from fault
+    if "\0" in text or any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in given.parts):
+        expected = f"a path of names of at most {_MAX_NAME_BYTES} bytes"
+        raise RecipeError(raw.where(path), shown(text), expected, "Correct the path.")
     folders = [raw.folder, Path.cwd()]
     if raw.origins.get(path, "").startswith("--set"):
         folders.reverse()
@@ -286,21 +298,23 @@ def _places(raw: RawRecipe, path: KeyPath, given: Path) -> list[Path]:
 
 
 def _find_model(raw: RawRecipe, path: KeyPath, model: str) -> str:
-    given = Path(model).expanduser()
-    places = _places(raw, path, given)
+    places = _places(raw, path, model)
     for candidate in places:
-        if candidate.exists():
+        if os.path.isdir(candidate):
             return str(candidate.resolve())
+        if os.path.exists(candidate):
+            got, expected = f"{shown(model)}, a file", "a checkpoint folder or a hub id like owner/name"
+            raise RecipeError(raw.where(path), got, expected, hint(str(candidate)))
     if _HUB_ID.fullmatch(model) is None:
-        tried = "" if given.is_absolute() else f" at {' or '.join(map(str, places))}"
-        got = f"{model!r}, which does not exist{tried}"
-        raise RecipeError(raw.where(path), got, "a checkpoint folder or a hub id", "Correct the path.")
+        tried = "" if os.path.isabs(os.path.expanduser(model)) else f" at {' or '.join(map(str, places))}"
+        got = f"{shown(model)}, which does not exist{tried}"
+        raise RecipeError(raw.where(path), got, "a checkpoint folder or a hub id like owner/name", hint(model))
     return model
 
 
 def _find_config(raw: RawRecipe, path: KeyPath, config: str) -> str:
-    for candidate in _places(raw, path, Path(config).expanduser()):
-        if (candidate / "config.json").is_file():
+    for candidate in _places(raw, path, config):
+        if os.path.isfile(candidate / "config.json"):
             return str(candidate.resolve())
-    got = f"{config!r}, which has no config.json"
+    got = f"{shown(config)}, which has no config.json"
     raise RecipeError(raw.where(path), got, "a folder with a config.json", "Correct the path.")

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from speccompile.core import registry
+from speccompile.core.parameters import Parameter, parameters
+from speccompile.core.sampling import SamplingParams
 from speccompile.recipe.training import TrainingSection
 
 Quantization = Literal["none", "int8", "int4", "fp8"]
@@ -126,25 +128,32 @@ class EngineSection(Section):
     )
 
 
-class DecodingSection(Section):
-    """Defaults of a request; each can be overridden by the request."""
+def decoding_section(params: type[SamplingParams] = SamplingParams) -> type[Section]:
+    """Returns the recipe's `decoding` section: the sampling parameters that are declared for the recipe.
 
-    max_new_tokens: int = Field(128, ge=1, description="Most tokens to emit.")
-    temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="0 is greedy.")
-    top_k: int = Field(0, ge=0, description="Keep the k most probable tokens; 0 is off.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Keep the smallest set with this mass; 1 is off.")
-    min_p: float = Field(0.0, ge=0.0, le=1.0, description="Keep tokens this near to the likeliest; 0 is off.")
-    repetition_penalty: float = Field(
-        1.0, gt=0.0, allow_inf_nan=False, description="Above 1: tokens of prompt and text become less likely; 1 is off."
-    )
-    presence_penalty: float = Field(
-        0.0, ge=-2.0, le=2.0, description="Taken off the logits of tokens that the text has; 0 is off."
-    )
-    frequency_penalty: float = Field(
-        0.0, ge=-2.0, le=2.0, description="Taken off as often as the text has the token; 0 is off."
-    )
-    seed: int = Field(0, ge=0, lt=2**64, description="Same seed, same text.")
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="End the text before these strings.")
+    Args:
+        params: where they are declared.
+    """
+    hints = typing.get_type_hints(params)
+    fields: dict[str, Any] = {
+        name: _decoding_field(hints[name], getattr(params, name), declared)
+        for name, declared in parameters(params).items()
+        if declared.in_recipe
+    }
+    doc = "Defaults of a request; each can be overridden by the request."
+    return create_model("DecodingSection", __base__=Section, __module__=__name__, __doc__=doc, **fields)
+
+
+def _decoding_field(hint: Any, default: Any, declared: Parameter) -> tuple[Any, Any]:
+    bounds = {"ge": declared.ge, "gt": declared.gt, "le": declared.le, "lt": declared.lt}
+    given: dict[str, Any] = {key: bound for key, bound in bounds.items() if bound not in (None, float("inf"))}
+    if declared.lt == float("inf"):
+        given["allow_inf_nan"] = False
+    hint = tuple[Annotated[str, Field(min_length=1)], ...] if hint == tuple[str, ...] else hint
+    return hint, Field(default, description=declared.description, **given)
+
+
+DecodingSection: Any = decoding_section()
 
 
 class SpeculatorSection(Section):

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+from speccompile.backends.base import Backend
 from speccompile.core import registry
-from speccompile.core.devices import backend_on
+from speccompile.core.cores import num_usable_cores
 from speccompile.core.jobs import AS_TARGET, GraphJob
+from speccompile.core.parameters import parameters
+from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import EngineSection, Recipe
 
@@ -81,22 +83,6 @@ class EnginePlan:
 
 
 @dataclass(frozen=True)
-class DecodingPlan:
-    """Defaults of a request; see the recipe's decoding section."""
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int
-    stop: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class BuildPlan:
     """Everything a build needs to know, decided.
 
@@ -119,7 +105,7 @@ class BuildPlan:
     speculator: Any
     drafts: tuple[GraphJob, ...]
     engine: EnginePlan
-    decoding: DecodingPlan
+    decoding: SamplingParams
 
     @property
     def jobs(self) -> tuple[GraphJob, ...]:
@@ -139,8 +125,13 @@ class BuildPlan:
             },
             "speculator": {"method": self.method, **asdict(self.speculator)},
             "engine": self._engine_keys(),
-            "decoding": {**asdict(self.decoding), "stop": list(self.decoding.stop)},
+            "decoding": self._decoding_keys(),
         }
+
+    def _decoding_keys(self) -> dict[str, Any]:
+        """The sampling parameters that a recipe has."""
+        keys = {name: getattr(self.decoding, name) for name, p in parameters(SamplingParams).items() if p.in_recipe}
+        return dict(json.loads(json.dumps(keys)))
 
     def _engine_keys(self) -> dict[str, Any]:
         """The section of another backend is not read: it is left out."""
@@ -150,7 +141,7 @@ class BuildPlan:
 
 def find_device(name: str) -> Device:
     """The device of that name on this machine."""
-    return Device(name, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return Device(name, num_usable_cores())
 
 
 def resolve(recipe: Recipe, device: Device) -> BuildPlan:
@@ -184,7 +175,7 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         got = f"{num_tree_drafts} draft tokens"
         raise RecipeError("speculator.tree", got, expected, "Draft fewer, or raise engine.max_draft_nodes.")
     drafts = tuple(_decided(job, recipe) for job in method.graph_jobs(config))
-    backend = registry.backend(engine.backend)
+    backend: Backend = registry.backend(engine.backend)
     engine_plan = _engine_plan(engine, backend)
     _check_forms(backend, recipe, drafts)
     return BuildPlan(
@@ -195,7 +186,7 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         speculator=config,
         drafts=drafts,
         engine=engine_plan,
-        decoding=DecodingPlan(**recipe.decoding.model_dump()),
+        decoding=SamplingParams(**recipe.decoding.model_dump()),
     )
 
 
@@ -203,7 +194,7 @@ def _decided(job: GraphJob, recipe: Recipe) -> GraphJob:
     return replace(job, quantization=recipe.target.quantization) if job.quantization == AS_TARGET else job
 
 
-def _engine_plan(section: EngineSection, backend: Any) -> EnginePlan:
+def _engine_plan(section: EngineSection, backend: Backend) -> EnginePlan:
     values = section.model_dump()
     own = values.pop("tensorrt")
     for name in ("prefill", "decode"):
@@ -211,11 +202,11 @@ def _engine_plan(section: EngineSection, backend: Any) -> EnginePlan:
     if section.device == "auto":
         values["device"] = backend.devices[0]
     if section.logits == "auto":
-        values["logits"] = bool(getattr(backend_on(backend.name, values["device"]), "keeps_logits", False))
+        values["logits"] = backend.for_device(values["device"]).keeps_logits
     return EnginePlan(**values, tensorrt=TensorRTPlan(**own))
 
 
-def _check_forms(backend: Any, recipe: Recipe, drafts: Sequence[GraphJob]) -> None:
+def _check_forms(backend: Backend, recipe: Recipe, drafts: Sequence[GraphJob]) -> None:
     """The dtype and the quantisations are those of the backend."""
     forms: list[tuple[str, str, tuple[str, ...]]] = [
         ("target.quantization", recipe.target.quantization, backend.quantizations)

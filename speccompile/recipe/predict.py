@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from speccompile.core.jobs import BuildSizes, WeightCounts
+from speccompile.backends.base import Backend
+from speccompile.checkpoints.checkpoint import optional_size
+from speccompile.core.jobs import WeightCounts
 from speccompile.core.specs import ModelDims
 
 # Families whose feed-forward has two matrices; the others gate it with a third.
 _UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "starcoder2", "phi", "gpt_neo", "gptj", "codegen"})
+_CONFIG = "config.json"
 _LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo"})
 
 
@@ -54,7 +57,7 @@ def predict(
     quantization: str,
     slots: int,
     rows: int,
-    backend: Any = None,
+    backend: Backend | None = None,
     dtype: str = "float32",
 ) -> Prediction:
     """Predict a decoder.
@@ -67,6 +70,9 @@ def predict(
         rows: cache rows of each.
         backend: whose `predict` weighs it; None: float32 graphs of ONNX.
         dtype: of activations and caches.
+
+    Raises:
+        CheckpointError: a size in the config is no positive integer.
     """
     head = dims.vocab_size * dims.hidden_size
     layers = dims.num_layers * (_attention(dims) + _feed_forward(config, dims))
@@ -84,7 +90,11 @@ def predict(
 
 
 def predict_counts(
-    counts: WeightCounts, quantization: str, cache_bytes: int = 0, backend: Any = None, dtype: str = "float32"
+    counts: WeightCounts,
+    quantization: str,
+    cache_bytes: int = 0,
+    backend: Backend | None = None,
+    dtype: str = "float32",
 ) -> Prediction:
     """Predict a graph of which the weights are counted.
 
@@ -97,9 +107,7 @@ def predict_counts(
     """
     from speccompile.backends.predicting import predict_float32
 
-    sizes: BuildSizes = (
-        predict_float32(counts, quantization) if backend is None else backend.predict(counts, quantization, dtype)
-    )
+    sizes = predict_float32(counts, quantization) if backend is None else backend.predict(counts, quantization, dtype)
     return Prediction(
         num_params=counts.num_params,
         num_linear=counts.num_linear,
@@ -118,12 +126,12 @@ def _attention(dims: ModelDims) -> int:
 
 
 def _feed_forward(config: Mapping[str, Any], dims: ModelDims) -> int:
-    inner = config.get("intermediate_size") or config.get("n_inner") or config.get("ffn_dim") or 4 * dims.hidden_size
+    inner = optional_size(_CONFIG, config, ("intermediate_size", "n_inner", "ffn_dim"), 4 * dims.hidden_size)
     matrices = 2 if dims.model_type in _UNGATED else 3
-    experts = config.get("num_local_experts") or config.get("num_experts") or 1
+    experts = optional_size(_CONFIG, config, ("num_local_experts", "num_experts"), 1)
     if experts == 1:
         return matrices * dims.hidden_size * inner
-    inner = config.get("moe_intermediate_size") or inner
+    inner = optional_size(_CONFIG, config, ("moe_intermediate_size",), inner)
     return experts * (matrices * dims.hidden_size * inner + dims.hidden_size)
 
 

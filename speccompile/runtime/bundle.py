@@ -5,26 +5,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speccompile.core.json_reader import read_json_object, shown
 from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.errors import BundleError
+from speccompile.runtime.manifest_checks import check_types
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+TARGET = "target"
 _REBUILD = "Build the bundle again, or copy it again from where it was built."
-_KEYS = {
-    "schema_version": int,
-    "recipe": dict,
-    "versions": dict,
-    "graphs": dict,
-    "files": dict,
-    "eos_token_ids": list,
-    "stages": list,
-}
 _CHUNK_BYTES = 1 << 22
 
 
@@ -75,15 +71,20 @@ def read_bundle(path: Path | str, verify: bool = True) -> Bundle:
         verify: compare every file with its digest; without it, only presence and sizes are checked.
 
     Raises:
-        BundleError: no bundle, another schema version, or a file that is missing, truncated or changed.
+        BundleError: no bundle, another schema version, a file that the manifest does not list, or one that is
+            missing, truncated or changed.
     """
     path = Path(path)
     if not path.is_dir():
         got = "a file" if path.exists() else "no such folder"
         raise BundleError(str(path), got, "the folder of a bundle", "Build it first: speccompile build RECIPE -o DIR.")
+    if not (path / MANIFEST).exists() and (path / "config.json").is_file():
+        got = "a checkpoint (config.json, no manifest.json)"
+        raise BundleError(str(path), got, "the folder of a bundle", todo_for_checkpoint(path))
     manifest = read_json(path / MANIFEST)
     _check_manifest(path / MANIFEST, manifest)
     check_files(path, manifest["files"], verify)
+    check_no_foreign_files(path, manifest)
     return Bundle(path, manifest)
 
 
@@ -91,15 +92,17 @@ def _check_manifest(where: Path, manifest: Mapping[str, Any]) -> None:
     version = manifest.get("schema_version")
     if version != SCHEMA_VERSION:
         todo = "Build the bundle again with this version of speccompile."
-        raise BundleError(str(where), f"schema version {version!r}", f"schema version {SCHEMA_VERSION}", todo)
-    for key, kind in _KEYS.items():
-        if not isinstance(manifest.get(key), kind):
-            raise BundleError(f"{where} ({key})", repr(manifest.get(key)), f"a {kind.__name__}", _REBUILD)
+        raise BundleError(str(where), f"schema version {shown(version)}", f"schema version {SCHEMA_VERSION}", todo)
+    check_types(str(where), manifest)
+    if TARGET not in manifest["graphs"]:
+        raise BundleError(
+            f"{where} (graphs)", "no graph 'target'", "the target's graph, which every bundle has", _REBUILD
+        )
     for name, graph in manifest["graphs"].items():
-        if not isinstance(graph, dict) or graph.get("file") not in manifest["files"]:
+        if graph["file"] not in manifest["files"]:
             raise BundleError(f"{where} (graphs.{name})", "a graph whose file is not listed", "one of files", _REBUILD)
     if manifest.get("digest") != digest_from_manifest(manifest):
-        got, expected = "contents that differ from its own digest", f"digest {str(manifest.get('digest'))[:16]}..."
+        got, expected = "contents that differ from its own digest", f"digest {shown(manifest.get('digest'))[:17]}..."
         raise BundleError(str(where), got, expected, f"The manifest was changed. {_REBUILD}")
     tokenizer = manifest.get("tokenizer")
     if tokenizer is not None and tokenizer not in manifest["files"]:
@@ -116,7 +119,7 @@ def check_files(folder: Path, files: Mapping[str, Any], verify: bool = True) -> 
         file = folder / name
         if not isinstance(record, dict) or Path(name).is_absolute() or ".." in Path(name).parts:
             raise BundleError(str(file), "a bad record in the list of files", "a relative path with a digest", _REBUILD)
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise BundleError(str(file), "no such file", f"{record.get('size_bytes')} bytes", _REBUILD)
         size = file.stat().st_size
         if size != record.get("size_bytes"):
@@ -126,6 +129,54 @@ def check_files(folder: Path, files: Mapping[str, Any], verify: bool = True) -> 
         if digest != record.get("sha256"):
             got, expected = f"sha256 {digest[:16]}...", f"{str(record.get('sha256'))[:16]}..."
             raise BundleError(str(folder / name), got, expected, f"The file was changed. {_REBUILD}")
+
+
+def todo_for_checkpoint(folder: Path) -> str:
+    """Returns what to type where a checkpoint's folder was given instead of a recipe or a bundle."""
+    recipe = f"target: {{model: {json.dumps(str(folder.absolute()))}}}"
+    commands = f"echo {shlex.quote(recipe)} > recipe.yaml; speccompile build recipe.yaml -o bundle"
+    return f"Write a recipe that names it, and build: {commands}; then speccompile generate bundle --prompt TEXT."
+
+
+def list_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Returns what lies in a bundle's folder and is not listed in its manifest, hidden files among it.
+
+    Args:
+        folder: of the bundle.
+        manifest: of the bundle; only `files` is read.
+
+    Returns:
+        Sorted paths below `folder`: files, and links to folders, which are not followed. Empty folders hold nothing
+        and are not named.
+    """
+    listed, found = {MANIFEST, *manifest["files"]}, []
+    for root, folders, files in os.walk(folder):
+        here = Path(root)
+        links = [name for name in folders if (here / name).is_symlink()]
+        found += [(here / name).relative_to(folder).as_posix() for name in (*files, *links)]
+    return sorted(set(found) - listed)
+
+
+def check_no_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuse a folder with files that the manifest does not list: readers of a bundle find files by their names.
+
+    Names that begin with a dot are passed over, and all below such folders: no reader opens one, and operating
+    systems and download tools leave them behind.
+
+    Raises:
+        BundleError: there is such a file.
+    """
+    foreign = [name for name in list_foreign_files(folder, manifest) if not is_hidden(name)]
+    if foreign:
+        more = f" ({len(foreign) - 1} more)" if len(foreign) > 1 else ""
+        got = f"a file that the manifest does not list{more}"
+        todo = "Move it out of the bundle: nothing holds its contents to what was built."
+        raise BundleError(str(folder / foreign[0]), got, "the files of the manifest alone", todo)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a path below a bundle's folder, or a folder on the way to it, has a name that begins with a dot."""
+    return any(part.startswith(".") for part in name.split("/"))
 
 
 def digests_from_folder(folder: Path) -> dict[str, dict[str, Any]]:
@@ -172,15 +223,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         BundleError: missing, truncated, or not an object.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as fault:
-        raise BundleError(str(path), "no such file", "a JSON object", _REBUILD) from fault
-    except (OSError, ValueError) as fault:
-        raise BundleError(str(path), str(fault), "a JSON object", _REBUILD) from fault
-    if not isinstance(data, dict):
-        raise BundleError(str(path), f"a {type(data).__name__}", "a JSON object", _REBUILD)
-    return data
+    return read_json_object(path, BundleError, _REBUILD)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -3,26 +3,28 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
+from speccompile.backends.base import Backend
 from speccompile.core import registry
-from speccompile.core.devices import backend_on
+from speccompile.core.cores import num_usable_cores
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine
 from speccompile.core.sampling import SamplingParams
-from speccompile.errors import BundleError
-from speccompile.runtime.bundle import Bundle, check_files, read_bundle, weights_beside
+from speccompile.core.tokenizer_file import load_tokenizer
+from speccompile.errors import BundleError, RuntimeFault
+from speccompile.runtime.bundle import TARGET, Bundle, check_files, read_bundle, weights_beside
+from speccompile.runtime.manifest_checks import check_fields
 from speccompile.runtime.spec_engine import Generation, SpecEngine, Stream
-from speccompile.runtime.stats import TimedEngine
+from speccompile.runtime.stats import DraftEngine, TimedEngine
 
 __all__ = ["Generation", "SpecEngine", "Stream", "load"]
 
-TARGET, ROLLBACK = "target", "rollback"
+ROLLBACK = "rollback"
 
 
 def load(
@@ -38,14 +40,17 @@ def load(
     Args:
         path: its folder.
         backend: a backend other than the one it was built for.
-        threads: threads of the target's engine; None: as measured when it was built.
+        threads: threads of the target's engine; None: as measured when it was built. No more than this process has
+            cores are used, and a warning says so.
         method: another speculation method than the recipe's, as a name or as a speculator section; it can use
             the graphs that are in the bundle.
         verify: compare every file with its digest; done in any case where opening a graph can run code in it.
 
     Raises:
-        BundleError: the bundle is incomplete or was changed, or the method needs a graph that is not in it.
+        BundleError: the bundle is incomplete or was changed, it was built for another backend, or the method needs a
+            graph that is not in it.
         RecipeError: there is no such backend or method.
+        RuntimeFault: `threads` is below 1.
     """
     bundle = read_bundle(path, verify)
     recipe = bundle.recipe
@@ -57,29 +62,31 @@ def load(
     if missing:
         todo = f"Build a bundle whose recipe has speculator.method: {name}."
         raise BundleError(str(bundle.path), f"no graph {missing[0]!r}", f"the graphs of method {name}", todo)
-    backend = backend or sizes["backend"]
-    if not verify and getattr(backend_on(backend, _device(bundle)), "runs_code_on_load", False):
+    opener: Backend = registry.backend(backend or sizes["backend"], _device(bundle))
+    _check_backend(bundle, opener)
+    if not verify and opener.runs_code_on_load:
         check_files(bundle.path, bundle.manifest["files"])
     graphs = [TARGET, *(job.name for job in jobs)]
-    tunings = {graph: _tuning(bundle, graph, graphs, backend) for graph in graphs}
+    tunings = {graph: _tuning(bundle, graph, graphs, opener) for graph in graphs}
     context = _context(bundle, tunings)
     if threads is not None:
-        tunings[TARGET]["threads"] = threads
+        tunings[TARGET]["threads"] = _usable(threads)
     loaded: dict[str, Engine] = {}
     for graph in graphs:  # the target first: drafts may borrow its caches
-        loaded[graph] = _load_engine(bundle, graph, backend, context, tunings[graph], dict(loaded))
-    engines = {graph: TimedEngine(engine) for graph, engine in loaded.items()}
+        loaded[graph] = _load_engine(bundle, graph, opener, context, tunings[graph], dict(loaded))
+    engines = {graph: (TimedEngine if graph == TARGET else DraftEngine)(engine) for graph, engine in loaded.items()}
     drafts = {graph: engine for graph, engine in engines.items() if graph != TARGET}
     tokenizer_path = bundle.tokenizer_path
     return SpecEngine(
         engines[TARGET],
         drafts,
         chosen.make_proposer(config, drafts, context),
-        None if tokenizer_path is None else Tokenizer.from_file(str(tokenizer_path)),
+        None if tokenizer_path is None else load_tokenizer(tokenizer_path, BundleError, "Build the bundle again."),
         context,
         bundle.manifest["eos_token_ids"],
         _defaults(recipe.get("decoding", {})),
         bundle,
+        may_stop=config.leaves_length,
     )
 
 
@@ -87,7 +94,7 @@ def _method_config(section: Mapping[str, Any], override: str | Mapping[str, Any]
     """The method's name and its `Config`; an override of the same method keeps the recipe's other fields."""
     wanted = {"method": override} if isinstance(override, str) else dict(override or {})
     name = str(wanted.get("method", section["method"]))
-    merged = {**section, **wanted} if name == section["method"] else wanted
+    merged = {**_without_retired(section), **wanted} if name == section["method"] else wanted
     config_class = registry.method(name).Config
     known = {f.name for f in fields(config_class)}
     unknown = sorted(set(merged) - known - {"method"})
@@ -95,22 +102,62 @@ def _method_config(section: Mapping[str, Any], override: str | Mapping[str, Any]
         raise BundleError(
             f"speculator.{unknown[0]}", "an unknown field", f"one of {', '.join(sorted(known))}", "Remove it."
         )
+    required = [f.name for f in fields(config_class) if f.default is MISSING and f.default_factory is MISSING]
+    if missing := [field for field in required if field not in merged]:
+        todo = f"Build a bundle whose recipe has speculator.method: {name}."
+        expected = f"its {' and '.join(missing)}: it has graphs of its own, which are not in this bundle"
+        raise BundleError(f"method {name}", "its name alone", expected, todo)
+    check_fields("speculator", config_class, merged)
     try:
         return name, config_class(**{key: value for key, value in merged.items() if key != "method"})
-    except TypeError as fault:
+    except (TypeError, ValueError) as fault:
+        raise BundleError(f"method {name}", str(fault), f"a valid {name} section", "Correct the value.") from fault
+
+
+def _without_retired(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a bundle's speculator section without the fields that its method had once.
+
+    Raises:
+        BundleError: the bundle was built with a value of such a field that nothing serves any more.
+    """
+    name = str(section["method"])
+    retired = getattr(registry.method(name).Config, "RETIRED_FIELDS", {})
+    for field in sorted(set(section) & set(retired)):
+        if section[field] not in retired[field]:
+            expected = f"{' or '.join(retired[field])}: this version has no other"
+            where, todo = f"speculator.{field}", f"Build the bundle again, without speculator.{field}."
+            raise BundleError(where, f"{section[field]!r} in the bundle's recipe", expected, todo)
+    return {key: value for key, value in section.items() if key not in retired}
+
+
+def _check_backend(bundle: Bundle, backend: Backend) -> None:
+    """Refuse a backend that reads other files than the bundle has."""
+    built_for = str(bundle.recipe["engine"]["backend"])
+    wanted, found = backend.graph_file, bundle.graph_path(TARGET)
+    if found.suffix != Path(wanted).suffix:
+        todo = f"Leave the backend out, or build a bundle with engine.backend: {backend.name}."
         raise BundleError(
-            f"method {name}", str(fault), "all its fields", "Pass them: method={'method': ...}."
-        ) from fault
+            str(bundle.path), f"{found.name} of backend {built_for}", f"{wanted} for {backend.name}", todo
+        )
 
 
-def _tuning(bundle: Bundle, graph: str, graphs: Sequence[str], backend: str) -> dict[str, Any]:
+def _usable(threads: int) -> int:
+    """`threads`, at most as many as there are cores: threads that wait for each other take turns on a core."""
+    if threads < 1:
+        raise RuntimeFault("threads", str(threads), "1 or more", "Leave it out, or raise it.")
+    cores = num_usable_cores()
+    if threads > cores:
+        warnings.warn(f"{threads} threads asked for, {cores} used: as many as there are cores", stacklevel=3)
+    return min(threads, cores)
+
+
+def _tuning(bundle: Bundle, graph: str, graphs: Sequence[str], backend: Backend) -> dict[str, Any]:
     """The record in the bundle, or one measured on this machine when the bundle was built on another."""
-    record, loader = bundle.graphs[graph].get("tuning", {}), backend_on(backend, _device(bundle))
+    record = bundle.graphs[graph].get("tuning", {})
     threads = bundle.recipe["engine"].get("threads") if graph == TARGET else None
     fixed = threads if isinstance(threads, int) else None
     path, others = bundle.graph_path(graph), weights_beside(bundle.graph_path(graph), map(bundle.graph_path, graphs))
-    tuning: dict[str, Any] = loader.adapt_tuning(path, bundle.graph_spec(graph), record, fixed, others)
-    return tuning
+    return backend.adapt_tuning(path, bundle.graph_spec(graph), record, fixed, others)
 
 
 def _context(bundle: Bundle, tunings: Mapping[str, Mapping[str, Any]]) -> MethodContext:
@@ -129,7 +176,7 @@ def _context(bundle: Bundle, tunings: Mapping[str, Mapping[str, Any]]) -> Method
 def _load_engine(
     bundle: Bundle,
     graph: str,
-    backend: str,
+    backend: Backend,
     context: MethodContext,
     tuning: Mapping[str, Any],
     lenders: Mapping[str, Engine],
@@ -137,17 +184,21 @@ def _load_engine(
     # Nodes that pad a ragged batch need rows behind the last that a sequence may use.
     max_rows = context.seq_lens[graph] + context.max_draft_nodes + 1
     rollback = bundle.graph_path(ROLLBACK) if graph == TARGET and ROLLBACK in bundle.graphs else None
-    engine: Engine = backend_on(backend, _device(bundle)).load(
-        bundle.graph_path(graph),
-        bundle.graph_spec(graph),
-        max_slots=context.max_slots,
-        max_rows=max_rows,
-        tuning=tuning,
-        rollback=rollback,
-        device=_device(bundle),
-        lenders=lenders,
-    )
-    return engine
+    try:
+        return backend.load(
+            bundle.graph_path(graph),
+            bundle.graph_spec(graph),
+            max_slots=context.max_slots,
+            max_rows=max_rows,
+            tuning=tuning,
+            rollback=rollback,
+            device=_device(bundle),
+            lenders=lenders,
+        )
+    except MemoryError as fault:
+        got = f"caches of {context.max_slots} slots of {max_rows} rows, for which there is no memory"
+        todo = "Build it with a smaller engine.max_batch_size or engine.max_seq_len."
+        raise BundleError(f"{bundle.path} ({graph})", got, "caches that fit into memory", todo) from fault
 
 
 def _device(bundle: Bundle) -> str:
@@ -157,4 +208,8 @@ def _device(bundle: Bundle) -> str:
 def _defaults(decoding: Mapping[str, Any]) -> SamplingParams:
     known = {f.name for f in fields(SamplingParams)}
     given = {key: value for key, value in decoding.items() if key in known and value is not None}
-    return SamplingParams(**{**given, "stop": tuple(given.get("stop", ()))})
+    check_fields("recipe.decoding", SamplingParams, given)
+    try:
+        return SamplingParams(**{**given, "stop": tuple(given.get("stop", ()))})
+    except (RuntimeFault, TypeError, ValueError) as fault:
+        raise BundleError("recipe.decoding", str(fault), "defaults of a request", "Build the bundle again.") from fault

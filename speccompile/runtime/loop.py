@@ -14,15 +14,20 @@ from speccompile.core.protocols import Proposer
 from speccompile.core.sampling import tree_uniforms, warp
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS, TREE_MASK
 from speccompile.core.tree import TokenTree
-from speccompile.runtime.planner import StepTimes
-from speccompile.runtime.shaping import judge_shaped
+from speccompile.runtime.faults import FAULTS, NotFinite
+from speccompile.runtime.host_verify import judge_shaped
+from speccompile.runtime.planner import Planner, StepTimes
 from speccompile.runtime.slots import Slot, Slots, Step
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
 
 
 def decode(
-    verifier: Verifier, proposer: Proposer, slots: Slots, engines: tuple[TimedEngine, ...] = ()
+    verifier: Verifier,
+    proposer: Proposer,
+    slots: Slots,
+    engines: tuple[TimedEngine, ...] = (),
+    planner: Planner | None = None,
 ) -> Iterator[list[Step]]:
     """Decode every sequence of `slots` to its end.
 
@@ -34,13 +39,20 @@ def decode(
         proposer: the drafts.
         slots: sequences that wait for a place.
         engines: whose time is told apart from the loop's own.
+        planner: bounds the drafts of steps whose text does not depend on them; None: nobody does.
 
     Yields:
         One step for each active sequence, in the order of their places.
     """
     admit(verifier, proposer, slots)
     while slots.slots:
-        steps = run_step(verifier, proposer, slots, engines).steps
+        # Where drafts are drawn the text depends on them: a planner, which goes by the clock, is not asked.
+        active = None if planner is None or slots.may_draw else list(slots.slots)
+        limit = planner.plan(active) if planner and active else None
+        round_ = run_step(verifier, proposer, slots, engines, limit)
+        steps = round_.steps
+        if planner and active:
+            planner.observe(active, steps, round_.tree.nodes, round_.times)
         yield steps
         if any(step.finish_reason is not None for step in steps):
             retire(verifier, proposer, slots, steps)
@@ -89,14 +101,17 @@ def run_step(
         bound = FORCED_LENGTH if is_forced and (limit is None or slot.speculation == "on") else limit
         slot.plan(verifier.max_seq_len, bound)
     slots.is_planned = bool(limit) or is_forced
-    is_plain = getattr(proposer, "catches_up", False) and not any(slot.max_drafts for slot in slots.slots)
+    is_plain = proposer.catches_up and not any(slot.max_drafts for slot in slots.slots)
     tree = _roots(slots) if is_plain else proposer.propose(slots)
     proposed_s = perf_counter()
-    verdict = verifier.score(tree, slots)
+    tree, verdict = verifier.score_finite(tree, slots)
     scored_s = perf_counter()
     verifier.commit(tree, verdict)
     if not is_plain:
         proposer.commit(slots, tree, verdict, verifier.outputs)
+    for place in verdict.spoilt():
+        for engine in engines or (verifier.engine,):
+            engine.clear_slot(place)
     steps = emit(tree, verdict, slots)
     engine_s = sum(engine.seconds for engine in engines) - engine_s
     now_s = perf_counter()
@@ -110,12 +125,15 @@ def _roots(slots: Slots) -> TokenTree:
 
 
 def emit(tree: TokenTree, verdict: Verdict, slots: Slots) -> list[Step]:
-    """Give each sequence the tokens of its path and the next token."""
+    """Give each sequence the tokens of its path and the next token; one that cannot take them ends with an error."""
     accepted, following, drafts = verdict.num_accepted.tolist(), verdict.next_token.tolist(), tree.num_nodes.tolist()
     steps, deepest = [], []
     if not tree.is_chain:
         deepest = [max(row[:num]) for row, num in zip(tree.depths().tolist(), drafts, strict=True)]
     for place, slot in enumerate(slots.slots):
+        if following[place] < 0:
+            steps.append(slot.fail(NotFinite(len(slot.tokens))))
+            continue
         num, num_drafts = accepted[place], drafts[place] - 1
         if tree.is_chain:
             new, depth = tree.tokens[place, 1 : num + 1].tolist() if num else [], num_drafts
@@ -125,7 +143,10 @@ def emit(tree: TokenTree, verdict: Verdict, slots: Slots) -> list[Step]:
             new, depth = tree.tokens[place, path[1:]].tolist(), deepest[place]
             is_bonus = num > 0 and not tree.children(place, int(path[-1]))
         new.append(following[place])
-        steps.append(slot.emit(new, num_drafts, depth, is_bonus))
+        try:
+            steps.append(slot.emit(new, num_drafts, depth, is_bonus))
+        except FAULTS as fault:
+            steps.append(slot.fail(fault))
     return steps
 
 
@@ -148,8 +169,8 @@ def retire(verifier: Verifier, proposer: Proposer, slots: Slots, steps: list[Ste
             continue
         last = len(slots.slots) - 1
         if place < last:
-            verifier.move(last, place)
-            proposer.move(last, place)
+            for cache in (verifier.cache, *proposer.caches):
+                cache.move(last, place)
             slots.slots[place] = slots.slots[last]
         slots.slots.pop()
     slots.changed()
@@ -160,7 +181,7 @@ def _seat(verifier: Verifier, proposer: Proposer, slots: Slots, place: int) -> N
     slot.stats.start_s = perf_counter()
     proposer.start(place, slot)
     for tokens, start, outputs in verifier.prefill(place, slot.tokens):
-        proposer.prefill(place, tokens, start, outputs)
+        proposer.prefill(place, slot, tokens, start, outputs)
     slot.stats.prefill_s = perf_counter() - slot.stats.start_s
     slots.slots[place : place + 1] = [slot]
 

@@ -25,6 +25,7 @@ class Places:
 
     def __init__(self, verifier: Verifier, proposer: Proposer, slots: Slots, keeps: bool = True) -> None:
         self.verifier, self.proposer, self.slots, self.keeps = verifier, proposer, slots, keeps
+        self.caches = (verifier.cache, *proposer.caches)
         self.max_places = slots.max_slots
         self.active: list[Output] = []
         self.reading: Output | None = None
@@ -53,8 +54,8 @@ class Places:
             if source >= 0:
                 if source in self.kept:
                     self.kept.use(source)
-                self.verifier.copy(source, front, num)
-                self.proposer.copy(source, front, num)
+                for cache in self.caches:
+                    cache.copy(source, front, num)
         if num:
             num = self.proposer.resume(front, output.slot, num)
         else:
@@ -172,9 +173,9 @@ class Places:
 
     def _move(self, source: int, dest: int) -> None:
         if source != dest:
-            self.verifier.move(source, dest)
-            self.proposer.move(source, dest)
+            for cache in self.caches:
+                cache.move(source, dest)
 
     def _swap(self, first: int, second: int) -> None:
-        self.verifier.swap(first, second)
-        self.proposer.swap(first, second)
+        for cache in self.caches:
+            cache.swap(first, second)

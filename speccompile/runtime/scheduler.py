@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from time import perf_counter
 from typing import Any
 
-from speccompile.errors import SpecCompileError
+from speccompile.core.specs import NEXT_TOKEN
 from speccompile.runtime.counters import Counters
+from speccompile.runtime.faults import FAULTS, NotFinite, text_from_fault
 from speccompile.runtime.loop import Round, run_step
 from speccompile.runtime.places import Places
 from speccompile.runtime.planner import Planner, Unlimited
@@ -23,8 +25,7 @@ from speccompile.runtime.tickets import Output, Ticket, trace_step
 from speccompile.runtime.views import ViewKeeper
 
 Event = tuple[Ticket, Piece]
-# What an engine or a method may raise in a step. It ends the requests of that step, not the service.
-FAULTS = (SpecCompileError, RuntimeError, ValueError, ArithmeticError, LookupError, MemoryError, OSError)
+_log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -56,7 +57,8 @@ class Scheduler:
         self.num_waiting = 0  # tickets none of whose outputs was given a place yet
         self._clock = clock
         self._broken: BaseException | None = None
-        self._is_lazy: bool = getattr(engine.proposer, "catches_up", False)
+        self._at_hand: Output | None = None  # whose prompt is being read, or was read last
+        self._is_lazy = engine.proposer.catches_up
         self._tickets: dict[int, Ticket] = {}  # open ones
         self._deadlines: list[tuple[float, int]] = []  # a heap of (when, number of the ticket)
         engine.take_over()
@@ -122,10 +124,11 @@ class Scheduler:
                     self._open(self.queue.popleft())
                 left -= self._read(left)
             except FAULTS as fault:
-                return [self._fail(fault)]
+                return self._fail(fault)
         return []
 
     def _open(self, output: Output) -> None:
+        self._at_hand = output
         output.started_s = output.slot.stats.start_s = output.slot.stats.end_s = self._clock()
         self._serve(output.ticket)
         output.num_reused = self.places.open(output)
@@ -145,15 +148,19 @@ class Scheduler:
         places, verifier, proposer, start_s = self.places, self.engine.verifier, self.engine.proposer, self._clock()
         output, place = places.reading, places.reading_place
         assert output is not None
+        self._at_hand = output
         tokens, start = output.slot.tokens, int(verifier.lengths[place])
         num = 0
         if start < len(tokens) - 1:
             proposer.settle()
             nodes, outputs = verifier.read(place, tokens, most)
+            if NEXT_TOKEN in outputs and outputs[NEXT_TOKEN][0] < 0:
+                self._clear(place)
+                raise NotFinite(start + nodes.shape[1])
             draft_s = None
             if not self._is_lazy or self.planner.expects_drafts(len(self.places.active) + 1):
                 draft_start_s = perf_counter()
-                proposer.prefill(place, nodes, start, outputs)
+                proposer.prefill(place, output.slot, nodes, start, outputs)
                 draft_s = perf_counter() - draft_start_s
             num = nodes.shape[1]
             self.planner.read(num, draft_s if self._is_lazy else None)
@@ -163,13 +170,18 @@ class Scheduler:
         output.slot.stats.prefill_s += self._clock() - start_s
         return num
 
-    def _fail(self, fault: BaseException) -> Event:
-        """The prompt at hand cannot be read; caches may have been half moved for it."""
-        self.counters.num_engine_faults += 1
-        output = self.places.reading
-        assert output is not None
-        self.places.kept.clear()
-        return self._end(output, "error", str(fault))
+    def _clear(self, place: int) -> None:
+        """What a place holds must not be read again, not even behind a mask."""
+        for engine in self.engine.engines:
+            engine.clear_slot(place)
+
+    def _fail(self, fault: BaseException) -> list[Event]:
+        """The prompt at hand cannot be read, or the one that was just read cannot join."""
+        if not isinstance(fault, NotFinite):
+            self.counters.num_engine_faults += 1
+            self.places.kept.clear()  # caches may have been half moved for it
+        output, self._at_hand = self._at_hand, None
+        return [] if output is None else [self._end(output, "error", text_from_fault(fault))]
 
     def _decode(self) -> list[Event]:
         engine, slots, start_s = self.engine, self.slots, perf_counter()
@@ -191,7 +203,7 @@ class Scheduler:
         """Pieces of a step; who has ended leaves, the last place first."""
         events, now_s = [], self._clock()
         for place, (output, step) in enumerate(zip(seated, round_.steps, strict=True)):
-            wants = output.ticket.request.wants_trace
+            wants = output.ticket.request.wants_trace and step.finish_reason != "error"
             trace = trace_step(self.engine.tokenizer, round_.tree, round_.verdict, place) if wants else None
             events.append((output.ticket, output.piece(step, now_s, trace)))
         for place in reversed(range(len(seated))):
@@ -203,12 +215,14 @@ class Scheduler:
     def _restart(self, fault: BaseException) -> list[Event]:
         """A step failed: who took part ends, who was reading begins again, the caches are void."""
         self.counters.num_engine_faults += 1
-        events = [self._end(output, "error", str(fault)) for output in reversed(tuple(self.places.active))]
+        error = text_from_fault(fault)
+        _log.warning("a step failed, %d sequences end and the caches are reset: %s", len(self.places.active), error)
+        events = [self._end(output, "error", error) for output in reversed(tuple(self.places.active))]
         reading = self.places.reading
         self.places.clear()
         if reading is not None:
             self.queue.appendleft(reading)
-        self.engine.take_over()
+        self.engine.take_over(clears=True)
         return events
 
     def _end(self, output: Output, reason: str, error: str | None = None) -> Event:
@@ -226,7 +240,7 @@ class Scheduler:
                 self.places.leave(output, keeps=piece.finish_reason != "error" and self._is_of_use(output))
             except FAULTS as fault:
                 self._broken = fault
-        else:
+        elif output in self.queue:  # it may have come no further than to be taken out
             self.queue.remove(output)
         if not ticket.open:
             del self._tickets[ticket.number]

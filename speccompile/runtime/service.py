@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.controller import Controller
 from speccompile.runtime.engine import load
+from speccompile.runtime.faults import FAULTS
 from speccompile.runtime.planner import Planner
 from speccompile.runtime.requests import SPECULATION, Busy, Piece, Request, Speculation
 from speccompile.runtime.scheduler import Event, Scheduler
@@ -123,6 +124,7 @@ class Service:
         self._num_tickets = self._num_coming = self._num_busy = 0
         self._is_open = self._is_running = False
         self._fault: str | None = None
+        self._on_fault: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -161,8 +163,8 @@ class Service:
 
         Args:
             request: what is wanted.
-            on_piece: called with each piece, on the scheduler's thread. It must not block, nor raise: that would end
-                the service for all.
+            on_piece: called with each piece, on the scheduler's thread. It must not block. Where it raises, the
+                request is cancelled, and nobody is told.
 
         Returns:
             What to cancel it by.
@@ -259,6 +261,25 @@ class Service:
                 self._fault = fault
             self._obey(self._next_commands(is_busy=True), is_ending=True)
             self._deliver(self._scheduler.cancel_all() if fault is None else self._scheduler.abandon(fault))
+            if fault is not None and self._on_fault is not None:
+                self._on_fault()
+
+    def watch(self, on_fault: Callable[[], None]) -> None:
+        """Have a function called when a bug ends the service, at once if one has: nothing starts it again.
+
+        Args:
+            on_fault: called once, on the scheduler's thread or this one; it must not raise.
+        """
+        with self._lock:
+            self._on_fault = on_fault
+            has_ended = self._fault is not None
+        if has_ended:
+            on_fault()
+
+    @property
+    def fault(self) -> str | None:
+        """What ended the service, where that was a bug."""
+        return self._fault
 
     def _run(self) -> None:
         end_s: float | None = None
@@ -294,7 +315,10 @@ class Service:
 
     def _deliver(self, events: list[Event]) -> None:
         for ticket, piece in events:
-            ticket.on_piece(piece)
+            try:
+                ticket.on_piece(piece)
+            except FAULTS:
+                self.cancel(ticket)  # whoever takes its pieces is broken; others are not
 
 
 def load_service(path: Path | str, options: ServiceOptions | None = None, **load_kwargs: Any) -> Service:

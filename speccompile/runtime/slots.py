@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core import sampling as laws
-from speccompile.core.processors import Shaper
 from speccompile.core.sampling import DRAFT_SIBLING_LANE, SIBLING_LANE, SamplingParams, uniforms, warp_inputs
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.runtime.faults import FAULTS, text_from_fault
+from speccompile.runtime.logits_processors import Shaper
 from speccompile.runtime.requests import Speculation
 from speccompile.runtime.stats import SlotStats
 from speccompile.runtime.text import TextSink
@@ -34,7 +35,7 @@ class Step(NamedTuple):
             draft, a bonus when a whole path was kept.
         is_bonus: a whole path of at least one draft was kept.
         text: text to show, when the sequence has a text sink.
-        finish_reason: `stop`, `length`, `cache_full`, or None while the sequence goes on.
+        finish_reason: `stop`, `length`, `cache_full`, `error`, or None while the sequence goes on.
     """
 
     prompt_index: int
@@ -96,6 +97,8 @@ class Slot:
     """
 
     __slots__ = (
+        "draft_state",
+        "error",
         "index",
         "max_drafts",
         "may_draft",
@@ -117,6 +120,8 @@ class Slot:
         self.index, self.sampling, self.stop_ids, self.sink = index, sampling, stop_ids, sink
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
+        self.draft_state: Any = None  # made by its proposer
+        self.error: str | None = None  # what ended it, where that was a fault
         self.room = 0
         self.max_drafts = 0
         self.may_draft = True  # False where its verdicts and the target's caches would part ways
@@ -172,6 +177,18 @@ class Slot:
         stats.num_draft_tokens += num_drafts
         stats.outcomes[depth, num_accepted] += 1
         return Step(self.index, new, num_drafts, num_accepted, is_bonus, text, reason)
+
+    def fail(self, fault: BaseException) -> Step:
+        """The last step of a sequence that a fault ends; text that was held back is given out."""
+        self.error = text_from_fault(fault)
+        return Step(self.index, [], 0, 0, False, self.text_left(), "error")
+
+    def text_left(self) -> str:
+        """The text that was held back, for an end that no step makes; none from a sink that fails."""
+        try:
+            return self.sink.finish() if self.sink is not None else ""
+        except FAULTS:
+            return ""
 
 
 def _draws_of_tree(table: UniformTable, root: int, depths: Ints, ranks: Ints) -> Floats:

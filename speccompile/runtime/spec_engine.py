@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any, cast
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from speccompile.core import registry
@@ -16,6 +19,7 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.bundle import Bundle
 from speccompile.runtime.loop import decode
+from speccompile.runtime.plain_guard import PlainGuard
 from speccompile.runtime.slots import Slot, Slots, Step
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.text import TextSink
@@ -31,18 +35,21 @@ class Generation:
     Args:
         text: of the new tokens, special tokens left out, cut before a stop string.
         tokens: new token ids; a stop token is the last of them.
-        finish_reason: `stop`, `length` or `cache_full`.
+        finish_reason: `stop`, `length`, `cache_full` or `error`.
         stats: see `SlotStats.json_from_stats`.
+        error: with `error`, what happened; other prompts are not affected.
     """
 
     text: str
     tokens: list[int]
     finish_reason: str
     stats: dict[str, Any]
+    error: str | None = None
 
     def json_from_generation(self) -> dict[str, Any]:
-        """A JSON-ready dict."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """A JSON-ready dict; `error` is there only where there was one."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in given.items() if name != "error" or value is not None}
 
 
 class Stream(Iterator[Step]):
@@ -78,6 +85,7 @@ class SpecEngine:
         defaults: sampling where a request says nothing.
         bundle: where it came from.
         chunk: prompt tokens read at once.
+        may_stop: the method's draft length is not fixed, so that drafting may stop where plain decoding is faster.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class SpecEngine:
         defaults: SamplingParams | None = None,
         bundle: Bundle | None = None,
         chunk: int = 128,
+        may_stop: bool = False,
     ) -> None:
         self.tokenizer, self.context, self.bundle = tokenizer, context, bundle
         self.defaults = defaults or SamplingParams()
@@ -100,6 +109,15 @@ class SpecEngine:
         self._plain = registry.method("none")
         self.engines = (target, *drafts.values())
         self._num_runs = 0
+        self.guard: PlainGuard | None = PlainGuard() if may_stop else None
+
+    def __repr__(self) -> str:
+        sizes = f"{self.context.max_slots} slots of {self.context.max_seq_len} tokens"
+        if self.bundle is None:
+            return f"<SpecEngine, {sizes}>"
+        recipe, engine = self.bundle.recipe, self.bundle.recipe["engine"]
+        method, home = recipe["speculator"]["method"], f"{engine['backend']} on {engine.get('device', 'cpu')}"
+        return f"<SpecEngine of {self.bundle.path}: {method}, {home}, {sizes}>"
 
     def generate(
         self,
@@ -121,7 +139,8 @@ class SpecEngine:
             One generation a prompt, in their order.
 
         Raises:
-            RuntimeFault: a prompt is empty, too long or not of the vocabulary; the message has its index.
+            RuntimeFault: a prompt is empty, too long or not of the vocabulary, or neither a text nor token ids; the
+                message has its index. Or `sampling` is no `SamplingParams`.
         """
         results: dict[int, Generation] = {}
         for index, generation in self.run(prompts, sampling, speculative=speculative, batch_size=batch_size):
@@ -175,15 +194,18 @@ class SpecEngine:
         """Makes text of a request's tokens; None without a tokenizer."""
         return None if self.tokenizer is None else TextSink(self.tokenizer, params.stop)
 
-    def take_over(self, rows: int = 1) -> int:
+    def take_over(self, rows: int = 1, clears: bool = False) -> int:
         """End the runs before: their caches are void. Returns the number of the run that begins.
 
         Args:
             rows: cache rows to have from the start.
+            clears: zero the caches as well, after a fault of which nobody knows what it left there.
         """
         self._num_runs += 1
         for engine in self.engines:
             engine.reset(rows)
+            for slot in range(engine.max_slots if clears else 0):
+                engine.clear_slot(slot)
         return self._num_runs
 
     def _decode(self, slots: list[Slot], speculative: bool, batch_size: int | None) -> Iterator[list[Step]]:
@@ -195,7 +217,8 @@ class SpecEngine:
         proposer = self.proposer if speculative else self._plain.make_proposer(None, {}, self.context)
         places = batch_size or most
         run = self.take_over(max((slot.num_prompt for slot in slots[:places]), default=1))
-        for steps in decode(self.verifier, proposer, Slots(slots, places), self.engines):
+        planner = self.guard if speculative else None
+        for steps in decode(self.verifier, proposer, Slots(slots, places), self.engines, planner):
             yield steps
             if run != self._num_runs:
                 raise RuntimeFault(
@@ -211,11 +234,17 @@ class SpecEngine:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         with_text: bool,
     ) -> list[Slot]:
-        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        given = cast("Sequence[Prompt]", [prompts] if is_one else prompts)
-        asked = [sampling or self.defaults] * len(given) if not isinstance(sampling, Sequence) else sampling
+        are_many = isinstance(prompts, Sequence | np.ndarray) and not isinstance(prompts, str | bytes)
+        are_many = are_many and not (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        given = cast("Sequence[Prompt]", prompts if are_many else [prompts])
+        is_list = isinstance(sampling, Sequence)
+        asked: Sequence[Any] = cast("Sequence[Any]", sampling) if is_list else [sampling or self.defaults] * len(given)
         if len(asked) != len(given):
             raise RuntimeFault("sampling", f"{len(asked)} entries", f"{len(given)}, as many as prompts", "Match them.")
+        for params in asked:
+            if not isinstance(params, SamplingParams):
+                got, expected = f"a {type(params).__name__}", "SamplingParams, or one for each prompt"
+                raise RuntimeFault("sampling", got, expected, "Write SamplingParams(temperature=0.8).")
         return [self.make_slot(i, p, params, with_text) for i, (p, params) in enumerate(zip(given, asked, strict=True))]
 
     def make_slot(self, index: int, prompt: Prompt, params: SamplingParams, with_text: bool) -> Slot:
@@ -230,7 +259,7 @@ class SpecEngine:
         Raises:
             RuntimeFault: as `generate`.
         """
-        tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        tokens = self.encode(prompt) if isinstance(prompt, str) else _token_ids(index, prompt)
         self._check_prompt(index, tokens)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         if params.stop and self.tokenizer is None:
@@ -258,4 +287,19 @@ class SpecEngine:
             text = slot.sink.text
         else:
             text = self.tokenizer.decode(tokens, skip_special_tokens=True) if self.tokenizer is not None else ""
-        return Generation(text, tokens, reason, slot.stats.json_from_stats())
+        return Generation(text, tokens, reason, slot.stats.json_from_stats(), slot.error)
+
+
+def _token_ids(index: int, prompt: Any) -> list[int]:
+    """The ids of a prompt that is no text.
+
+    Raises:
+        RuntimeFault: it is no list of whole numbers.
+    """
+    try:
+        if isinstance(prompt, bytes | Mapping):
+            raise TypeError
+        return [operator.index(token) for token in prompt]
+    except TypeError as fault:
+        got, todo = f"a {type(prompt).__name__}", "Give each prompt as a text, or as a list of whole numbers."
+        raise RuntimeFault(f"prompt {index}", got, "a text, or token ids", todo) from fault

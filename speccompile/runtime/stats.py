@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import GraphSpec
+from speccompile.core.specs import CONFIDENCE, CONFIDENCES, GUESS_PROBS, GraphSpec
 
 
 class TimedEngine:
@@ -25,7 +26,7 @@ class TimedEngine:
         self.engine = engine
         self.spec: GraphSpec = engine.spec
         self.max_slots, self.max_rows = engine.max_slots, engine.max_rows
-        self.compacts_in_step: bool = getattr(engine, "compacts_in_step", False)
+        self.compacts_in_step = engine.compacts_in_step
         self.seconds = 0.0
         self.num_runs = 0
 
@@ -43,9 +44,8 @@ class TimedEngine:
 
     @property
     def view_rows(self) -> int:
-        """Of the engine; 0 where its steps work on no more rows than they need."""
-        rows: int = getattr(self.engine, "view_rows", 0)
-        return rows
+        """See `speccompile.core.protocols.Engine.view_rows`."""
+        return self.engine.view_rows
 
     def shrink(self, rows: int) -> None:
         """Lay the caches out anew, timed."""
@@ -65,11 +65,36 @@ class TimedEngine:
         self.engine.swap_slots(first, second, rows)
         self.seconds += perf_counter() - start
 
+    def clear_slot(self, slot: int) -> None:
+        """Zero a slot."""
+        self.engine.clear_slot(slot)
+
     def compact(self, lengths: NDArray[Any], path: NDArray[Any]) -> None:
         """Compact trees, timed."""
         start = perf_counter()
         self.engine.compact(lengths, path)
         self.seconds += perf_counter() - start
+
+
+class DraftEngine(TimedEngine):
+    """A draft's engine, whose numbers are finite for whoever reads them.
+
+    A draft that gives NaN for a sequence gives confidence 0 instead, so that estimates stay estimates, and its rows of
+    that sequence are zeroed: they would spoil the drafts of all that follow at the slot. Texts do not depend on it.
+    """
+
+    def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
+        """One step, timed."""
+        outputs = super().run(feeds, first_slot)
+        for name in (GUESS_PROBS, CONFIDENCE, CONFIDENCES):
+            sure = outputs.get(name)
+            if sure is None or np.isfinite((sure := np.asarray(sure)).sum()):
+                continue
+            is_finite = np.isfinite(sure)
+            for row in np.flatnonzero(~is_finite.reshape(len(sure), -1).all(axis=1)):
+                self.clear_slot(first_slot + int(row))
+            outputs = {**outputs, name: np.where(is_finite, sure, np.zeros_like(sure))}
+        return outputs
 
 
 class SlotStats:

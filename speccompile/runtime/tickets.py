@@ -40,12 +40,12 @@ class Output:
             self.first_s, self.num_first = now_s, len(step.tokens)
         drafts, kept, reason = step.num_draft_tokens, step.num_accepted, step.finish_reason
         stats = None if reason is None else self.stats(now_s)
-        return Piece(self.slot.index, step.text, step.tokens, drafts, kept, step.is_bonus, reason, stats, trace)
+        error = self.slot.error
+        return Piece(self.slot.index, step.text, step.tokens, drafts, kept, step.is_bonus, reason, stats, trace, error)
 
     def last_piece(self, reason: str, now_s: float, error: str | None = None) -> Piece:
         """The end of an output that no step ended; text that was held back is given out."""
-        sink = self.slot.sink
-        text = sink.finish() if sink is not None else ""
+        text = self.slot.text_left()
         return Piece(self.slot.index, text, [], finish_reason=reason, stats=self.stats(now_s), error=error)
 
     def stats(self, now_s: float) -> dict[str, Any]:

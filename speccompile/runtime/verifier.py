@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
+from speccompile.core.cache_rows import CacheRows
 from speccompile.core.protocols import Engine, Outputs
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import (
@@ -27,7 +28,7 @@ from speccompile.core.specs import (
 )
 from speccompile.core.tree import Ints, TokenTree, chain_parents
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.shaping import judge_shaped
+from speccompile.runtime.host_verify import judge_shaped
 from speccompile.runtime.slots import Slots
 
 
@@ -42,9 +43,10 @@ class Verifier:
 
     def __init__(self, engine: Engine, max_seq_len: int, chunk: int = 128) -> None:
         self.engine, self.max_seq_len, self.chunk = engine, max_seq_len, chunk
-        self.lengths = np.zeros(engine.max_slots, dtype=np.int64)
+        self.lengths: Ints = np.zeros(engine.max_slots, dtype=np.int64)
+        self.cache = CacheRows(engine, self.lengths)
         self.outputs: Outputs = {}
-        self._compacts: bool = not getattr(engine, "compacts_in_step", False)
+        self._compacts = not engine.compacts_in_step
 
     def may_draft(self, where: str, params: SamplingParams) -> bool:
         """Whether drafts may be scored for a request that the target can serve.
@@ -95,8 +97,8 @@ class Verifier:
         start = int(row[0])
         num = self.chunk if most is None else min(self.chunk, most)
         nodes = np.array([tokens[start : min(start + num, len(tokens) - 1)]], dtype=np.int64)
-        # One scored node: the LM head is computed for one row, not for the whole chunk.
-        feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.zeros((1, 1), dtype=np.int64)}
+        # One scored node: the LM head is computed for one row, not for the whole chunk. The last one sees all others.
+        feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.array([[nodes.shape[1] - 1]], dtype=np.int64)}
         outputs = self.engine.run(feeds, first_slot=slot)
         row += nodes.shape[1]
         return nodes, outputs
@@ -127,6 +129,21 @@ class Verifier:
         logits = np.asarray(outputs[LOGITS])
         return judge_shaped(verdict, tree, slots.slots, slots.shaped, logits, feeds.get(UNIFORMS), laws)
 
+    def score_finite(self, tree: TokenTree, slots: Slots) -> tuple[TokenTree, Verdict]:
+        """`score`, and once more without the drafts of slots whose logits were not finite.
+
+        A draft token whose row is NaN spoils all rows of its slot, as a masked row counts zero times NaN. So drafts
+        do not decide whether a sequence ends: its root alone does.
+
+        Returns:
+            What was scored in the end, and the verdict; it is spoilt where a root's own row is not finite.
+        """
+        verdict = self.score(tree, slots)
+        if tree.nodes > 1 and (spoilt := verdict.spoilt()):
+            tree = tree.without_drafts(spoilt)
+            verdict = self.score(tree, slots)
+        return tree, verdict
+
     def commit(self, tree: TokenTree, verdict: Verdict) -> None:
         """Keep the rows of the accepted paths. A chain needs no copy: the length alone rolls it back."""
         lengths = self.lengths[: tree.batch]
@@ -134,18 +151,3 @@ class Verifier:
             self.engine.compact(lengths, verdict.path)
         lengths += verdict.num_accepted
         lengths += 1
-
-    def move(self, source: int, dest: int) -> None:
-        """The sequence at place `source` goes on at place `dest`."""
-        self.copy(source, dest, int(self.lengths[source]))
-
-    def copy(self, source: int, dest: int, num_rows: int) -> None:
-        """Place `dest` holds the first `num_rows` rows of place `source` as well."""
-        self.engine.move_slot(source, dest, num_rows)
-        self.lengths[dest] = num_rows
-
-    def swap(self, first: int, second: int) -> None:
-        """Two places exchange what they hold."""
-        lengths = self.lengths
-        self.engine.swap_slots(first, second, int(max(lengths[first], lengths[second])))
-        lengths[[first, second]] = lengths[[second, first]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speccompile.core.buckets import bucket_rows
+from speccompile.backends.kv_rows import bucket_rows
 from speccompile.runtime.places import Places
 from speccompile.runtime.stats import TimedEngine
 

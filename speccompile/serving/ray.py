@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from ray import serve
 from ray.serve import Application
 
 from speccompile.runtime.requests import Speculation
 from speccompile.runtime.service import ServiceOptions, load_service
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+from speccompile.serving.openai.keys import check_keys
 
 DEPLOYMENT = "speccompile"
 
@@ -37,6 +38,7 @@ class Settings(BaseModel):
     model_name: str | None = None
     api_keys: tuple[str, ...] = ()
     max_request_bytes: int = Field(1 << 20, ge=1)
+    body_timeout_s: float = Field(30, gt=0)
     speculation: Speculation = "auto"
     timeout_s: float | None = Field(None, gt=0)
     backend: str | None = None
@@ -58,6 +60,12 @@ class Settings(BaseModel):
         if self.min_replicas > self.max_replicas:
             raise ValueError("min_replicas is above max_replicas")
         return self
+
+    @field_validator("api_keys")
+    @classmethod
+    def _keys_are_keys(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        check_keys(keys)
+        return keys
 
 
 class Replica:
@@ -81,7 +89,7 @@ class Replica:
         """The application; Ray asks for it once the replica is made."""
         settings = self._settings
         name = settings.model_name or settings.bundle.resolve().name
-        options = ServerOptions(name, settings.api_keys, settings.max_request_bytes)
+        options = ServerOptions(name, settings.api_keys, settings.max_request_bytes, settings.body_timeout_s)
         return make_app(OpenAIServer(self._service, options), [replica_routes])
 
     def check_health(self) -> None:
@@ -136,6 +144,7 @@ def build(settings: Settings | Mapping[str, Any]) -> Application:
 
     Raises:
         pydantic.ValidationError: there is no such setting, or no such value of it.
+        RuntimeFault: an API key is blank.
     """
     given = settings if isinstance(settings, Settings) else Settings.model_validate(settings)
     placed = given.model_copy(update={"bundle": given.bundle.resolve()})

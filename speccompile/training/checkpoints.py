@@ -8,14 +8,16 @@ import os
 import pickle
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
+from speccompile.bundling.guard import check_names
+from speccompile.bundling.records import RUN, read_record, write_mark
 from speccompile.bundling.staging import disk_faults
 from speccompile.errors import BuildError
 
-CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+CHECKPOINT, LOG, STATES, EVENTS = "checkpoint.pt", "log.jsonl", "states.json", "events"
 
 
 @dataclass
@@ -41,6 +43,22 @@ class RunRecord:
     optimizer: dict[str, Any] = field(default_factory=dict)
 
 
+def check_run_folder(folder: Path) -> None:
+    """Check that a run may be written there.
+
+    Raises:
+        BuildError: it holds files of a run's names that no run wrote.
+    """
+    check_names(folder, (CHECKPOINT, LOG, STATES, EVENTS), RUN)
+
+
+def make_run_folder(folder: Path) -> None:
+    """Make the folder of a run, with the mark by which `check_run_folder` knows it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if read_record(folder) is None:
+        write_mark(folder, RUN)
+
+
 def open_record(folder: Path, digest: str) -> RunRecord:
     """The record in `folder`, or a new one where there is none.
 
@@ -63,6 +81,45 @@ def open_record(folder: Path, digest: str) -> RunRecord:
     return record
 
 
+class _Writer:
+    """A file for torch.save that remembers why a write failed: torch answers with a RuntimeError of its own.
+
+    Args:
+        file: opened for writing bytes.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.fault: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        """As a file's."""
+        try:
+            return self._file.write(data)
+        except OSError as fault:
+            self.fault = self.fault or fault
+            raise
+
+    def flush(self) -> None:
+        """As a file's."""
+        self._file.flush()
+
+
+def _save(file: IO[bytes], values: dict[str, Any]) -> None:
+    """torch.save into an open file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    writer = _Writer(file)
+    try:
+        torch.save(values, cast("IO[bytes]", writer))
+    except (OSError, RuntimeError) as fault:
+        if writer.fault is None:
+            raise
+        raise writer.fault from fault
+
+
 def save_record(folder: Path, record: RunRecord) -> None:
     """Write the checkpoint, and the curve as JSON lines beside it.
 
@@ -70,12 +127,13 @@ def save_record(folder: Path, record: RunRecord) -> None:
         BuildError: the disk is full, or the place cannot be written.
     """
     with disk_faults(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_run_folder(folder)
         part = folder / f".{CHECKPOINT}.{os.getpid()}"
         shallow = {name: getattr(record, name) for name in asdict(RunRecord(""))}
         try:
-            torch.save({**shallow, "rows": json.dumps(record.rows)}, part)
-            with part.open("rb") as file:
+            with part.open("wb") as file:
+                _save(file, {**shallow, "rows": json.dumps(record.rows)})
+                file.flush()
                 os.fsync(file.fileno())
             part.replace(folder / CHECKPOINT)
         finally:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ def write_curves(rows: Sequence[dict[str, Any]], image: Path, events: Path, titl
     Args:
         rows: of `RunRecord`.
         image: the PNG.
-        events: folder of the events; what an earlier end of the same run wrote is replaced.
+        events: folder of the events; those of an earlier end of the same run are replaced.
         title: of the plot.
     """
     points = _points(rows)
     _plot(points, image, title)
-    shutil.rmtree(events, ignore_errors=True)
+    for old in events.glob("events.out.tfevents.*"):
+        old.unlink()
     from torch.utils.tensorboard.writer import SummaryWriter
 
     with SummaryWriter(str(events)) as writer:

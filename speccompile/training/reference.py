@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from speccompile.checkpoints.checkpoint import resolve_checkpoint
 from speccompile.core.training import TargetNeeds, TrainingBatch
 from speccompile.errors import RecipeError
-from speccompile.frontend.checkpoint import resolve_checkpoint
 from speccompile.recipe.training_plan import TrainingPlan
 from speccompile.training.states import batch_from_outputs
 from speccompile.training.target import Target, keep_pages
@@ -21,7 +22,12 @@ MAX_NEW_TOKENS = 128
 
 
 def measure_chains(
-    plan: TrainingPlan, prompts: Path, num_prompts: int, num_drafts: int | None = None, folder: Path | None = None
+    plan: TrainingPlan,
+    prompts: Path,
+    num_prompts: int,
+    num_drafts: int | None = None,
+    folder: Path | None = None,
+    progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Mean acceptance length (1 + accepted / steps) and acceptance by position, of greedy chains.
 
@@ -31,6 +37,7 @@ def measure_chains(
         num_prompts: the first so many are used.
         num_drafts: of a chain; all that were trained by default.
         folder: another speculator of the same plan.
+        progress: called with "measure: prompts DONE/TOTAL".
 
     Raises:
         RecipeError: no prompts.
@@ -45,7 +52,8 @@ def measure_chains(
     rows = _read_prompts(prompts, source)[:num_prompts]
     num_drafts = num_drafts or trainable.num_positions
     tried, kept, steps, tokens = [0] * num_drafts, [0] * num_drafts, 0, 0
-    for prompt in rows:
+    for done, prompt in enumerate(rows):
+        progress(f"measure: prompts {done}/{len(rows)}")
         for accepted in _decode(target, trainable, needs, prompt, num_drafts):
             steps, tokens = steps + 1, tokens + accepted + 1
             for position in range(num_drafts):
@@ -90,7 +98,7 @@ def _cut(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _read_prompts(path: Path, target: Path) -> list[list[int]]:
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         tokenizer, _ = read_tokenizer(target)
         rows = [list(line.get("prompt_ids") or tokenizer.encode(line["prompt"]).ids) for line in lines]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:

@@ -8,20 +8,30 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from speccompile.bundling.guard import Claim, claim_folder
+from speccompile.bundling.records import SPECULATOR, write_record
 from speccompile.bundling.staging import disk_faults, staged_folder
+from speccompile.checkpoints.checkpoint import resolve_checkpoint
 from speccompile.core.training import TargetNeeds
 from speccompile.errors import BuildError, RecipeError
-from speccompile.frontend.checkpoint import resolve_checkpoint
 from speccompile.recipe.models import Recipe
 from speccompile.recipe.training import TrainingSection
 from speccompile.recipe.training_plan import TrainingPlan
-from speccompile.training.checkpoints import RunRecord, open_record, save_record
+from speccompile.training.checkpoints import (
+    EVENTS,
+    STATES,
+    RunRecord,
+    check_run_folder,
+    make_run_folder,
+    open_record,
+    save_record,
+)
 from speccompile.training.distributed import Team, join_team
 from speccompile.training.losses import LossOptions, TrainedModule
 from speccompile.training.packing import TRAIN, Windows, digest_from_json
@@ -40,11 +50,13 @@ class Listener:
 
     Args:
         stage: called with "STAGE" and "STAGE: STEP".
-        step: called behind each step with the stage's name, the step, all its steps and the batch's measures.
+        step: called after each step with the stage's name, the step, all its steps and the batch's measures.
+        saved: called with the stage's name, its steps that are done and all of them where a checkpoint holds them.
     """
 
     stage: Callable[[str], None] = field(default=lambda message: None)
     step: Callable[[str, int, int, dict[str, Any]], None] = field(default=lambda name, step, steps, row: None)
+    saved: Callable[[str, int, int], None] = field(default=lambda name, step, steps: None)
 
 
 def train(recipe: Recipe, plan: TrainingPlan, listener: Listener) -> dict[str, Any]:
@@ -59,23 +71,31 @@ def train(recipe: Recipe, plan: TrainingPlan, listener: Listener) -> dict[str, A
         The record that is also in the output's training.json.
 
     Raises:
-        RecipeError, CheckpointError, BuildError: see the parts. Nothing half-written is left behind.
+        RecipeError, CheckpointError, BuildError: see the parts. Nothing half-written is left behind. An output that
+            may not be written is noticed first.
     """
     _check_extras()
+    claim = claim_folder(plan.output, SPECULATOR)
+    plan = replace(plan, output=claim.path)
+    check_run_folder(_run_folder(plan))
     keep_pages()
     section = plan.section
     if section.threads != "auto":
         torch.set_num_threads(section.threads)
     with join_team(section.device) as team:
         told = listener if team.is_first else Listener()
-        return _Run(recipe, plan, team, told).run()
+        return _Run(recipe, plan, claim, team, told).run()
+
+
+def _run_folder(plan: TrainingPlan) -> Path:
+    return plan.output.with_name(plan.output.name + ".run")
 
 
 class _Run:
-    def __init__(self, recipe: Recipe, plan: TrainingPlan, team: Team, listener: Listener) -> None:
+    def __init__(self, recipe: Recipe, plan: TrainingPlan, claim: Claim, team: Team, listener: Listener) -> None:
         self.recipe, self.plan, self.section = recipe, plan, plan.section
-        self.team, self.listener = team, listener
-        self.folder = plan.output.with_name(plan.output.name + ".run")
+        self.claim, self.team, self.listener = claim, team, listener
+        self.folder = _run_folder(plan)
         self.precision = _DTYPES[self.section.precision]
 
     def run(self) -> dict[str, Any]:
@@ -95,6 +115,7 @@ class _Run:
         record = self._open_record([book.digest(name) for name in stages])
         if record.model:
             self.team.load(module, optimizer, record.model, record.optimizer)
+            self._tell_start(stages, record)
         for index, name in list(enumerate(stages))[record.stage :]:
             windows = self._windows(book, name)
             stage = self._stage(name, windows, book.digest(name), target, needs)
@@ -148,12 +169,21 @@ class _Run:
         digest = digest_from_json({"plan": sections, "texts": digests, "processes": self.team.size})
         return open_record(self.folder, digest)
 
+    def _tell_start(self, stages: list[str], record: RunRecord) -> None:
+        """Say which checkpoint the run goes on from."""
+        name = stages[min(record.stage, len(stages) - 1)]
+        steps = getattr(self.section, name).steps
+        step = record.step if record.stage < len(stages) else steps
+        self.listener.stage(f"go on from the checkpoint in {self.folder}, {name} {step}/{steps}")
+        self.listener.saved(name, step, steps)
+
     def _run_stage(self, index: int, stage: Stage, module: Any, optimizer: Any, record: RunRecord) -> None:
         section = self.section
         runner = StageRunner(stage, module, optimizer, self.team, self.precision, section.max_grad_norm)
         first, last = (record.step if record.stage == index else 0), stage.section.steps
         start = time.perf_counter()
         if first == 0:
+            self.listener.stage(f"{stage.name}: measure on held-out text")
             record.rows.append({"stage": stage.name, "step": 0, "held_out": measures_from_sums(runner.measure())})
         for step in range(first, last):
             row = {"stage": stage.name, "step": step + 1, "train": measures_from_sums(runner.step(step))}
@@ -170,6 +200,7 @@ class _Run:
                 record.optimizer = self.team.optimizer_state(module, optimizer)
                 if self.team.is_first:
                     save_record(self.folder, record)
+                    self.listener.saved(stage.name, step + 1, last)
                 self.team.wait()
 
     def _summary(self, record: RunRecord) -> dict[str, Any]:
@@ -188,17 +219,18 @@ class _Run:
     def _write(self, trainable: Any, record: RunRecord) -> None:
         """The speculator with its figures, whole or not at all; the events are in the run's folder."""
         self.listener.stage("write")
-        with staged_folder(self.plan.output) as folder:
+        with staged_folder(self.claim.path, self.claim.hold) as folder:
             trainable.save(folder)
             text = json.dumps(self._summary(record), indent=1) + "\n"
             (folder / "training.json").write_text(text, encoding="utf-8")
-            write_curves(record.rows, folder / "training.png", self.folder / "events", self.plan.section.method)
+            write_curves(record.rows, folder / "training.png", self.folder / EVENTS, self.plan.section.method)
+            write_record(folder, SPECULATOR)
 
 
 def _note(folder: Path, stage: str, facts: dict[str, Any]) -> None:
     with disk_faults(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "states.json"
+        make_run_folder(folder)
+        path = folder / STATES
         known = json.loads(path.read_text()) if path.is_file() else {}
         part = path.with_suffix(f".{os.getpid()}.part")
         part.write_text(json.dumps({**known, stage: facts}, indent=1))

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims
 from speccompile.core.training import TargetNeeds, TargetParts
 from speccompile.errors import CheckpointError
-from speccompile.frontend.checkpoint import check_checkpoint, read_config, read_dims
-from speccompile.frontend.wrapper import find_layers
+from speccompile.export.wrapper import find_layers
 
 KEPT_PROBS = 16  # most probable tokens of a law that are kept; the example target's hold 0.96 of its mass
 

@@ -13,13 +13,15 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from speccompile.bundling.stage_cache import StageCache, default_cache_folder
+from speccompile.bundling.tokenizers import token_ids
+from speccompile.checkpoints.checkpoint import read_config
 from speccompile.core.sampling import SamplingParams
+from speccompile.core.tokenizer_file import load_tokenizer
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.pipeline import build
 from speccompile.recipe.models import Recipe, SpeculatorSection
 from speccompile.recipe.plan import find_device, resolve
 from speccompile.recipe.training import TrainingSection
-from speccompile.runtime.bundle import read_json
 from speccompile.runtime.engine import load
 from speccompile.training.corpus import HELD_OUT_SHARE, Document, Sources, find_sources
 from speccompile.training.packing import (
@@ -95,9 +97,8 @@ class TextBook:
         return pack(self.sources().documents(), self.tokenizer, seq_len, limits, self._eos(), self.section.seed)
 
     def _eos(self) -> int:
-        given: Any = read_json(self.target / "config.json").get("eos_token_id")
-        first = (given or [0])[0] if isinstance(given, list) else given
-        return int(first or 0)
+        path = self.target / "config.json"
+        return (token_ids(path, read_config(self.target), "eos_token_id") or [0])[0]
 
     def _generate(self) -> dict[str, Tokens]:
         """Windows of stage 2: prompts cut from the text, continued by the target."""
@@ -158,7 +159,8 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(str(path), "no such file", "the tokenizer of the target", "Save it beside the weights.")
-    return Tokenizer.from_file(str(path)), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    tokenizer = load_tokenizer(path, CheckpointError, "Download the file again.")
+    return tokenizer, hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _digest_of_weights(folder: Path) -> list[str]:

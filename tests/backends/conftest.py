@@ -12,7 +12,7 @@ import pytest
 
 from speccompile.core import registry
 from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, sampled_spec, verified_spec
-from speccompile.frontend.export import export_decoder
+from tests import store
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,7 +35,7 @@ MAX_ROWS = 1024
 def neutral(tmp_path_factory: pytest.TempPathFactory) -> tuple[ir.Model, ModelDims]:
     folder = tmp_path_factory.mktemp("llama")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    return export_decoder(folder, weights="random", max_seq_len=MAX_ROWS)
+    return store.export_decoder(folder, weights="random", max_seq_len=MAX_ROWS)
 
 
 Opener = Callable[..., Any]

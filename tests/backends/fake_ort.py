@@ -10,8 +10,8 @@ import weakref
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
+from speccompile.backends.cuda.device import Device
 from speccompile.backends.onnxruntime import cuda_engine, cuda_session
-from speccompile.backends.tensorrt.device import Device
 from speccompile.errors import BundleError
 
 REFUSAL = "This session cannot use the graph capture feature as requested by the user"

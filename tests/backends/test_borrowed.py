@@ -14,14 +14,14 @@ import pytest
 
 from speccompile.backends.onnxruntime.cuda_engine import load_cuda_engine
 from speccompile.backends.tensorrt import engine as trt_engine
+from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import registry, specs
 from speccompile.core.borrowed_specs import sharing_spec
-from speccompile.core.devices import backend_on
 from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.core.specs import BorrowedCache, decoder_spec, guessing_spec, spec_from_json, verified_spec
-from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.errors import BundleError
 from speccompile.speculators.glide.source import GlideSource
+from tests import store
 from tests.backends.fake_ort import FakeOrt
 from tests.backends.tensorrt.fake_cuda import FakeCuda
 from tests.backends.tensorrt.trt_lab import Lab, profiles_of
@@ -47,7 +47,7 @@ def graphs(neutral, tmp_path_factory):
     return {
         "target": (model, verified_spec(decoder_spec("target", dims))),
         "sharer": (model, sharer),
-        "reader": (source.export(lambda stage: None)[0], source.spec()),
+        "reader": (store.export(source)[0], source.spec()),
     }
 
 
@@ -60,7 +60,7 @@ def files(graphs, tmp_path_factory):
         backend = {"cuda": "cuda", "reference": "reference"}.get(kind, "onnxruntime")
         if (backend, name) not in made:
             folder = tmp_path_factory.mktemp(f"{backend}-{name}")
-            maker = backend_on("onnxruntime", "cuda") if backend == "cuda" else registry.backend(backend)
+            maker = registry.backend("onnxruntime", "cuda") if backend == "cuda" else registry.backend(backend)
             maker.compile(*graphs[name], folder)
             made[backend, name] = folder / "graph.onnx"
         return made[backend, name]

@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from speccompile.backends.cuda.arrays import DeviceArray
+from speccompile.backends.cuda.device import Device
 from speccompile.backends.onnxruntime import cuda_engine, cuda_session
 from speccompile.backends.onnxruntime.cuda_backend import OrtCudaBackend
 from speccompile.backends.onnxruntime.cuda_engine import GrowingCaches, load_cuda_engine
 from speccompile.backends.onnxruntime.cuda_session import NO_GRAPH
-from speccompile.backends.tensorrt.arrays import DeviceArray
-from speccompile.backends.tensorrt.device import Device
 from speccompile.core import registry, specs
-from speccompile.core.devices import backend_on
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import decoder_spec, sampled_spec, verified_spec
@@ -40,7 +39,7 @@ def for_cuda(neutral, tmp_path_factory):
     """role -> (graph, spec, rollback graph) as `engine.device: cuda` lowers them."""
     model, dims = neutral
     made = {}
-    backend = backend_on("onnxruntime", "cuda")
+    backend = registry.backend("onnxruntime", "cuda")
     for role in ("target", "draft"):
         decoder = decoder_spec(role, dims)
         spec = sampled_spec(decoder) if role == "draft" else verified_spec(decoder, keep_logits=True)
@@ -305,6 +304,25 @@ def test_rows_move_with_the_view(cuda, load):
     np.testing.assert_array_equal(cuda.view(address, (3, *caches.dims), np.float32), wanted)
 
 
+def test_nan_in_a_slot_is_cleared_and_does_not_spread_where_the_view_grows(cuda, load):
+    device = Device(cuda)
+    spec = load().spec
+    caches = GrowingCaches(device, spec, 3, 700)
+    device.synchronize()
+    address = caches.address(0, 0)
+    view = cuda.view(address, (3, *caches.dims), np.float32)
+    view[...] = np.random.default_rng(0).standard_normal(view.shape)
+    view[1, :, 20:] = np.nan
+    assert caches.resize(300)
+    grown = cuda.view(address, (3, *caches.dims), np.float32)
+    assert np.isfinite(grown[[0, 2]]).all() and not grown[:, :, 128:].any()
+    before = grown.copy()
+    caches.clear_slot(1)
+    device.synchronize()
+    assert not grown[1].any()
+    np.testing.assert_array_equal(grown[[0, 2]], before[[0, 2]])
+
+
 def test_some_rows_are_copied_and_exchanged_on_the_device(cuda, load):
     device = Device(cuda)
     spec = load().spec
@@ -346,8 +364,8 @@ def test_a_wheel_without_cuda_is_named(monkeypatch, for_cuda):
 
 
 def test_the_backend_of_a_device_is_chosen_by_name():
-    assert isinstance(backend_on("onnxruntime", "cuda"), OrtCudaBackend)
-    assert type(backend_on("onnxruntime", "cpu")) is type(registry.backend("onnxruntime"))
-    assert backend_on("reference", "cuda").name == "reference"
+    assert isinstance(registry.backend("onnxruntime", "cuda"), OrtCudaBackend)
+    assert type(registry.backend("onnxruntime", "cpu")) is type(registry.backend("onnxruntime"))
+    assert registry.backend("reference", "cuda").name == "reference"
     with pytest.raises(RecipeError, match=r"int8/rowq8.*engine\.device: cuda"):
         OrtCudaBackend().compile(None, None, None, quantization="int8", form="rowq8")

@@ -7,8 +7,8 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
+from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.core import specs
-from speccompile.core.neutral import neutral_value, shape_from_dims
 from speccompile.core.specs import decoder_spec, sampled_spec, verified_spec
 from speccompile.errors import PassError
 from speccompile.ops.registry import attach_functions

@@ -63,7 +63,7 @@ def test_caches_are_never_copied(open_engine: Any, capfd: pytest.CaptureFixture[
     assert "in-place optimization not activated" not in capfd.readouterr().err
     spec, session = engine.spec, engine.session
     feeds = {specs.TOKENS: TOKENS[None, :1], specs.LENGTHS: np.zeros(1, np.int64)}
-    from speccompile.core.neutral import neutral_value, shape_from_dims
+    from speccompile.backends.feeds import neutral_value, shape_from_dims
 
     sizes = {"batch": 1, "nodes": 1, "scored": 1, "draft_vocab": 1, "max_seq": 128}
     for tensor in spec.inputs:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import sys
+from types import SimpleNamespace
 
 import pytest
+import typer
 
-from speccompile.cli import bench_rounds
+from speccompile.cli import bench, bench_rounds
 from speccompile.cli.bench_rounds import open_workers, run_rounds, summary_from_runs
 from speccompile.errors import RuntimeFault
 
@@ -61,6 +63,14 @@ def test_a_mode_that_differs_is_not_exact():
     assert report["modes"]["plain"]["exact_share"] == 0.5
     assert report["modes"]["transformers"]["exact"] is True
     assert report["modes"]["plain"]["outside_engine_share"] is None
+
+
+def test_unknown_modes_are_wrong_usage_by_the_name_of_the_option():
+    bundle = SimpleNamespace(recipe={"speculator": {"method": "ngram"}, "target": {"model": "none"}})
+    for wanted in ("plan", "plain,plain", ","):
+        with pytest.raises(typer.BadParameter, match="expected some of plain, speculative") as caught:
+            bench._choose_modes(wanted, bundle, None)
+        assert caught.value.param_hint == "--modes"
 
 
 def test_a_worker_that_dies_says_why_and_the_others_are_ended(fake_worker):

@@ -3,43 +3,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from speccompile.cli.main import main
-from tests.pipeline import fakes
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs a command in a folder of its own, with the fakes in place; (exit code, stdout, stderr)."""
-    fakes.install(monkeypatch.setattr, lambda name, module: monkeypatch.setitem(sys.modules, name, module))
-    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code: Any = main([str(a) for a in arguments])
-        except SystemExit as leave:
-            code = leave.code or 0
-        captured = capsys.readouterr()
-        return int(code), captured.out, captured.err
-
-    return call
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    return fakes.write_recipe(tmp_path / "in")
+from tests.cli.conftest import Run
 
 
 def test_build_then_inspect(run: Run, recipe: Path, tmp_path: Path) -> None:
@@ -67,7 +40,8 @@ def test_json_output_is_json_alone(run: Run, recipe: Path) -> None:
     code, out, _ = run("inspect", "made", "--json")
     facts = json.loads(out)
     assert (code, facts["kind"], facts["digests_ok"], facts["fault"]) == (0, "bundle", True, None)
-    assert facts["graphs"]["target"]["inputs"][0] == {"name": "tokens", "dims": ["batch", "nodes"], "dtype": "int64"}
+    tokens = {"name": "tokens", "dims": ["batch", "nodes"], "dtype": "int64", "probe": "tokens"}
+    assert facts["graphs"]["target"]["inputs"][0] == tokens
     assert facts["graphs"]["target"]["op_histogram"]["before"] == {"A": 2}
     assert facts["files"]["report.html"]["sha256"]
 
@@ -139,6 +113,19 @@ def test_a_tampered_bundle_is_shown_with_its_fault(run: Run, recipe: Path, tmp_p
     assert facts["fault"]["where"].endswith("graphs/draft/graph.onnx.data")
 
 
+def test_a_file_that_the_manifest_does_not_list_is_shown(run: Run, recipe: Path, tmp_path: Path) -> None:
+    run("build", recipe, "-o", "made")
+    (tmp_path / "made/tokenizer/chat_template.jinja").write_text("planted")
+    code, out, err = run("inspect", "made")
+    assert code == 7
+    assert "not listed tokenizer/chat_template.jinja" in out and "does not list" in err
+    code, out, _ = run("inspect", "made", "--json")
+    facts = json.loads(out)
+    assert (code, facts["digests_ok"]) == (7, False)
+    assert facts["foreign_files"] == ["tokenizer/chat_template.jinja"]
+    assert run("generate", "made", "--prompt", "w1")[0] == 7
+
+
 @pytest.mark.parametrize("name", ["absent", "in", "in/big/config.json"])
 def test_what_is_no_bundle_is_refused(run: Run, recipe: Path, name: str) -> None:
     code, out, err = run("inspect", name)
@@ -188,3 +175,34 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 7
     assert "no such folder" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_schema_on_a_full_disk_leaves_no_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, _, err = run("schema", "-o", "schema.json")
+    assert code == 6 and "No space left" in err and "schema.json" in err
+    assert not list(tmp_path.glob("*schema.json*"))
+
+
+def test_a_build_through_a_link_and_into_the_working_folder(
+    run: Run, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "current").symlink_to("v1")
+    assert [run("build", recipe, "-o", "current")[0] for _ in range(2)] == [0, 0]
+    assert (tmp_path / "current").is_symlink() and (tmp_path / "v1" / "manifest.json").is_file()
+    for folder in (tmp_path / "v1", tmp_path / "empty"):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        code, _, err = run("build", recipe, "-o", ".")
+        assert code == 6 and "this command runs in" in err and "check checkpoints" not in err
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_results_that_cannot_be_written_are_noticed_before_the_work(run: Run, tmp_path: Path, command: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1"}\n')
+    for json_out, got in (("no/out.json", "no folder"), (".", "a folder")):
+        code, _, err = run(command, "no-bundle", "--prompts", "prompts.jsonl", "--json", json_out)
+        assert code == 6 and got in err

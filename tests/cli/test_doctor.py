@@ -9,15 +9,12 @@ from pathlib import Path
 import pytest
 
 from speccompile.cli.main import main
-from tests.frontend import checkpoint_lab as lab
+from tests.checkpoints import checkpoint_lab as lab
 
 
 def run(*words: object) -> int:
     """The command's exit code."""
-    try:
-        return main([str(w) for w in words])
-    except SystemExit as stop:
-        return int(stop.code or 0)
+    return main([str(w) for w in words])
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from speccompile.cli.prompts import Request, read_requests, write_results
-from speccompile.errors import RuntimeFault
+from speccompile.errors import BuildError, RuntimeFault
 
 
 def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
@@ -42,6 +42,11 @@ def test_a_wrong_line_is_named(tmp_path, line, message):
         read_requests(file)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
+    assert read_requests(tmp_path / "p.jsonl") == [Request("a", {})]
+
+
 def test_no_file_and_no_prompt_are_named(tmp_path):
     with pytest.raises(RuntimeFault, match="expected a file of JSON lines"):
         read_requests(tmp_path / "none.jsonl")
@@ -55,6 +60,7 @@ def test_results_are_whole_or_not_there(tmp_path, capsys):
     assert json.loads((tmp_path / "out.json").read_text()) == [1]
     write_results(tmp_path.__class__("-"), {"a": 2})
     assert json.loads(capsys.readouterr().out) == {"a": 2}
-    with pytest.raises(RuntimeFault, match="expected a file that can be written"):
+    with pytest.raises(BuildError, match=r"no folder .*The results are on standard output"):
         write_results(tmp_path / "no" / "out.json", [1])
+    assert json.loads(capsys.readouterr().out) == [1]
     assert [f.name for f in tmp_path.iterdir()] == ["out.json"]

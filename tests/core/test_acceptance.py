@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speccompile.core import acceptance
-from speccompile.core.acceptance import Verdict, accept, residual
+from speccompile.core.acceptance import Verdict, accept, accept_slot, residual
 from speccompile.core.tree import TokenTree
 from tests.core.law_lab import CHAIN, SETTINGS, TREE, Setting, decide_by_twin, emit, exact_joint, p_value, warped
 
@@ -21,6 +21,7 @@ def draws(*rows: list[float]) -> np.ndarray:
     return np.array([rows], dtype=np.float32)
 
 
+@pytest.mark.distribution
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize(
     ("form", "sampled"),
@@ -32,6 +33,7 @@ def test_emitted_tokens_follow_the_target(form: tuple[int, ...], sampled: bool, 
     assert p_value(emitted, exact_joint(setting)) > RIGHT
 
 
+@pytest.mark.distribution
 def test_one_hot_laws_are_a_deterministic_draft() -> None:
     """A deterministic draft may also be given as a one-hot law; the text differs, the law does not."""
 
@@ -78,6 +80,7 @@ def _row_of_the_parent(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray
     )
 
 
+@pytest.mark.distribution
 @pytest.mark.parametrize(
     ("form", "setting", "decide"),
     [
@@ -93,6 +96,7 @@ def test_wrong_inputs_of_the_rule_are_noticed(form, setting, decide) -> None:  #
     assert p_value(emit(form, True, setting, 2 * BATCH, decide), exact_joint(setting)) < WRONG
 
 
+@pytest.mark.distribution
 @pytest.mark.parametrize("form", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(
     "wrong",
@@ -140,6 +144,35 @@ def test_a_whole_path_is_followed_by_a_bonus_token() -> None:
     assert (verdict.path.tolist(), verdict.next_token.tolist()) == ([[0, 1, 2]], [0])
 
 
+@pytest.mark.parametrize("is_drawn", [True, False])
+@pytest.mark.parametrize("parents", [[-1, 0, 1], [-1, 0, 0, 1]])
+def test_the_next_token_is_drawn_with_the_draw_and_distribution_of_the_last_node(
+    parents: list[int], is_drawn: bool
+) -> None:
+    """Every node has a draw of its own here, so that another node's gives another token."""
+    tokens = [9, 1, 2] if len(parents) == 3 else [9, 1, 0, 2]
+    last = len(tokens) - 1
+    rows = [[0.0, 1, 0, 0], [0.0, 0, 1, 0], [1.0, 0, 0, 0], [1.0, 0, 0, 0]][: len(tokens)]
+    rows[last] = [0.25, 0.25, 0.25, 0.25]
+    uniforms = [[0.0, 0.1], [0.0, 0.4], [0.0, 0.6], [0.0, 0.6]][: len(tokens)]
+    uniforms[last] = [0.0, 0.9]
+    laws = np.eye(10, 4, dtype=np.float32)[tokens][None] if is_drawn else None
+    tree = TokenTree.tree([tokens], [parents], draft_probs=laws)
+    verdict = accept(tree, probs(*rows), draws(*uniforms))
+    assert (verdict.nodes_kept(0), verdict.next_token.tolist()) == ([0, 1, last], [3])
+    refused = accept(tree, probs(rows[0], [0.5, 0, 0, 0.5], *rows[2:]), draws(*uniforms[:1], [0, 0.8], *uniforms[2:]))
+    assert (refused.nodes_kept(0), refused.next_token.tolist()) == ([0, 1], [3])
+
+
+def test_a_draft_is_refused_where_the_draw_meets_the_bound() -> None:
+    """Accepted is u * draft < target: of draws in [0, 1) the share target / draft; a token without mass never."""
+    tree = TokenTree.chain(np.array([[9, 0]]), draft_probs=probs([0, 0, 0], [0.5, 0.5, 0]))
+    target = probs([0.25, 0.5, 0.25], [1, 0, 0])
+    kept = [accept(tree, target, draws([0, 0], [u, 0])).num_accepted[0] for u in (0.5 - 2**-24, 0.5, 0.5 + 2**-24)]
+    assert kept == [1, 0, 0]
+    assert accept(tree, probs([0, 0.5, 0.5], [1, 0, 0]), draws([0, 0], [0, 0])).num_accepted[0] == 0
+
+
 def test_of_equal_siblings_the_first_is_kept() -> None:
     tree = TokenTree.tree([[9, 2, 1, 1]], [[-1, 0, 0, 0]])
     assert accept(tree, probs(*[[0, 1, 0]] * 4), draws(*[[0, 0]] * 4)).path.tolist() == [[0, 2, -1, -1]]
@@ -166,6 +199,11 @@ def test_recovered_token_comes_from_the_residual() -> None:
     assert accept(tree, target, draws([0, 0.9], [0.49, 0])).path.tolist() == [[0, 1]]
 
 
+def test_a_residual_of_little_mass_is_still_the_residual() -> None:
+    target = np.float32([0.5, 0.5 - 2**-20, 2**-20])
+    np.testing.assert_array_equal(residual(target, np.float32([0.5, 0.5, 0])), [0, 0, 1])
+
+
 def test_residual_without_mass_keeps_the_target() -> None:
     one_hot = np.array([0, 1, 0], dtype=np.float32)
     assert residual(one_hot, one_hot) is one_hot
@@ -189,3 +227,26 @@ def test_every_verdict_is_a_path_of_the_tree(data: st.DataObject) -> None:
     assert kept[0] == 0 and verdict.path[0, len(kept) :].tolist() == [-1] * (nodes - len(kept))
     assert [parents[n] for n in kept[1:]] == kept[:-1]
     assert 0 <= verdict.next_token[0] < vocab
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_batch_is_decided_as_its_slots_are(data: st.DataObject) -> None:
+    """`accept` walks all slots at once; `accept_slot` is its oracle, and the two agree to the last bit."""
+    batch, nodes, vocab = (data.draw(st.integers(1, top)) for top in (6, 9, 40))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    parents = np.full((batch, nodes), -1)
+    for row in parents:  # ragged: nodes behind a slot's last are padding
+        for node in range(1, rng.integers(1, nodes + 1)):
+            row[node] = rng.integers(0, node)
+    heat = data.draw(st.sampled_from([0.05, 1.0]))
+    target, draft = rng.dirichlet(np.full(vocab, heat), size=(2, batch, nodes)).astype(np.float32)
+    tokens = np.where(rng.random((batch, nodes)) < 0.5, target.argmax(-1), rng.integers(0, vocab, (batch, nodes)))
+    uniforms = rng.random((batch, nodes, 2)).astype(np.float32)
+    laws = data.draw(st.sampled_from([draft, target, draft[..., :1], None]))
+    verdict = accept(TokenTree.tree(tokens, parents), target, uniforms, laws)
+    for slot in range(batch):
+        own = None if laws is None else laws[slot]
+        kept, follows = accept_slot(tokens[slot], parents[slot], target[slot], uniforms[slot], own)
+        assert (verdict.nodes_kept(slot), verdict.next_token[slot]) == (kept, follows)
+        assert verdict.path[slot, len(kept) :].tolist() == [-1] * (nodes - len(kept))

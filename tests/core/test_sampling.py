@@ -81,6 +81,7 @@ def test_tree_uniforms_belong_to_the_token_they_decide() -> None:
         assert drawn[node, 1] == uniforms([11], [[drawn_at]], TARGET_LANE)[0, 0]
 
 
+@pytest.mark.export
 def test_warp_is_what_transformers_does() -> None:
     torch = pytest.importorskip("torch")
     process = pytest.importorskip("transformers.generation.logits_process")
@@ -112,6 +113,18 @@ def test_ties() -> None:
     np.testing.assert_array_equal(warp(logits, [0.0], [0], [1.0]), [[0, 1, 0, 0, 0]])
     np.testing.assert_allclose(warp(logits, [1.0], [1], [1.0]), [[0, 1 / 3, 1 / 3, 0, 1 / 3]], atol=1e-7)
     np.testing.assert_allclose(warp(logits, [1.0], [0], [0.5]), [[0, 0.5, 0.5, 0, 0]], atol=1e-7)
+
+
+def test_top_p_is_reached_by_a_mass_equal_to_it() -> None:
+    quarters = np.zeros((1, 4), dtype=np.float32)  # their sums are exact
+    for top_p, num in ((0.25, 1), (0.5, 2), (0.75, 3), (0.51, 3)):
+        np.testing.assert_array_equal(warp(quarters, [1.0], [0], [top_p])[0] > 0, np.arange(4) < num)
+
+
+def test_a_draw_at_an_edge_takes_the_next_token_with_mass() -> None:
+    probs = np.array([0, 0.5, 0, 0.5, 0], dtype=np.float32)
+    at = [0, 0.5 - 2**-24, 0.5, 1 - 2**-24]
+    assert draw(np.tile(probs, (4, 1)), at).tolist() == [1, 1, 3, 3]
 
 
 @settings(max_examples=80, deadline=None)
@@ -163,6 +176,17 @@ def test_draw_inverts_the_cdf(seed: int, word: int, vocab: int) -> None:
         ("seed", 2**64, "expected 0 to"),
         ("stop", "end", "got 'end'; expected a tuple"),
         ("stop", ("",), "expected a tuple of non-empty"),
+        ("stop", (3,), r"got \(3,\); expected a tuple of non-empty strings"),
+        ("top_k", 2**31, r"expected 0 \(off\) or above, at most"),
+        ("top_k", 2**63, "got 9223372036854775808; expected 0"),
+        ("top_k", 1.5, "got 1.5; expected an integer"),
+        ("top_k", 10**300, r"got 10*\.\.\.; expected 0"),
+        ("temperature", "hot", "got 'hot'; expected a number"),
+        ("temperature", None, "got None; expected a number"),
+        ("seed", [1], r"got \[1\]; expected an integer"),
+        ("stop_token_ids", 5, "got 5; expected a tuple of token ids"),
+        ("ignore_eos", "no", "got 'no'; expected true or false"),
+        ("logit_bias", {float("inf"): 1.0}, "expected .token id, bias. pairs"),
     ],
 )
 def test_requests_out_of_range_are_refused(field: str, value: object, message: str) -> None:
@@ -175,3 +199,27 @@ def test_warp_inputs() -> None:
     assert [a.tolist() for a in arrays] == [[0.0, 0.5], [0, 3], [1.0, 0.25]]
     assert [a.dtype for a in arrays] == [np.float32, np.int64, np.float32]
     assert SamplingParams().is_greedy and not SamplingParams(temperature=0.5).is_greedy
+
+
+@pytest.mark.parametrize("temperature", [1e-46, 1e-40, 1e-38, 1e-37, 3e-37, 1e-36, 1e-25])
+@pytest.mark.parametrize("top", [(0, 1.0), (3, 1.0), (0, 0.3)])
+def test_the_lowest_temperatures_are_greedy_however_large_the_logits(
+    temperature: float, top: tuple[int, float]
+) -> None:
+    logits = np.array([[300.0, 324.0, 323.9, 324.0], [-2e18, -3e18, -2e18, -5.0]], dtype=np.float32)
+    with np.errstate(over="raise", invalid="raise", divide="raise"):
+        probs = warp(logits, [temperature] * 2, [top[0]] * 2, [top[1]] * 2)
+    assert probs.tolist() == [[0, 1, 0, 0], [0, 0, 0, 1]]
+    assert SamplingParams(temperature=temperature).is_greedy
+
+
+def test_values_that_float32_does_not_hold_are_brought_into_its_range() -> None:
+    temperature, _, top_p = warp_inputs([SamplingParams(temperature=1e300, top_p=1e-300)])
+    assert np.isfinite(temperature).all() and top_p[0] > 0
+    probs = warp(np.array([[1.0, 5.0, 2.0]], dtype=np.float32), [1.0], [0], top_p)
+    assert probs.tolist() == [[0, 1, 0]]
+
+
+def test_a_number_that_python_does_not_write_is_refused_in_words() -> None:
+    with pytest.raises(RuntimeFault, match="got a number of thousands of digits; expected 0"):
+        SamplingParams(seed=10**5000)

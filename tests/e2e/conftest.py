@@ -8,20 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from tests import store
+
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples/models"
 
 
 def build_bundle(folder: Path, name: str, text: str, overrides: tuple[str, ...] = ()) -> Path:
-    """Build a recipe given as YAML text; one cache for all, so a graph is exported once."""
-    from speccompile.bundling.stage_cache import StageCache
+    """Build a recipe given as YAML text; one cache for all workers and runs, so a graph is exported once."""
     from speccompile.pipeline import build
     from speccompile.recipe import find_device, load_recipe, resolve
 
     recipe = folder / f"{name}.yaml"
     recipe.write_text(text)
     plan = resolve(load_recipe(recipe, overrides), find_device("cpu"))
-    return build(plan, folder / name, cache=StageCache(folder / "cache")).path
+    with store.locked("build"):
+        return build(plan, folder / name, cache=store.stages()).path
 
 
 def pair_recipe(quantization: str) -> str:
@@ -42,3 +44,9 @@ def int8_pair(e2e_folder) -> Path:
 def golden() -> list[dict]:
     """transformers' greedy fp32 output for examples/prompts.jsonl: see make_golden.py."""
     return json.loads((Path(__file__).parent / "golden/greedy.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def without_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clock decides whether drafts are made: on targets as small as these plain decoding is often the faster."""
+    monkeypatch.setattr("speccompile.runtime.spec_engine.PlainGuard", lambda: None)

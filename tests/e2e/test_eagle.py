@@ -38,7 +38,7 @@ def place(tmp_path_factory):
 def engines(place):
     """By backend and name, all graphs: one target for both methods, drafts for chains and trees."""
     from speccompile.core.registry import find_class
-    from speccompile.frontend.decoder_source import DecoderSource
+    from speccompile.export.decoder_source import DecoderSource
     from tests.speculators import eagle_lab as lab
 
     target = GraphJob("target", str(place / "target"), options=(("hidden", True), ("hidden_layers", lab.STREAMS)))
@@ -169,6 +169,7 @@ def shifted(tree):
     return tree if laws is None else replace(tree, draft_probs=np.roll(laws, 1, axis=2))
 
 
+@pytest.mark.distribution
 # The seed is fixed; p < 1e-4 happens by chance once in ten thousand choices of it.
 @pytest.mark.parametrize(
     ("options", "is_wrong"), [(TREES["fixed"], False), (TREES["chain"], False), (TREES["fixed"], True)]

@@ -18,6 +18,7 @@ from speccompile.runtime.slots import Slots
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.tickets import Ticket, open_outputs
+from tests import store
 from tests.backends.tensorrt.profile_watch import ProfileWatch
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, forms, sources
 
@@ -44,7 +45,7 @@ def lab(tmp_path_factory):
             # A decoder's graph is the same whatever its tail will be.
             graph = (source.job.model, str(getattr(source, "outputs", source.job.options)))
             if graph not in graphs:
-                graphs[graph] = source.export(lambda stage: None)[0]
+                graphs[graph] = store.export(source)[0]
             maker, place = registry.backend(backend), folder / f"graph{len(engines)}"
             maker.compile(graphs[graph], source.spec(), place)
             sizes = {"max_slots": SLOTS, "max_rows": MAX_ROWS, "tuning": {"threads": 1}, "lenders": lenders}

@@ -14,6 +14,7 @@ from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, decoder_spec, 
 from speccompile.core.tree import TokenTree
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
+from tests import store
 
 NUM_STEPS, SLOTS, ROWS = 200, 2, 1000
 # Sums of 64 float32 terms in another order; a wrong row differs by about the values themselves, see the last test.
@@ -39,11 +40,9 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7]]
 def open_engine(tmp_path_factory):
     pytest.importorskip("torch")
     pytest.importorskip("onnxruntime")
-    from speccompile.frontend.export import export_decoder
-
     folder = tmp_path_factory.mktemp("tree_cache")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    model, dims = export_decoder(folder, weights="random", max_seq_len=1024)
+    model, dims = store.export_decoder(folder, weights="random", max_seq_len=1024)
     spec = verified_spec(decoder_spec("target", dims))
 
     def make(backend="onnxruntime", *, max_rows):

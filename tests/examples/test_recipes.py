@@ -59,6 +59,7 @@ def test_a_large_recipe_plans_without_a_network(path, tmp_path, monkeypatch):
     assert layers == 38 * (4 * 5120**2 + 3 * 5120 * 13824 + 2 * 5120)
 
 
+@pytest.mark.export
 @pytest.mark.parametrize("path", LARGE, ids=lambda p: p.stem)
 def test_a_large_recipe_builds_small_on_onnxruntime(path, tmp_path, monkeypatch):
     pytest.importorskip("torch")

@@ -10,6 +10,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
+from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core.specs import (
     GraphSpec,
     ModelDims,
@@ -18,8 +19,7 @@ from speccompile.core.specs import (
     sampled_spec,
     verified_spec,
 )
-from speccompile.core.tensorrt_specs import tensorrt_spec
-from speccompile.frontend.export import export_decoder
+from speccompile.export.decoder import export_decoder
 from speccompile.passes.base import Pass, histogram_from_model, run_pipeline
 from speccompile.passes.pipelines import ORT_QUANTIZATION, onnxruntime_table, reference_table, tensorrt_table
 from speccompile.passes.rollback import build_rollback

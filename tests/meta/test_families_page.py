@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/families.md promises those architectures that the frontend's equality tests cover, and no other."""
+"""docs/families.md promises those architectures that the export's equality tests cover, and no other."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from speccompile.checkpoints.families import _REFUSED, check_config
 from speccompile.errors import ExportError
-from speccompile.frontend.families import check_config
-from tests.frontend.families import CONFIGS
+from tests.export.families import CONFIGS
 
 PAGE = (Path(__file__).parents[2] / "docs/families.md").read_text()
 SUPPORTED, _, REFUSED = PAGE.partition("## What is refused")
@@ -22,9 +22,8 @@ def test_every_family_on_the_page_is_tested_and_the_other_way_round():
 
 
 def test_every_architecture_called_refused_is_refused():
-    table = REFUSED.partition("| recurrent")[0] + REFUSED.partition("| recurrent")[2].partition("\n")[0]
-    names = set(re.findall(r"`([a-z0-9_]+)`", table)) - {"model_type"}
-    assert {"bloom", "falcon", "gpt_oss", "deepseek_v3", "mamba", "qwen3_next"} <= names
+    names = set(re.findall(r"`([a-z0-9_-]+)`", REFUSED.partition("| refused for |")[2])) & set(_REFUSED)
+    assert names == set(_REFUSED)
     for name in names:
         with pytest.raises(ExportError, match="cannot be exported"):
             check_config({"model_type": name}, max_seq_len=16)

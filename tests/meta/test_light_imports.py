@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import speccompile
 from speccompile.cli.main import app
 
 HEAVY = (
@@ -49,6 +50,18 @@ def test_the_measure_sees_a_heavy_import():
 @pytest.mark.parametrize("module", ["speccompile", "speccompile.recipe", "speccompile.runtime.engine"])
 def test_importing_is_light(module):
     assert loaded_by(f"import {module}")[0] & set(HEAVY) == set()
+
+
+@pytest.mark.parametrize("name", sorted(speccompile.__all__))
+def test_public_names_are_there_and_light(name):
+    assert loaded_by(f"from speccompile import {name}")[0] & set(HEAVY) == set()
+
+
+def test_only_public_names_are_listed():
+    assert dir(speccompile) == sorted(speccompile.__all__)
+    assert {"load", "build", "SamplingParams"} <= set(dir(speccompile))
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        speccompile.lode  # noqa: B018 -- the access is what is tested
 
 
 @pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)], ids=lambda a: " ".join(a) or "top")

@@ -17,6 +17,7 @@ from speccompile.ops.registry import OPS
 from speccompile.ops.spec_verify import spec_verify
 from tests.core.law_lab import CHAIN, SETTINGS, TREE, Setting, emit, exact_joint, p_value
 from tests.ops.op_lab import is_at_boundary, model_of, same, session_of, verify_case
+from tests.ops.tensorrt.lab import body_model
 
 VOCABS = (5, 64, 97, 300)  # 300 is more than is sorted at first
 KINDS = list(itertools.product(("greedy", "sampled", "mixed"), (True, False), (True, False)))
@@ -107,6 +108,31 @@ def test_zero_residual_mass(session: ort.InferenceSession, has_laws: bool) -> No
     assert [o.tolist() for o in session.run(None, case)] == [[[0, -1, -1]], [0], [2]]
 
 
+@pytest.mark.parametrize("parents", [[-1, 0, 1], [-1, 0, 0]], ids=["chain", "tree"])
+def test_a_draft_is_refused_where_the_draw_meets_the_bound(session: ort.InferenceSession, parents: list[int]) -> None:
+    """Accepted is u * draft < target, also where the target has no mass and the draw is 0."""
+    logits = np.full((3, 3, 4), -1e4, np.float32)
+    logits[:, :, :2] = 0  # half of the mass each, exactly
+    tokens, uniforms = np.array([[0, 0, 1], [0, 0, 1], [0, 3, 1]]), np.full((3, 3, 2), 0.25, np.float32)
+    uniforms[:, 1, 0] = [0.5, 0.5 - 2**-24, 0]
+    laws = np.zeros((3, 3, 4), np.float32)
+    laws[np.arange(3), 1, tokens[:, 1]] = laws[np.arange(3), 2, tokens[:, 2]] = 1
+    uniforms[:, 2, 0] = 1 - 2**-24
+    case = {
+        "logits": logits,
+        "tokens": tokens,
+        "parents": np.array([parents] * 3),
+        "draft_probs": laws,
+        "uniforms": uniforms,
+        "temperature": np.ones(3, np.float32),
+        "top_k": np.zeros(3, np.int64),
+        "top_p": np.ones(3, np.float32),
+    }
+    expected, got = spec_verify(**case), session.run(None, case)
+    assert same(got, expected)
+    assert [1 in path for path in got[0].tolist()] == [False, True, False]
+
+
 def test_a_slot_does_not_depend_on_its_batch(session: ort.InferenceSession) -> None:
     rng = np.random.default_rng(4)
     for heat, is_chain, has_laws in KINDS:
@@ -136,6 +162,7 @@ def _decide(session: ort.InferenceSession):  # type: ignore[no-untyped-def]
     return decide
 
 
+@pytest.mark.distribution
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize(
     ("form", "sampled"),
@@ -147,6 +174,7 @@ def test_emitted_tokens_follow_the_target(session, form, sampled, setting) -> No
     assert p_value(emitted, exact_joint(setting)) > 1e-3
 
 
+@pytest.mark.distribution
 def test_deterministic_drafts_do_not_change_the_text(session: ort.InferenceSession) -> None:
     plain = emit((-1,), False, SETTINGS[4], BATCH, _decide(session))
     for form in (CHAIN, TREE):
@@ -203,6 +231,8 @@ MUTANTS = {
 }
 
 
+@pytest.mark.mutant
+@pytest.mark.distribution
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutated_body_is_noticed(mutant: str) -> None:
     form, name, right, wrong = MUTANTS[mutant]
@@ -240,3 +270,20 @@ def test_the_signature_is_that_of_the_function() -> None:
         assert list(function.output) == [t.name for t in op.outputs]
         assert {a.name: helper.get_attribute_value(a) for a in function.attribute_proto} == dict(op.attributes)
         assert {n.op_type for n in _all_nodes(function) if n.domain == DOMAIN} == set(op.uses)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-37, 3e-37, 1e-25, 2.0**-65])
+@pytest.mark.parametrize("has_laws", [False, True])
+def test_the_lowest_temperatures_are_greedy_in_twin_and_bodies(
+    session: ort.InferenceSession, temperature: float, has_laws: bool
+) -> None:
+    case = verify_case(np.random.default_rng(3), 97, is_chain=False, has_laws=has_laws, heat="greedy")
+    case["logits"] = (case["logits"] * 100).astype(np.float32)
+    greedy = spec_verify(**case)
+    cold = {**case, "temperature": np.full(len(case["tokens"]), temperature, np.float32)}
+    assert same(spec_verify(**cold), greedy) or has_laws
+    assert same(session.run(None, cold), spec_verify(**cold))
+    names = {"vocab": 97, "draft_vocab": case["draft_probs"].shape[-1], "batch": len(case["tokens"])}
+    pins = {**names, "nodes": case["tokens"].shape[1]}
+    got = ReferenceEvaluator(body_model("SpecVerify", pins, max_nodes=pins["nodes"])).run(None, cold)
+    assert same(got, spec_verify(**cold))

@@ -14,14 +14,14 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
+from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs
 from speccompile.core.specs import ModelDims, decoder_spec
-from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.base import Pass, run_pipeline
 from speccompile.passes.lower_attention_tensorrt import LOWER_ATTENTION_TENSORRT
 from speccompile.passes.pipelines import tensorrt_table
-from tests.frontend.harness import mask_from_parents
+from tests.export.harness import mask_from_parents
 
 HALVES = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 

@@ -11,14 +11,15 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from speccompile.bundling.checks import check_guesses
+from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import registry, specs
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import ModelDims, decoder_spec, guessing_spec, spec_from_json
-from speccompile.core.tensorrt_specs import tensorrt_spec
+from speccompile.export.checks import check_candidates
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.pipelines import tensorrt_table
-from tests.frontend.families import CONFIGS
+from tests import store
+from tests.export.families import CONFIGS
 from tests.rtx import load_rtx
 
 CONFIG = {**CONFIGS["llama2"], "hidden_size": 64, "num_key_value_heads": 2, "num_hidden_layers": 1}
@@ -29,11 +30,9 @@ FEEDS = {specs.TOKENS: TOKENS, specs.LENGTHS: np.zeros(1, np.int64)}
 
 @pytest.fixture(scope="module")
 def neutral(tmp_path_factory: pytest.TempPathFactory) -> tuple[ir.Model, ModelDims]:
-    from speccompile.frontend.export import export_decoder
-
     folder = tmp_path_factory.mktemp("guessing")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    return export_decoder(folder, weights="random", max_seq_len=ROWS)
+    return store.export_decoder(folder, weights="random", max_seq_len=ROWS)
 
 
 @pytest.mark.parametrize("laws", [False, True])
@@ -55,7 +54,7 @@ def test_guesses_and_laws_are_those_of_the_logits(neutral, tmp_path: Path, laws:
         probs /= probs.sum(-1, keepdims=True)
         assert got[specs.GUESSES].tolist() == np.argsort(-logits, axis=-1, kind="stable")[..., :NUM].tolist()
         np.testing.assert_allclose(got[specs.GUESS_PROBS], -np.sort(-probs, axis=-1)[..., :NUM], atol=1e-6)
-        assert check_guesses(engine) == {"num_tokens": NUM}
+        assert check_candidates(engine) == {"num_tokens": NUM}
         if laws:
             assert got[specs.NODE_LAWS].shape == (1, 5, 1)
             heat = np.ones(1, np.float32)

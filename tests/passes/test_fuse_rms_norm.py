@@ -144,3 +144,21 @@ def test_the_property_sees_what_is_left() -> None:
     idle = Pass("idle", lambda m: 0, ensures=(RMS_NORM_FUSED,))
     with pytest.raises(PassError, match=r"pass idle: got after it ran: .* is an RMS normalisation in pieces"):
         idle.run(model)
+
+
+def test_a_norm_of_a_norm_without_weight() -> None:
+    """As in nanochat: what the second norm reads is replaced when the first is fused."""
+    norm = """p{o} = Mul({i}, {i}) m{o} = ReduceMean<keepdims = 1>(p{o}, axes) s{o} = Add(m{o}, epsilon)
+        r{o} = Sqrt(s{o}) v{o} = Reciprocal(r{o}) {o} = Mul({i}, v{o})"""
+    model = graph(
+        f"""twice (float[nodes, 4] x) => (float[nodes, 4] y) {{
+            {norm.format(i="x", o="a")}
+            {norm.format(i="a", o="b")}
+            y = Identity(b)
+        }}""",
+        {"epsilon": np.float32(1e-6), "axes": np.array([-1], np.int64)},
+    )
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    before = run(model, {"x": x})[0]
+    assert FUSE_RMS_NORM.run(model) == 2
+    np.testing.assert_allclose(run(model.clone(), {"x": x})[0], before, rtol=RTOL, atol=1e-7)

@@ -15,6 +15,7 @@ pytest.importorskip("polygraphy", reason="polygraphy is in the extra [dev]")
 pytest.importorskip("onnx_graphsurgeon", reason="polygraphy's lint needs onnx-graphsurgeon, in the extra [dev]")
 
 from speccompile.backends.tensorrt.plugin_names import PLUGIN_OPS
+from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.backends.writing import lower_and_save, save_rollback
 from speccompile.core.specs import (
     GraphSpec,
@@ -23,12 +24,12 @@ from speccompile.core.specs import (
     sampled_spec,
     verified_spec,
 )
-from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.pipelines import onnxruntime_table, tensorrt_table
 from speccompile.passes.rollback import build_rollback
 from speccompile.passes.save import save_model
-from tests.frontend.families import CONFIGS
+from tests import store
+from tests.export.families import CONFIGS
 
 CONFIG = {**CONFIGS["llama2"], "hidden_size": 64, "num_key_value_heads": 2, "num_hidden_layers": 1}
 ROWS = 40
@@ -52,11 +53,9 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from speccompile.frontend.export import export_decoder
-
     folder = tmp_path_factory.mktemp("graphs")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    model, dims = export_decoder(folder, weights="random", max_seq_len=ROWS)
+    model, dims = store.export_decoder(folder, weights="random", max_seq_len=ROWS)
     target, draft = verified_spec(decoder_spec("target", dims)), sampled_spec(decoder_spec("draft", dims))
 
     def half(spec: GraphSpec, compacts: bool = False) -> GraphSpec:

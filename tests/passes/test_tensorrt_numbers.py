@@ -12,8 +12,9 @@ import pytest
 from speccompile.core.specs import HIDDEN, LOGITS, ModelDims
 from speccompile.passes.base import Pass, histogram_from_model
 from speccompile.passes.lower_attention_tensorrt import lower_attention_tensorrt
-from tests.frontend.families import CONFIGS, VOCAB
-from tests.frontend.harness import chain_parents, logits_of, make_checkpoint, paths_of
+from tests import store
+from tests.export.families import CONFIGS, VOCAB
+from tests.export.harness import chain_parents, logits_of, make_checkpoint, paths_of
 from tests.passes.half_lab import Stepper, emulated, lowered, neutral_session, session_of
 
 MAX_ROWS = 32
@@ -30,10 +31,8 @@ class Model:
     """A checkpoint of random weights, its neutral graph, and three steps that both forms take."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        from speccompile.frontend.export import export_decoder
-
         self.reference = make_checkpoint(CONFIGS[name], folder)
-        self.graph, self.dims = export_decoder(folder, max_seq_len=MAX_SEQ_LEN, hidden=True)
+        self.graph, self.dims = store.export_decoder(folder, max_seq_len=MAX_SEQ_LEN, hidden=True)
 
     def steps(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """(tokens, lengths, parents) of a ragged prefill, a tree in each slot, and a chain behind a rollback."""

@@ -15,7 +15,8 @@ from speccompile.backends.tensorrt.plan_file import PlanFacts, read_plan
 from speccompile.backends.tensorrt.sizes import predicted_weight_bytes
 from speccompile.core.jobs import CompileOptions, WeightCounts
 from speccompile.core.specs import ModelDims, decoder_spec, verified_spec
-from tests.frontend.families import CONFIGS
+from tests import store
+from tests.export.families import CONFIGS
 from tests.rtx import load_rtx
 
 load_rtx()
@@ -35,10 +36,8 @@ FAMILIES = ["gemma2", "mixtral"]
 
 
 def export(config: dict[str, Any], folder: Path) -> tuple[ir.Model, ModelDims]:
-    from speccompile.frontend.export import export_decoder
-
     (folder / "config.json").write_text(json.dumps(config))
-    return export_decoder(folder, weights="random", max_seq_len=48)
+    return store.export_decoder(folder, weights="random", max_seq_len=48)
 
 
 def compile_target(

@@ -3,7 +3,7 @@
 
 Usage: build_child.py RECIPE DEST CACHE none|kill=N|fsize=BYTES|real=MESSAGE|real-fsize=BYTES
 Prints each progress message with a number. kill=N: SIGKILL at message N. fsize: no file may grow beyond BYTES.
-real: with the real frontend and backend; SIGKILL at a message.
+real: with the real export and backend; SIGKILL at a message.
 """
 
 from __future__ import annotations

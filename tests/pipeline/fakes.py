@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A frontend and a backend that need neither torch nor onnx, and tiny checkpoints.
+"""An export and a backend that need neither torch nor onnx, and tiny checkpoints.
 
 The pipeline, the cache, the atomic folders and the manifest are the real ones.
 """
@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.backends.predicting import predict_float32
+from speccompile.backends.base import Backend
+from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core import registry, specs
-from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
+from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec
-from speccompile.frontend.checkpoint import read_dims
 from speccompile.recipe import BuildPlan, Device, load_recipe, resolve
 
 VOCAB = 32
@@ -47,14 +47,12 @@ class CountingEngine:
         return {**values, specs.SAMPLED_TOKEN: after, specs.CONFIDENCE: confidence}
 
 
-class FakeBackend:
+class FakeBackend(Backend):
     """Writes the name of what it was given."""
 
     name = BACKEND
-    devices = ("cpu",)
-    dtypes = ("float32",)
     quantizations = ("none", "int8", "int4")
-    graph_file = "graph.onnx"
+    graph_sources = ()
     weights_bytes = 1000
 
     def compile(
@@ -64,6 +62,7 @@ class FakeBackend:
         dest: Path,
         *,
         quantization: str = "none",
+        form: str | None = None,
         options: CompileOptions | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
@@ -74,18 +73,6 @@ class FakeBackend:
         if progress is not None:
             progress("save")
         return {"form": "fp32", "forms_measured": {}, "passes": [], "op_histogram": {"before": {"A": 2}, "after": {}}}
-
-    def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
-        pass
-
-    def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
-        return predict_float32(counts, quantization)
-
-    def depends_on(self, options: CompileOptions) -> dict[str, Any]:
-        return {}
-
-    def why_unchecked(self) -> str | None:
-        return None
 
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
         dest.mkdir()
@@ -110,9 +97,9 @@ def install(set_attribute: Callable[[Any, str, Any], None], set_module: Callable
         progress("trace")
         return f"model of {source.name}", replace(read_dims(source), num_params=123)
 
-    frontend = types.ModuleType("speccompile.frontend.export")
-    frontend.export_decoder = export_decoder  # type: ignore[attr-defined]
-    set_module(frontend.__name__, frontend)
+    export = types.ModuleType("speccompile.export.decoder")
+    export.export_decoder = export_decoder  # type: ignore[attr-defined]
+    set_module(export.__name__, export)
     here = types.ModuleType("backend_of_the_pipeline_tests")
     here.FakeBackend = FakeBackend  # type: ignore[attr-defined]
     set_module(here.__name__, here)

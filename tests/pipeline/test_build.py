@@ -156,9 +156,7 @@ def test_an_existing_bundle_is_replaced_and_other_folders_are_not(
     out = tmp_path / "out"
     out.mkdir()
     build(make_plan(recipe), out, cache=cache)
-    (out / "note.txt").write_text("old")
     build(make_plan(recipe), out, cache=cache)
-    assert not (out / "note.txt").exists()
     full = tmp_path / "full"
     full.mkdir()
     (full / "thesis.tex").write_text("precious")
@@ -196,6 +194,17 @@ def _larger_draft_vocabulary(folder: Path) -> None:
     fakes.make_checkpoint(folder / "small", vocab=fakes.VOCAB + 8)
 
 
+def _pad(folder: Path, name: str, vocab: int) -> None:
+    """Rows of the vocabulary for which the tokenizer has no token."""
+    shutil.rmtree(folder / name)
+    fakes.make_checkpoint(folder / name, vocab=vocab)
+    (folder / name / "tokenizer.json").write_text(json.dumps(fakes.tokenizer(fakes.VOCAB)))
+
+
+def _draft_without_all_tokens(folder: Path) -> None:
+    _pad(folder, "small", fakes.VOCAB - 1)
+
+
 BAD_INPUTS: list[tuple[Callable[[Path], object], type[SpecCompileError], str, str]] = [
     (lambda f: (f / "big" / "model.safetensors").unlink(), CheckpointError, "big", "no weights"),
     (_truncate, CheckpointError, "model.safetensors", "truncated"),
@@ -207,7 +216,8 @@ BAD_INPUTS: list[tuple[Callable[[Path], object], type[SpecCompileError], str, st
     (_larger_tokenizer, CheckpointError, "tokenizer.json", "token ids up to 32"),
     (_other_words, RecipeError, "small", "a WordLevel tokenizer of 32 tokens"),
     (lambda f: (f / "small" / "tokenizer.json").unlink(), RecipeError, "small", "no tokenizer.json"),
-    (_larger_draft_vocabulary, RecipeError, "small", "a vocabulary of 40 tokens"),
+    (_larger_draft_vocabulary, RecipeError, "small", "a WordLevel tokenizer of 40 tokens"),
+    (_draft_without_all_tokens, RecipeError, "small", "a vocabulary of 31 tokens"),
 ]
 
 
@@ -226,15 +236,27 @@ def test_bad_input_is_refused_and_leaves_nothing(
     assert exported == []
 
 
-def test_a_recipe_may_allow_another_tokenizer_but_not_a_larger_vocabulary(
+def test_a_recipe_may_allow_another_tokenizer(
     exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
 ) -> None:
     allow = "speculator.allow_tokenizer_mismatch=true"
     _other_words(recipe.parent)
     build(make_plan(recipe, allow), tmp_path / "out", cache=cache)
     _larger_draft_vocabulary(recipe.parent)
-    with pytest.raises(RecipeError, match="vocabulary of 40"):
-        build(make_plan(recipe, allow), tmp_path / "out", cache=cache)
+    bundle = build(make_plan(recipe, allow), tmp_path / "out", cache=cache)
+    assert bundle.graphs["draft"]["spec"]["vocab_size"] == fakes.VOCAB
+
+
+@pytest.mark.parametrize(("name", "padded"), [("big", fakes.VOCAB), ("big", 48), ("small", 40)])
+def test_the_same_tokenizer_may_be_padded_differently(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path, name: str, padded: int
+) -> None:
+    _pad(recipe.parent, name, padded)
+    graphs = build(make_plan(recipe), tmp_path / "out", cache=cache).graphs
+    target = padded if name == "big" else fakes.VOCAB
+    assert [graphs[n]["spec"]["vocab_size"] for n in ("target", "draft")] == [target, target]
+    own = graphs["draft"]["dims"]["vocab_size"]
+    assert own == (padded if name == "small" else fakes.VOCAB)
 
 
 def test_more_rows_than_positions_are_refused(
@@ -286,7 +308,21 @@ def test_a_graph_that_rejects_its_own_tokens_is_refused(
 def test_a_machine_without_torch_is_told_what_to_install(
     exported: list[Path], recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "speccompile.frontend.export", raising=False)
+    monkeypatch.delitem(sys.modules, "speccompile.export.decoder", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(BuildError, match=r"no package torch.*pip install 'speccompile\[build\]'"):
         build(make_plan(recipe), tmp_path / "out", cache=StageCache(None))
+
+
+def test_a_tuning_taken_beside_other_work_is_noted_and_not_kept(
+    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = iter([0.5, 0.0, 0.01])
+    monkeypatch.setattr(fakes.FakeBackend, "tune", lambda *_: {"threads": 1, "step_ms": {}, "wait_share": next(shares)})
+    bundle = build(make_plan(recipe), tmp_path / "out", cache=cache)
+    notes = {stage["name"]: stage.get("note", "") for stage in bundle.manifest["stages"]}
+    assert "50% of the time waiting" in notes["tune target"] and not notes["tune draft"]
+    assert "50% of the time waiting" in (bundle.path / "report.html").read_text()
+    bundle = build(make_plan(recipe), tmp_path / "out", cache=cache)
+    assert "tune target" not in cached_stages(bundle.manifest) and "tune draft" in cached_stages(bundle.manifest)
+    assert bundle.graphs["target"]["tuning"]["wait_share"] == 0.01

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import pytest
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.errors import BundleError
 from speccompile.pipeline import build
-from speccompile.runtime.bundle import digest_from_manifest, read_bundle
+from speccompile.runtime.bundle import digest_from_manifest, list_foreign_files, read_bundle
 from speccompile.runtime.engine import load
+from tests.pipeline import fakes
 from tests.pipeline.fakes import FakeBackend, make_plan
 
 FILES = (
@@ -28,9 +30,19 @@ FILES = (
 )
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle that every test gets a copy of."""
+    folder = tmp_path_factory.mktemp("built")
+    with pytest.MonkeyPatch.context() as patch:
+        fakes.install(patch.setattr, lambda name, module: patch.setitem(sys.modules, name, module))
+        recipe = fakes.write_recipe(folder / "in")
+        return build(make_plan(recipe), folder / "out", cache=StageCache(None)).path
+
+
 @pytest.fixture
-def bundle(exported: list[Path], recipe: Path, tmp_path: Path) -> Path:
-    return build(make_plan(recipe), tmp_path / "out", cache=StageCache(None)).path
+def bundle(exported: list[Path], built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "out"))
 
 
 def refused(path: Path, verify: bool = True) -> BundleError:
@@ -39,6 +51,11 @@ def refused(path: Path, verify: bool = True) -> BundleError:
     error = caught.value
     assert error.where and error.got and error.expected and error.todo
     return error
+
+
+def read_manifest(bundle: Path) -> dict[str, object]:
+    manifest: dict[str, object] = json.loads((bundle / "manifest.json").read_text())
+    return manifest
 
 
 def edit_manifest(bundle: Path, change: Callable[[dict[str, object]], object], sign: bool = False) -> None:
@@ -153,3 +170,48 @@ def test_graphs_that_run_code_are_compared_whatever_was_asked(bundle: Path, monk
     with pytest.raises(BundleError, match=r"graph\.onnx: got sha256"):
         load(bundle, verify=False)
     assert opened == []
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    "name", ["tokenizer/chat_template.jinja", "notes.txt", "graphs/target/graph.onnx.data.1", "mine/deep/file"]
+)
+def test_a_file_that_the_manifest_does_not_list_is_refused(bundle: Path, name: str, verify: bool) -> None:
+    (bundle / name).parent.mkdir(parents=True, exist_ok=True)
+    (bundle / name).write_text("planted")
+    assert list_foreign_files(bundle, read_manifest(bundle)) == [name]
+    error = refused(bundle, verify)
+    assert (error.where, error.got) == (str(bundle / name), "a file that the manifest does not list")
+    assert "Move it out" in error.todo
+    with pytest.raises(BundleError, match="does not list"):
+        load(bundle, verify=verify)
+
+
+def test_the_refusal_counts_the_other_files(bundle: Path) -> None:
+    for name in ("b", "a", "c"):
+        (bundle / name).write_text("")
+    error = refused(bundle)
+    assert error.where == str(bundle / "a") and error.got.endswith("(2 more)")
+
+
+def test_links_to_folders_are_refused_and_not_followed(bundle: Path) -> None:
+    (bundle / "loop").symlink_to(bundle)
+    assert list_foreign_files(bundle, read_manifest(bundle)) == ["loop"]
+    assert refused(bundle).where == str(bundle / "loop")
+
+
+def test_hidden_files_are_foreign_but_do_not_stop_a_load(bundle: Path) -> None:
+    """Operating systems, NFS and download tools leave them; nothing reads them."""
+    for name in (".DS_Store", "graphs/.nfs0001", ".cache/huggingface/x.metadata"):
+        (bundle / name).parent.mkdir(parents=True, exist_ok=True)
+        (bundle / name).write_text("")
+    (bundle / "lost+found").mkdir()
+    read_bundle(bundle)
+    assert len(list_foreign_files(bundle, read_manifest(bundle))) == 3
+
+
+def test_a_bundle_may_lie_under_a_link_or_a_hidden_folder(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(bundle)
+    read_bundle(tmp_path / "link")
+    shutil.copytree(bundle, tmp_path / ".hidden/made")
+    read_bundle(tmp_path / ".hidden/made")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same promises with the real frontend and ONNX Runtime, on a pair of a few hundred parameters."""
+"""The same promises with the real export and ONNX Runtime, on a pair of a few hundred parameters."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_weights_that_do_not_fit_the_disk_are_a_build_error(folder: Path, recipe
 
 
 @pytest.mark.parametrize(
-    ("model_type", "words"), [("bloom", "ALiBi"), ("falcon", "cannot be replaced"), ("no_such_type", "no_such_type")]
+    ("model_type", "words"), [("bloom", "ALiBi"), ("falcon", "attention interface"), ("no_such_type", "no_such_type")]
 )
 def test_an_architecture_that_cannot_be_expressed_is_refused_by_name(folder: Path, model_type: str, words: str) -> None:
     source = folder / model_type

@@ -61,22 +61,40 @@ def test_any_exception_leaves_what_was_there(tmp_path: Path, fault: type[BaseExc
 
 
 def test_leftovers_without_a_living_owner_are_removed(tmp_path: Path) -> None:
-    for name in (".out.building-dead", ".other.building-dead"):
+    for name in (".out.building-0000dead", ".out.building-1111dead", ".other.building-0000dead"):
         (tmp_path / name).mkdir()
         (tmp_path / f"{name}.lock").write_text("123\n")
-    (tmp_path / ".out.building-nolock").mkdir()
-    (tmp_path / "out.building-visible").mkdir()
+    (tmp_path / ".out.building-nolock00").mkdir()  # no name that a build gives
+    (tmp_path / ".out.building-2222dead").mkdir()
+    (tmp_path / ".out.building-3333dead.lock").touch()
+    (tmp_path / "out.building-0000dead").mkdir()
     with staged_folder(tmp_path / "mine") as folder:
-        assert remove_leftovers(tmp_path, "out") == 2
+        assert remove_leftovers(tmp_path, "out") == 3
         assert remove_leftovers(tmp_path, "mine") == 0
+        assert remove_leftovers(tmp_path, "*") == 0
         assert folder.exists()
     assert sorted(os.listdir(tmp_path)) == [
-        ".other.building-dead",
-        ".other.building-dead.lock",
+        ".other.building-0000dead",
+        ".other.building-0000dead.lock",
+        ".out.building-nolock00",
         "mine",
-        "out.building-visible",
+        "out.building-0000dead",
     ]
     assert remove_leftovers(tmp_path) == 1
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_a_folder_that_was_moved_aside_is_put_back(tmp_path: Path, is_placed: bool) -> None:
+    """A build without an exchange, killed between its two renames, or behind them."""
+    old = tmp_path / ".out.building-0000dead.old"
+    (old / "deep").mkdir(parents=True)
+    (tmp_path / ".out.building-0000dead").mkdir()
+    (tmp_path / ".out.building-0000dead.lock").touch()
+    if is_placed:
+        (tmp_path / "out").mkdir()
+    assert remove_leftovers(tmp_path, "out") == 1
+    assert os.listdir(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "deep").exists() is not is_placed
 
 
 def test_a_place_under_a_file_is_a_build_error(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -24,33 +24,56 @@ from speccompile.backends.tensorrt.launches import (
     verify_launches,
     verify_workspace_bytes,
 )
+from tests import store
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _GUARD = 4096  # bytes behind the workspace and around outputs that nobody may write
 _GARBAGE = 0xA5
+_FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-DSPECCOMPILE_HOST", "-fPIC")
+_SUFFIXES, _LIBRARY = (".cuh", ".h", ".cpp"), "kernels.so"
 
 
 def _compile(sources: Path, *arguments: str) -> None:
-    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-DSPECCOMPILE_HOST", "-fPIC", f"-I{sources}"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(["g++", *_FLAGS, f"-I{sources}", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def _fetch(sources: Path, library: Path, options: Sequence[str], make: Callable[[Path], None]) -> ctypes.CDLL:
+    """Loads the new file `library`: what `make` compiles, or did for the same sources and options."""
+    version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+    texts = {p.relative_to(sources).as_posix(): p.read_text() for p in sources.rglob("*.*") if p.suffix in _SUFFIXES}
+    folder = library.with_suffix(".made")
+    store.fetch("host", {"sources": texts, "options": [*_FLAGS, *options], "g++": version}, folder, make)
+    (folder / _LIBRARY).rename(library)
+    return ctypes.CDLL(str(library))
 
 
 def build(sources: Path, library: Path, *options: str) -> ctypes.CDLL:
     """Compiles the tree `sources` (that of plugins/) for the CPU and loads it."""
-    _compile(sources, *options, "-shared", str(sources / "host/host.cpp"), "-o", str(library))
-    return ctypes.CDLL(str(library))
+
+    def make(folder: Path) -> None:
+        _compile(sources, *options, "-shared", str(sources / "host/host.cpp"), "-o", str(folder / _LIBRARY))
+
+    return _fetch(sources, library, options, make)
 
 
 def build_watched(sources: Path, folder: Path) -> ctypes.CDLL:
     """The same with plugins/host/races: it counts accesses to shared memory, and races among them."""
     parts = {"host.cpp": "-fsanitize=thread", "races.cpp": "-fno-sanitize=thread"}
-    for name, option in parts.items():
-        place = str(folder / f"{name}.o")
-        _compile(sources, "-DSPECCOMPILE_RACES", option, "-c", str(sources / "host" / name), "-o", place)
-    objects = [str(folder / f"{name}.o") for name in parts]
-    _compile(sources, "-shared", *objects, "-o", str(folder / "watched.so"))  # without the sanitizer's own library
+
+    def make(dest: Path) -> None:
+        for name, option in parts.items():
+            place = str(folder / f"{name}.o")
+            _compile(sources, "-DSPECCOMPILE_RACES", option, "-c", str(sources / "host" / name), "-o", place)
+        objects = [str(folder / f"{name}.o") for name in parts]
+        _compile(sources, "-shared", *objects, "-o", str(dest / _LIBRARY))  # without the sanitizer's own library
+
+    return _fetch(sources, folder / "watched.so", ["watched", *parts.values()], make)
+
+
+def load_watched(folder: Path) -> ctypes.CDLL:
+    """Loads what `build_watched` has built."""
     return ctypes.CDLL(str(folder / "watched.so"))
 
 

@@ -15,6 +15,7 @@ import pytest
 from speccompile.backends.tensorrt import kernels, launches
 from speccompile.backends.tensorrt.plugin_names import KV_ROLLBACK, PLUGIN_OPS, SPEC_VERIFY
 from speccompile.errors import BuildError
+from tests import store
 
 NVCC = kernels.find_nvcc()
 ARCHS = ("sm_80", "sm_90", "sm_120")
@@ -31,19 +32,33 @@ needs_nvcc = pytest.mark.skipif(
 )
 
 
+def _compile(source: Path, scratch: Path, *options: str) -> str:
+    """Returns what nvcc says of a source that it compiles; said again where sources, options and nvcc are the same."""
+    version = subprocess.run([str(NVCC), "--version"], capture_output=True, text=True, check=True).stdout
+
+    def make(folder: Path) -> None:
+        command = [str(NVCC), *kernels._OPTIONS, "-x", "cu", *options, f"-I{kernels.find_sources()}", str(source)]
+        done = subprocess.run([*command, "-o", str(scratch / "out")], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        (folder / "said.txt").write_text(done.stderr)
+
+    sources = {str(p.relative_to(kernels.find_sources())): p.read_text() for p in kernels.find_sources().rglob("*.*h")}
+    own = {"options": [*kernels._OPTIONS, *options], "source": source.read_text(), "nvcc": version}
+    dest = scratch / "-".join(("said", *options))
+    store.fetch("kernels", {**own, "sources": sources}, dest, make)
+    return (dest / "said.txt").read_text()
+
+
 @needs_nvcc
 @pytest.mark.parametrize("op", PLUGIN_OPS)
 def test_kernels_compile(op: str, tmp_path: Path) -> None:
-    root = kernels.find_sources()
     for arch in ARCHS:
-        command = [str(NVCC), *kernels._OPTIONS, "-x", "cu", f"-arch={arch}", "-cubin", "-Xptxas", "-v", f"-I{root}"]
-        command += [str(root / kernels.SOURCES[op]), "-o", str(tmp_path / "kernels.cubin")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert "warning" not in done.stderr
+        source = kernels.find_sources() / kernels.SOURCES[op]
+        said = _compile(source, tmp_path, f"-arch={arch}", "-cubin", "-Xptxas", "-v")
+        assert "warning" not in said
         used = {}
         for entry, report in re.findall(
-            r"Compiling entry function '(\w+)'(.*?ptxas info    : Used [^\n]*)", done.stderr, re.S
+            r"Compiling entry function '(\w+)'(.*?ptxas info    : Used [^\n]*)", said, re.S
         ):
             registers = int(re.findall(r"Used (\d+) registers", report)[0])
             shared = int((re.findall(r"(\d+) bytes smem", report) or ["0"])[0])
@@ -63,11 +78,8 @@ def test_kernels_compile(op: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("op", PLUGIN_OPS)
 def test_kernels_compile_beside_code_of_the_host(op: str, tmp_path: Path) -> None:
     """As in the C++ library: nvcc hands the same headers to the host's compiler."""
-    root = kernels.find_sources()
-    source = (root / kernels.SOURCES[op]).parent / "launches.h"
-    command = [str(NVCC), *kernels._OPTIONS, "-x", "cu", "-arch=sm_80", "-c", f"-I{root}", str(source)]
-    done = subprocess.run([*command, "-o", str(tmp_path / "op.o")], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    source = (kernels.find_sources() / kernels.SOURCES[op]).parent / "launches.h"
+    _compile(source, tmp_path, "-arch=sm_80", "-c")
 
 
 @needs_nvcc

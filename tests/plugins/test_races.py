@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,31 +17,43 @@ from speccompile.ops.spec_verify import spec_verify
 from tests.ops.op_lab import Case, same, verify_case
 from tests.plugins import host_lab
 from tests.plugins.cases import CHAIN, TREE, assert_same, wide_case
+from tests.plugins.mutants import Mutants, Swap, chosen, write_mutants
 
 CUTS = ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.95}, {"temperature": 0})
-# Each takes one barrier away that keeps two threads apart.
-BARRIERS = {
+COMMON, WALK, LAW = "common.cuh", "spec_verify/walk.cuh", "spec_verify/law.cuh"
+WITHOUT = "(void)0;"
+# Each takes one barrier away that keeps two threads apart; the last makes lanes of a warp call different functions.
+BARRIERS: Mutants = {
     "a sum's scratch is taken too early": (
-        "common.cuh",
-        "value = warp_sum(lane < THREADS / WARP ? scratch[lane] : V(0));\n    __syncthreads();",
-        "value = warp_sum(lane < THREADS / WARP ? scratch[lane] : V(0));",
+        Swap(COMMON, "__syncthreads();", WITHOUT, within=": V(0));\n    __syncthreads();\n    return value;\n}\n"),
     ),
     "the tops of other warps are not there": (
-        "spec_verify/law.cuh",
-        "shared.keys[threadIdx.x / WARP] = key;\n    __syncthreads();",
-        "shared.keys[threadIdx.x / WARP] = key;",
+        Swap(
+            LAW,
+            "__syncthreads();",
+            WITHOUT,
+            within="shared.keys[threadIdx.x / WARP] = key;\n    __syncthreads();",
+        ),
     ),
     "bins are read while they fill": (
-        "spec_verify/law.cuh",
-        "        __syncthreads();\n        u64 before = 0;",
-        "        u64 before = 0;",
+        Swap(LAW, "__syncthreads();", WITHOUT, within="        __syncthreads();\n        u64 before = 0;"),
     ),
     "bins are cleared while they are read": (
-        "spec_verify/law.cuh",
-        "            shared.above = 0;\n        }\n        __syncthreads();",
-        "            shared.above = 0;\n        }",
+        Swap(
+            LAW,
+            "__syncthreads();",
+            WITHOUT,
+            within="            shared.above = 0;\n        }\n        __syncthreads();",
+        ),
     ),
-    "outcomes of other lanes are not there": ("spec_verify/kernel.cuh", "    __syncwarp();\n", ""),
+    "outcomes of other lanes are not there": (Swap("spec_verify/kernel.cuh", "__syncwarp();", WITHOUT),),
+}
+SPLIT = "lanes meet in different calls"
+MUTANTS: Mutants = {
+    **BARRIERS,
+    SPLIT: (
+        Swap(WALK, "key == top", "key == warp_max(key)", within="lane < SETTLE_WARPS && key == top ? shared.firsts"),
+    ),
 }
 
 
@@ -93,41 +104,55 @@ def test_there_are_none_with_a_map(watched: ctypes.CDLL) -> None:
     assert num_races == 0
 
 
-@pytest.mark.parametrize("barrier", BARRIERS)
-def test_a_missing_barrier_is_noticed(barrier: str, tmp_path: Path) -> None:
-    name, right, wrong = BARRIERS[barrier]
-    tree = tmp_path / "plugins"
-    shutil.copytree(host_lab.PLUGINS, tree)
-    text = (tree / name).read_text()
-    assert right in text
-    (tree / name).write_text(text.replace(right, wrong))
-    library = host_lab.build_watched(tree, tmp_path)
-    warps = ({}, {"top_k": 50}, {"top_p": 0.9})
-    cases = [wide_case(np.random.default_rng(3), 5003, 2, TREE, spread=1.0, dtype="float32", **w) for w in warps]
-    for case in cases:
+@pytest.fixture(scope="module")
+def mutated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a watched library with all mutants."""
+    folder = tmp_path_factory.mktemp("mutated")
+    write_mutants(folder / "plugins", MUTANTS)
+    host_lab.build_watched(folder / "plugins", folder)
+    return folder
+
+
+def _barrier_cases() -> Iterator[Case]:
+    for warp in ({}, {"top_k": 50}, {"top_p": 0.9}):
+        yield wide_case(np.random.default_rng(3), 5003, 2, TREE, spread=1.0, dtype="float32", **warp)
+
+
+def _num_races(library: ctypes.CDLL) -> int:
+    for case in _barrier_cases():
         for seed in range(3):
             host_lab.verify(library, case, seed=seed)
-    assert host_lab.races(library)[1] > 0
+    return host_lab.races(library)[1]
 
 
-def test_lanes_that_meet_in_different_calls_end_the_program(tmp_path: Path) -> None:
-    right = "    const u32 top = warp_max(key);\n    first = warp_min(lane < SETTLE_WARPS && key == top ?"
-    wrong = "    first = warp_min(lane < SETTLE_WARPS && key == warp_max(key) ?"
-    tree = tmp_path / "plugins"
-    shutil.copytree(host_lab.PLUGINS, tree)
-    place = tree / "spec_verify/walk.cuh"
-    assert right in place.read_text()
-    place.write_text(place.read_text().replace(right, wrong))
+def test_no_barrier_is_missing_where_no_mutant_is_chosen(mutated: Path) -> None:
+    library = host_lab.load_watched(mutated)
+    host_lab.races(library)
+    assert _num_races(library) == 0
+
+
+@pytest.mark.parametrize("barrier", BARRIERS)
+def test_a_missing_barrier_is_noticed(barrier: str, mutated: Path) -> None:
+    library = host_lab.load_watched(mutated)
+    host_lab.races(library)
+    with chosen(library, MUTANTS, barrier):
+        assert _num_races(library) > 0
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_lanes_that_meet_in_different_calls_end_the_program(is_split: bool, mutated: Path) -> None:
     script = f"""
 import numpy as np
+from contextlib import nullcontext
 from pathlib import Path
 from tests.ops.op_lab import verify_case
-from tests.plugins import host_lab
-library = host_lab.build(Path({str(tree)!r}), Path({str(tmp_path / "mutant.so")!r}))
+from tests.plugins import host_lab, mutants, test_races
+library = host_lab.load_watched(Path({str(mutated)!r}))
 case = verify_case(np.random.default_rng(0), 1025, is_chain=True, has_laws=False, heat="greedy")
-host_lab.verify(library, case)
+with mutants.chosen(library, test_races.MUTANTS, test_races.SPLIT) if {is_split} else nullcontext():
+    host_lab.verify(library, case)
 """
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120)
-    assert done.returncode < 0
-    assert "lanes of a warp meet in different calls" in done.stderr
+    assert (done.returncode < 0) == is_split
+    assert ("lanes of a warp meet in different calls" in done.stderr) == is_split

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from speccompile.checkpoints.folders import find_config
 from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.errors import CheckpointError, RecipeError
-from speccompile.frontend.decoder_source import DecoderSource
-from speccompile.frontend.folders import find_config
+from speccompile.export.decoder_source import DecoderSource
 from speccompile.recipe import BuildPlan, Device, load_recipe, resolve
 
 CONFIG = {

@@ -118,6 +118,8 @@ def test_a_missing_folder_is_refused(folder: Path, model: str) -> None:
         (GOOD + "enginee: {}\n", 12, "enginee", "Did you mean 'engine'?"),
         (GOOD.replace("  quantization: int8", "  threads: 2"), 3, "target.threads", "Did you mean 'engine.threads'?"),
         (GOOD.replace("num_draft_t", "draft_t"), 8, "speculator.draft_tokens", "'speculator.num_draft_tokens'"),
+        (GOOD + "quantization: int8\n", 12, "quantization", "Did you mean 'target.quantization'?"),
+        (GOOD.replace("num_draft_tokens", "engine_form"), 8, "speculator.engine_form", "Known keys: "),
         (GOOD + "  zzz: 1\n", 12, "engine.zzz", "Known keys: backend, device,"),
     ],
 )

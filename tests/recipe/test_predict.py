@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from speccompile.frontend.checkpoint import count_params, read_dims
+from speccompile.checkpoints.checkpoint import count_params, read_dims
 from speccompile.recipe.predict import predict
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"

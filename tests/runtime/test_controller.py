@@ -83,6 +83,7 @@ class Sim:
         return max(batch * tokens_of(self.rate, k) / self.cost(batch, k) for k in (0, *LENGTHS))
 
 
+@pytest.mark.distribution
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 64])
 @pytest.mark.parametrize("rate", [0.3, 0.55, 0.75])
 def test_what_is_used_is_near_to_the_best(batch, rate):
@@ -92,6 +93,7 @@ def test_what_is_used_is_near_to_the_best(batch, rate):
     assert speed > 0.96 * sim.best()
 
 
+@pytest.mark.distribution
 def test_trials_lose_no_more_than_they_may():
     for batch, rate in ((1, 0.5), (16, 0.75), (64, 0.4)):
         sim = Sim(batch, rate)
@@ -124,6 +126,7 @@ def test_a_machine_that_is_slower_for_all_changes_no_decision():
     assert 2.5 < bucket.level_s / level < 3.5
 
 
+@pytest.mark.distribution
 @pytest.mark.parametrize(("starts_dear", "num_steps"), [(True, 15000), (False, 4000)])
 def test_costs_that_change_are_noticed(starts_dear, num_steps):
     def cost(batch, length):

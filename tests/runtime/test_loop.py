@@ -6,6 +6,7 @@ from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.tree import TokenTree
 from speccompile.runtime.loop import decode, decode_one
+from speccompile.runtime.planner import Unlimited
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import Config as DraftConfig
@@ -200,3 +201,37 @@ def test_a_greedy_chain_feeds_nothing_but_tokens_and_lengths():
     run(some_prompts(1, low=3), SamplingParams(max_new_tokens=20), verifier, make_proposer("draft_model"), 1)
     steps = [seen for seen in verifier.engine.feeds_seen if "scored_nodes" not in seen]
     assert steps and all(set(seen) == {"tokens", "lengths"} for seen in steps)
+
+
+class Alternating(Unlimited):
+    """Plain steps and steps with drafts in turn; notes what it saw."""
+
+    def __init__(self):
+        self.seen = []
+
+    def plan(self, slots):
+        return 0 if len(self.seen) % 2 else None
+
+    def observe(self, slots, steps, nodes, times):
+        self.seen.append((len(slots), nodes, times.step_s > 0))
+
+
+def decode_with(planner, temperature):
+    proposer = make_proposer("draft", num_draft_tokens=3)
+    params = SamplingParams(max_new_tokens=20, temperature=temperature, seed=5)
+    waiting = [Slot(i, p, params, frozenset(), None) for i, p in enumerate(some_prompts(3))]
+    list(decode(make_verifier(), proposer, Slots(waiting, 4), planner=planner))
+    return [slot.tokens for slot in waiting]
+
+
+def test_a_planner_switches_drafts_on_and_off_and_greedy_text_stays():
+    planner = Alternating()
+    assert decode_with(planner, 0.0) == decode_with(None, 0.0)
+    assert {nodes for _, nodes, _ in planner.seen[::2][:3]} == {4}
+    assert {nodes for _, nodes, _ in planner.seen[1::2]} == {1}
+
+
+def test_no_planner_is_asked_where_text_depends_on_drafts():
+    planner = Alternating()
+    assert decode_with(planner, 0.8) == decode_with(None, 0.8)
+    assert planner.seen == []

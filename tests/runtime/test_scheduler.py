@@ -129,8 +129,9 @@ def test_full_places_keep_what_leaves_them_for_the_next_turn():
 def test_a_cache_that_those_who_wait_will_overwrite_is_not_kept_for_long():
     bench = Bench(max_seq=120, slots=2)
     swaps, chats = [], [numbers(20 + i, seed=i) for i in range(6)]
-    swap = bench.engine.proposer.swap
-    bench.engine.proposer.swap = lambda first, second: (swaps.append(first), swap(first, second))
+    [cache] = bench.engine.proposer.caches
+    swap = cache.swap
+    cache.swap = lambda first, second: (swaps.append(first), swap(first, second))
     for i, chat in enumerate(chats):
         bench.submit(chat, sampling=SamplingParams(max_new_tokens=4 + i % 3))
     while len(bench.scheduler.queue) > 1:
@@ -215,6 +216,18 @@ def test_who_wants_drafts_gets_them_though_a_method_would_decline(limit):
     assert (max(drafted["auto"]) > 0) == bool(limit)
 
 
+@pytest.mark.parametrize("kind", ["chain", "tree", "heads"])
+def test_a_server_draws_no_drafts(kind):
+    """Offline they may be drawn; here the text is that of plain decoding with the same seed."""
+    for seed in range(4):
+        hot = SamplingParams(max_new_tokens=25, temperature=1.1, seed=seed)
+        bench, plain = Bench(kind=kind), Bench(kind=kind)
+        [alone] = plain.engine.generate([[1, 2, 3]], hot, speculative=False)
+        tokens, stats = bench.ask([1, 2, 3], sampling=hot, speculation="on")
+        assert tokens == alone.tokens and stats["num_draft_tokens"] > 0
+        assert not bench.scheduler.slots.may_draw
+
+
 def test_neighbours_and_their_coming_and_going_do_not_change_a_sampled_text():
     hot = SamplingParams(max_new_tokens=25, temperature=1.0, top_p=0.95, seed=11)
     [wanted] = make_engine().generate([[1, 2, 3]], hot, speculative=False)
@@ -289,6 +302,7 @@ def test_a_cache_that_cannot_be_moved_ends_who_decodes_and_no_other(monkeypatch,
     assert bench.scheduler.counters.num_engine_faults == 1
 
 
+@pytest.mark.distribution
 @pytest.mark.parametrize(("kind", "num_turns"), [("chain", 10_000), ("tree", 2_000), ("heads", 2_000)])
 def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_turns):
     rng, bench = random.Random(2), Bench(kind=kind, slots=5, max_seq=64)

@@ -201,20 +201,58 @@ def test_a_fault_of_the_engine_ends_the_batch_and_the_service_goes_on(serve, mon
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bug_in_the_service_leaves_nobody_waiting(serve):
-    service = serve()
-
-    def wrong(piece):
-        raise TypeError("a sink that fails")
-
-    other = Sink()
+def test_a_bug_in_the_service_leaves_nobody_waiting_and_is_told(serve, monkeypatch):
+    service, told, other = serve(), threading.Event(), Sink()
+    service.watch(told.set)
     service.submit(Request("abc", greedy(60)), other)
-    service.submit(Request("abc", greedy(60)), wrong)
+
+    def wrong():
+        raise TypeError("a scheduler that fails")
+
+    monkeypatch.setattr(service._scheduler, "step", wrong)
     assert other.wait()[-1].finish_reason in ("error", "length")
+    assert told.wait(30)
     service.close()
-    assert service.stats()["fault"] == "a bug in the service: TypeError: a sink that fails"
+    assert service.fault == service.stats()["fault"] == "a bug in the service: TypeError: a scheduler that fails"
     with pytest.raises(Busy, match="bug in the service"):
         service.submit(Request("abc"), Sink())
+    late = threading.Event()
+    service.watch(late.set)
+    assert late.is_set()
+
+
+def test_a_sink_that_fails_ends_its_own_request(serve):
+    service, other, taken = serve(), Sink(), []
+
+    def wrong(piece):
+        taken.append(piece)
+        raise TypeError("a sink that fails")
+
+    service.submit(Request("abc", greedy(60)), other)
+    service.submit(Request("abc", greedy(60)), wrong)
+    assert other.wait()[-1].finish_reason == "length"
+    service.close()
+    assert taken and service.fault is None
+
+
+def test_a_prompt_that_cannot_join_ends_alone(serve, monkeypatch):
+    """The fault comes after the sequence was given its place."""
+    service, sinks = serve(), [Sink() for _ in range(3)]
+    slots = service._scheduler.slots
+    changed = slots.changed
+
+    def wrong():
+        if any(slot.sampling.seed == 99 for slot in slots.slots):
+            raise OverflowError("too large")
+        changed()
+
+    monkeypatch.setattr(slots, "changed", wrong)
+    for i, sink in enumerate(sinks):
+        service.submit(Request("abc", greedy(20, seed=99 if i == 1 else 0)), sink)
+    pieces = [sink.wait() for sink in sinks]
+    assert pieces[1][-1].finish_reason == "error" and "OverflowError: too large" in pieces[1][-1].error
+    for i in (0, 2):
+        assert "".join(p.text for p in pieces[i]) == text("abc", 20)
 
 
 def test_stop_strings_and_ends_are_not_shown(serve):

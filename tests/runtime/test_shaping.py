@@ -6,9 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from speccompile.core.processors import Shaper
+from speccompile.core.acceptance import Verdict
 from speccompile.core.sampling import SamplingParams
+from speccompile.core.tree import TokenTree
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.host_verify import judge_shaped
+from speccompile.runtime.logits_processors import Shaper
 from speccompile.runtime.loop import decode, decode_one
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
@@ -116,3 +119,29 @@ def test_a_slot_that_must_not_draft_is_decoded_plainly():
     slot.may_draft = False
     slot.plan(MAX_SEQ)
     assert slot.max_drafts == 0
+
+
+def test_drawn_drafts_are_judged_on_the_host_as_the_graph_judges_them():
+    """A min_p that cuts nothing leaves the law as it is, and takes the verdict to the host."""
+    laws = [{"temperature": 1.0 + 0.1 * i} for i in range(len(PROMPTS))]
+    asked = [SamplingParams(max_new_tokens=40, seed=i, **law) for i, law in enumerate(laws)]
+    on_host = [replace(params, min_p=1e-30) for params in asked]
+    assert all(params.is_shaped for params in on_host)
+    plain, _ = text_of("none", 4, asked)
+    drawn, num_drafts = text_of("draft", 4, asked, is_invariant=False, num_draft_tokens=4)
+    assert drawn != plain and num_drafts > 0, "these drafts are not drawn"
+    assert text_of("draft", 4, on_host, is_invariant=False, num_draft_tokens=4) == (drawn, num_drafts)
+
+
+def test_a_drawn_draft_that_the_law_holds_less_often_is_refused_by_its_own_draw():
+    """Drawn from [1, 0, 0] where the law is [1/2, 1/2, 0]: kept in half the cases, else the second token follows."""
+    params = SamplingParams(temperature=1.0, min_p=1e-30)
+    slot = Slot(0, [2], params, frozenset(), None)
+    tree = TokenTree.chain(np.array([[2, 0]]))
+    logits = np.log(np.array([[[0.5, 0.5, 1e-30], [1e-30, 1e-30, 1.0]]], dtype=np.float32))
+    laws = np.array([[[0, 0, 0], [1, 0, 0]]], dtype=np.float32)
+    nothing = Verdict(np.zeros((1, 2), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
+    for accept_draw, accepted, following in ((0.4, 1, 2), (0.6, 0, 1)):
+        draws = np.array([[[0, 0.1], [accept_draw, 0.1]]], dtype=np.float32)
+        verdict = judge_shaped(nothing, tree, [slot], [0], logits, draws, laws)
+        assert (verdict.num_accepted[0], verdict.next_token[0]) == (accepted, following)

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.bundle import Bundle
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.draft_model.config import Config
@@ -172,3 +176,51 @@ def test_prompts_are_read_in_chunks_with_one_scored_node(engine):
     seen = engine.verifier.engine.engine.feeds_seen
     assert [s["tokens"] for s in seen] == [(1, 7)] * 4 + [(1, 1), (1, 1)]
     assert [s.get("scored_nodes") for s in seen] == [(1, 1)] * 5 + [None]
+
+
+def test_the_engine_says_what_it_is(engine):
+    assert repr(engine) == "<SpecEngine, 3 slots of 64 tokens>"
+    recipe = {"speculator": {"method": "ngram"}, "engine": {"backend": "reference", "device": "cpu"}}
+    engine.bundle = Bundle(Path("bundles/x"), {"recipe": recipe})
+    assert repr(engine) == "<SpecEngine of bundles/x: ngram, reference on cpu, 3 slots of 64 tokens>"
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.8}, [{"temperature": 0.8}], "greedy", ["greedy"], 0.8], ids=repr
+)
+def test_sampling_of_another_type_is_named(engine, sampling):
+    for call in (engine.generate, engine.stream):
+        with pytest.raises(RuntimeFault, match=r"sampling: got .*expected "):
+            call("abc", sampling)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "where"),
+    [
+        ([None], "prompt 0: got a NoneType"),
+        (["abc", None], "prompt 1: got a NoneType"),
+        (None, "prompt 0: got a NoneType"),
+        ([1.5], "prompt 0: got a float"),
+        ([["a", "b"]], "prompt 0: got a list"),
+        ([b"abc"], "prompt 0: got a bytes"),
+        ((text for text in ("abc",)), "prompt 0: got a generator"),
+        ({"prompt": "abc"}, "prompt 0: got a dict"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_prompts_of_another_type_are_named(engine, prompts, where):
+    with pytest.raises(RuntimeFault, match=f"{where}; expected a text, or token ids"):
+        engine.generate(prompts)
+
+
+def test_a_stream_takes_one_prompt(engine):
+    with pytest.raises(RuntimeFault, match="prompt 0: got a list; expected a text, or token ids"):
+        engine.stream(["a", "b"])
+
+
+def test_arrays_are_prompts(engine):
+    params = SamplingParams(max_new_tokens=5)
+    [wanted] = engine.generate([0, 1, 2], params)
+    assert engine.generate(np.array([0, 1, 2]), params)[0].tokens == wanted.tokens
+    assert [g.tokens for g in engine.generate(np.array([[0, 1, 2]] * 2), params)] == [wanted.tokens] * 2
+    assert engine.stream(np.array([0, 1, 2]), params) is not None

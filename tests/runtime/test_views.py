@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from speccompile.core.buckets import bucket_rows
+from speccompile.backends.kv_rows import bucket_rows
 from speccompile.runtime.prefixes import Kept
 from speccompile.runtime.views import COPIES, EVERY, HEADROOM, ROW_PRICE, ViewKeeper
 

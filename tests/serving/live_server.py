@@ -62,7 +62,13 @@ class Live:
 @contextmanager
 def live_server(bundle: Path, *options: str) -> Iterator[Live]:
     """A server at a free port, ready; killed at the end if it still runs."""
-    command = [PROGRAM, "serve", str(bundle), "--port", "0", *options]
+    with live_process(PROGRAM, "serve", str(bundle), "--port", "0", *options) as live:
+        yield live
+
+
+@contextmanager
+def live_process(*command: str) -> Iterator[Live]:
+    """A process that serves, ready; killed at the end if it still runs."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True

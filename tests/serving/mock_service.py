@@ -53,6 +53,7 @@ def make_engine(slots: int = 3, max_seq: int = 64, eos=(), tokenizer=None) -> tu
     context = MethodContext(slots, max_seq, 8)
     gated = GatedEngine(TARGET, "target", slots, max_seq, headroom=9)
     draft = TimedEngine(MockEngine(TARGET.blurred(22, 0.7), "draft", slots, max_seq))
+    gated.voids_moved = draft.engine.voids_moved = False  # prompts that begin alike share caches: these are copied
     proposer = DraftModelMethod().make_proposer(Config("d", num_draft_tokens=4), {"draft": draft}, context)
     engine = SpecEngine(TimedEngine(gated), {"draft": draft}, proposer, tokenizer or Letters(), context, eos, chunk=7)
     return engine, gated

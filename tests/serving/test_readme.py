@@ -14,6 +14,7 @@ import pytest
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.engine import load
+from tests import store
 
 pytest.importorskip("openai")
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ def test_build_serve_ask(e2e_folder, tmp_path):
     build, serve, ask = commands("Serve")
     bundle = tmp_path / "pycode"
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    environment["SPECCOMPILE_CACHE"] = str(e2e_folder / "cache")  # what other tests have exported already
+    environment["SPECCOMPILE_CACHE"] = str(store.root() / "build")  # what other tests have exported already
 
     def run(command):
         typed = command.replace("bundles/pycode", str(bundle))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from speccompile.frontend.heads_file import write_heads
+from speccompile.export.heads_file import write_heads
 from speccompile.speculators.early_exit.heads import ExitHead, ExitSizes
 from speccompile.speculators.glide.heads import Glide, GlideSizes
 from speccompile.speculators.glide.trainable import config_from_sizes

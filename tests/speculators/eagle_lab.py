@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speccompile.frontend.layers import rotate
+from speccompile.export.layers import rotate
 from speccompile.speculators.eagle3.heads import EagleHeads, EagleSizes
 from speccompile.speculators.eagle3.trainable import config_from_sizes
-from tests.frontend.eagle3_reference import norm
+from tests import store
+from tests.export.eagle3_reference import norm
 from tests.pipeline import fakes
 
 VOCAB, HIDDEN, DRAFTED, LAYERS = 40, 32, 24, 7
@@ -212,7 +213,7 @@ def compiled(source, folder: Path, *backends: str, slots: int = 2, rows: int = 6
     """The engines of a source's graph, exported once, on backends of the CPU."""
     from speccompile.core import registry
 
-    model, _ = source.export(lambda stage: None)
+    model, _ = store.export(source)
     engines = []
     for name in backends or ("onnxruntime",):
         chosen, place = registry.backend(name), folder / name / source.job.name

@@ -14,6 +14,7 @@ from speccompile.core import registry, specs
 from speccompile.core.heads_specs import DraftForm
 from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.core.specs import ModelDims
+from tests import store
 
 BACKENDS = ("onnxruntime", "reference")
 Logits = Callable[[np.ndarray, list[int]], np.ndarray]  # of a state and the tokens from the root on
@@ -30,7 +31,7 @@ def context(hidden: int, vocab: int, weights: str = "checkpoint", target: str = 
 
 def engines(source: Any, folder: Any) -> Iterator[Any]:
     """The graph of a source on each backend."""
-    model, _ = source.export(lambda stage: None)
+    model, _ = store.export(source)
     for name in BACKENDS:
         maker = registry.backend(name)
         maker.compile(model, source.spec(), folder / name)
@@ -127,7 +128,7 @@ def write_prophet(folder: Path, target: Path) -> None:
     import torch
     from transformers import LlamaForCausalLM
 
-    from speccompile.frontend.heads_file import write_heads
+    from speccompile.export.heads_file import write_heads
     from speccompile.speculators.prophet.heads import Prophet, ProphetSizes
     from tests.speculators.eagle_lab import HIDDEN, PROMPTS, VOCAB
 

@@ -72,6 +72,8 @@ class MockTarget(MockEngine):
 class MockHeads:
     """Heads that draft `num_drafts` tokens with a language model of their own, from the states of `target`."""
 
+    compacts_in_step, view_rows = False, 0
+
     def __init__(self, model: MockLM, target: MockTarget, num_drafts: int, max_slots: int) -> None:
         self.model, self.target, self.num_drafts, self.max_slots = model, target, num_drafts, max_slots
         self.spec = heads_spec("heads", WIDTH, VOCAB, num_drafts)
@@ -106,6 +108,8 @@ class MockHeads:
         return np.append(self.target.contexts[int(number)], root)
 
     def reset(self, rows=1): ...
+
+    def clear_slot(self, slot): ...
 
     def move_slot(self, source, dest): ...
 

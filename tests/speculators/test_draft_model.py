@@ -163,6 +163,25 @@ def test_sampled_drafts_carry_the_warped_law_they_were_drawn_from():
     assert make_proposer(num_draft_tokens=2, drafts="greedy").may_sample is False
 
 
+def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
+    """Its drafts change its text, so neither its neighbours nor what came before it decide how far it drafts."""
+    costs = {"target": StepCosts(((1, 10.0), (16, 30.0))), "draft": StepCosts(((1, 6.0),))}
+    asked = [SamplingParams(max_new_tokens=60, temperature=0.4 + 0.2 * i, seed=i) for i in range(8)]
+    prompts = [[1 + i, 3, i] for i in range(8)]
+
+    def drafted(slots, which):
+        verifier = Verifier(MockEngine(TARGET, "target", slots, 96, headroom=9), 96)
+        waiting = [Slot(i, list(prompts[i]), asked[i], frozenset(), None) for i in which]
+        for _ in decode(verifier, make_proposer(costs, slots), Slots(waiting, slots)):
+            pass
+        return [(slot.tokens, slot.stats.num_draft_tokens) for slot in waiting]
+
+    alone = [drafted(1, [i])[0] for i in range(8)]
+    assert drafted(4, range(8)) == drafted(1, range(8)) == alone
+    assert min(num for _, num in alone) < 5 and max(num for _, num in alone) > 25
+
+
+@pytest.mark.distribution
 # `auto` stops on the tokens it has seen: that must not bend the law. Seeds are fixed; p < 1e-4 happens by chance once
 # in ten thousand choices of them.
 @pytest.mark.parametrize("config", [{"num_draft_tokens": 2}, {}, {"min_confidence": 0.2}, {"drafts": "greedy"}])

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from speccompile.core import static_trees
-from speccompile.core.growth import draw_siblings
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
+from speccompile.drafting import static_tree as static_trees
+from speccompile.drafting.growth import draw_siblings
 from speccompile.errors import RecipeError
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots
@@ -64,6 +64,29 @@ def test_a_draft_with_fewer_rows_than_the_target_drafts_as_long_as_it_can(tree, 
     assert drafted[0] > 0 and drafted[4] == 0
 
 
+@pytest.mark.parametrize("tree", TREES)
+def test_every_node_is_the_drafts_own_candidate_after_its_path(tree):
+    """The draft sees all ancestors of a node, and nothing of other branches or slots."""
+    proposer = make_proposer(tree, slots=3)
+    slots = [SimpleNamespace(tokens=list(t), sampling=SamplingParams(), max_drafts=9) for t in PROMPTS[1:4]]
+    for place, slot in enumerate(slots):
+        proposer.start(place, slot)
+    made = proposer.propose(SimpleNamespace(slots=slots, may_draw=False, is_planned=False, warp_feeds=dict))
+    for place, slot in enumerate(slots):
+        depths = made.depths()[place]
+        assert depths.max() >= 3
+        for node in range(1, int(made.num_nodes[place])):
+            path, above = list(slot.tokens), int(made.parents[place, node])
+            behind = []
+            while above > 0:
+                behind.insert(0, int(made.tokens[place, above]))
+                above = int(made.parents[place, above])
+            best = np.argsort(-DRAFT.logits(np.array(path + behind)), kind="stable")
+            rank = int(made.sibling_ranks()[place, node])
+            assert made.tokens[place, node] in best[:4]
+            assert tree == "auto" or isinstance(tree, list) or made.tokens[place, node] == best[rank]
+
+
 def test_a_wider_tree_is_accepted_further_than_its_chain():
     tokens = {}
     for name, tree in (("chain", {"widths": [1, 1, 1]}), ("tree", {"widths": [2, 2, 1]}), ("auto", "auto")):
@@ -102,6 +125,7 @@ def test_rows_of_accepted_drafts_are_kept(num_accepted, reads):
     assert proposer.cache.engine.feeds_seen[0]["tokens"][1] == reads
 
 
+@pytest.mark.distribution
 @pytest.mark.parametrize("tree", TREES[1:])
 @pytest.mark.parametrize("heat", WARPS)
 def test_drawn_trees_follow_the_targets_law(tree, heat):
@@ -146,6 +170,7 @@ def _of_the_parent(law, draws, laws):
     return tokens
 
 
+@pytest.mark.distribution
 @pytest.mark.parametrize("wrong", [_with_replacement, _of_the_parent])
 def test_a_wrong_law_of_siblings_is_noticed(monkeypatch, wrong):
     monkeypatch.setattr(static_trees, "draw_siblings", wrong)
@@ -174,11 +199,37 @@ def test_drawn_siblings_carry_the_laws_they_were_drawn_from():
         assert tree.draft_probs[1, node, tree.tokens[1, node]] == 1 and tree.draft_probs[1, node].sum() == 1
 
 
+@pytest.mark.parametrize("tree", TREES[1:])
+def test_every_drawn_node_has_a_distribution_that_can_give_it_and_none_of_its_elder_siblings(tree):
+    """In all steps: rows are written anew, and a distribution with fewer tokens than siblings has fewer children."""
+    asked = [(0.9, 1, 1.0), (0.0, 0, 1.0), (1.3, 2, 1.0), (1.0, 0, 0.5), (0.7, 0, 1.0)]
+    params = [SamplingParams(max_new_tokens=20, temperature=t, top_k=k, top_p=p, seed=9) for t, k, p in asked]
+    proposer, seen = make_proposer(tree, slots=3), []
+    propose = proposer.propose
+
+    def watched(batch):
+        made = propose(batch)
+        if made.draft_probs is None:
+            return made
+        for place, slot in enumerate(batch.slots):
+            num = int(made.num_nodes[place])
+            tokens, parents, laws = made.tokens[place, :num], made.parents[place, :num], made.draft_probs[place, :num]
+            np.testing.assert_allclose(laws[1:].sum(axis=1), 1, rtol=1e-5)
+            for node in range(1, num):
+                elder = [n for n in range(1, node) if parents[n] == parents[node]]
+                assert laws[node, tokens[node]] > 0 and not laws[node, tokens[elder]].any()
+                assert not elder or slot.sampling.top_k != 1
+                seen.append(len(elder))
+        return made
+
+    proposer.propose = watched
+    run(proposer, 3, params)
+    assert len(seen) > 50 and (max(seen) > 0) == (tree != TREES[3])
+
+
 def test_trees_that_the_draft_cannot_make_are_refused():
     with pytest.raises(RecipeError, match=r"speculator\.drafts: got 'sampled'; expected greedy or auto with"):
         Config("d", tree="auto", drafts="sampled")
-    with pytest.raises(RecipeError, match=r"speculator\.engine_form: got 'unrolled'; expected auto or stepwise with"):
-        Config("d", tree="auto", engine_form="unrolled")
     with pytest.raises(RecipeError, match="got a draft built as 4 guesses a node; expected 5 guesses a node"):
         make_proposer({"widths": [5]})
     with pytest.raises(RecipeError, match=r"got 12 draft tokens; expected at most engine\.max_draft_nodes = 10"):

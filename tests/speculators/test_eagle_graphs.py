@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
+from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.core.specs import (
     FEATURE_NODES,
@@ -25,7 +26,6 @@ from speccompile.core.specs import (
     hidden_name,
 )
 from speccompile.errors import CheckpointError, ExportError, RecipeError
-from speccompile.frontend.checkpoint import read_dims
 
 torch = pytest.importorskip("torch")
 
@@ -140,7 +140,7 @@ def reduced(folder):
 
 
 def test_eagle3_graph_drafts_what_the_heads_do(folder, reduced, tmp_path):
-    from speccompile.frontend.target_tables import read_tables
+    from speccompile.checkpoints.target_tables import read_tables
 
     source = eagle3_source(folder, "reduced", laws=True)
     source.check()
@@ -167,7 +167,7 @@ def test_eagle3_graph_drafts_what_the_heads_do(folder, reduced, tmp_path):
 
 
 def test_eagle_graph_drafts_what_the_published_layers_do(folder, tmp_path):
-    from speccompile.frontend.target_tables import read_tables
+    from speccompile.checkpoints.target_tables import read_tables
 
     name, num = "eagle", len(TOKENS_READ)
     lab.write_eagle(folder / name, num_layers=2)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core import registry, specs
 from speccompile.core.jobs import GraphJob, MethodContext, SourceContext
 from speccompile.errors import CheckpointError, ExportError, RecipeError
-from speccompile.frontend.checkpoint import read_dims
-from speccompile.frontend.heads_file import write_heads
-from speccompile.frontend.weights import load_model
+from speccompile.export.heads_file import write_heads
+from speccompile.export.weights import load_model
 from speccompile.speculators.early_exit.config import Config
 from speccompile.speculators.early_exit.first_layers import cut_model
 from speccompile.speculators.early_exit.heads import ExitHead, ExitSizes
@@ -167,6 +167,7 @@ def test_same_seed_gives_same_text_in_any_batch(config):
     check_seeds(lambda: lab(**config))
 
 
+@pytest.mark.distribution
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]])
 def test_sampled_text_follows_the_targets_law(config):
     check_law(lab(**config))

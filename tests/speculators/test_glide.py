@@ -11,12 +11,12 @@ import torch
 
 from speccompile.core import registry, specs
 from speccompile.core.jobs import GraphJob, MethodContext, SourceContext
-from speccompile.core.level import Level
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import ModelDims
 from speccompile.core.training import TrainingBatch
+from speccompile.drafting.expansion import Level
 from speccompile.errors import CheckpointError, RecipeError
-from speccompile.frontend.heads_file import read_heads, write_heads
+from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.runtime.slots import Slot
 from speccompile.speculators.glide.config import Config
 from speccompile.speculators.glide.heads import Glide, GlideSizes
@@ -193,6 +193,7 @@ def test_same_seed_gives_same_text_in_any_batch(config):
     check_seeds(lambda: lab(**config))
 
 
+@pytest.mark.distribution
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2], CONFIGS[4]])
 def test_sampled_text_follows_the_targets_law(config):
     check_law(lab(**config))

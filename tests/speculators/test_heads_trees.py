@@ -11,6 +11,7 @@ from speccompile.core import registry
 from speccompile.core.heads_specs import DraftForm
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
+from speccompile.core.specs import HIDDEN, START_NODES
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
@@ -92,6 +93,7 @@ def test_sampled_text_depends_on_the_seed_alone(method, tree):
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.distribution
 # Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
 @pytest.mark.parametrize(("method", "tree"), [("medusa", "auto"), ("mlp", "auto"), ("prophet", CHOICES)], ids=str)
 def test_two_sampled_tokens_follow_the_targets_law(method, tree):
@@ -126,6 +128,34 @@ def test_states_stay_where_the_target_left_them(method, tree):
         copies.append(OnDevice.num_copies)
     assert copies == copies[:1] * 6  # prompts are copied, steps are not
     assert heads.num_runs == 6
+
+
+@pytest.mark.parametrize(("method", "tree"), CASES)
+def test_heads_read_the_state_of_each_sequences_last_token_and_no_sibling_is_drafted_twice(method, tree):
+    verifier, proposer, heads = make(method, tree, slots=3)
+    right, propose, read = heads.run, proposer.propose, []
+
+    def watched_run(feeds, first_slot=0):
+        hidden, start = (
+            np.asarray(feeds[HIDDEN].array if isinstance(feeds[HIDDEN], OnDevice) else feeds[HIDDEN]),
+            feeds[START_NODES],
+        )
+        read[:] = [heads.target.contexts[int(hidden[b, start[b], 0])].tolist() for b in range(len(start))]
+        return right(feeds)
+
+    def watched(batch):
+        made = propose(batch)
+        for place, slot in enumerate(batch.slots):
+            num = int(made.num_nodes[place])
+            if num > 1:
+                assert read[place] == slot.tokens[:-1]
+            drafted = list(zip(made.parents[place, 1:num].tolist(), made.tokens[place, 1:num].tolist(), strict=True))
+            assert len(set(drafted)) == len(drafted)
+        return made
+
+    heads.run, proposer.propose = watched_run, watched
+    done = run(verifier, proposer, some_prompts(5), [SamplingParams(max_new_tokens=25)] * 5, 3)
+    assert accepted(done) > 20
 
 
 def test_a_tree_is_longer_than_a_chain():

@@ -82,6 +82,29 @@ def test_same_seed_gives_same_text_in_any_batch(config):
     assert slot.tokens == texts[0][1]
 
 
+# Drafting pays where most drafts are accepted: some sequences draft, others do not.
+TIGHT = {"target": StepCosts(((1, 10.0), (16, 25.0))), HEADS: StepCosts(((1, 12.0),))}
+
+
+def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
+    """Its drafts change its text, so neither its neighbours nor what came before it decide whether it drafts."""
+    prompts = some_prompts(8, seed=6)
+    params = [SamplingParams(max_new_tokens=60, temperature=0.4 + 0.2 * i, seed=i) for i in range(8)]
+    drafted = []
+    for batch in (1, 4):
+        verifier, proposer, _ = make(TIGHT, slots=4)
+        done = run(verifier, proposer, prompts, params, batch)
+        drafted.append([(slot.tokens, slot.stats.num_draft_tokens) for slot in done])
+    alone = []
+    for prompt, asked in zip(prompts, params, strict=True):
+        verifier, proposer, _ = make(TIGHT, slots=1)
+        (slot,) = run(verifier, proposer, [prompt], [asked], 1)
+        alone.append((slot.tokens, slot.stats.num_draft_tokens))
+    assert drafted[0] == drafted[1] == alone
+    assert min(num for _, num in alone) < 10 and max(num for _, num in alone) > 50
+
+
+@pytest.mark.distribution
 # Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
 @pytest.mark.parametrize(("config", "costs"), [({}, None), ({}, CHEAP), ({"drafts": "greedy"}, CHEAP)])
 def test_three_sampled_tokens_follow_the_targets_law(config, costs):
@@ -106,6 +129,7 @@ def test_three_sampled_tokens_follow_the_targets_law(config, costs):
     assert num < drafts and 0.2 * drafts < accepted < drafts
 
 
+@pytest.mark.distribution
 def test_the_law_test_would_notice_laws_of_another_draft():
     """The same with the heads' laws shifted by one token: the text no longer follows the target."""
     num, prompt = 1500, [3, 1, 4]

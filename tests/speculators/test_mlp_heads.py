@@ -17,8 +17,8 @@ from speccompile.core.jobs import GraphJob, SourceContext  # noqa: E402
 from speccompile.core.sampling import draw, warp  # noqa: E402
 from speccompile.core.specs import ModelDims  # noqa: E402
 from speccompile.errors import CheckpointError, RecipeError  # noqa: E402
-from speccompile.frontend.heads import export_heads  # noqa: E402
-from speccompile.frontend.tree_drafters import Chain  # noqa: E402
+from speccompile.export.heads import export_heads  # noqa: E402
+from speccompile.export.tree_drafters import Chain  # noqa: E402
 from speccompile.speculators.mlp.config import Config  # noqa: E402
 from speccompile.speculators.mlp.heads import MlpExpander, MlpHeads, random_heads  # noqa: E402
 from speccompile.speculators.mlp.sizes import PREFIX, HeadsSizes, read_sizes  # noqa: E402

@@ -13,6 +13,7 @@ from speccompile.core import registry
 from speccompile.errors import RecipeError
 from speccompile.recipe import load_recipe
 from speccompile.recipe.training_plan import resolve_training
+from speccompile.training import run as run_module
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tensorboard")
@@ -23,9 +24,7 @@ def test_the_command_trains_and_measures(write_recipe, folder: Path, capsys):
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"prompt": "w3 w4 w5"}\n{"prompt_ids": [7, 8]}\n{"prompt": "w9"}\n')
     arguments = ["train", str(recipe), "-o", str(output), "--prompts", str(prompts), "--num-prompts", "2", "--json"]
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert not left.value.code
+    assert main(arguments) == 0
     out = capsys.readouterr()
     result = json.loads(out.out)
     chains = result["chains"]
@@ -35,6 +34,32 @@ def test_the_command_trains_and_measures(write_recipe, folder: Path, capsys):
     assert chains["steps"] * chains["mean_acceptance_length"] == pytest.approx(2 * 127, abs=8)
     assert (output / "model.safetensors").is_file()
     assert "held out: loss" in out.err and "agreement" in out.err
+    assert f"train mlp for {plan_target(recipe)} into {output}: plain text 4 steps" in out.err
+    assert "measure: prompts 0/2" in out.err
+    # The run is whole: given again it says which checkpoint it takes up.
+    assert main(["train", str(recipe), "-o", str(output)]) == 0
+    assert f"go on from the checkpoint in {output}.run, plain 4/4" in capsys.readouterr().err
+
+
+def plan_target(recipe: Path) -> str:
+    return str(resolve_training(load_recipe(recipe)).target)
+
+
+def test_an_interrupted_run_says_where_it_goes_on(write_recipe, monkeypatch, capsys):
+    recipe = write_recipe("mlp", "interrupted", steps=8)
+    real = run_module.save_record
+
+    def save_then_stop(folder, record):
+        real(folder, record)
+        calls.append(record.step)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    calls: list[int] = []
+    monkeypatch.setattr(run_module, "save_record", save_then_stop)
+    assert main(["train", str(recipe)]) == 130
+    errors = capsys.readouterr().err
+    assert "The same command goes on from plain 4/8" in errors and errors.endswith("interrupted\n")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from speccompile.recipe import load_recipe
 from speccompile.recipe.training_plan import resolve_training
 from speccompile.training import run as run_module
 from speccompile.training import text as text_module
+from speccompile.training.checkpoints import make_run_folder
 from speccompile.training.run import Listener, train
 from speccompile.training.text import TextBook
 
@@ -54,7 +55,7 @@ def whole(write_recipe):
 def test_a_run_leaves_a_speculator_its_figures_and_its_curves(whole):
     result, output = whole
     assert sorted(p.name for p in output.iterdir()) == [
-        "config.json", "model.safetensors", "training.json", "training.png",
+        ".speccompile.json", "config.json", "model.safetensors", "training.json", "training.png",
     ]  # fmt: skip
     assert (output / "training.png").read_bytes()[:4] == b"\x89PNG"
     assert json.loads((output / "training.json").read_text()) == json.loads(json.dumps(result))
@@ -92,10 +93,41 @@ def test_a_checkpoint_of_another_run_is_refused(whole, write_recipe, folder):
     with pytest.raises(BuildError, match="another recipe"):
         run(recipe, "training.seed=1")
     damaged = folder / "out" / "damaged.run"
-    damaged.mkdir(parents=True)
+    make_run_folder(damaged)
     (damaged / "checkpoint.pt").write_bytes(b"nothing")
     with pytest.raises(BuildError, match="cannot be read"):
         run(write_recipe("medusa", "damaged", steps=8))
+
+
+def test_a_finished_run_is_written_again_over_its_own_output_alone(whole, write_recipe):
+    _, output = whole
+    recipe = write_recipe("medusa", "whole", steps=8)
+    events = Path(f"{output}.run", "events", "mine.txt")
+    events.write_text("precious")
+    run(recipe)
+    assert events.exists() and len(list(events.parent.iterdir())) == 2
+    (output / "notes.txt").write_text("precious")
+    with pytest.raises(BuildError, match=r"did not write: notes\.txt"):
+        run(recipe)
+    (output / "notes.txt").unlink()
+    events.unlink()
+
+
+def test_an_output_with_other_things_is_refused_before_the_work(write_recipe, folder, monkeypatch):
+    monkeypatch.setattr(run_module, "join_team", None)  # the first thing after the checks
+    recipe = write_recipe("medusa", "taken", steps=8)
+    thesis = folder / "out" / "taken" / "thesis.txt"
+    thesis.parent.mkdir(parents=True)
+    thesis.write_text("precious")
+    with pytest.raises(BuildError, match=r"a folder with other things in it: thesis\.txt"):
+        run(recipe)
+    thesis.unlink()
+    log = folder / "out" / "taken.run" / "log.jsonl"
+    log.parent.mkdir()
+    log.write_text("of another program")
+    with pytest.raises(BuildError, match=r"got log\.jsonl, which speccompile did not write"):
+        run(recipe)
+    assert log.read_text() == "of another program"
 
 
 def test_what_is_not_installed_is_said_first(write_recipe, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 
 from speccompile.core import registry
 from speccompile.errors import CheckpointError, RecipeError
-from speccompile.frontend.heads_file import read_heads
+from speccompile.export.heads_file import read_heads
 from speccompile.recipe import load_recipe
 from speccompile.recipe.training_plan import resolve_training
 from speccompile.training.losses import LossOptions, TrainedModule

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-import shutil
+import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
-from speccompile.core.specs import GraphSpec, ModelDims
+from speccompile.backends.base import Backend
+from speccompile.core.jobs import CompileOptions
+from speccompile.core.specs import NEXT_TOKEN, GraphSpec, ModelDims
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -19,14 +21,17 @@ if TYPE_CHECKING:
 GRAPH_FILE = "graph.onnx"
 
 
-class OnnxRuntimeBackend:
+class OnnxRuntimeBackend(Backend):
     """Neutral graphs in, ONNX Runtime engines out."""
 
     name = "onnxruntime"
     devices: tuple[str, ...] = ("cpu", "cuda")
-    dtypes = ("float32",)
     quantizations = ("none", "int8", "int4")
     graph_file = GRAPH_FILE
+    graph_sources: tuple[str, ...] = (
+        *("backends/onnxruntime/backend", "backends/onnxruntime/fidelity", "backends/onnxruntime/tune"),
+        *("backends/measuring", "backends/writing"),
+    )
     # The target's logits as an output: 0.99 to 1.01 times the time of a step without (the example pair's target in
     # fp32 and int8, 1 to 64 slots, 1 to 16 nodes, interleaved), as they are computed anyhow.
     keeps_logits = True
@@ -50,11 +55,11 @@ class OnnxRuntimeBackend:
     ) -> dict[str, Any]:
         """Lower `model` and write `dest/graph.onnx` with its external data.
 
-        Where a quantisation has several kernel forms and none is named, each is lowered and measured, and the
-        fastest is kept.
+        Where a quantisation has several kernel forms and none is named, each is lowered and measured: the fastest of
+        those that are near enough to float32 is kept (`fidelity.choose_form`).
 
         Args:
-            model: neutral graph from the frontend; left unchanged.
+            model: neutral graph from the export; left unchanged.
             spec: inputs and outputs that the lowered graph shall have.
             dest: folder to write to; made when missing.
             quantization: none, int8 or int4.
@@ -63,34 +68,61 @@ class OnnxRuntimeBackend:
             progress: called with the name of each pass.
 
         Returns:
-            {"form", "forms_measured": {form: step_ms}, "passes": [...], "op_histogram": {"before", "after"}}.
+            {"form", "forms_measured": {form: step_ms}, "form_distances": {form: {"kl", "top1"}}, "passes": [...],
+            "op_histogram": {"before", "after"}}.
 
         Raises:
             PassError, BuildError, RecipeError.
         """
-        from speccompile.backends.onnxruntime.tune import measure_graph
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.pipelines import ORT_QUANTIZATION, onnxruntime_table
 
         del options
         forms = [form] if form else list(ORT_QUANTIZATION.get(quantization, {quantization: ()}))
         dest.mkdir(parents=True, exist_ok=True)
-        reports, measured = {}, {}
-        for name in forms:
-            folder = dest if len(forms) == 1 else dest / name
-            table = onnxruntime_table(spec, quantization, name)
-            reports[name] = lower_and_save(model, table, folder / GRAPH_FILE, progress)
-            if len(forms) > 1:
-                if progress is not None:
-                    progress(f"measure {name}")
-                measured[name] = measure_graph(folder / GRAPH_FILE, spec)["step_ms"]
-        best = min(measured, key=lambda n: measured[n]["1"] * measured[n]["4"]) if measured else forms[0]
-        if measured:
-            for file in (dest / best).iterdir():
-                file.rename(dest / file.name)
-            for name in forms:
-                shutil.rmtree(dest / name)
-        return {"form": best, "forms_measured": measured, **reports[best]}
+        if len(forms) > 1:
+            return self._compile_best(model, spec, dest, quantization, forms, progress)
+        report = lower_and_save(model, onnxruntime_table(spec, quantization, forms[0]), dest / GRAPH_FILE, progress)
+        return {"form": forms[0], "forms_measured": {}, "form_distances": {}, **report}
+
+    def _compile_best(
+        self,
+        model: ir.Model,
+        spec: GraphSpec,
+        dest: Path,
+        quantization: str,
+        forms: list[str],
+        progress: Callable[[str], None] | None,
+    ) -> dict[str, Any]:
+        """Lowers and measures each form and keeps one: see `compile`."""
+        from speccompile.backends.onnxruntime.fidelity import choose_form, measure_distances, with_logits
+        from speccompile.backends.onnxruntime.tune import measure_graph
+        from speccompile.backends.writing import lower_and_save
+        from speccompile.passes.pipelines import onnxruntime_table
+
+        says = progress or (lambda step: None)
+        is_target = any(t.name == NEXT_TOKEN for t in spec.outputs)
+        tried = with_logits(spec) if is_target else spec
+        with tempfile.TemporaryDirectory(dir=dest, prefix="forms-") as scratch:
+            files = {name: Path(scratch) / name / GRAPH_FILE for name in forms}
+            reports, step_ms, distances = {}, {}, {}
+            for name, file in files.items():
+                reports[name] = lower_and_save(model, onnxruntime_table(tried, quantization, name), file, progress)
+                says(f"measure {name}")
+                step_ms[name] = measure_graph(file, tried)["step_ms"]
+            if is_target:
+                reference = Path(scratch) / "reference" / GRAPH_FILE
+                lower_and_save(model, onnxruntime_table(tried, "none", "fp32"), reference, progress)
+                says("distance to float32")
+                distances = measure_distances(reference, files, tried)
+            best = choose_form(step_ms, distances)
+            if tried == spec:
+                for file in files[best].parent.iterdir():
+                    file.rename(dest / file.name)
+            else:
+                lower_and_save(model, onnxruntime_table(spec, quantization, best), dest / GRAPH_FILE, progress)
+        found = {name: asdict(row) for name, row in distances.items()}
+        return {"form": best, "forms_measured": step_ms, "form_distances": found, **reports[best]}
 
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
         """Write the cache compaction graph of a model to `dest/graph.onnx`; returns its spec."""
@@ -99,26 +131,12 @@ class OnnxRuntimeBackend:
         del options
         return save_rollback(dims, dest / GRAPH_FILE)
 
-    def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
-        """Refuse what cannot be compiled before anything is exported: nothing more than the recipe's own checks."""
-
-    def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
-        """Sizes of a graph and the memory of its build: see `predict_float32`."""
-        from speccompile.backends.predicting import predict_float32
-
-        del dtype
-        return predict_float32(counts, quantization)
-
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
         """What else a compiled graph depends on: the machine, as kernel forms are chosen by measuring."""
         from speccompile.backends.onnxruntime.tune import cpu_name
 
         del options
         return {"machine": cpu_name()}
-
-    def why_unchecked(self) -> str | None:
-        """Why compiled graphs cannot run on the machine that builds them; None: they can, and are checked."""
-        return None
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
         """Measure thread counts and step costs of a lowered graph: see `measure_graph`."""

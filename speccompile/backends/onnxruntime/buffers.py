@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from speccompile.backends.kv_rows import bucket_rows
 from speccompile.core.borrowed_specs import find_lender
-from speccompile.core.buckets import bucket_rows
 from speccompile.core.specs import GraphSpec
 
 
@@ -61,8 +61,8 @@ class CacheBuffers:
         for flat in self._flat:
             old = self._view(flat, self.rows).copy()
             new = self._view(flat, new_rows)
-            # Rows behind the old ones hold other rows' leftovers: finite numbers, masked like any unused row.
             new[:, :, : self.rows] = old
+            new[:, :, self.rows :] = 0  # other slots' rows lay there, of which one may be NaN
         self.rows = new_rows
         return True
 
@@ -82,6 +82,11 @@ class CacheBuffers:
         for flat in self._flat:
             view = self._view(flat, self.rows)[:, :, :rows]
             view[dest] = view[source]
+
+    def clear_slot(self, slot: int) -> None:
+        """Zero all rows of a slot in the present view; rows that the view gains later are zeroed then."""
+        for flat in self._flat:
+            self._view(flat, self.rows)[slot] = 0
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
         """Exchange the first `rows` rows of two slots."""

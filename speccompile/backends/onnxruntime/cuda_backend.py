@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from speccompile.backends.onnxruntime.cuda_engine import OrtCudaEngine
 
 _FORMS = {"none": "fp32", "int8": "blocks32", "int4": "blocks32"}  # those with CUDA kernels
-_NO_GPU = "no GPU on the machine that built it: graphs were lowered, not run"
+_NO_GPU = "no CUDA device: lowered on a machine without one, not run"
 
 
 class OrtCudaBackend(OnnxRuntimeBackend):
     """Branch-free bodies, shapes kept on the device, CUDA graphs; see `OnnxRuntimeBackend`."""
 
     devices = ("cuda",)
+    graph_sources = (*("backends/onnxruntime/backend", "backends/onnxruntime/cuda_backend", "backends/writing"),)
     keeps_logits = False  # what an output costs there was not measured
 
     def compile(
@@ -70,7 +71,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
 
     def why_unchecked(self) -> str | None:
         """Why graphs cannot run here; None where there is a GPU that CUDA and ONNX Runtime can use."""
-        from speccompile.backends.tensorrt.device import open_device
+        from speccompile.backends.cuda.device import open_device
 
         try:
             open_device(0)
@@ -80,8 +81,8 @@ class OrtCudaBackend(OnnxRuntimeBackend):
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
         """Step times on the GPU; without one a record that says that nothing was measured, and why."""
+        from speccompile.backends.cuda.device import open_device
         from speccompile.backends.measuring import measure_steps, measured_sizes
-        from speccompile.backends.tensorrt.device import open_device
 
         del threads, others_bytes  # a GPU reads all weights from its memory in every step
         why = self.why_unchecked()
@@ -100,7 +101,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         others_bytes: int = 0,
     ) -> dict[str, Any]:
         """The record as it is, or one measured now where it was made without a GPU or on another one."""
-        from speccompile.backends.tensorrt.device import open_device
+        from speccompile.backends.cuda.device import open_device
 
         if self.why_unchecked() is not None:
             return dict(tuning)  # loading will say what is missing

@@ -14,16 +14,15 @@ from typing import Any, cast
 
 import numpy as np
 
+from speccompile.backends.base import EngineBase
+from speccompile.backends.cuda.arrays import item_bytes
+from speccompile.backends.cuda.device import Device, Memory, open_device, ordinal_from_name
+from speccompile.backends.cuda.kv_caches import Caches, bind_caches, rollback_spec_of
+from speccompile.backends.cuda.runner import Runner
+from speccompile.backends.kv_rows import bucket_rows
 from speccompile.backends.onnxruntime.cuda_session import SessionPlan, open_plan
-from speccompile.backends.tensorrt.arrays import item_bytes
-from speccompile.backends.tensorrt.caches import Caches, bind_caches, rollback_spec_of
-from speccompile.backends.tensorrt.device import Device, Memory, open_device, ordinal_from_name
-from speccompile.backends.tensorrt.runner import Runner
 from speccompile.core import specs
-from speccompile.core.buckets import bucket_rows
-from speccompile.core.neutral import sizes_from_feeds
 from speccompile.core.specs import GraphSpec
-from speccompile.errors import RuntimeFault
 
 
 class GrowingCaches(Caches):
@@ -67,7 +66,8 @@ class GrowingCaches(Caches):
         source = self._scratch.address
         for memory in self._memories:  # one after another on the stream, so they share the scratch memory
             self.device.copy(source, memory.address, used)
-            # Rows behind the old ones hold other rows' leftovers: finite numbers, masked like any unused row.
+            # Rows that the view gains must be finite: other slots' rows lay there, of which one may be NaN.
+            self.device.clear(memory.address, self.max_slots * self._slot_bytes(new))
             self.device.copy_rows(
                 memory.address, pitches[0], source, pitches[1], min(pitches), self.max_slots * self.kv_heads
             )
@@ -77,13 +77,13 @@ class GrowingCaches(Caches):
         return True
 
 
-class OrtCudaEngine:
+class OrtCudaEngine(EngineBase[Runner]):
     """See `speccompile.core.protocols.Engine`; small outputs are numpy arrays, large ones `DeviceArray`s.
 
     Args:
         plan: the session.
         max_slots, max_rows: capacity of the caches.
-        settings: see `speccompile.backends.tensorrt.runner.Runner`.
+        settings: see `speccompile.backends.cuda.runner.Runner`.
         rollback: session of the rollback graph of the same model, for trees.
         lenders: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
     """
@@ -97,9 +97,8 @@ class OrtCudaEngine:
         rollback: SessionPlan | None = None,
         lenders: Mapping[str, OrtCudaEngine] | None = None,
     ) -> None:
-        self.plan, self.spec, self.device = plan, plan.spec, plan.device
-        self.max_slots, self.max_rows = max_slots, max_rows
-        self.chain_rows = specs.chain_rows(plan.spec)
+        super().__init__(plan.spec, max_slots, max_rows)
+        self.plan, self.device = plan, plan.device
 
         def allocate(spec: GraphSpec) -> GrowingCaches:
             return GrowingCaches(plan.device, spec, max_slots, max_rows)
@@ -114,27 +113,10 @@ class OrtCudaEngine:
 
     def run(self, feeds: Mapping[str, Any], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
-        sizes = sizes_from_feeds(self.spec, feeds)
-        last = first_slot + sizes["batch"]
-        if last > self.max_slots:
-            raise RuntimeFault(
-                f"engine {self.spec.name}",
-                f"slots {first_slot} to {last - 1}",
-                f"slots below {self.max_slots}",
-                "Build with a larger engine.max_batch_size.",
-            )
-        if self._written:
-            rows = int(np.asarray(feeds[specs.LENGTHS]).max()) + sizes["nodes"] + self.chain_rows
-            if rows > self.max_rows:
-                raise RuntimeFault(
-                    f"engine {self.spec.name}",
-                    f"{rows} cache rows",
-                    f"at most {self.max_rows}",
-                    "Shorten the prompt or max_new_tokens, or build with a larger engine.max_seq_len.",
-                )
-            for caches in self._written:
-                if rows > caches.rows:
-                    self._resize(caches, rows)
+        sizes, rows = self.check_step(feeds, first_slot)
+        for caches in self._written:
+            if rows > caches.rows:
+                self._resize(caches, rows)
         return cast(Mapping[str, np.ndarray], self.runner.run(feeds, sizes, first_slot))
 
     def _resize(self, caches: GrowingCaches, rows: int) -> None:
@@ -146,10 +128,6 @@ class OrtCudaEngine:
     def view_rows(self) -> int:
         """Rows of its own caches that every step works on."""
         return 0 if self.caches is None else self.caches.rows
-
-    def reset(self, rows: int = 1) -> None:
-        """Shrink the view to what `rows` rows need. Called when no slot is in use."""
-        self.shrink(rows)
 
     def shrink(self, rows: int) -> None:
         """See `speccompile.core.protocols.Engine.shrink`."""
@@ -169,17 +147,16 @@ class OrtCudaEngine:
             self.device.activate()
             self.caches.swap_slots(first, second, rows)
 
-    def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
-        """See `speccompile.core.protocols.Engine.compact`."""
-        if self.rollback is None:
-            raise RuntimeFault(
-                f"engine {self.spec.name}",
-                "a tree to roll back",
-                "a rollback graph in the bundle",
-                "Build the bundle again; this one was made for chains.",
-            )
+    def clear_slot(self, slot: int) -> None:
+        """See `speccompile.core.protocols.Engine.clear_slot`."""
+        if self.caches is not None:
+            self.device.activate()
+            self.caches.clear_slot(slot)
+
+    def compact_with(self, rollback: Runner, lengths: np.ndarray, path: np.ndarray) -> None:
+        """See `speccompile.backends.base.EngineBase.compact_with`."""
         sizes = {"batch": path.shape[0], "scored": path.shape[1]}
-        self.rollback.run({specs.LENGTHS: lengths, specs.PATH: path}, sizes)
+        rollback.run({specs.LENGTHS: lengths, specs.PATH: path}, sizes)
 
 
 def load_cuda_engine(

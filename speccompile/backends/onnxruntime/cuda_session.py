@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ONNX Runtime sessions on CUDA as the plans of a `speccompile.backends.tensorrt.runner.Runner`.
+"""ONNX Runtime sessions on CUDA as the plans of a `speccompile.backends.cuda.runner.Runner`.
 
 A session stands in the place of a plan: its "execution contexts" are bindings to device addresses. Where it may
 capture CUDA graphs, a binding that is kept gets one of its own (`gpu_graph_id`). Its first run with an id runs the
@@ -19,11 +19,11 @@ from weakref import WeakSet
 import numpy as np
 import onnxruntime as ort
 
+from speccompile.backends.cuda.device import Device
+from speccompile.backends.cuda.profile import Profile
 from speccompile.backends.onnxruntime.engine import FAULTS, check_io, open_session
-from speccompile.backends.tensorrt.device import Device
-from speccompile.backends.tensorrt.loading import Profile
 from speccompile.core.feature_specs import NEXT_STATES
-from speccompile.core.specs import GraphSpec, updated_cache_name
+from speccompile.core.specs import GraphSpec
 from speccompile.errors import BundleError, RuntimeFault
 
 _REFUSAL = "cannot use the graph capture feature"
@@ -32,7 +32,7 @@ MAX_GRAPHS = 128  # of a session, which never releases one
 
 
 class SessionContext:
-    """What a step needs of an execution context (see `speccompile.backends.tensorrt.steps`), over a session.
+    """What a step needs of an execution context (see `speccompile.backends.cuda.steps`), over a session.
 
     Args:
         plan: whose session it binds.
@@ -82,8 +82,7 @@ class SessionContext:
             for tensor in tensors:
                 shape, address = self.get_tensor_shape(tensor.name), self._addresses[tensor.name]
                 dtype = np.dtype(tensor.dtype).type
-                for name in plan.names_of.get(tensor.name, [tensor.name]):
-                    bind(name, plan.place, plan.device.ordinal, dtype, shape, address)
+                bind(tensor.name, plan.place, plan.device.ordinal, dtype, shape, address)
         bound = frozenset(self._shapes.items()), frozenset(self._addresses.items())
         self._io, self._graph_id = io, plan.graph_id(bound) if self.is_kept else NO_GRAPH
         self._options = ort.RunOptions()
@@ -147,9 +146,6 @@ class SessionPlan:
         self.proven = {NO_GRAPH}  # ids of runs that came to their end: a later fault is not one of capturing
         self._ids: dict[Hashable, int] = {}
         self._contexts: WeakSet[SessionContext] = WeakSet()
-        # An unrolled draft gives out its caches behind every step, lest ONNX Runtime copy what it keeps to itself.
-        updates, names = [updated_cache_name(c) for c in spec.caches], [t.name for t in session.get_outputs()]
-        self.names_of = {u: [n for n in names if n == u or n.startswith(f"{u}.")] for u in updates}
 
     @property
     def session(self) -> ort.InferenceSession:

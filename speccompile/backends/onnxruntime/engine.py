@@ -17,9 +17,10 @@ import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
+from speccompile.backends.base import EngineBase
+from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.backends.onnxruntime.buffers import BoundCache, CacheBuffers, bind_borrowed
 from speccompile.core import specs
-from speccompile.core.neutral import neutral_value, shape_from_dims, sizes_from_feeds
 from speccompile.core.specs import GraphSpec, updated_cache_name
 from speccompile.errors import BundleError, RuntimeFault
 
@@ -61,8 +62,8 @@ class _Binding:
         for cache in engine.bound:
             shape, start = cache.shape(sizes["batch"]), cache.address(first_slot)
             self.io.bind_input(cache.name, "cpu", 0, np.float32, shape, start)
-            for output in engine.cache_outputs.get(cache.name, ()):
-                self.io.bind_output(output, "cpu", 0, np.float32, shape, start)
+            if cache.name in engine.spec.caches:
+                self.io.bind_output(updated_cache_name(cache.name), "cpu", 0, np.float32, shape, start)
 
     def fill(self, feeds: Mapping[str, np.ndarray]) -> None:
         """Copy `feeds` in; inputs that an earlier step set and this one leaves out become neutral again."""
@@ -76,7 +77,7 @@ class _Binding:
                 self.changed.add(name)
 
 
-class OrtEngine:
+class OrtEngine(EngineBase[ort.InferenceSession]):
     """See `speccompile.core.protocols.Engine`.
 
     Args:
@@ -96,17 +97,13 @@ class OrtEngine:
         rollback: ort.InferenceSession | None = None,
         lenders: Mapping[str, OrtEngine] | None = None,
     ) -> None:
-        self.session, self.spec, self.rollback = session, spec, rollback
-        self.max_slots, self.max_rows = max_slots, max_rows
+        super().__init__(spec, max_slots, max_rows)
+        self.session, self.rollback = session, rollback
         self.plain_inputs = spec.plain_inputs
         self.plain_outputs = spec.outputs[: len(spec.outputs) - len(spec.caches)]
         own = spec.own_caches
         _, kv_heads, _, head_dim = spec.input(own[0]).dims if own else (0, 0, 0, 0)
         assert isinstance(kv_heads, int) and isinstance(head_dim, int)
-        self.chain_rows = specs.chain_rows(spec)
-        # An unrolled draft gives out its caches behind every step, lest ONNX Runtime copy what it keeps to itself.
-        names = [t.name for t in session.get_outputs()]
-        self.cache_outputs = {c: [n for n in names if n.startswith(updated_cache_name(c))] for c in spec.caches}
         self.caches = CacheBuffers(own, kv_heads, head_dim, max_slots, max_rows)
         lent = {name: engine.caches for name, engine in (lenders or {}).items()}
         self.bound = [BoundCache(name, self.caches, index) for index, name in enumerate(own)]
@@ -119,20 +116,9 @@ class OrtEngine:
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
-        sizes = sizes_from_feeds(self.spec, feeds)
-        batch = sizes["batch"]
-        if self.spec.caches:
-            rows = int(feeds[specs.LENGTHS].max()) + sizes["nodes"] + self.chain_rows
-            for buffers in self._written:
-                if rows > buffers.rows:
-                    self._grow(rows)
-        if first_slot + batch > self.max_slots:
-            raise RuntimeFault(
-                f"engine {self.spec.name}",
-                f"slots {first_slot} to {first_slot + batch - 1}",
-                f"slots below {self.max_slots}",
-                "Build with a larger engine.max_batch_size.",
-            )
+        sizes, rows = self.check_step(feeds, first_slot)
+        if any(rows > buffers.rows for buffers in self._written):
+            self._grow(rows)
         # Memory never moves, so that the rows of each view are all that a binding depends on besides.
         key = (*sizes.values(), first_slot, *[buffers.rows for buffers in self._buffers])
         binding = self._bindings.get(key)
@@ -159,13 +145,6 @@ class OrtEngine:
         return self._logits[:size].reshape(shape)
 
     def _grow(self, rows: int) -> None:
-        if rows > self.max_rows:
-            raise RuntimeFault(
-                f"engine {self.spec.name}",
-                f"{rows} cache rows",
-                f"at most {self.max_rows}",
-                "Shorten the prompt or max_new_tokens, or build with a larger engine.max_seq_len.",
-            )
         for buffers in self._written:
             buffers.grow(rows)
         self._bindings.clear()
@@ -174,10 +153,6 @@ class OrtEngine:
     def view_rows(self) -> int:
         """Rows of its own caches that every step works on."""
         return self.caches.rows
-
-    def reset(self, rows: int = 1) -> None:
-        """Shrink the view to what `rows` rows need. Called when no slot is in use."""
-        self.shrink(rows)
 
     def shrink(self, rows: int) -> None:
         """See `speccompile.core.protocols.Engine.shrink`."""
@@ -193,16 +168,13 @@ class OrtEngine:
         """See `speccompile.core.protocols.Engine.swap_slots`."""
         self.caches.swap_slots(first, second, rows)
 
-    def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
-        """See `speccompile.core.protocols.Engine.compact`."""
-        if self.rollback is None:
-            raise RuntimeFault(
-                f"engine {self.spec.name}",
-                "a tree to roll back",
-                "a rollback graph in the bundle",
-                "Build the bundle again; this one was made for chains.",
-            )
-        io = self.rollback.io_binding()
+    def clear_slot(self, slot: int) -> None:
+        """See `speccompile.core.protocols.Engine.clear_slot`."""
+        self.caches.clear_slot(slot)
+
+    def compact_with(self, rollback: ort.InferenceSession, lengths: np.ndarray, path: np.ndarray) -> None:
+        """See `speccompile.backends.base.EngineBase.compact_with`."""
+        io = rollback.io_binding()
         caches = self.caches
         shape = (len(lengths), caches.kv_heads, caches.rows, caches.head_dim)
         feeds = {specs.LENGTHS: lengths, specs.PATH: path}
@@ -212,16 +184,18 @@ class OrtEngine:
         for name, address in zip(caches.names, caches.addresses, strict=True):
             io.bind_input(name, "cpu", 0, np.float32, shape, address)
             io.bind_output(updated_cache_name(name), "cpu", 0, np.float32, shape, address)
-        self.rollback.run_with_iobinding(io)
+        rollback.run_with_iobinding(io)
 
 
 def session_options(settings: Mapping[str, Any]) -> ort.SessionOptions:
-    """Session options from a tuning record: `threads`, `spinning`, `log_severity`."""
+    """Session options from a tuning record: `threads`, `spinning`, `log_severity`, `prepack` (True by default)."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = int(settings.get("threads", 1))
     options.inter_op_num_threads = 1
     options.log_severity_level = int(settings.get("log_severity", 3))
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
+    if not settings.get("prepack", True):
+        options.add_session_config_entry("session.disable_prepacking", "1")
     spinning = settings.get("spinning", "stop")
     # Two sessions that spin against each other were seen 2.6 times slower: a session stops spinning when its run ends.
     if spinning == "stop":
@@ -287,9 +261,7 @@ def check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None
         BundleError: they differ.
     """
     wanted = [t.name for t in (*spec.inputs, *spec.outputs)]
-    inner = tuple(f"{updated_cache_name(c)}." for c in spec.caches)
-    outputs = [t.name for t in session.get_outputs() if not (inner and t.name.startswith(inner))]
-    got = [*(t.name for t in session.get_inputs()), *outputs]
+    got = [t.name for t in (*session.get_inputs(), *session.get_outputs())]
     if got != wanted:
         differing = sorted(set(got) ^ set(wanted)) or got
         raise BundleError(str(path), f"tensors {differing}", "those of the manifest", "Build the bundle again.")

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
+from speccompile.backends.base import Backend
+from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec, ModelDims
 from speccompile.errors import RecipeError
 
@@ -19,14 +20,12 @@ if TYPE_CHECKING:
 GRAPH_FILE = "graph.onnx"
 
 
-class ReferenceBackend:
-    """See `speccompile.backends.onnxruntime.backend.OnnxRuntimeBackend`; same methods, nothing measured."""
+class ReferenceBackend(Backend):
+    """The oracle: graphs are not lowered, and nothing is measured."""
 
     name = "reference"
-    devices = ("cpu",)
-    dtypes = ("float32",)
-    quantizations = ("none",)
     graph_file = GRAPH_FILE
+    graph_sources = ("backends/reference/backend", "backends/writing")
     keeps_logits = True
 
     def compile(
@@ -62,42 +61,6 @@ class ReferenceBackend:
 
         del options
         return save_rollback(dims, dest / GRAPH_FILE)
-
-    def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
-        """Refuse what cannot be compiled before anything is exported: nothing more than the recipe's own checks."""
-
-    def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
-        """Sizes of a graph and the memory of its build: see `predict_float32`."""
-        from speccompile.backends.predicting import predict_float32
-
-        del dtype
-        return predict_float32(counts, quantization)
-
-    def depends_on(self, options: CompileOptions) -> dict[str, Any]:
-        """What else a graph depends on: nothing."""
-        del options
-        return {}
-
-    def why_unchecked(self) -> str | None:
-        """Its graphs run everywhere: None."""
-        return None
-
-    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
-        """Nothing is measured: an empty record."""
-        del path, spec, threads, others_bytes
-        return {}
-
-    def adapt_tuning(
-        self,
-        path: Path,
-        spec: GraphSpec,
-        tuning: Mapping[str, Any],
-        threads: int | None = None,
-        others_bytes: int = 0,
-    ) -> dict[str, Any]:
-        """The record as it is."""
-        del path, spec, threads, others_bytes
-        return dict(tuning)
 
     def load(
         self,

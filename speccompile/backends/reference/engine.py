@@ -3,22 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from onnx.reference import ReferenceEvaluator
 
+from speccompile.backends.base import EngineBase
+from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.core import specs
 from speccompile.core.borrowed_specs import find_lender
-from speccompile.core.neutral import neutral_value, shape_from_dims, sizes_from_feeds
 from speccompile.core.specs import GraphSpec
-from speccompile.errors import RuntimeFault
 from speccompile.ops.kv_rollback import kv_rollback
 from speccompile.ops.registry import reference_ops
 
 
-class ReferenceEngine:
+class ReferenceEngine(EngineBase[Callable[..., Any]]):
     """See `speccompile.core.protocols.Engine`.
 
     Args:
@@ -36,7 +37,8 @@ class ReferenceEngine:
         max_rows: int,
         lenders: Mapping[str, ReferenceEngine] | None = None,
     ) -> None:
-        self.spec, self.max_slots, self.max_rows = spec, max_slots, max_rows
+        super().__init__(spec, max_slots, max_rows)
+        self.rollback = kv_rollback
         self.evaluator = ReferenceEvaluator(str(path), new_ops=reference_ops())
         self.plain_inputs = spec.plain_inputs
         self.plain_outputs = [t.name for t in spec.outputs[: len(spec.outputs) - len(spec.caches)]]
@@ -55,16 +57,8 @@ class ReferenceEngine:
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
-        sizes = sizes_from_feeds(self.spec, feeds)
-        rows = int(feeds[specs.LENGTHS].max()) + sizes["nodes"] + specs.chain_rows(self.spec) if self.spec.caches else 0
+        sizes, _ = self.check_step(feeds, first_slot)
         slots = first_slot + sizes["batch"]
-        if rows > self.max_rows or slots > self.max_slots:
-            raise RuntimeFault(
-                f"engine {self.spec.name}",
-                f"{rows} cache rows in {slots} slots",
-                f"at most {self.max_rows} rows in {self.max_slots} slots",
-                "Shorten the request, or build with larger engine.max_seq_len or engine.max_batch_size.",
-            )
         given = {
             t.name: np.asarray(feeds[t.name], t.dtype)
             if t.name in feeds
@@ -78,12 +72,6 @@ class ReferenceEngine:
             views[name][...] = results[specs.updated_cache_name(name)]
         return {n: results[n] for n in self.plain_outputs}
 
-    def reset(self, rows: int = 1) -> None:
-        """Nothing to shrink."""
-
-    def shrink(self, rows: int) -> None:
-        """Nothing to shrink."""
-
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""
         for cache in self.caches.values():
@@ -94,7 +82,12 @@ class ReferenceEngine:
         for cache in self.caches.values():
             cache[[first, second], :, :rows] = cache[[second, first], :, :rows]
 
-    def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
-        """See `speccompile.core.protocols.Engine.compact`."""
+    def clear_slot(self, slot: int) -> None:
+        """See `speccompile.core.protocols.Engine.clear_slot`."""
         for cache in self.caches.values():
-            (cache[: len(lengths)],) = kv_rollback(cache[: len(lengths)], lengths, path)
+            cache[slot] = 0
+
+    def compact_with(self, rollback: Callable[..., Any], lengths: np.ndarray, path: np.ndarray) -> None:
+        """See `speccompile.backends.base.EngineBase.compact_with`."""
+        for cache in self.caches.values():
+            (cache[: len(lengths)],) = rollback(cache[: len(lengths)], lengths, path)

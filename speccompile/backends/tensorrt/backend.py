@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speccompile.backends.base import Backend
+from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec
-from speccompile.core.tensorrt_specs import tensorrt_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
 PLAN_FILE = "graph.plan"
 LOWERED_FILE = "lowered.onnx"
-_NO_GPU = "no GPU on the machine that built it: plans were built, not run"
+_NO_GPU = "no CUDA device: built on a machine without one, not run"
 
 
-class TensorRTBackend:
+class TensorRTBackend(Backend):
     """Neutral graphs in, plans and engines out."""
 
     name = "tensorrt"
@@ -31,6 +32,17 @@ class TensorRTBackend:
     dtypes = ("float16", "bfloat16")
     quantizations = ("none", "int8", "int4", "fp8")
     graph_file = PLAN_FILE
+    # All of the folder but what runs plans; a line of an engine leaves plans as they are.
+    graph_sources = (
+        "backends/writing",
+        *(
+            f"backends/tensorrt/{module}"
+            for module in (
+                *("aot_plugins", "backend", "build_child", "builder", "flavours", "kernels", "launches", "network"),
+                *("plan_file", "plugin_names", "plugins", "profiles", "records", "settings", "shim", "sizes", "specs"),
+            )
+        ),
+    )
     runs_code_on_load = True  # a plan may carry a library, whose constructors run when it is deserialised
 
     def compile(
@@ -47,7 +59,7 @@ class TensorRTBackend:
         """Lower `model` and build `dest/graph.plan`, with its record beside it.
 
         Args:
-            model: neutral graph from the frontend; left unchanged, but for `options.consumes_model`: then its weights
+            model: neutral graph from the export; left unchanged, but for `options.consumes_model`: then its weights
                 are let go once they are on the disk, as the builder's process needs the memory.
             spec: inputs and outputs of the neutral graph, tail included.
             dest: folder to write to; made when missing.

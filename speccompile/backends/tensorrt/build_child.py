@@ -22,10 +22,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from speccompile.backends.memory import read_peak_rss, reset_peak_rss
 from speccompile.backends.tensorrt import network as networks
 from speccompile.backends.tensorrt.flavours import Flavour
 from speccompile.backends.tensorrt.shim import find_compute_capabilities, load_tensorrt, text_from_lines
-from speccompile.core.memory import read_peak_rss, reset_peak_rss
 from speccompile.core.specs import spec_from_json
 from speccompile.errors import BuildError
 

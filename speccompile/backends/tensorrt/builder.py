@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from speccompile.backends.memory import read_memory, read_peak_rss
 from speccompile.backends.tensorrt.shim import text_from_lines
-from speccompile.core.memory import read_memory, read_peak_rss
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError
 

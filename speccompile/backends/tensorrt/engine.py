@@ -10,22 +10,22 @@ from typing import Any, cast
 
 import numpy as np
 
-from speccompile.backends.tensorrt.caches import Caches, bind_caches, cache_bytes, rollback_spec_of
-from speccompile.backends.tensorrt.device import open_device, ordinal_from_name
+from speccompile.backends.base import EngineBase
+from speccompile.backends.cuda.device import open_device, ordinal_from_name
+from speccompile.backends.cuda.kv_caches import Caches, bind_caches, cache_bytes, rollback_spec_of
+from speccompile.backends.cuda.runner import Runner
+from speccompile.backends.kv_rows import bucket_rows
 from speccompile.backends.tensorrt.flavours import Flavour
 from speccompile.backends.tensorrt.loading import Plan
-from speccompile.backends.tensorrt.runner import Runner
 from speccompile.backends.tensorrt.shim import load_tensorrt
 from speccompile.core import specs
-from speccompile.core.buckets import bucket_rows
-from speccompile.core.neutral import sizes_from_feeds
 from speccompile.core.specs import GraphSpec, compacted_cache_name
-from speccompile.errors import BundleError, RuntimeFault
+from speccompile.errors import BundleError
 
 KV = "kv"  # the dim of `kv_rows`
 
 
-class TrtEngine:
+class TrtEngine(EngineBase[Runner]):
     """See `speccompile.core.protocols.Engine`.
 
     `run` gives numpy arrays where outputs are small and `DeviceArray`s where they are not.
@@ -47,8 +47,8 @@ class TrtEngine:
         rollback: Plan | None = None,
         lenders: Mapping[str, TrtEngine] | None = None,
     ) -> None:
-        self.plan, self.spec, self.device = plan, plan.spec, plan.device
-        self.max_slots, self.max_rows = max_slots, max_rows
+        super().__init__(plan.spec, max_slots, max_rows)
+        self.plan, self.device = plan, plan.device
 
         def allocate(spec: GraphSpec) -> Caches:
             return Caches(plan.device, spec, max_slots)
@@ -65,7 +65,6 @@ class TrtEngine:
         names = {t.name for t in plan.spec.outputs}
         self.compacts_in_step = any(compacted_cache_name(c) in names for c in plan.spec.caches)
         self._reads_kv = any(t.name == specs.KV_ROWS for t in plan.spec.inputs)
-        self._chain_rows = specs.chain_rows(plan.spec)
 
     @property
     def num_bytes(self) -> int:
@@ -74,33 +73,10 @@ class TrtEngine:
 
     def run(self, feeds: Mapping[str, Any], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
-        sizes = sizes_from_feeds(self.spec, feeds)
-        last = first_slot + sizes["batch"]
-        if last > self.max_slots:
-            raise RuntimeFault(
-                f"engine {self.spec.name}",
-                f"slots {first_slot} to {last - 1}",
-                f"slots below {self.max_slots}",
-                "Build with a larger engine.max_batch_size.",
-            )
-        if self._num_rows:
-            rows = int(np.asarray(feeds[specs.LENGTHS]).max()) + sizes["nodes"] + self._chain_rows
-            if rows > self.max_rows:
-                raise RuntimeFault(
-                    f"engine {self.spec.name}",
-                    f"{rows} cache rows",
-                    f"at most {self.max_rows}",
-                    "Shorten the prompt or max_new_tokens, or build with a larger engine.max_seq_len.",
-                )
-            if self._reads_kv:
-                sizes[KV] = bucket_rows(rows, self._num_rows)
+        sizes, rows = self.check_step(feeds, first_slot)
+        if self._num_rows and self._reads_kv:
+            sizes[KV] = bucket_rows(rows, self._num_rows)
         return cast(Mapping[str, np.ndarray], self.runner.run(feeds, sizes, first_slot))
-
-    def reset(self, rows: int = 1) -> None:
-        """Nothing to do: caches keep their place, and lengths belong to the caller."""
-
-    def shrink(self, rows: int) -> None:
-        """Nothing to do: each step reads no more rows than its sequences have."""
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""
@@ -114,17 +90,16 @@ class TrtEngine:
             self.device.activate()
             self.caches.swap_slots(first, second, rows)
 
-    def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
-        """See `speccompile.core.protocols.Engine.compact`."""
-        if self.rollback is None:
-            raise RuntimeFault(
-                f"engine {self.spec.name}",
-                "a tree to roll back",
-                "a rollback plan in the bundle",
-                "Build the bundle again; this one was made for chains.",
-            )
+    def clear_slot(self, slot: int) -> None:
+        """See `speccompile.core.protocols.Engine.clear_slot`."""
+        if self.caches is not None:
+            self.device.activate()
+            self.caches.clear_slot(slot)
+
+    def compact_with(self, rollback: Runner, lengths: np.ndarray, path: np.ndarray) -> None:
+        """See `speccompile.backends.base.EngineBase.compact_with`."""
         sizes = {"batch": path.shape[0], "scored": path.shape[1]}
-        self.rollback.run({specs.LENGTHS: lengths, specs.PATH: path}, sizes)
+        rollback.run({specs.LENGTHS: lengths, specs.PATH: path}, sizes)
 
 
 def load_engine(

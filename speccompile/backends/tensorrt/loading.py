@@ -10,11 +10,11 @@ import hashlib
 import os
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from speccompile.backends.tensorrt.device import ALIGNMENT, Device
+from speccompile.backends.cuda.device import Device
+from speccompile.backends.cuda.profile import Profile
 from speccompile.backends.tensorrt.flavours import Flavour
 from speccompile.backends.tensorrt.shim import text_from_lines
 from speccompile.core.specs import GraphSpec
@@ -43,27 +43,6 @@ def validity_from_plan(flavour: Flavour, plan: bytes) -> dict[str, Any]:
         return {"validity": "not checked", "diagnostics": f"{flavour.name} has no such check"}
     validity, diagnostics = flavour.trt.Runtime(flavour.logger).get_engine_validity(plan)
     return {"validity": str(validity.name), "diagnostics": str(getattr(diagnostics, "name", diagnostics))}
-
-
-@dataclass(frozen=True)
-class Profile:
-    """One optimization profile: what shapes it takes.
-
-    Args:
-        index: its number in the plan.
-        bounds: by input: smallest and largest dims.
-    """
-
-    index: int
-    bounds: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-
-    def find_fault(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """None where all shapes fit, otherwise the first that does not."""
-        for name, shape in shapes.items():
-            low, high = self.bounds[name]
-            if len(shape) != len(low) or any(not a <= n <= b for a, n, b in zip(low, shape, high, strict=True)):
-                return f"{name} {list(shape)} (profile {self.index} takes {list(low)} to {list(high)})"
-        return None
 
 
 class Plan:
@@ -215,8 +194,3 @@ def _keep(cache: Any, kept: Path) -> None:
     fresh = kept.with_suffix(f".{os.getpid()}.tmp")
     fresh.write_bytes(bytes(memoryview(cache.serialize())))
     fresh.replace(kept)
-
-
-def aligned(num_bytes: int) -> int:
-    """Rounded up to what addresses of tensors need."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from speccompile.core import specs
-from speccompile.core.feature_specs import STATES, is_fusion
+from speccompile.core.feature_specs import STATES
 from speccompile.core.jobs import PREFILL_CHUNK, CompileOptions
-from speccompile.core.neutral import is_sampler
 from speccompile.core.specs import Dim, GraphSpec, TensorSpec
 from speccompile.errors import BuildError
 
@@ -47,7 +45,7 @@ class Profile:
 def make_profiles(spec: GraphSpec, options: CompileOptions) -> tuple[Profile, ...]:
     """The profiles of a graph.
 
-    A graph that reads tokens into a cache has two: `prefill`, one sequence and up to a chunk of its prompt, and
+    A graph that reads prompts has two: `prefill`, one sequence and up to a chunk of its prompt, and
     `decode`, every slot and up to the nodes of a step. All others have `step`, with decode's sizes. The one of steps
     comes last.
 
@@ -58,8 +56,7 @@ def make_profiles(spec: GraphSpec, options: CompileOptions) -> tuple[Profile, ..
     Raises:
         BuildError: a profile of the recipe leaves out sizes that the runtime will ask for, or goes beyond the graph.
     """
-    reads_tokens = bool(spec.caches) and any(t.name == specs.TOKENS for t in spec.inputs)
-    names = ("prefill", "decode") if reads_tokens or is_fusion(spec) else ("step",)
+    names = ("prefill", "decode") if spec.reads_prompts else ("step",)
     profiles = tuple(_make_profile(name, spec, options) for name in names)
     unknown = sorted({d for t in spec.inputs for d in t.dims if isinstance(d, str)} - set(profiles[0].sizes))
     if unknown:
@@ -73,16 +70,15 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
     rows, nodes = max(options.max_rows, 1), options.max_nodes
     is_prefill = name == "prefill"
     chunk = max(min(PREFILL_CHUNK, options.max_rows or PREFILL_CHUNK), nodes)
-    # TensorRT-RTX 1.7.1 crashes on int4 weights in the later steps of a chain where the batch can be 1 alone.
     num_slots = 1 if is_prefill else options.max_slots
     needed = {
-        "batch": (1, max(num_slots, 2) if specs.is_unrolled(spec) else num_slots),
+        "batch": (1, num_slots),
         "nodes": (1, chunk if is_prefill else nodes),
         "kv": (1, rows),
     }
-    samples = is_sampler(spec)
+    scores_one = spec.scores == "one"
     # A draft reads one token at a time once it has caught up; a target scores whole drafts.
-    nodes_best = 1 if samples and not is_prefill else needed["nodes"][1]
+    nodes_best = 1 if scores_one and not is_prefill else needed["nodes"][1]
     best = {"batch": num_slots, "nodes": nodes_best, "kv": max(rows // 2, 1)}
     wishes = options.backend.get(name, {})
     sizes = {dim: _fit(name, dim, wishes.get(dim, "auto"), needed[dim], best[dim]) for dim in needed}
@@ -90,7 +86,7 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
         got, where = f"{list(sizes['kv'])}", f"{_SECTION}.{name}.kv"
         todo = "Lower it, or raise engine.max_seq_len."
         raise BuildError(where, got, f"at most the {rows} cache rows of {spec.name}", todo)
-    scored = 1 if samples else nodes
+    scored = 1 if scores_one else nodes
     return Profile(
         name,
         {

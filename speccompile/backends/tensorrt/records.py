@@ -12,6 +12,7 @@ from typing import Any
 from speccompile.backends.tensorrt.flavours import FLAVOURS
 from speccompile.backends.tensorrt.plan_file import read_plan
 from speccompile.backends.tensorrt.profiles import Profile
+from speccompile.core.json_reader import read_json_object
 from speccompile.errors import BuildError, BundleError
 
 _REBUILD = "Build the bundle again here, or install what it was built with."
@@ -109,11 +110,8 @@ def read_record(plan: Path) -> dict[str, Any]:
         BundleError: it is missing or damaged.
     """
     path = record_file(plan)
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as fault:
-        raise BundleError(str(path), str(fault), "the record of the plan", "Build the bundle again.") from fault
-    if not isinstance(record, dict) or not {"flavour", "version", "plugins", "profiles"} <= set(record):
+    record = read_json_object(path, BundleError, "Build the bundle again.", "the record of the plan")
+    if not {"flavour", "version", "plugins", "profiles"} <= set(record):
         raise BundleError(str(path), "something else", "the record of the plan", "Build the bundle again.")
     return record
 

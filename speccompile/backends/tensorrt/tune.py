@@ -12,7 +12,6 @@ from typing import Any
 
 from speccompile.backends.measuring import measure_steps, measured_sizes
 from speccompile.backends.tensorrt.records import needs_registration, read_record
-from speccompile.core.neutral import is_sampler
 from speccompile.core.specs import GraphSpec
 
 
@@ -37,8 +36,8 @@ def measure_plan(path: Path, spec: GraphSpec) -> dict[str, Any]:
 
 
 def _max_nodes(spec: GraphSpec, record: Mapping[str, Any]) -> int:
-    """Most nodes of a step that a profile takes; but for a graph that samples, all of them are scored."""
-    dims = ("nodes",) if is_sampler(spec) else ("nodes", "scored")
+    """Most nodes of a step that a profile takes; but for a graph that scores one, all of them are scored."""
+    dims = ("nodes",) if spec.scores == "one" else ("nodes", "scored")
     return max(min(int(profile["sizes"][dim][2]) for dim in dims) for profile in record["profiles"])
 
 
@@ -50,7 +49,7 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict
     Raises:
         BundleError, RuntimeFault: see `measure_plan`.
     """
-    from speccompile.backends.tensorrt.device import open_device
+    from speccompile.backends.cuda.device import open_device
     from speccompile.backends.tensorrt.shim import find_compute_capabilities
 
     if not find_compute_capabilities():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from speccompile.core.specs import NODE_LAWS, SAMPLED_PROBS, TensorSpec
+from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.guesses import NODE_LAWS_OP, TOP_TOKENS
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.op import Op
@@ -101,8 +102,8 @@ def drafts_from_width(draft_vocab: int | str | None, vocab: int | None) -> Draft
 def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
     """The ops by name, with bodies for TensorRT; names and signatures are those of the ordinary ones.
 
-    KVRollback's ordinary body builds: a gather of rows and TensorRT's in-place cache layer, whose cache must be an
-    input of the graph and its update an output.
+    The ordinary bodies of FiniteToken and KVRollback build. The latter is a gather of rows and TensorRT's in-place
+    cache layer, whose cache must be an input of the graph and its update an output.
 
     Args:
         drafts: `tokens`: draft_vocab is 1; `laws`: it is the target's; `both`: it may be either at run time.
@@ -118,6 +119,7 @@ def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
         replace(SAMPLE_TOKEN, outputs=outputs, body=_SAMPLE_TOKEN, uses=("Warp", "Draw")),
         replace(TOP_TOKENS, body=_TOP_TOKENS),
         replace(NODE_LAWS_OP, outputs=laws, body=_NODE_LAWS),
+        FINITE_TOKEN,
         KV_ROLLBACK,
         walk,
         walk_laws,

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from speccompile.core.sampling import COLDEST
 from speccompile.core.specs import TensorSpec
 from speccompile.core.tree import Floats, Ints
 from speccompile.ops.laws import DRAW, ROWS
@@ -195,8 +196,9 @@ def warp_body(vocab: int) -> str:
     third = Constant<value_ints = [2]>()
     column = Constant<value_ints = [-1, 1, 1]>()
     index = Range(zero, size, on)
+    coldest = Constant<value_float = {COLDEST}>()
     heat = Reshape(temperature, column)
-    is_hot = Greater(heat, zero)
+    is_hot = GreaterOrEqual(heat, coldest)
     divisor = Where(is_hot, heat, on)
     scaled = Div(logits, divisor)
     scaled4 = Unsqueeze(scaled, third)

@@ -30,6 +30,7 @@ from speccompile.serving.openai.errors import (
     error_from_fault,
     error_from_validation,
 )
+from speccompile.serving.openai.keys import check_keys
 from speccompile.serving.openai.limits import BodyCheck, KeyCheck
 from speccompile.serving.openai.metrics import Metrics
 from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
@@ -49,13 +50,22 @@ class ServerOptions:
         model_name: what `model` has to be; None: the name of the bundle's folder.
         api_keys: any of them is asked for; none: everybody may ask.
         max_request_bytes: of a body.
+        body_timeout_s: seconds that a body may take to arrive.
         allowed_origins: of pages that browsers may send requests from; none: only pages of this server.
+
+    Raises:
+        RuntimeFault: a key is none.
     """
 
     model_name: str | None = None
     api_keys: tuple[str, ...] = ()
     max_request_bytes: int = 1 << 20
+    body_timeout_s: float = 30.0
     allowed_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuses keys that would open the server to everybody."""
+        check_keys(self.api_keys)
 
 
 class OpenAIServer:
@@ -210,7 +220,7 @@ def make_app(server: OpenAIServer, more_routes: Sequence[Callable[[OpenAIServer]
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_fault)
     options = server.options
-    app.add_middleware(BodyCheck, max_bytes=options.max_request_bytes)
+    app.add_middleware(BodyCheck, max_bytes=options.max_request_bytes, timeout_s=options.body_timeout_s)
     if options.api_keys:
         app.add_middleware(KeyCheck, keys=options.api_keys)
     if options.allowed_origins:

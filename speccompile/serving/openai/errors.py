@@ -55,6 +55,12 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
+def timeout_error(part: str) -> ApiError:
+    """Returns the answer to a request of which a part came too slowly."""
+    headers = {"Connection": "close"}
+    return ApiError(408, f"The request's {part} took too long to arrive.", code="request_timeout", headers=headers)
+
+
 def error_from_fault(fault: RuntimeFault) -> ApiError:
     """The answer to a request that the runtime did not take."""
     if isinstance(fault, Busy):
@@ -73,7 +79,7 @@ def error_from_validation(fault: ValidationError) -> ApiError:
     """The answer to a body that is not what the API takes: its first fault."""
     errors = fault.errors(include_url=False, include_input=False)
     first = errors[0]
-    param = _param(first["loc"]) or first.get("ctx", {}).get("param")
+    param = _param((*first["loc"], *filter(None, [first.get("ctx", {}).get("param")])))
     if first["type"] == "extra_forbidden":
         message = f"Unknown field `{param}`: this server does not know it, and ignores nothing in silence."
         return ApiError(400, message, INVALID, param, "unknown_field")

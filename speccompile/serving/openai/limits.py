@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands before every route: the API key, the size of a body and its type."""
+"""What stands before every route: the API key, the size of a body, its type and the time it takes."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from speccompile.serving.openai.errors import AUTHENTICATION, ApiError
+from speccompile.serving.openai.errors import AUTHENTICATION, ApiError, timeout_error
 
 # Nothing of these tells anything of the model or its requests.
 OPEN_PATHS = frozenset({"/", "/health"})
@@ -58,17 +59,18 @@ class KeyCheck:
 
 
 class BodyCheck:
-    """Refuses bodies that are too large, and those that are not sent as JSON.
+    """Refuses bodies that are too large or too slow, and those that are not sent as JSON.
 
     A page of another origin can make a browser send other types than JSON without asking this server first.
 
     Args:
         app: what is behind it.
         max_bytes: of a body.
+        timeout_s: seconds that a body may take to arrive.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+        self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Look at the headers, then count what comes."""
@@ -86,23 +88,38 @@ class BodyCheck:
         await self._counted(scope, receive, send)
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body here, so that one without a length is bounded too."""
-        messages: list[Message] = []
-        num_bytes = 0
-        while True:
-            message = await receive()
-            messages.append(message)
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                await send_error(send, self._error())
-                return
-            if message["type"] != "http.request" or not message.get("more_body", False):
-                break
+        """Reads the body here, so that one without a length is bounded too."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                messages = await self._read(receive)
+        except TimeoutError:
+            await send_error(send, timeout_error("body"))
+            return
+        except ApiError as error:
+            await send_error(send, error)
+            return
+        if messages[-1]["type"] != "http.request":
+            return  # the client has left: there is nobody to answer
 
         async def replay() -> Message:
             return messages.pop(0) if messages else await receive()
 
         await self._app(scope, replay, send)
+
+    async def _read(self, receive: Receive) -> list[Message]:
+        """Returns the messages up to the end of the body, or of the connection.
+
+        Raises:
+            ApiError: the body is too large.
+        """
+        messages: list[Message] = []
+        num_bytes = 0
+        while not messages or messages[-1].get("more_body", False):
+            messages.append(await receive())
+            num_bytes += len(messages[-1].get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise self._error()
+        return messages
 
     def _error(self) -> ApiError:
         message = f"The body is larger than {self._max_bytes} bytes."

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.service import Service
+from speccompile.serving.openai.connections import Acceptor, Connection, ConnectionLimits
 
 _AFTER_DRAIN_S = 5  # for the last bytes of answers that the end of draining cut off
 
@@ -28,12 +30,14 @@ class Listener:
         port: 0 chooses a free one.
         drain_s: seconds that running requests get at the end.
         log_level: of uvicorn.
+        limits: of connections.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     drain_s: float = 30.0
     log_level: str = "info"
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
 
 
 class DrainingServer(uvicorn.Server):
@@ -45,12 +49,13 @@ class DrainingServer(uvicorn.Server):
     Args:
         config: uvicorn's.
         service: behind the application.
-        drain_s: see `Listener`.
+        listener: where it listens, and its limits.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, listener: Listener) -> None:
         super().__init__(config)
-        self._service, self._drain_s = service, drain_s
+        self._service, self._listener = service, listener
+        self._accepting: list[asyncio.Task[None]] = []
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -63,25 +68,47 @@ class DrainingServer(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def end(self) -> None:
+        """Stop as at a signal. May be called on any thread."""
+        self.should_exit = True
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, and say where."""
-        await super().startup(sockets)
+        """Accepts connections, and says where."""
+        await super().startup([])  # uvicorn's way to accept has no limit
+        limits = self._listener.limits
+        acceptor = Acceptor(self._make_connection, self.server_state.connections, limits)
         for bound in sockets or []:
+            bound.setblocking(False)
+            bound.listen(self.config.backlog)
+            task = asyncio.create_task(acceptor.accept(bound))
+            task.add_done_callback(self._stop_without_acceptor)
+            self._accepting.append(task)
             print(f"serving at {url_from_socket(bound)}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests and connections come to their end."""
-        closing = asyncio.ensure_future(asyncio.to_thread(self._service.close, self._drain_s))
+        for task in self._accepting:
+            task.cancel()
+        closing = asyncio.ensure_future(asyncio.to_thread(self._service.close, self._listener.drain_s))
         await super().shutdown(sockets)
         await closing
+
+    def _make_connection(self) -> Connection:
+        return Connection(self.config, self.server_state, self.lifespan.state, self._listener.limits)
+
+    def _stop_without_acceptor(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            logging.getLogger("uvicorn.error").error("accepting connections failed", exc_info=task.exception())
+            self.should_exit = True
 
 
 def bind(listener: Listener) -> socket.socket:
     """A bound socket, so that a port in use is told before a model is loaded.
 
     Raises:
-        RuntimeFault: the address cannot be used.
+        RuntimeFault: the address cannot be used, or there are not enough files for the connections.
     """
+    listener.limits.check()
     family = socket.AF_INET6 if ":" in listener.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -100,16 +127,34 @@ def url_from_socket(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(app: FastAPI, service: Service, listener: Listener, bound: socket.socket) -> None:
-    """Serve until a signal ends it.
+def run(app: ASGIApp, service: Service, listener: Listener, bound: socket.socket) -> None:
+    """Serve until a signal ends it, or a bug in the service: a process that can serve nothing must not stay.
 
     Args:
         app: the application.
         service: behind it; started, and closed at the end.
         listener: where.
         bound: see `bind`; closed at the end.
+
+    Raises:
+        RuntimeFault: a bug ended the service.
     """
-    graceful = int(listener.drain_s + _AFTER_DRAIN_S)
-    config = uvicorn.Config(app, log_level=listener.log_level, timeout_graceful_shutdown=graceful, lifespan="off")
+    server = DrainingServer(uvicorn_config(app, listener), service, listener)
+    service.watch(server.end)
     with contextlib.closing(bound):
-        DrainingServer(config, service, listener.drain_s).run(sockets=[bound])
+        server.run(sockets=[bound])
+    if service.fault is not None:
+        todo = "Start it again, or let a supervisor do so; then report the bug with the log."
+        raise RuntimeFault("service", service.fault, "a service that goes on", todo)
+
+
+def uvicorn_config(app: ASGIApp, listener: Listener) -> uvicorn.Config:
+    """Returns uvicorn's options."""
+    return uvicorn.Config(
+        app,
+        ws="none",
+        lifespan="off",
+        log_level=listener.log_level,
+        timeout_keep_alive=listener.limits.keep_alive_s,  # type: ignore[arg-type]  # a float does as well
+        timeout_graceful_shutdown=int(listener.drain_s + _AFTER_DRAIN_S),
+    )

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from speccompile.bundling.staging import copy_folder, disk_faults, staged_folder
-from speccompile.errors import BundleError
+from speccompile.bundling.files import check_file, write_file
+from speccompile.bundling.guard import Claim, check_home, claim_folder, resolve_path
+from speccompile.bundling.records import MODEL, write_record
+from speccompile.bundling.staging import copy_folder, staged_folder
+from speccompile.errors import BuildError, BundleError, RecipeError
 from speccompile.runtime.bundle import Bundle, read_bundle
 from speccompile.serving.triton.config_text import BACKEND, ModelConfig, text_from_config
 from speccompile.serving.triton.contract import text_inputs, text_outputs
@@ -20,6 +24,7 @@ from speccompile.serving.triton.trtllm_layout import trtllm_models
 
 LAYOUTS = ("model", "trtllm", "plans")
 _GPU_BACKENDS = frozenset({"tensorrt"})
+_SEAL = "# Written by `speccompile triton`; SHA-256 of the lines above: "
 
 _BACKEND_MODULE = '''# SPDX-License-Identifier: Apache-2.0
 """Triton's Python-based backend "speccompile": all of it is in the package, which the stub's Python must have."""
@@ -74,30 +79,74 @@ class Model:
 
 
 def write_repository(bundle_path: Path | str, dest: Path, options: RepositoryOptions) -> list[str]:
-    """Write a repository; an existing one is exchanged in one step.
+    """Write models into a repository; other models in it stay, and an earlier one of the name is exchanged in one step.
 
     Returns:
         The names of its models, in the order in which they are to be read.
 
     Raises:
+        RecipeError: a name that is no name of a folder.
         BundleError: the bundle does not hold, or the layout needs something that is not in it.
-        BuildError: the place cannot be written.
+        BuildError: the place cannot be written, or it has a model of that name that was not written by this command,
+            or was changed since.
     """
+    _check_name(options.name)
+    repository = resolve_path(dest)
+    check_home(repository, dest)
     bundle = read_bundle(bundle_path)
     models = _models(bundle, options)
-    with staged_folder(dest) as place:
+    claims = [_claim_model(repository / model.config.name) for model in models]
+
+    def hold() -> None:
+        for claim in claims:
+            claim.hold()
+
+    with staged_folder(repository, hold, keeps_others=True) as place:
         for model in models:
             _write_model(place / model.config.name, model)
     return [model.config.name for model in models]
 
 
+def check_backend(folder: Path) -> Path:
+    """Check that the backend can be written below `folder`, a server's backend directory; returns model.py's path.
+
+    Raises:
+        BuildError: another model.py stands there, or one that was edited.
+    """
+    path = folder / BACKEND / "model.py"
+    check_file(path, makes_folder=True)
+    if path.exists() and not _is_ours(path.read_bytes()):
+        got, todo = "a file that was edited, or is not speccompile's", "Move it away, or choose another --backends."
+        raise BuildError(str(path), got, "the backend as speccompile writes it, or nothing", todo)
+    return path
+
+
 def write_backend(folder: Path) -> Path:
-    """Write the backend's folder below `folder`, a server's backend directory; returns model.py's path."""
-    home = folder / BACKEND
-    with disk_faults(home):
-        home.mkdir(parents=True, exist_ok=True)
-        (home / "model.py").write_text(_BACKEND_MODULE, encoding="utf-8")
-    return home / "model.py"
+    """Write the backend's folder below `folder`; returns model.py's path. See `check_backend`."""
+    path = check_backend(folder)
+    write_file(path, f"{_BACKEND_MODULE}{_SEAL}{_digest(_BACKEND_MODULE.encode())}\n", makes_folder=True)
+    return path
+
+
+def _is_ours(data: bytes) -> bool:
+    """Whether a model.py is as some version of speccompile wrote it: its last line has the digest of the others."""
+    body, seal, digest = data.rpartition(_SEAL.encode())
+    return digest.strip() == _digest(body).encode() if seal else data == _BACKEND_MODULE.encode()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _check_name(name: str) -> None:
+    if name in ("", ".", "..") or "/" in name or name.startswith("."):
+        raise RecipeError("--name", repr(name), "the name of a folder", "Choose another name.")
+
+
+def _claim_model(folder: Path) -> Claim:
+    if folder.is_symlink():
+        raise BuildError(str(folder), "a link", f"a {MODEL} to replace, or nothing", "Remove it, or choose a --name.")
+    return claim_folder(folder, MODEL)
 
 
 def engine_settings(bundle: Bundle, options: RepositoryOptions) -> Settings:
@@ -171,3 +220,4 @@ def _write_model(folder: Path, model: Model) -> None:
             with contextlib.suppress(FileExistsError):
                 (version / name).parent.mkdir(parents=True)
             shutil.copyfile(source, version / name)
+    write_record(folder, MODEL)

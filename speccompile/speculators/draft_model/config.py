@@ -3,22 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from speccompile.core.tree_config import TreeFields
+from speccompile.drafting.tree_config import TreeFields
 from speccompile.errors import RecipeError
-
-ENGINE_FORMS = ("auto", "stepwise", "unrolled")
-UNROLLED_LENGTH = 4  # drafts of an unrolled chain where the recipe leaves the length to measurement
 
 
 @dataclass(frozen=True)
 class Config(TreeFields):
     """A draft model.
 
-    With `tree` the draft's engine guesses behind every node of a tree; num_draft_tokens, max_draft_tokens,
-    min_confidence and engine_form are those of chains and are not read then.
+    With `tree` the draft's engine guesses behind every node of a tree; num_draft_tokens, max_draft_tokens
+    and min_confidence are those of chains and are not read then.
 
     Args:
         model: checkpoint folder or hub id of the draft.
@@ -32,16 +30,16 @@ class Config(TreeFields):
             `auto`: 0 with a fixed draft length, and the measured costs decide otherwise.
         confidence_odds: the odds that a draft token is accepted, over the odds that the draft's confidence in it
             means, before a slot's own verdicts are known; above 1 for a draft that is too modest.
-        engine_form: `stepwise`: one run of the draft's engine a token, so that drafting ends where it no longer pays;
-            `unrolled`: one run a chain, whose length is fixed when the engine is built; `auto`: stepwise, which was
-            the faster one where both were measured (ONNX Runtime's CPU; neither was measured on a GPU).
         allow_tokenizer_mismatch: build although draft and target have different tokenizers.
         config: folder with the draft's config.json, where the hub's is not at hand; for random weights.
-        tree, tree_width, tree_depth, num_guesses: see `core.tree_config.TreeFields`.
+        tree, tree_width, tree_depth, num_guesses: see `drafting.tree_config.TreeFields`.
 
     Raises:
         RecipeError: a value is out of range.
     """
+
+    # Fields that bundles of earlier builds name, with the values that ask for what is done now.
+    RETIRED_FIELDS: ClassVar[Mapping[str, tuple[str, ...]]] = {"engine_form": ("auto", "stepwise")}
 
     model: str
     quantization: str = "none"
@@ -50,7 +48,6 @@ class Config(TreeFields):
     drafts: Literal["auto", "greedy", "sampled"] = "auto"
     min_confidence: float | Literal["auto"] = "auto"
     confidence_odds: float = 2.7
-    engine_form: Literal["auto", "stepwise", "unrolled"] = "auto"
     allow_tokenizer_mismatch: bool = False
     config: str | None = None
 
@@ -62,7 +59,6 @@ class Config(TreeFields):
             ("max_draft_tokens", 1 <= self.max_draft_tokens <= 64, self.max_draft_tokens, "1 to 64"),
             ("drafts", self.drafts in ("auto", "greedy", "sampled"), self.drafts, "auto, greedy or sampled"),
             ("min_confidence", floor == "auto" or 0 <= float(floor) < 1, floor, "auto, or 0 to below 1"),
-            ("engine_form", self.engine_form in ENGINE_FORMS, self.engine_form, ", ".join(ENGINE_FORMS)),
             ("confidence_odds", 0.02 <= self.confidence_odds <= 50, self.confidence_odds, "0.02 to 50"),
         )
         for name, is_right, got, expected in checks:
@@ -71,9 +67,11 @@ class Config(TreeFields):
         if self.tree == "auto" and self.drafts == "sampled":
             expected = "greedy or auto with speculator.tree: auto"
             raise RecipeError("speculator.drafts", "'sampled'", expected, "Give the tree a fixed shape.")
-        if self.has_tree and self.engine_form == "unrolled":
-            expected = "auto or stepwise with a speculator.tree"
-            raise RecipeError("speculator.engine_form", "'unrolled'", expected, "Draft chains, or leave it out.")
+
+    @property
+    def leaves_length(self) -> bool:
+        """See `TreeFields.leaves_length`."""
+        return super().leaves_length and (self.tree == "auto" or "auto" == self.num_draft_tokens == self.min_confidence)
 
     @property
     def has_laws(self) -> bool:
@@ -84,10 +82,3 @@ class Config(TreeFields):
     def max_length(self) -> int:
         """Longest draft that this configuration can make."""
         return self.max_draft_tokens if self.num_draft_tokens == "auto" else self.num_draft_tokens
-
-    @property
-    def num_steps(self) -> int:
-        """Drafts that one run of the draft's engine makes."""
-        if self.engine_form != "unrolled":
-            return 1
-        return min(self.max_length, UNROLLED_LENGTH) if self.num_draft_tokens == "auto" else self.max_length

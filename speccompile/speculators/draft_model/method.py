@@ -8,13 +8,11 @@ from typing import Any
 
 from speccompile.core.jobs import GraphJob, MethodContext
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import chain_rows, gives_laws, is_unrolled, num_guesses
 from speccompile.errors import RecipeError
 from speccompile.speculators.draft_model.config import Config as DraftModelConfig
 from speccompile.speculators.draft_model.policy import LengthPolicy
 from speccompile.speculators.draft_model.proposer import DraftModelProposer
 from speccompile.speculators.draft_model.tree import TreeProposer
-from speccompile.speculators.draft_model.unrolled import UnrolledProposer
 
 DRAFT = "draft"  # the graph's name in the bundle
 
@@ -34,8 +32,6 @@ class DraftModelMethod:
         options: tuple[tuple[str, Any], ...] = ()
         if config.has_tree:
             options = (("laws", config.has_laws), ("num_guesses", config.guesses_needed))
-        elif config.engine_form == "unrolled":
-            options = (("num_steps", config.num_steps),)
         return (GraphJob(DRAFT, config.model, config.quantization, options=options, config=config.config),)
 
     def make_proposer(
@@ -46,11 +42,9 @@ class DraftModelMethod:
         _check_form(config, engine, context.max_draft_nodes)
         if config.has_tree:
             return TreeProposer(config, engine, costs, DRAFT, context)
-        form = UnrolledProposer if is_unrolled(engine.spec) else DraftModelProposer
-        draft_costs = costs[DRAFT].shared_by(chain_rows(engine.spec) + 1) if DRAFT in costs else None
-        policy = LengthPolicy(config, costs.get("target"), draft_costs, context.max_draft_nodes)
+        policy = LengthPolicy(config, costs.get("target"), costs.get(DRAFT), context.max_draft_nodes)
         max_rows = context.seq_lens.get(DRAFT, context.max_seq_len)
-        return form(engine, policy, max_rows, may_sample=config.drafts != "greedy")
+        return DraftModelProposer(engine, policy, max_rows, may_sample=config.drafts != "greedy")
 
 
 def _check_form(config: DraftModelConfig, engine: Engine, max_draft_nodes: int) -> None:
@@ -59,7 +53,7 @@ def _check_form(config: DraftModelConfig, engine: Engine, max_draft_nodes: int) 
     Raises:
         RecipeError: the draft gives less than the tree needs.
     """
-    held, needed = num_guesses(engine.spec), config.guesses_needed if config.has_tree else 0
+    held, needed = engine.spec.num_candidates, config.guesses_needed if config.has_tree else 0
     todo = "Build a bundle whose recipe says so; at load it is too late."
     if needed > held or (held and not needed):
         got = f"{held} guesses a node" if held else "an engine for chains"
@@ -68,5 +62,5 @@ def _check_form(config: DraftModelConfig, engine: Engine, max_draft_nodes: int) 
     if config.num_tree_drafts > max_draft_nodes:
         got = f"{config.num_tree_drafts} draft tokens"
         raise RecipeError("speculator.tree", got, f"at most engine.max_draft_nodes = {max_draft_nodes}", todo)
-    if config.has_tree and config.has_laws and not gives_laws(engine.spec):
+    if config.has_tree and config.has_laws and not engine.spec.gives_probs:
         raise RecipeError("speculator.drafts", "a draft built without laws", "laws to draw from, or greedy", todo)

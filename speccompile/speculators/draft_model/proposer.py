@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
+from speccompile.core.cache_rows import CacheRows
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
 from speccompile.core.specs import (
     CONFIDENCE,
@@ -44,22 +45,22 @@ class DraftModelProposer:
         self.engine, self.policy, self.max_seq_len, self.may_sample = engine, policy, max_seq_len, may_sample
         self._unbound = policy.unbound()
         self.lengths = [0] * engine.max_slots  # rows that hold the slot's own tokens
-        self.plans = [Plan(policy) for _ in range(engine.max_slots)]
+        self.caches = (CacheRows(engine, self.lengths),)
         self._laws: dict[int, Floats] = {}  # by batch: [batch, 1 + max_drafts, vocab]
         self._feeds: dict[int, tuple[Ints, Ints]] = {}  # by batch: tokens [batch, 1], lengths [batch]
 
     def start(self, slot: int, sequence: Slot) -> None:
         """An empty cache."""
         self.lengths[slot] = 0
-        self.plans[slot] = Plan(self.policy)
+        sequence.draft_state = Plan(self.policy)
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
         """What the cache lacks of the rows is read once it is to draft."""
-        self.plans[slot] = Plan(self.policy)
+        sequence.draft_state = Plan(self.policy)
         self.lengths[slot] = min(self.lengths[slot], num_rows)
         return num_rows
 
-    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Read the chunk as well, while there is room."""
         if start == self.lengths[slot]:
             self._read(slot, tokens[0, : self.max_seq_len - start])
@@ -97,13 +98,14 @@ class DraftModelProposer:
     def _begin(self, batch: Batch, is_sampled: bool) -> list[tuple[Round, list[int]]]:
         """Who decides with whom, and which of them draft at all; these are at most `CATCH_UP` tokens behind."""
         slots, policy = batch.slots, self._unbound if batch.is_planned else self.policy
-        for place in range(len(slots)):
-            self.plans[place].begin()
+        plans: list[Plan] = [slot.draft_state for slot in slots]
+        for plan in plans:
+            plan.begin()
         able = [p for p, slot in enumerate(slots) if slot.max_drafts > 0 and len(slot.tokens) <= self.max_seq_len]
         if is_sampled:
-            rounds = [Round(policy, self.plans, (p,), slots[p].sampling.is_greedy) for p in able]
+            rounds = [Round(policy, plans, (p,), slots[p].sampling.is_greedy) for p in able]
         else:
-            rounds = [Round(policy, self.plans, range(len(slots)), may_drop=True)]
+            rounds = [Round(policy, plans, range(len(slots)), may_drop=True)]
         drafting = []
         for group in rounds:
             going = group.going(able if len(rounds) == 1 else [p for p in able if p in group.members], 0)
@@ -198,28 +200,10 @@ class DraftModelProposer:
             kept = len(slot.tokens) + num_accepted[place]
             if self.lengths[place] > kept:
                 self.lengths[place] = kept
-            self.plans[place].learn(num_drafts[place] - 1, num_accepted[place])
+            slot.draft_state.learn(num_drafts[place] - 1, num_accepted[place])
 
     def settle(self) -> None:
         """Nothing of the target's is held."""
-
-    def move(self, source: int, dest: int) -> None:
-        """The cache and what is known of it go with the slot."""
-        self.engine.move_slot(source, dest, self.lengths[source])
-        self.lengths[dest] = self.lengths[source]
-        self.plans[source], self.plans[dest] = self.plans[dest], self.plans[source]
-
-    def swap(self, first: int, second: int) -> None:
-        """Each cache goes with its slot."""
-        lengths = self.lengths
-        self.engine.swap_slots(first, second, max(lengths[first], lengths[second]))
-        lengths[first], lengths[second] = lengths[second], lengths[first]
-        self.plans[first], self.plans[second] = self.plans[second], self.plans[first]
-
-    def copy(self, source: int, dest: int, num_rows: int) -> None:
-        """The cache, as far as it goes."""
-        self.lengths[dest] = min(self.lengths[source], num_rows)
-        self.engine.move_slot(source, dest, self.lengths[dest])
 
 
 def chains(rows: list[list[int]], laws: Floats | None) -> TokenTree:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims
 from speccompile.core.training import Drafted, TargetParts, TrainingBatch
 from speccompile.errors import CheckpointError
-from speccompile.frontend.checkpoint import check_checkpoint, read_dims
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from speccompile.core.cached_drafts import CachedDraftProposer
-from speccompile.core.draft_cache import DraftCache
-from speccompile.core.growing import TreeGrower
-from speccompile.core.growth import GrowthPolicy
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine
-from speccompile.core.static_trees import StaticTrees
+from speccompile.drafting.cached_drafts import CachedDraftProposer
+from speccompile.drafting.dynamic_tree import TreeGrower
+from speccompile.drafting.growth import GrowthPolicy
+from speccompile.drafting.kv_cache import DraftCache
+from speccompile.drafting.static_tree import StaticTrees
 from speccompile.speculators.draft_model.config import Config
 
 
@@ -45,5 +45,5 @@ class TreeProposer(CachedDraftProposer):
                 costs.get("target", none),
                 costs.get(draft, none),
             )
-            self.drafts = TreeGrower(self.cache, policy, engine.max_slots, math.log(config.confidence_odds))
+            self.drafts = TreeGrower(self.cache, policy, math.log(config.confidence_odds))
         super().__init__(self.cache, self.drafts, self.drafts)

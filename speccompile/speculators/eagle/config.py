@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from speccompile.core.feature_config import FeatureFields
+from speccompile.drafting.feature_config import FeatureFields
 
 
 @dataclass(frozen=True)

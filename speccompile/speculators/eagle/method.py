@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speccompile.core.feature_drafts import FeatureProposer
 from speccompile.core.jobs import GraphJob, MethodContext
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import HIDDEN
+from speccompile.drafting.feature_drafts import FeatureProposer
 from speccompile.speculators.eagle.config import Config as EagleConfig
 
 DRAFT = "draft"  # the graph's name in the bundle

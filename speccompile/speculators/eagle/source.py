@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from speccompile.core.feature_specs import FeatureDims, feature_draft_spec
 from speccompile.core.jobs import WeightCounts
 from speccompile.core.specs import GraphSpec
-from speccompile.frontend.feature_source import FeatureSource, count_weights
+from speccompile.export.feature_source import FeatureSource, count_weights
 from speccompile.speculators.eagle.formats import FORMATS, read
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class DraftSource(FeatureSource):
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
         """Read or make the weights, and trace."""
-        from speccompile.frontend.feature_draft import export_feature_draft
-        from speccompile.frontend.target_tables import read_tables
+        from speccompile.checkpoints.target_tables import read_tables
+        from speccompile.export.feature_draft import export_feature_draft
         from speccompile.speculators.eagle.drafter import make_body
 
         progress("load weights")

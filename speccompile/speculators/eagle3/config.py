@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from speccompile.core.feature_config import FeatureFields
+from speccompile.drafting.feature_config import FeatureFields
 from speccompile.errors import RecipeError
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from speccompile.core.feature_specs import FeatureDims
-from speccompile.frontend.feature_draft import FeatureBody, fill_weights, layer_config, widen_projections
+from speccompile.export.feature_draft import FeatureBody, fill_weights, layer_config, widen_projections
 
 
 class MidLayer(nn.Module):

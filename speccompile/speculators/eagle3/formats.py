@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from speccompile.frontend.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
-from speccompile.frontend.doctor import read_speculator
-from speccompile.frontend.findings import Finding
-from speccompile.frontend.key_checks import COMMON
-from speccompile.frontend.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
+from speccompile.doctor.doctor import read_speculator
+from speccompile.doctor.findings import Finding
+from speccompile.doctor.key_checks import COMMON
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
 from speccompile.speculators.eagle3.speculators_config import (
     SCOPE,
     check_config,
@@ -88,7 +88,7 @@ def _check_layers(case: Case) -> Iterator[Finding]:
         return
     where = case.config_place(_IDS[0])
     last = case.target.dims.num_layers if case.target else None
-    is_list = isinstance(ids, list) and all(isinstance(i, int) for i in ids)
+    is_list = isinstance(ids, list) and all(type(i) is int for i in ids)
     if not is_list or len(ids) != NUM_STATES or len(set(ids)) != len(ids):
         todo = "Correct config.json; other loaders fall back to layers of their own choice."
         yield finding("error", where, repr(ids), f"{NUM_STATES} different layers", todo)
@@ -222,5 +222,5 @@ FORMATS = (
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights in our layout; see `frontend.doctor.read_speculator`."""
+    """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
     return read_speculator(folder, FORMATS)

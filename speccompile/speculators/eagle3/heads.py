@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from speccompile.frontend.layers import RmsNorm, SelfAttention, SwiGlu, attend, init_linear, join_heads
+from speccompile.export.layers import RmsNorm, SelfAttention, SwiGlu, attend, init_linear, join_heads
 
 NUM_STREAMS = 3
 Rows = tuple[torch.Tensor, torch.Tensor]  # keys and values [batch, kv_heads, rows, head_dim]

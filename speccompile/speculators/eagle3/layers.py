@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.folders import find_folder
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.jobs import GraphJob
 from speccompile.errors import CheckpointError, RecipeError
-from speccompile.frontend.checkpoint import read_config
-from speccompile.frontend.folders import find_folder
-from speccompile.frontend.tensor_files import SPECULATOR_FILES
 from speccompile.speculators.eagle3.formats import layer_ids
 
 NUM_STREAMS = 3
@@ -67,7 +67,7 @@ def layers_from_config(folder: Path, config: Mapping[str, Any]) -> tuple[int, ..
     ids = layer_ids(config)
     if not ids:
         return None
-    is_list = isinstance(ids, list) and all(isinstance(i, int) and i >= 1 for i in ids)
+    is_list = isinstance(ids, list) and all(type(i) is int and i >= 1 for i in ids)
     if not is_list or len(set(ids)) != NUM_STREAMS or len(ids) != NUM_STREAMS:
         expected = f"{NUM_STREAMS} different numbers from 1 on"
         todo = "Name the layers with speculator.layers; the embeddings themselves cannot be read."

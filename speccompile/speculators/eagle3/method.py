@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speccompile.core.feature_drafts import FeatureProposer
 from speccompile.core.jobs import GraphJob, MethodContext
 from speccompile.core.protocols import Engine, Outputs
 from speccompile.core.specs import FEATURES
+from speccompile.drafting.feature_drafts import FeatureProposer
 from speccompile.speculators.eagle3.config import Config as Eagle3Config
 
 DRAFT, FUSION = "draft", "fusion"  # the graphs' names in the bundle

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from speccompile.checkpoints.checkpoint import read_config
 from speccompile.core.feature_specs import FeatureDims, feature_draft_spec, fusion_spec
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import CheckpointError
-from speccompile.frontend.checkpoint import read_config
-from speccompile.frontend.feature_source import FeatureSource, count_weights, holds
+from speccompile.export.checks import check_features
+from speccompile.export.feature_source import FeatureSource, count_weights, holds
 from speccompile.speculators.eagle3.formats import FORMATS, read
 from speccompile.speculators.eagle3.layers import NUM_STREAMS, layers_of_target
 
@@ -64,8 +66,8 @@ class DraftSource(_Eagle3Source):
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
         """Read or make the weights, and trace."""
-        from speccompile.frontend.feature_draft import export_feature_draft
-        from speccompile.frontend.target_tables import read_tables
+        from speccompile.checkpoints.target_tables import read_tables
+        from speccompile.export.feature_draft import export_feature_draft
         from speccompile.speculators.eagle3.drafter import make_body
 
         weights = self._weights(progress)
@@ -94,9 +96,13 @@ class FusionSource(_Eagle3Source):
         """Inputs and outputs of the graph."""
         return fusion_spec(self.job.name, self.dims)
 
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_features`."""
+        return check_features(engine)
+
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
         """Read or make the weights, and trace."""
-        from speccompile.frontend.feature_draft import export_fusion
+        from speccompile.export.feature_draft import export_fusion
         from speccompile.speculators.eagle3.drafter import make_fusion
 
         fusion = make_fusion(self.config, self.dims, self._weights(progress))

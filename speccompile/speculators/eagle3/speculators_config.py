@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from speccompile.doctor.decoder_rows import decoder_config
+from speccompile.doctor.findings import Finding
+from speccompile.doctor.layouts import Case, Target, finding, lookup
 from speccompile.errors import CheckpointError
-from speccompile.frontend.decoder_rows import decoder_config
-from speccompile.frontend.findings import Finding
-from speccompile.frontend.layouts import Case, Target, finding, lookup
 
 SCOPE = "transformer_layer_config."
 VERSION = "0.3.0"  # of the format that is written
@@ -28,7 +28,8 @@ def check_config(case: Case) -> Iterator[Finding]:
         yield finding("error", where, repr(algorithm), "'eagle3', as speculators_model_type says", todo)
     methods = lookup(case.config, "speculators_config.proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], Mapping) else {}
-    if not isinstance(first.get("speculative_tokens"), int):
+    num = first.get("speculative_tokens")
+    if type(num) is not int or num < 1:
         where = case.config_place("speculators_config.proposal_methods")
         yield finding("error", where, repr(methods), "a method with its speculative_tokens", todo)
     if not lookup(case.config, "speculators_config.verifier.name_or_path"):

@@ -65,7 +65,7 @@ class Eagle3Trainer:
 
     def make(self, config: HeadsConfig, parts: TargetParts, start: Path | None) -> Any:
         """A layer like the target's last one behind its last fused stream, or `start`."""
-        from speccompile.frontend.heads_file import read_heads
+        from speccompile.export.heads_file import read_heads
         from speccompile.speculators.eagle3.heads import EagleSizes
         from speccompile.speculators.eagle3.trainable import TrainableEagle3, begin_heads
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from speccompile.core.cached_drafts import CachedDraftFields
+from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.errors import RecipeError
 
 
@@ -19,8 +19,8 @@ class Config(CachedDraftFields):
             without a head half of the target's.
         quantization: `target`: as the target's own layers, so that their weights are shared; or a form of its own.
         config: folder with the head's config.json, where the hub's is not at hand; for random weights.
-        num_draft_tokens, drafts, confidence_odds: see `core.cached_drafts.CachedDraftFields`.
-        tree, tree_width, tree_depth, num_guesses: see `core.tree_config.TreeFields`.
+        num_draft_tokens, drafts, confidence_odds: see `drafting.cached_drafts.CachedDraftFields`.
+        tree, tree_width, tree_depth, num_guesses: see `drafting.tree_config.TreeFields`.
 
     Raises:
         RecipeError: a value is out of range.

@@ -11,7 +11,7 @@ import torch
 
 from speccompile.core.specs import ModelDims
 from speccompile.errors import ExportError
-from speccompile.frontend.wrapper import find_layers
+from speccompile.export.wrapper import find_layers
 from speccompile.speculators.early_exit.heads import ExitHead, ExitSizes
 
 RANDOM_SEED = 0

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.frontend.doctor import read_speculator
-from speccompile.frontend.findings import Finding
-from speccompile.frontend.key_checks import COMMON
-from speccompile.frontend.layouts import Case, Check, Format, Row, Size, Target, finding
+from speccompile.doctor.doctor import read_speculator
+from speccompile.doctor.findings import Finding
+from speccompile.doctor.key_checks import COMMON
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Target, finding
 
 if TYPE_CHECKING:
     import torch
@@ -58,5 +58,5 @@ FORMATS = (
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights in our layout; see `frontend.doctor.read_speculator`."""
+    """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
     return read_speculator(folder, FORMATS)

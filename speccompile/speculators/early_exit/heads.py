@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from speccompile.frontend.layers import RmsNorm, SwiGlu, init_linear
+from speccompile.export.layers import RmsNorm, SwiGlu, init_linear
 
 MODEL_TYPE = "early_exit"
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speccompile.core.cached_drafts import CachedDraftProposer
 from speccompile.core.jobs import AS_TARGET, GraphJob, MethodContext
 from speccompile.core.protocols import Engine
+from speccompile.drafting.cached_drafts import CachedDraftProposer
 from speccompile.speculators.early_exit.config import Config as ExitConfig
 from speccompile.speculators.early_exit.rows import SharedRows
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.level import Level
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, TREE_MASK
 from speccompile.core.tree import Ints
+from speccompile.drafting.expansion import Level
 
 
 class SharedRows:
-    """See `speccompile.core.cached_drafts.DraftRows`.
+    """See `speccompile.drafting.cached_drafts.DraftRows`.
 
     The target has read all that stands in front of the root, in the layers that the draft shares with it, too. What
     the draft writes from the root's row on the target writes again, with the same numbers where the drafts are kept.
@@ -26,6 +26,8 @@ class SharedRows:
         engine: the first layers; its caches are the target's.
         max_seq_len: cache rows a sequence may use.
     """
+
+    caches = ()
 
     def __init__(self, engine: Engine, max_seq_len: int) -> None:
         self.engine, self.max_seq_len = engine, max_seq_len
@@ -39,15 +41,6 @@ class SharedRows:
 
     def prefill(self, slot: int, tokens: Ints, start: int) -> None:
         """The target has read it for both."""
-
-    def move(self, source: int, dest: int) -> None:
-        """The target moves its caches."""
-
-    def swap(self, first: int, second: int) -> None:
-        """The target exchanges its caches."""
-
-    def copy(self, source: int, dest: int, num_rows: int) -> None:
-        """The target copies its caches."""
 
     def room(self, place: int, slot: Slot) -> int:
         """Rows behind the root's."""

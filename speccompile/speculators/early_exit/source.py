@@ -8,15 +8,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.borrowed_specs import sharing_spec
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, guessing_spec
+from speccompile.doctor.doctor import check_speculator
 from speccompile.errors import CheckpointError, RecipeError
-from speccompile.frontend.checkpoint import read_config
-from speccompile.frontend.decoder_source import WEIGHT_FILES, DecoderSource
-from speccompile.frontend.doctor import check_speculator
-from speccompile.frontend.folders import digests_from_checkpoint, find_folder
-from speccompile.frontend.tensor_files import SPECULATOR_FILES
+from speccompile.export.checks import check_candidates
+from speccompile.export.decoder_source import WEIGHT_FILES, DecoderSource
 from speccompile.speculators.early_exit.formats import FORMATS, read
 
 if TYPE_CHECKING:
@@ -99,6 +101,10 @@ class ExitSource:
         """Inputs and outputs of the graph: its caches are the target's."""
         plain = replace(decoder_spec(self.job.name, self.dims), max_rows=self.max_rows)
         return guessing_spec(sharing_spec(plain), self.num_guesses, self.laws)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_candidates`."""
+        return check_candidates(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ExitDims]:
         """Read the target, keep its first layers, and trace them."""

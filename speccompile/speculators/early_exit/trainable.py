@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from speccompile.core.training import Drafted, TargetParts, TrainingBatch
-from speccompile.frontend.heads_file import write_heads
+from speccompile.export.heads_file import write_heads
 from speccompile.speculators.early_exit.heads import ExitHead
 
 

@@ -47,7 +47,7 @@ class EarlyExitTrainer:
 
     def make(self, config: HeadsConfig, parts: TargetParts, start: Path | None) -> Any:
         """An adapter that changes little and the target's final norm, or `start`."""
-        from speccompile.frontend.heads_file import read_heads
+        from speccompile.export.heads_file import read_heads
         from speccompile.speculators.early_exit.heads import ExitHead, ExitSizes
         from speccompile.speculators.early_exit.trainable import TrainableExit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from speccompile.core.cached_drafts import CachedDraftFields
+from speccompile.drafting.cached_drafts import CachedDraftFields
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class Config(CachedDraftFields):
     Args:
         model: checkpoint folder or hub id of the drafter.
         config: folder with the drafter's config.json, where the hub's is not at hand; for random weights.
-        quantization, num_draft_tokens, drafts, confidence_odds: see `core.cached_drafts.CachedDraftFields`.
-        tree, tree_width, tree_depth, num_guesses: see `core.tree_config.TreeFields`.
+        quantization, num_draft_tokens, drafts, confidence_odds: see `drafting.cached_drafts.CachedDraftFields`.
+        tree, tree_width, tree_depth, num_guesses: see `drafting.tree_config.TreeFields`.
 
     Raises:
         RecipeError: a value is out of range.

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from speccompile.core.specs import ModelDims
-from speccompile.frontend.attention import cached_attention, cross_attention, gather_nodes
-from speccompile.frontend.cached_draft import RotaryTables
-from speccompile.frontend.layers import split_heads
+from speccompile.export.attention import cached_attention, cross_attention, gather_nodes
+from speccompile.export.cached_draft import RotaryTables
+from speccompile.export.layers import split_heads
 from speccompile.speculators.glide.heads import Glide, GlideLayer, GlideSizes
 from speccompile.speculators.glide.sizes import GlideDims
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.frontend.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
-from speccompile.frontend.doctor import read_speculator
-from speccompile.frontend.findings import Finding
-from speccompile.frontend.key_checks import COMMON
-from speccompile.frontend.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag, lookup
+from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
+from speccompile.doctor.doctor import read_speculator
+from speccompile.doctor.findings import Finding
+from speccompile.doctor.key_checks import COMMON
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag, lookup
 
 if TYPE_CHECKING:
     import torch
@@ -153,5 +153,5 @@ FORMATS = (
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights in our layout; see `frontend.doctor.read_speculator`."""
+    """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
     return read_speculator(folder, FORMATS)

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.draft_cache import DraftCache
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
 from speccompile.core.specs import TARGET_LENGTHS, GraphSpec
 from speccompile.core.tree import Ints
+from speccompile.drafting.kv_cache import DraftCache
 
 
 class TargetReader:
     """The drafter's engine, told with every run how many rows of the target's caches are in use.
+
+    `target_lengths` is set before each run for the slots of that run.
 
     Args:
         engine: the drafter.
@@ -26,7 +28,13 @@ class TargetReader:
         self.engine = engine
         self.spec: GraphSpec = engine.spec
         self.max_slots, self.max_rows = engine.max_slots, engine.max_rows
+        self.compacts_in_step = engine.compacts_in_step
         self.target_lengths: Ints = np.zeros(engine.max_slots, dtype=np.int64)
+
+    @property
+    def view_rows(self) -> int:
+        """See `speccompile.core.protocols.Engine.view_rows`."""
+        return self.engine.view_rows
 
     def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
         """See `speccompile.core.protocols.Engine.run`."""
@@ -45,12 +53,14 @@ class TargetReader:
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """The target moves its own caches."""
         self.engine.move_slot(source, dest, rows)
-        self.target_lengths[dest] = self.target_lengths[source]
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
         """The target exchanges its own caches."""
         self.engine.swap_slots(first, second, rows)
-        self.target_lengths[[first, second]] = self.target_lengths[[second, first]]
+
+    def clear_slot(self, slot: int) -> None:
+        """The target clears its own caches."""
+        self.engine.clear_slot(slot)
 
     def compact(self, lengths: Ints, path: Ints) -> None:
         """See `speccompile.core.protocols.Engine.compact`."""

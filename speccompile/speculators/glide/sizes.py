@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from speccompile.checkpoints.checkpoint import read_config
 from speccompile.core.borrowed_specs import reading_spec
 from speccompile.core.jobs import WeightCounts
 from speccompile.core.specs import GraphSpec, ModelDims, cache_names, decoder_spec
 from speccompile.errors import CheckpointError
-from speccompile.frontend.checkpoint import read_config
 from speccompile.speculators.glide.formats import PUBLISHED_THETA
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, guessing_spec
+from speccompile.doctor.doctor import check_speculator
 from speccompile.errors import RecipeError
-from speccompile.frontend.doctor import check_speculator
-from speccompile.frontend.folders import digests_from_checkpoint, find_folder
-from speccompile.frontend.tensor_files import SPECULATOR_FILES
+from speccompile.export.checks import check_candidates
 from speccompile.speculators.glide.formats import FORMATS, read
 from speccompile.speculators.glide.sizes import GlideDims, read_sizes, stated_target, with_params
 
@@ -30,6 +32,7 @@ class GlideSource:
 
     role = "draft"
     has_tokenizer = False
+    shares_weights = False
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         self.job, self.context = job, context
@@ -79,9 +82,13 @@ class GlideSource:
         assert self.context.target is not None
         return replace(self.dims.decoder_spec(self.job.name, self.context.target), max_rows=self.max_rows)
 
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_candidates`."""
+        return check_candidates(engine)
+
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GlideDims]:
         """Read or make the weights, and trace."""
-        from speccompile.frontend.cached_draft import export_cached_draft
+        from speccompile.export.cached_draft import export_cached_draft
         from speccompile.speculators.glide.drafter import make_drafter, sizes_from_dims
 
         progress("load weights")

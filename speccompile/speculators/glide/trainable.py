@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from speccompile.core.training import Drafted, TargetParts, TrainingBatch
-from speccompile.frontend.heads_file import write_heads
-from speccompile.frontend.layers import take_over
+from speccompile.export.heads_file import write_heads
+from speccompile.export.layers import take_over
 from speccompile.speculators.glide.heads import Glide, GlideSizes
 
 

@@ -46,7 +46,7 @@ class GlideTrainer:
 
     def make(self, config: HeadsConfig, parts: TargetParts, start: Path | None) -> Any:
         """Embeddings and last layers as the target's, or `start`."""
-        from speccompile.frontend.heads_file import read_heads
+        from speccompile.export.heads_file import read_heads
         from speccompile.speculators.glide.heads import GlideSizes
         from speccompile.speculators.glide.trainable import TrainableGlide, begin_drafter
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speccompile.core.tree_config import Tree, TreeFields
+from speccompile.drafting.tree_config import Tree, TreeFields
 from speccompile.errors import RecipeError
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from speccompile.frontend.attention import gather_nodes
-from speccompile.frontend.guessing import top_tokens
+from speccompile.export.attention import gather_nodes
+from speccompile.export.guessing import top_tokens
 from speccompile.speculators.medusa.heads import HeadsSizes, MedusaHeads
 from speccompile.speculators.medusa.sizes import GraphSizes
 

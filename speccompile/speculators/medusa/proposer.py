@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 
-from speccompile.core.growth import GrowthPolicy
-from speccompile.core.heads_tree import HeadsTreeProposer
 from speccompile.core.jobs import StepCosts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GUESSES
+from speccompile.drafting.growth import GrowthPolicy
+from speccompile.drafting.heads_tree import HeadsTreeProposer
 from speccompile.speculators.medusa.config import Config
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speccompile.checkpoints.checkpoint import read_config
 from speccompile.core.heads_specs import guessing_heads_spec
 from speccompile.core.jobs import WeightCounts
 from speccompile.core.specs import GraphSpec, ModelDims
+from speccompile.doctor.doctor import open_known
 from speccompile.errors import CheckpointError
-from speccompile.frontend.checkpoint import read_config
-from speccompile.frontend.doctor import open_known
 from speccompile.speculators.medusa.formats import FORMATS
 
 _HEADS, _LAYERS = ("medusa_num_heads", "num_heads"), ("medusa_num_layers", "num_hidden_layers")

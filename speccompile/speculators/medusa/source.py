@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.target_tables import digests_from_target, read_tables
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
+from speccompile.doctor.doctor import check_speculator, read_speculator
 from speccompile.errors import RecipeError
-from speccompile.frontend.doctor import check_speculator, read_speculator
-from speccompile.frontend.folders import digests_from_checkpoint, find_folder
-from speccompile.frontend.target_tables import digests_from_target, read_tables
-from speccompile.frontend.tensor_files import SPECULATOR_FILES
+from speccompile.export.checks import check_head_candidates
 from speccompile.speculators.medusa.formats import FORMATS
 from speccompile.speculators.medusa.sizes import GraphSizes, read_sizes
 
@@ -35,6 +37,7 @@ class HeadsSource:
     role = "heads"
     max_rows = 0
     has_tokenizer = False
+    shares_weights = False
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         self.job, self.context = job, context
@@ -91,9 +94,13 @@ class HeadsSource:
         """Inputs and outputs of the graph."""
         return self.dims.spec(self.job.name)
 
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_head_candidates`."""
+        return check_head_candidates(engine)
+
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GraphSizes]:
         """Read or make the weights, and trace."""
-        from speccompile.frontend.heads import export_heads
+        from speccompile.export.heads import export_heads
         from speccompile.speculators.medusa.drafter import make_drafter
 
         progress("load weights")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from speccompile.core.training import Drafted, TrainingBatch
-from speccompile.frontend.heads_file import write_heads
+from speccompile.export.heads_file import write_heads
 from speccompile.speculators.medusa.heads import MedusaHeads
 
 

@@ -45,7 +45,7 @@ class MedusaTrainer:
 
     def make(self, config: HeadsConfig, parts: TargetParts, start: Path | None) -> Any:
         """Blocks that change nothing at first, LM heads as the target's."""
-        from speccompile.frontend.heads_file import read_heads
+        from speccompile.export.heads_file import read_heads
         from speccompile.speculators.medusa.heads import HeadsSizes, MedusaHeads
         from speccompile.speculators.medusa.trainable import TrainableMedusa
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from speccompile.core.heads_config import HeadsFields
+from speccompile.drafting.heads_config import HeadsFields
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.frontend.doctor import read_speculator
-from speccompile.frontend.findings import Finding
-from speccompile.frontend.key_checks import COMMON
-from speccompile.frontend.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.doctor.doctor import read_speculator
+from speccompile.doctor.findings import Finding
+from speccompile.doctor.key_checks import COMMON
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
 from speccompile.speculators.mlp.sizes import MODEL_TYPE, PREFIX, WEIGHTS
 
 if TYPE_CHECKING:
     import torch
+
+_WIDTHS = "top_k_tokens_per_head"
 
 
 def _derive(sizes: Sizes) -> None:
@@ -43,6 +45,19 @@ def _check_number(case: Case) -> Iterator[Finding]:
         yield finding("error", where, "1 with tie_weights", "at least 2", "Fetch the folder again.")
 
 
+def _check_widths(case: Case) -> Iterator[Finding]:
+    """Candidates by head, where the config gives them: other loaders index the list by the head's number."""
+    widths, num = case.config.get(_WIDTHS), case.sizes.get("num_heads")
+    if widths is None or num is None:
+        return
+    is_list = isinstance(widths, list) and all(type(width) is int and width >= 1 for width in widths)
+    if not is_list or len(widths) != num:
+        got = f"{len(widths)} numbers, {widths!r}"[:80] if is_list else repr(widths)[:80]
+        todo = f"Fetch the folder again, or give the list with --set {_WIDTHS}=[...]."
+        expected = f"a whole number from 1 on for each of {num} heads"
+        yield finding("error", case.config_place(_WIDTHS), got, expected, todo)
+
+
 def _check_first_copies(case: Case) -> Iterator[Finding]:
     """A config that denies sharing beside files with the first copies only."""
     if not case.sizes.get("is_tied") and (case.sizes.get("num_heads") or 0) > 1:
@@ -65,18 +80,18 @@ def _ours(case: Case) -> dict[str, Any]:
         "tie_weights": bool(sizes["is_tied"]),
         "scale_input": bool(sizes["scales_input"]),
     }
-    kept = ("architectures", "top_k_tokens_per_head", "n_candidates", "base_model_name_or_path")
+    kept = ("architectures", _WIDTHS, "n_candidates", "base_model_name_or_path")
     return {**{k: config[k] for k in kept if k in config}, **known}
 
 
 def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
     """What IBM publishes, and vLLM reads."""
-    num, widths = config["n_predict"], config.get("top_k_tokens_per_head")
+    num, widths = config["n_predict"], config.get(_WIDTHS)
     return {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "n_candidates": num,
         **config,
-        "top_k_tokens_per_head": widths or [1] * num,
+        _WIDTHS: widths or [1] * num,
     }
 
 
@@ -94,7 +109,12 @@ FORMATS = (
             flag("scales_input", "scale_input"),
         ),
         _rows(),
-        (*COMMON, Check("mlp.number", _check_number), Check("mlp.first_copies", _check_first_copies)),
+        (
+            *COMMON,
+            Check("mlp.number", _check_number),
+            Check("mlp.widths", _check_widths),
+            Check("mlp.first_copies", _check_first_copies),
+        ),
         marks=(r"^(emb|proj|head|ln)\.\d+\.(weight|bias)$",),
         config_marks=(("model_type", MODEL_TYPE),),
         prefixes=(PREFIX, ""),
@@ -106,5 +126,5 @@ FORMATS = (
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights in our layout, without the prefix; see `frontend.doctor.read_speculator`."""
+    """Config and weights in our layout, without the prefix; see `doctor.doctor.read_speculator`."""
     return read_speculator(folder, FORMATS)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from speccompile.frontend.tree_drafters import Above, take
+from speccompile.export.tree_drafters import Above, take
 from speccompile.speculators.mlp.sizes import HeadsSizes
 
 EPSILON = 1e-6
@@ -93,7 +93,7 @@ class MlpHeads(nn.Module):
 
 
 class MlpExpander(nn.Module):
-    """See `frontend.tree_drafters.Expander`: the state of a node is that of its path."""
+    """See `export.tree_drafters.Expander`: the state of a node is that of its path."""
 
     def __init__(self, heads: MlpHeads) -> None:
         super().__init__()

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speccompile.checkpoints.checkpoint import read_config
 from speccompile.core.jobs import WeightCounts
 from speccompile.core.specs import GraphSpec, heads_spec
 from speccompile.errors import CheckpointError
-from speccompile.frontend.checkpoint import read_config
 
 MODEL_TYPE = "mlp_speculator"
 PREFIX = "speculator."

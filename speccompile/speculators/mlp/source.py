@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.heads_specs import DraftForm
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
+from speccompile.doctor.doctor import check_speculator
 from speccompile.errors import RecipeError
-from speccompile.frontend.doctor import check_speculator
-from speccompile.frontend.folders import digests_from_checkpoint, find_folder
-from speccompile.frontend.tensor_files import SPECULATOR_FILES
+from speccompile.export.checks import check_heads
 from speccompile.speculators.mlp.formats import FORMATS, read
 from speccompile.speculators.mlp.sizes import HeadsSizes, read_sizes
 
@@ -32,6 +34,7 @@ class HeadsSource:
     role = "heads"
     max_rows = 0
     has_tokenizer = False
+    shares_weights = False
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         self.job, self.context = job, context
@@ -79,10 +82,14 @@ class HeadsSource:
         """Inputs and outputs of the graph."""
         return self.form.spec(self.job.name, self.dims.hidden_size, self.dims.vocab_size)
 
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_heads`."""
+        return check_heads(engine)
+
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, HeadsSizes]:
         """Read or make the weights, and trace."""
-        from speccompile.frontend.heads import export_heads
-        from speccompile.frontend.tree_drafters import drafter_from_form
+        from speccompile.export.heads import export_heads
+        from speccompile.export.tree_drafters import drafter_from_form
         from speccompile.speculators.mlp.heads import MlpExpander, heads_from_weights, random_heads
 
         progress("load weights")

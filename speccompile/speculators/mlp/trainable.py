@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from speccompile.core.training import Drafted, TargetParts, TrainingBatch
-from speccompile.frontend.heads_file import read_heads, write_heads
+from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.speculators.mlp.heads import MlpHeads, heads_from_weights, random_heads
 from speccompile.speculators.mlp.sizes import MODEL_TYPE, PREFIX, HeadsSizes
 

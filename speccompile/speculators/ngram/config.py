@@ -39,3 +39,8 @@ class Config:
         for name, got, low, high in bounds:
             if not low <= got <= high:
                 raise RecipeError(f"speculator.{name}", str(got), f"{low} to {high}", "Correct the recipe.")
+
+    @property
+    def leaves_length(self) -> bool:
+        """Whether the recipe leaves it open how much is drafted."""
+        return self.tokens_per_match == "auto"

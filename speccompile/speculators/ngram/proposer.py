@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from speccompile.core.tree import Ints, TokenTree
 from speccompile.speculators.ngram.config import Config
 
 Floats64 = NDArray[np.float64]
-Held = TypeVar("Held")
 
 FIRST_RATES = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9)  # acceptance rate behind a match of 1, 2, ... tokens, to begin with
 MEMORY = 0.9  # weight of the past in it
@@ -80,6 +79,19 @@ class MatchRates:
         self._rates[size] = rate * MEMORY if num_accepted < num_drafts else rate
 
 
+@dataclass(slots=True, eq=False)
+class NgramState:
+    """The `draft_state` of a sequence.
+
+    Args:
+        index: of its tokens.
+        rates: what its verdicts have taught.
+    """
+
+    index: NgramIndex
+    rates: MatchRates = field(default_factory=MatchRates)
+
+
 class DraftLengths:
     """The draft length that promises a batch the most tokens per millisecond.
 
@@ -122,35 +134,34 @@ class NgramProposer:
     """See `speccompile.core.protocols.Proposer`. Drafts are deterministic."""
 
     catches_up = True
+    caches = ()
 
     def __init__(self, config: Config, context: MethodContext) -> None:
         self.config = config
         self.max_drafts = min(config.num_draft_tokens, context.max_draft_nodes)
         self.costs = context.costs.get("target", StepCosts())
-        self._indices: dict[int, NgramIndex] = {}
-        self._rates: dict[int, MatchRates] = {}
         self._lengths = DraftLengths(self.costs, self.max_drafts)
         self._matched: list[int] = []  # match length of each slot of the last step
 
     def start(self, slot: int, sequence: Slot) -> None:
         """A fresh index."""
-        self._indices[slot] = NgramIndex(self.config.min_match, self.config.max_match)
-        self._rates[slot] = MatchRates()
+        sequence.draft_state = NgramState(NgramIndex(self.config.min_match, self.config.max_match))
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
         """A fresh index: to make it costs next to nothing."""
         self.start(slot, sequence)
         return num_rows
 
-    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Nothing: the index reads the slot's own tokens."""
 
     def propose(self, batch: Batch) -> TokenTree:
         """What followed the longest suffix last time, for each slot."""
         slots = batch.slots
-        found = [self._indices[place].find(slot.tokens) for place, slot in enumerate(slots)]
+        states: list[NgramState] = [slot.draft_state for slot in slots]
+        found = [state.index.find(slot.tokens) for state, slot in zip(states, slots, strict=True)]
         self._matched = [size for _, size in found]
-        lengths = self._draft_lengths()
+        lengths = self._draft_lengths(states)
         rows = [
             _draft(slot.tokens, position, min(length, self.max_drafts, slot.max_drafts))
             for slot, (position, _), length in zip(slots, found, lengths, strict=True)
@@ -162,12 +173,12 @@ class NgramProposer:
             tokens[place, : len(row)] = row
         return TokenTree.chain(tokens, np.array([len(row) for row in rows], dtype=np.int64))
 
-    def _draft_lengths(self) -> list[int]:
+    def _draft_lengths(self, states: Sequence[NgramState]) -> list[int]:
         """By place, from the match lengths; 0 without a match."""
         sizes, per_match = self._matched, self.config.tokens_per_match
         if per_match != "auto" or not self.costs.ms_by_nodes:
             return [size * (TOKENS_PER_MATCH if per_match == "auto" else per_match) for size in sizes]
-        rates = [self._rates[place].rate(size) for place, size in enumerate(sizes) if size]
+        rates = [state.rates.rate(size) for state, size in zip(states, sizes, strict=True) if size]
         if not rates:
             return sizes
         length = self._lengths.best(rates, len(sizes))
@@ -176,33 +187,12 @@ class NgramProposer:
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Learn what drafts behind matches are worth; emitted tokens enter the index at the next step."""
         num_nodes, num_accepted = tree.num_nodes.tolist(), verdict.num_accepted.tolist()
-        for place, size in enumerate(self._matched):
+        for place, (slot, size) in enumerate(zip(batch.slots, self._matched, strict=True)):
             if size > 0:
-                self._rates[place].learn(size, num_nodes[place] - 1, num_accepted[place])
+                slot.draft_state.rates.learn(size, num_nodes[place] - 1, num_accepted[place])
 
     def settle(self) -> None:
         """Nothing of the target's is held."""
-
-    def move(self, source: int, dest: int) -> None:
-        """The index goes with its slot."""
-        self._indices[dest] = self._indices.pop(source)
-        self._rates[dest] = self._rates.pop(source)
-
-    def swap(self, first: int, second: int) -> None:
-        """Each index goes with its slot; a place that has ended has none that anybody will read."""
-        _exchange(self._indices, first, second)
-        _exchange(self._rates, first, second)
-
-    def copy(self, source: int, dest: int, num_rows: int) -> None:
-        """Nothing to copy: an index is of one text."""
-
-
-def _exchange(held: dict[int, Held], first: int, second: int) -> None:
-    one, other = held.pop(first, None), held.pop(second, None)
-    if one is not None:
-        held[second] = one
-    if other is not None:
-        held[first] = other
 
 
 def _draft(tokens: list[int], position: int, num: int) -> list[int]:

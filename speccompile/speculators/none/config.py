@@ -9,3 +9,5 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Config:
     """Plain decoding has nothing to configure."""
+
+    leaves_length = False

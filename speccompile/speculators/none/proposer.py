@@ -14,6 +14,7 @@ class NoneProposer:
     """See `speccompile.core.protocols.Proposer`."""
 
     catches_up = True
+    caches = ()
 
     def start(self, slot: int, sequence: Slot) -> None:
         """Nothing to prepare."""
@@ -22,7 +23,7 @@ class NoneProposer:
         """Nothing to read."""
         return num_rows
 
-    def prefill(self, slot: int, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Nothing to read."""
 
     def propose(self, batch: Batch) -> TokenTree:
@@ -34,12 +35,3 @@ class NoneProposer:
 
     def settle(self) -> None:
         """Nothing of the target's is held."""
-
-    def move(self, source: int, dest: int) -> None:
-        """Nothing to move."""
-
-    def swap(self, first: int, second: int) -> None:
-        """Nothing to move."""
-
-    def copy(self, source: int, dest: int, num_rows: int) -> None:
-        """Nothing to copy."""

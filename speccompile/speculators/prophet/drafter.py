@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from speccompile.frontend.target_tables import TargetTables
-from speccompile.frontend.tree_drafters import Above, take
+from speccompile.checkpoints.target_tables import TargetTables
+from speccompile.export.tree_drafters import Above, take
 from speccompile.speculators.prophet.heads import Prophet, ProphetSizes
 
 RANDOM_SEED = 0
@@ -37,7 +37,7 @@ class Seen:
 
 
 class ProphetExpander(nn.Module):
-    """See `frontend.tree_drafters.Expander`.
+    """See `export.tree_drafters.Expander`.
 
     Args:
         heads: the transformer.

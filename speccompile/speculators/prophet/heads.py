@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from speccompile.frontend.layers import RmsNorm, SelfAttention, SwiGlu, attend, init_linear, join_heads
+from speccompile.export.layers import RmsNorm, SelfAttention, SwiGlu, attend, init_linear, join_heads
 
 MODEL_TYPE = "prophet"
 

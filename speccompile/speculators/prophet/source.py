@@ -8,15 +8,17 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.target_tables import digests_from_target, read_tables
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.heads_specs import DraftForm
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
+from speccompile.doctor.doctor import check_speculator
 from speccompile.errors import CheckpointError, RecipeError
-from speccompile.frontend.checkpoint import read_config
-from speccompile.frontend.doctor import check_speculator
-from speccompile.frontend.folders import digests_from_checkpoint, find_folder
-from speccompile.frontend.target_tables import digests_from_target, read_tables
-from speccompile.frontend.tensor_files import SPECULATOR_FILES
+from speccompile.export.checks import check_heads
 from speccompile.speculators.prophet.formats import FORMATS, MODEL_TYPE, read
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ class ProphetSource:
     role = "heads"
     max_rows = 0
     has_tokenizer = False
+    shares_weights = False
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         self.job, self.context = job, context
@@ -127,10 +130,14 @@ class ProphetSource:
         """Inputs and outputs of the graph."""
         return self.form.spec(self.job.name, self.dims.target_hidden_size, self.dims.vocab_size)
 
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_heads`."""
+        return check_heads(engine)
+
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GraphSizes]:
         """Read or make the weights, and trace."""
-        from speccompile.frontend.heads import export_heads
-        from speccompile.frontend.tree_drafters import drafter_from_form
+        from speccompile.export.heads import export_heads
+        from speccompile.export.tree_drafters import drafter_from_form
         from speccompile.speculators.prophet.drafter import make_expander
         from speccompile.speculators.prophet.heads import sizes_from_config
 

@@ -54,7 +54,7 @@ class ProphetTrainer:
 
     def make(self, config: HeadsConfig, parts: TargetParts, start: Path | None) -> Any:
         """The target's last layers, where the sizes allow it, between its embeddings and its LM head; or `start`."""
-        from speccompile.frontend.heads_file import read_heads
+        from speccompile.export.heads_file import read_heads
         from speccompile.speculators.prophet.heads import ProphetSizes
         from speccompile.speculators.prophet.trainable import TrainableProphet, begin_prophet
 

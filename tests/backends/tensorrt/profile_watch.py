@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.backends.tensorrt.loading import Profile
+from speccompile.backends.cuda.profile import Profile
+from speccompile.backends.feeds import shape_from_dims, sizes_from_feeds
+from speccompile.backends.kv_rows import bucket_rows
 from speccompile.backends.tensorrt.profiles import make_profiles
+from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs
-from speccompile.core.buckets import bucket_rows
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.neutral import shape_from_dims, sizes_from_feeds
 from speccompile.core.specs import GraphSpec
-from speccompile.core.tensorrt_specs import tensorrt_spec
 
 
 class ProfileWatch:
@@ -47,7 +47,7 @@ class ProfileWatch:
         """See `speccompile.core.protocols.Engine.run`."""
         sizes = sizes_from_feeds(self.plan_spec, feeds)
         if any(t.name == specs.KV_ROWS for t in self.plan_spec.inputs):
-            rows = int(np.max(feeds[specs.LENGTHS])) + sizes["nodes"] + specs.chain_rows(self.plan_spec)
+            rows = int(np.max(feeds[specs.LENGTHS])) + sizes["nodes"] + self.plan_spec.rows_written_ahead
             sizes["kv"] = bucket_rows(rows, self.max_rows)
         shapes = {t.name: shape_from_dims(t, sizes) for t in self.plan_spec.inputs}
         faults = [profile.find_fault(shapes) for profile in self.profiles]

@@ -70,10 +70,10 @@ def test_the_folder_holds_plans_and_their_records_alone(bundle):
 def test_without_a_gpu_nothing_is_run_and_the_manifest_says_so(bundle):
     graph = bundle.graphs["target"]
     assert graph["tuning"]["measured"] is False
-    assert "no GPU" in graph["tuning"]["why"]
-    assert "no GPU" in graph["checks"]["skipped"]
+    assert "no CUDA device" in graph["tuning"]["why"]
+    assert "no CUDA device" in graph["checks"]["skipped"]
     stage = next(s for s in bundle.manifest["stages"] if s["name"] == "check graphs")
-    assert "no GPU" in stage["skipped"]
+    assert "no CUDA device" in stage["skipped"]
 
 
 def load(plan, bundle, **changes):

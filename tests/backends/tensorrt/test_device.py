@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from speccompile.backends.tensorrt import device as device_module
-from speccompile.backends.tensorrt.arrays import DeviceArray, host_dtype, item_bytes
-from speccompile.backends.tensorrt.device import Device, open_device, ordinal_from_name
+from speccompile.backends.cuda import device as device_module
+from speccompile.backends.cuda.arrays import DeviceArray, host_dtype, item_bytes
+from speccompile.backends.cuda.device import Device, open_device, ordinal_from_name
 from speccompile.errors import RuntimeFault
 from tests.backends.tensorrt.fake_cuda import FakeCuda
 

@@ -7,14 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from speccompile.backends.tensorrt.arrays import DeviceArray
-from speccompile.backends.tensorrt.caches import rollback_spec_of
-from speccompile.backends.tensorrt.device import Device
+from speccompile.backends.cuda.arrays import DeviceArray
+from speccompile.backends.cuda.device import Device
+from speccompile.backends.cuda.kv_caches import rollback_spec_of
 from speccompile.backends.tensorrt.engine import load_engine
 from speccompile.backends.tensorrt.loading import Plan
+from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs
 from speccompile.core.specs import sampled_spec
-from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.errors import BundleError, RuntimeFault
 from tests.backends.tensorrt.trt_lab import Lab, profiles_of
 

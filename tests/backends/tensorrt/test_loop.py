@@ -4,12 +4,12 @@
 import numpy as np
 import pytest
 
+from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.backends.writing import lower_and_save
 from speccompile.core import specs
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import decoder_spec, rollback_spec, sampled_spec, verified_spec
-from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.core.tree import TokenTree
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.pipelines import tensorrt_table

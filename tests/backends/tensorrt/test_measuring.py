@@ -11,8 +11,8 @@ from speccompile.backends.measuring import NODE_COUNTS
 from speccompile.backends.tensorrt.engine import load_engine
 from speccompile.backends.tensorrt.profiles import make_profiles
 from speccompile.backends.tensorrt.records import write_record
+from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.backends.tensorrt.tune import measure_plan
-from speccompile.bundling.checks import check_graph
 from speccompile.core import specs
 from speccompile.core.borrowed_specs import reading_spec
 from speccompile.core.feature_specs import FeatureDims, feature_draft_spec, fusion_spec
@@ -25,10 +25,9 @@ from speccompile.core.specs import (
     guessing_spec,
     heads_spec,
     sampled_spec,
-    unrolled_spec,
     verified_spec,
 )
-from speccompile.core.tensorrt_specs import tensorrt_spec
+from speccompile.export import checks
 from tests.backends.tensorrt.trt_lab import Lab
 
 MAX_SEQ, VOCAB = 512, 211
@@ -45,8 +44,6 @@ DECODER = rows(decoder_spec("draft", DIMS))
 SPECS = {
     "target": verified_spec(rows(decoder_spec("target", DIMS, hidden=True))),
     "draft": sampled_spec(DECODER),
-    "unrolled draft": unrolled_spec(sampled_spec(DECODER), 3),
-    "long unrolled draft": unrolled_spec(sampled_spec(DECODER), 130),
     "guessing draft": guessing_spec(DECODER, 4, laws=True),
     "draft on the target's caches": guessing_spec(reading_spec(DECODER, DIMS, ("k_cache.0", "v_cache.0")), 4, False),
     "draft on features": feature_draft_spec("draft", FEATURES, 4, True, MAX_SEQ),
@@ -54,6 +51,15 @@ SPECS = {
     "heads of a chain": heads_spec("heads", 16, VOCAB, 3),
     "heads of a wide tree": tree_heads_spec("heads", 16, VOCAB, 168, gives_parents=True),
     "guessing heads": guessing_heads_spec("heads", 16, VOCAB, 4, 10),
+}
+
+
+CHECKS = {  # the others are checked as decoders are
+    "draft on features": checks.check_candidates,
+    "fusion": checks.check_features,
+    "heads of a chain": checks.check_heads,
+    "heads of a wide tree": checks.check_heads,
+    "guessing heads": checks.check_head_candidates,
 }
 
 
@@ -88,7 +94,8 @@ def test_a_plan_is_measured_and_checked_inside_its_profiles(lab, name, max_draft
     if specs.SAMPLED_TOKEN in {t.name for t in spec.outputs}:
         assert measured == list(NODE_COUNTS)  # it scores one node, and prompts have more
     sizes = {"max_slots": 1, "max_rows": MAX_SEQ if spec.caches else 0}
-    assert check_graph(load_engine(plan, spec, **sizes, settings={}), max_draft_nodes + 1)
+    engine = load_engine(plan, spec, **sizes, settings={})
+    assert CHECKS[name](engine) if name in CHECKS else checks.check_decoder(engine, max_draft_nodes + 1)
 
 
 def test_wider_steps_of_the_recipe_are_not_all_scored(lab):

@@ -12,6 +12,7 @@ if importlib.util.find_spec("tensorrt_rtx") is None:
 
 from speccompile.core import registry
 from speccompile.core.jobs import CompileOptions
+from tests import store
 from tests.method_rows import MAX_NODES, MAX_ROWS, ROWS, forms, sources
 
 OPTIONS = {"flavour": "tensorrt_rtx", "plugins": "none"}
@@ -43,7 +44,7 @@ def test_plans_of_all_graphs_build(folder, graphs, tmp_path, method, form):
     for source in drafts:
         graph = (source.job.model, str(getattr(source, "outputs", source.job.options)))
         if graph not in graphs:
-            graphs[graph] = source.export(lambda stage: None)[0]
+            graphs[graph] = store.export(source)[0]
         rows = MAX_ROWS if source.max_rows else 0
         options = CompileOptions("float16", 2, rows, MAX_NODES + 1, OPTIONS)
         place = tmp_path / source.job.name

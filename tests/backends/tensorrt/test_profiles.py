@@ -4,6 +4,7 @@
 import pytest
 
 from speccompile.backends.tensorrt.profiles import make_profiles
+from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import (
     GraphSpec,
@@ -12,10 +13,8 @@ from speccompile.core.specs import (
     decoder_spec,
     rollback_spec,
     sampled_spec,
-    unrolled_spec,
     verified_spec,
 )
-from speccompile.core.tensorrt_specs import tensorrt_spec
 from speccompile.errors import BuildError
 
 DIMS = ModelDims("llama", 97, 64, 2, 4, 2, 16, 512)
@@ -28,15 +27,6 @@ def options(**fields):
 
 def target():
     return tensorrt_spec(verified_spec(decoder_spec("target", DIMS)), "float16", ROWS)
-
-
-def test_the_batch_of_a_chain_is_never_1_alone():
-    """TensorRT-RTX 1.7.1 crashes on such a chain with int4 weights."""
-    chain = tensorrt_spec(unrolled_spec(sampled_spec(decoder_spec("draft", DIMS)), 3), "float16", ROWS)
-    alone = CompileOptions("float16", max_slots=1, max_rows=ROWS, max_nodes=17)
-    assert [p.sizes["batch"] for p in make_profiles(chain, alone)] == [(1, 1, 2), (1, 1, 2)]
-    assert [p.sizes["batch"] for p in make_profiles(chain, options())] == [(1, 1, 2), (1, 8, 8)]
-    assert [p.sizes["batch"] for p in make_profiles(target(), alone)] == [(1, 1, 1), (1, 1, 1)]
 
 
 def test_a_decoder_has_a_profile_for_prompts_and_one_for_steps():

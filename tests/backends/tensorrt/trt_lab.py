@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from speccompile.backends.cuda.device import Device
+from speccompile.backends.cuda.kv_caches import rollback_spec_of
 from speccompile.backends.tensorrt import engine as engine_module
-from speccompile.backends.tensorrt.caches import rollback_spec_of
-from speccompile.backends.tensorrt.device import Device
-from speccompile.core.tensorrt_specs import tensorrt_spec
+from speccompile.backends.tensorrt.specs import tensorrt_spec
 from tests.backends.tensorrt.fake_cuda import FakeCuda
 from tests.backends.tensorrt.fake_trt import FakeTrt, write_plan
 

@@ -279,3 +279,40 @@ async def ask_and_catch(app):
             await app(scope, receive, send)
 
     return await ask(caught, "POST", PATH, {"prompt": "b"})
+
+
+def test_no_value_of_a_field_ends_the_server():
+    """Among them one that ended it: top_k = 2**63."""
+    body = {"prompt": "bcd", "max_tokens": 4, "temperature": 1}
+    with serving() as (app, service, _):
+        for field, value in (
+            ("top_k", 2**63),
+            ("top_k", 2**31),
+            ("top_p", 1e-300),
+            ("temperature", 1e-300),
+            ("temperature", 1e300),
+            ("repetition_penalty", 1e-300),
+            ("repetition_penalty", 1e300),
+            ("seed", 2**64),
+            ("seed", -(2**70)),
+            ("max_tokens", 2**70),
+            ("logit_bias", {str(2**63): 1}),
+            ("stop_token_ids", [2**63]),
+        ):
+            reply = post(app, PATH, {**body, field: value})
+            assert reply.status in (200, 400), reply.body
+            if field == "top_k":
+                assert "2**31 - 1" in error_of(reply, 400)["message"]
+            after = post(app, PATH, {"prompt": "bcd", "max_tokens": 6}).json()
+            assert after["choices"][0]["text"] == text_of("bcd", 6)
+        assert get(app, "/health").status == 200 and service.stats()["num_engine_faults"] == 0
+
+
+def test_logits_that_are_not_finite_are_told():
+    with serving() as (app, service, gated):
+        gated.bad = 15
+        error = error_of(post(app, PATH, {"prompt": [1, 15, 2], "max_tokens": 4}), 500)
+        assert "not finite" in error["message"]
+        after = post(app, PATH, {"prompt": "bcd", "max_tokens": 6}).json()
+        assert after["choices"][0]["text"] == text_of("bcd", 6)
+        assert service.fault is None

@@ -8,14 +8,17 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from speccompile.cli import serve
 from speccompile.errors import RuntimeFault
-from speccompile.serving.openai.process import Listener, bind, url_from_socket
+from speccompile.runtime.requests import Request
+from speccompile.serving.openai.process import Listener, bind, run, url_from_socket
 from tests.serving.live_server import PROGRAM, live_server
+from tests.serving.mock_service import serving
 
 PATH = "/v1/completions"
 BODY = {"prompt": "class Stack:\n", "max_tokens": 300, "stream": True, "ignore_eos": True}
@@ -53,6 +56,34 @@ def test_sigterm_ends_requests_with_an_error_when_their_time_is_over(chat_bundle
     ends, code = run_under_load(chat_bundle, "0")
     assert code == 0
     assert [end["error"]["code"] for end in ends] == ["shutting_down"] * 8
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("is_early", [True, False], ids=["before it listens", "while it serves"])
+def test_a_service_that_a_bug_ended_ends_the_process(monkeypatch, is_early):
+    def wrong():
+        raise TypeError("a scheduler that fails")
+
+    with serving() as (app, service, _):
+        monkeypatch.setattr(service._scheduler, "step", wrong)
+        pieces, done = [], threading.Event()
+
+        def take(piece):
+            pieces.append(piece)
+            done.set()
+
+        def ask():
+            service.submit(Request([1, 2]), take)
+
+        if is_early:
+            ask()
+            assert done.wait(20)
+        else:
+            threading.Timer(1.0, ask).start()
+        listener = Listener(port=0, drain_s=0)
+        with pytest.raises(RuntimeFault, match=r"a scheduler that fails.*Start it again") as fault:
+            run(app, service, listener, bind(listener))
+        assert fault.value.exit_code == 8 and pieces[-1].finish_reason == "error"
 
 
 def test_a_killed_server_starts_again_on_its_port(chat_bundle):

@@ -223,6 +223,37 @@ def test_a_narrow_window_does_not_scroll_sideways(page):
     assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
 
 
+def test_on_a_phone_the_buttons_stand_in_one_line(page):
+    size(page, 390, 800)
+    tops = "return ['stop', 'go'].map((id) => document.getElementById(id).getBoundingClientRect().top)"
+    stop, go = page.execute_script(tops)
+    assert stop == go
+
+
+def test_a_desktop_window_has_one_scroll_bar(page):
+    size(page, 1280, 1000)
+    for _ in range(3):
+        generate(page, max_tokens="300", speculation="on")
+    assert page.execute_script("return document.documentElement.scrollHeight <= window.innerHeight")
+    script = """return [...document.querySelectorAll("body *")].filter((e) => e.scrollHeight > e.clientHeight + 1
+      && ["auto", "scroll"].includes(getComputedStyle(e).overflowY) && e.id !== "prompt").map((e) => e.id)"""
+    assert page.execute_script(script) == ["output"]
+
+
+def test_the_button_of_the_colours_says_what_it_does(page):
+    ground = "return getComputedStyle(document.body).backgroundColor"
+    click = "document.getElementById('theme').click()"
+    light = page.execute_script(ground)
+    assert text(page, "theme") == "Dark colours"
+    page.execute_script(click)
+    assert text(page, "theme") == "Light colours" and page.execute_script(ground) != light
+    page.execute_script(click)
+    assert text(page, "theme") == "Dark colours" and page.execute_script(ground) == light
+    theme(page, "dark")
+    page.get(page.current_url)
+    wait(page, "return document.getElementById('theme').textContent === 'Light colours'")
+
+
 def test_a_tree_with_branches_is_laid_out_without_overlap(page):
     tree = {"texts": ["a", "b", "c", " long word\\n", "e", "f"], "parents": [-1, 0, 0, 1, 1, 2], "path": [0, 1, 4]}
     step = {"num_draft_tokens": 5, "num_accepted": 2, "is_bonus": True, "tree": {**tree, "next": "g"}}

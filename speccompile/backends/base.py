@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every backend and every engine has: the contract of a backend with its defaults, the checks of an engine.
+
+docs/add_backend.md lists it; tests/meta compares the two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from speccompile.backends.feeds import sizes_from_feeds
+from speccompile.backends.predicting import predict_float32
+from speccompile.core import specs
+from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import GraphSpec, ModelDims
+from speccompile.errors import RuntimeFault
+
+RollbackT = TypeVar("RollbackT")  # what an engine compacts its caches with
+
+
+class Backend(ABC):
+    """Neutral graphs in, compiled files and engines out. Making one imports no library of the backend.
+
+    Attributes:
+        name: in recipes and manifests.
+        devices: values of `engine.device`; the first one is what `auto` means.
+        dtypes: of activations and caches; the first one is what `auto` means.
+        quantizations: those that `compile` knows.
+        graph_file: the file of a compiled graph that `load` opens; graphs may share weights where it is ONNX.
+        graph_sources: modules of the package, as "backends/writing", that can change a compiled graph: part of the
+            cache's key. No engines.
+        keeps_logits: whether the target's logits are an output where the recipe leaves it open.
+        runs_code_on_load: whether opening a compiled graph may run code in it, so that digests are always compared.
+    """
+
+    name: str
+    devices: tuple[str, ...] = ("cpu",)
+    dtypes: tuple[str, ...] = ("float32",)
+    quantizations: tuple[str, ...] = ("none",)
+    graph_file: str = "graph.onnx"
+    graph_sources: tuple[str, ...] = ()
+    keeps_logits: bool = False
+    runs_code_on_load: bool = False
+
+    def for_device(self, device: str) -> Backend:
+        """Returns the backend that compiles and loads for a device; itself by default."""
+        del device
+        return self
+
+    def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
+        """Refuses what cannot be compiled, before anything is exported; by default nothing.
+
+        Args:
+            spec: inputs and outputs of the neutral graph, tail included.
+            options: what it will be compiled for.
+            quantization: one of `quantizations`.
+
+        Raises:
+            BuildError: a library is missing, or sizes or fields do not go with the graph.
+        """
+        del spec, options, quantization
+
+    def depends_on(self, options: CompileOptions) -> dict[str, Any]:
+        """Returns what a compiled graph depends on besides its sources, JSON-ready; by default nothing.
+
+        Versions, the machine, the options that are read: part of the cache's key.
+        """
+        del options
+        return {}
+
+    def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
+        """Predicts sizes in bytes and the memory of a build; by default those of float32 graphs of ONNX."""
+        del dtype
+        return predict_float32(counts, quantization)
+
+    @abstractmethod
+    def compile(
+        self,
+        model: Any,
+        spec: GraphSpec,
+        dest: Path,
+        *,
+        quantization: str = "none",
+        form: str | None = None,
+        options: CompileOptions | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> dict[str, Any]:
+        """Runs the backend's table of passes on a copy of `model` and writes `dest/graph_file`.
+
+        Args:
+            model: the neutral graph, an `onnx_ir.Model`; left unchanged, but where `options.consumes_model`.
+            spec: inputs and outputs of the neutral graph, tail included.
+            dest: folder to write to; made when missing.
+            quantization: one of `quantizations`.
+            form: a kernel form of that quantisation; None: the backend chooses.
+            options: dtype, sizes and the recipe's fields; None: the backend's defaults.
+            progress: called with the name of each step.
+
+        Returns:
+            {"form", "forms_measured": {form: milliseconds}, "passes", "op_histogram"}, JSON-ready; `spec` where the
+            compiled graph's differs, `peak_rss_bytes` where other processes took memory.
+
+        Raises:
+            PassError, BuildError, RecipeError.
+        """
+
+    @abstractmethod
+    def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
+        """Writes the graph that compacts the caches of a model to `dest/graph_file`; returns its spec.
+
+        Raises:
+            BuildError.
+        """
+
+    def why_unchecked(self) -> str | None:
+        """Returns why compiled graphs cannot run on this machine; None (by default): they can, and are checked."""
+        return None
+
+    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
+        """Measures a compiled graph; by default nothing.
+
+        Args:
+            path: the compiled graph.
+            spec: its inputs and outputs.
+            threads: use so many; None: measure how many are best.
+            others_bytes: weights of the graphs that take turns with it, which push its own out of the caches.
+
+        Returns:
+            The record that the manifest keeps and `load` is given: `threads`, `step_ms` {"nodes": milliseconds};
+            empty where nothing is measured.
+
+        Raises:
+            BuildError: the graph does not run.
+        """
+        del path, spec, threads, others_bytes
+        return {}
+
+    def adapt_tuning(
+        self,
+        path: Path,
+        spec: GraphSpec,
+        tuning: Mapping[str, Any],
+        threads: int | None = None,
+        others_bytes: int = 0,
+    ) -> dict[str, Any]:
+        """Returns the record for the machine at hand; by default `tuning` as it is. Arguments: see `tune`."""
+        del path, spec, threads, others_bytes
+        return dict(tuning)
+
+    @abstractmethod
+    def load(
+        self,
+        path: Path,
+        spec: GraphSpec,
+        *,
+        max_slots: int,
+        max_rows: int,
+        tuning: Mapping[str, Any],
+        rollback: Path | None = None,
+        device: str = "cpu",
+        lenders: Mapping[str, Any] | None = None,
+    ) -> Engine:
+        """Opens a compiled graph and allocates its caches.
+
+        Args:
+            path: the compiled graph.
+            spec: its inputs and outputs.
+            max_slots: sequences decoded at once.
+            max_rows: cache rows of each.
+            tuning: from `tune` or `adapt_tuning`.
+            rollback: the graph of `compile_rollback`; None: the engine decodes chains only.
+            device: one of `devices`, or with an ordinal, as "cuda:1".
+            lenders: loaded engines of this backend by graph name, whose caches `spec.borrowed` names.
+
+        Raises:
+            BundleError: the file does not fit the spec, this machine or the library.
+            RuntimeFault: no device, or not enough memory.
+            MemoryError: no memory for the caches on the host.
+        """
+
+
+class EngineBase(ABC, Generic[RollbackT]):
+    """Bounds of steps, and what engines whose caches have one layout need not do. See `core.protocols.Engine`.
+
+    Args:
+        spec: inputs and outputs of the graph.
+        max_slots, max_rows: capacity of the caches.
+    """
+
+    compacts_in_step: bool = False
+    rollback: RollbackT | None = None  # set by engines that were given one
+
+    def __init__(self, spec: GraphSpec, max_slots: int, max_rows: int) -> None:
+        self.spec, self.max_slots, self.max_rows = spec, max_slots, max_rows
+
+    @property
+    def view_rows(self) -> int:
+        """See `speccompile.core.protocols.Engine.view_rows`."""
+        return 0
+
+    def check_step(self, feeds: Mapping[str, Any], first_slot: int) -> tuple[dict[str, int], int]:
+        """Compares a step with the capacity of the caches.
+
+        Args:
+            feeds: inputs by name, `lengths` [batch] among them where the graph writes caches.
+            first_slot: the slot of batch row 0.
+
+        Returns:
+            Sizes of the dynamic dims by name, and the cache rows that are in use after the step; 0 without caches.
+
+        Raises:
+            RuntimeFault: it needs more slots than `max_slots`, or more rows than `max_rows`.
+        """
+        sizes = sizes_from_feeds(self.spec, feeds)
+        last, rows = first_slot + sizes["batch"], 0
+        if last > self.max_slots:
+            raise RuntimeFault(
+                f"engine {self.spec.name}",
+                f"slots {first_slot} to {last - 1}",
+                f"slots below {self.max_slots}",
+                "Build with a larger engine.max_batch_size.",
+            )
+        if self.spec.caches:
+            rows = int(np.asarray(feeds[specs.LENGTHS]).max()) + sizes["nodes"] + self.spec.rows_written_ahead
+        if rows > self.max_rows:
+            raise RuntimeFault(
+                f"engine {self.spec.name}",
+                f"{rows} cache rows",
+                f"at most {self.max_rows}",
+                "Shorten the prompt or max_new_tokens, or build with a larger engine.max_seq_len.",
+            )
+        return sizes, rows
+
+    def reset(self, rows: int = 1) -> None:
+        """See `speccompile.core.protocols.Engine.reset`; by default as `shrink`."""
+        self.shrink(rows)
+
+    def shrink(self, rows: int) -> None:
+        """See `speccompile.core.protocols.Engine.shrink`; by default nothing: caches keep their layout."""
+        del rows
+
+    def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
+        """See `speccompile.core.protocols.Engine.compact`.
+
+        Raises:
+            RuntimeFault: the engine was loaded without a rollback graph.
+        """
+        if self.rollback is None:
+            raise RuntimeFault(
+                f"engine {self.spec.name}",
+                "a tree to roll back",
+                "a rollback graph in the bundle",
+                "Build the bundle again; this one was made for chains.",
+            )
+        self.compact_with(self.rollback, lengths, path)
+
+    @abstractmethod
+    def compact_with(self, rollback: RollbackT, lengths: np.ndarray, path: np.ndarray) -> None:
+        """Compacts the caches with what the engine was loaded with: lengths [batch] int64, path [batch, depth]."""

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether other work held the CPUs while something was measured.
+
+A measurement beside other work misleads: with both cores of a machine half taken, one thread looks faster than two,
+and the bundle would keep one thread for ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# Share of the time that threads were ready to run and did not, above which a measurement is not trusted. Alone on a
+# machine 0.00 to 0.02 was seen, beside one other busy process 0.2 and more.
+MAX_WAIT_SHARE = 0.1
+WAIT_SHARE = "wait_share"
+_TASKS, _STAT = Path("/proc/self/task"), Path("/proc/stat")
+_STEAL = 8  # column of a cpu line of /proc/stat: time that a hypervisor gave to other guests
+
+
+class WaitClock:
+    """Measures how long the threads of this process waited for a CPU, from its making on.
+
+    Linux alone tells it (`/proc/self/task/*/schedstat`: nanoseconds run, nanoseconds waited); elsewhere the share is 0.
+    """
+
+    def __init__(self) -> None:
+        self._ran, self._waited = _read_threads()
+        self._all, self._stolen = _read_steal()
+
+    def share(self) -> float:
+        """Returns waited / (ran + waited) of all threads alive now, or the share that a hypervisor took, if larger."""
+        ran, waited = _read_threads()
+        every, stolen = _read_steal()
+        ran, waited = ran - self._ran, waited - self._waited
+        here = waited / (ran + waited) if ran + waited > 0 else 0.0
+        taken = (stolen - self._stolen) / (every - self._all) if every > self._all else 0.0
+        return round(max(here, taken), 3)
+
+
+def is_disturbed(record: Mapping[str, Any]) -> bool:
+    """Whether a tuning record was made beside other work."""
+    return float(record.get(WAIT_SHARE, 0.0)) > MAX_WAIT_SHARE
+
+
+def is_machine_busy() -> bool:
+    """Whether other work runs now: the load average of the last minute is above half the CPUs."""
+    return os.getloadavg()[0] > (os.cpu_count() or 1) / 2
+
+
+def _read_threads() -> tuple[int, int]:
+    ran = waited = 0
+    try:
+        for task in _TASKS.iterdir():
+            here, there, *_ = (task / "schedstat").read_text(encoding="ascii").split()
+            ran, waited = ran + int(here), waited + int(there)
+    except (OSError, ValueError):  # a thread that ended, or a kernel that does not count
+        return 0, 0
+    return ran, waited
+
+
+def _read_steal() -> tuple[int, int]:
+    try:
+        fields = _STAT.read_text(encoding="ascii").splitlines()[0].split()
+        return sum(map(int, fields[1:9])), int(fields[_STEAL])
+    except (OSError, ValueError, IndexError):
+        return 0, 0

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CUDA device through cuda-python's runtime bindings: memory, one stream, copies, captured graphs. No torch.
+
+All engines of a device share its stream, so what one of them writes the next one reads without a wait. A device is
+to be used from one thread at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.errors import RuntimeFault
+
+ALIGNMENT = 256  # bytes; what cudaMalloc gives and TensorRT asks of every address
+_ON_CPU = "build with engine.backend: onnxruntime and engine.device: cpu"
+_TODO = {
+    "cudaErrorMemoryAllocation": "Lower engine.max_batch_size or engine.max_seq_len, or free memory of the GPU.",
+    "cudaErrorNoDevice": f"Use a machine with an NVIDIA GPU, or {_ON_CPU}.",
+    "cudaErrorInsufficientDriver": f"Install an NVIDIA driver that is as new as CUDA 13, or {_ON_CPU}.",
+    "cudaErrorInvalidDevice": "Name a device that is there: cuda:0 is the first one.",
+}
+_ANY_FAULT = "See the message; if it comes again, run with CUDA_LAUNCH_BLOCKING=1 to find the step it belongs to."
+
+
+def load_cuda() -> Any:
+    """The module `cuda.bindings.runtime`.
+
+    Raises:
+        RuntimeFault: cuda-python is not installed.
+    """
+    try:
+        return importlib.import_module("cuda.bindings.runtime")
+    except ImportError as fault:
+        todo = "Run: pip install 'speccompile[tensorrt]' or pip install cuda-python."
+        raise RuntimeFault("CUDA", str(fault), "the package cuda-python", todo) from fault
+
+
+@functools.cache
+def open_device(ordinal: int = 0) -> Device:
+    """The device of that number; the same object whenever it is asked for.
+
+    Raises:
+        RuntimeFault: no cuda-python, no driver, no GPU, or none of that number.
+    """
+    return Device(load_cuda(), ordinal)
+
+
+def ordinal_from_name(name: str) -> int:
+    """0 for `cuda`, N for `cuda:N`.
+
+    Raises:
+        RuntimeFault: another name.
+    """
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not (number or "0").isdigit():
+        raise RuntimeFault("engine.device", repr(name), "cuda or cuda:N", "TensorRT runs on NVIDIA GPUs only.")
+    return int(number or "0")
+
+
+class Memory:
+    """Bytes at an address, freed when nothing refers to this object any more.
+
+    Args:
+        address: where they begin.
+        num_bytes: how many.
+        free: called once with the address.
+        owner: the object that counts in place of this one.
+    """
+
+    def __init__(self, address: int, num_bytes: int, free: Callable[[int], object], owner: Any = None) -> None:
+        self.address, self.num_bytes = address, num_bytes
+        weakref.finalize(self if owner is None else owner, free, address)
+
+    def holds(self, address: int) -> bool:
+        """Whether an address lies inside."""
+        return self.address <= address < self.address + self.num_bytes
+
+
+class PinnedMemory(Memory):
+    """Host memory that the GPU reads and writes directly; `bytes` and all views of it keep it."""
+
+    def __init__(self, address: int, num_bytes: int, free: Callable[[int], object]) -> None:
+        buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
+        super().__init__(address, num_bytes, free, buffer)
+        self.bytes: NDArray[np.uint8] = np.ctypeslib.as_array(buffer)
+
+
+class Graph:
+    """A captured sequence of copies and kernels.
+
+    Args:
+        device: where it was captured.
+        handle: of the executable graph.
+    """
+
+    def __init__(self, device: Device, handle: Any) -> None:
+        self.device, self.handle = device, handle
+        weakref.finalize(self, device.api.cudaGraphExecDestroy, handle)
+
+    def launch(self) -> None:
+        """Run it on the device's stream."""
+        self.device.call("cudaGraphLaunch", self.handle, self.device.stream)
+
+
+class Device:
+    """One GPU.
+
+    Args:
+        api: `cuda.bindings.runtime`.
+        ordinal: its number.
+
+    Raises:
+        RuntimeFault: there is no such device.
+    """
+
+    def __init__(self, api: Any, ordinal: int = 0) -> None:
+        self.api, self.ordinal = api, ordinal
+        count = self.call("cudaGetDeviceCount")
+        if ordinal >= count:
+            got, expected = f"device {ordinal}", f"a number below {count}"
+            raise RuntimeFault(f"cuda:{ordinal}", got, expected, _TODO["cudaErrorInvalidDevice"])
+        self.activate()
+        # Work on the legacy default stream would make TensorRT wait after every step, and cannot be captured.
+        self.stream = int(self.call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking))
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Call a function of the API; returns its result without the status.
+
+        Raises:
+            RuntimeFault: its status is not success.
+        """
+        status, *results = getattr(self.api, function)(*arguments)
+        if int(status) != 0:
+            self._fail(function, status)
+        return results[0] if results else None
+
+    def _fail(self, function: str, status: Any) -> None:
+        name = self.api.cudaGetErrorName(status)[1].decode()
+        text = self.api.cudaGetErrorString(status)[1].decode()
+        todo = _TODO.get(name, _ANY_FAULT)
+        raise RuntimeFault(f"cuda:{self.ordinal}, {function}", f"{name}: {text}", "success", todo)
+
+    def activate(self) -> None:
+        """Make it the calling thread's device."""
+        self.call("cudaSetDevice", self.ordinal)
+
+    def properties(self) -> dict[str, Any]:
+        """{"name", "compute_capability": [major, minor], "total_bytes", "free_bytes", "driver", "runtime"}."""
+        self.activate()
+        held = self.call("cudaGetDeviceProperties", self.ordinal)
+        free_bytes, total_bytes = self.memory_bytes()
+        return {
+            "name": held.name.decode().rstrip("\0") if isinstance(held.name, bytes) else str(held.name),
+            "compute_capability": [int(held.major), int(held.minor)],
+            "total_bytes": total_bytes,
+            "free_bytes": free_bytes,
+            "driver": int(self.call("cudaDriverGetVersion")),
+            "runtime": int(self.call("cudaRuntimeGetVersion")),
+        }
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Free and total bytes of the device."""
+        status, free_bytes, total_bytes = self.api.cudaMemGetInfo()
+        if int(status) != 0:
+            self._fail("cudaMemGetInfo", status)
+        return int(free_bytes), int(total_bytes)
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Device memory; its contents are not defined.
+
+        Raises:
+            RuntimeFault: there is not so much.
+        """
+        num_bytes = max(num_bytes, ALIGNMENT)
+        return Memory(int(self.call("cudaMalloc", num_bytes)), num_bytes, self.api.cudaFree)
+
+    def allocate_zeroed(self, num_bytes: int) -> Memory:
+        """Device memory full of zeros."""
+        memory = self.allocate(num_bytes)
+        self.call("cudaMemsetAsync", memory.address, 0, memory.num_bytes, self.stream)
+        return memory
+
+    def allocate_pinned(self, num_bytes: int) -> PinnedMemory:
+        """Pinned host memory, zeroed."""
+        num_bytes = max(num_bytes, ALIGNMENT)
+        memory = PinnedMemory(int(self.call("cudaMallocHost", num_bytes)), num_bytes, self.api.cudaFreeHost)
+        memory.bytes[:] = 0
+        return memory
+
+    def clear(self, address: int, num_bytes: int) -> None:
+        """Fill device memory with zeros, on the stream."""
+        self.call("cudaMemsetAsync", address, 0, num_bytes, self.stream)
+
+    def copy(self, dest: int, source: int, num_bytes: int) -> None:
+        """Copy on the stream between any two addresses; returns at once where both are pinned or on the device."""
+        kind = self.api.cudaMemcpyKind.cudaMemcpyDefault
+        self.call("cudaMemcpyAsync", dest, source, num_bytes, kind, self.stream)
+
+    def copy_rows(
+        self, dest: int, dest_pitch: int, source: int, source_pitch: int, row_bytes: int, num_rows: int
+    ) -> None:
+        """Copy rows that lie `pitch` bytes apart; source and destination must not overlap."""
+        kind = self.api.cudaMemcpyKind.cudaMemcpyDefault
+        self.call("cudaMemcpy2DAsync", dest, dest_pitch, source, source_pitch, row_bytes, num_rows, kind, self.stream)
+
+    def synchronize(self) -> None:
+        """Wait until the stream is done."""
+        self.call("cudaStreamSynchronize", self.stream)
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Record what `work` puts on the stream; nothing of it runs.
+
+        Raises:
+            RuntimeFault: something in it cannot be captured.
+        """
+        # Relaxed: TensorRT may touch other streams and allocate while it enqueues.
+        self.call("cudaStreamBeginCapture", self.stream, self.api.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
+        try:
+            work()
+        finally:  # the stream must leave capture mode, however the work ended
+            status, graph = self.api.cudaStreamEndCapture(self.stream)
+        if int(status) != 0:
+            self._fail("cudaStreamEndCapture", status)
+        handle = self.call("cudaGraphInstantiate", graph, 0)
+        self.call("cudaGraphDestroy", graph)
+        return Graph(self, handle)
+
+
+def aligned(num_bytes: int) -> int:
+    """Rounded up to what addresses of tensors need."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

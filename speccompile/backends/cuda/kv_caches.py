@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The K and V caches of an engine in device memory: allocated once, never moved, lent out by slot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from speccompile.backends.cuda.arrays import item_bytes
+from speccompile.backends.cuda.device import ALIGNMENT, Device
+from speccompile.core import specs
+from speccompile.core.borrowed_specs import find_lender
+from speccompile.core.specs import GraphSpec, TensorSpec, compacted_cache_name, updated_cache_name
+from speccompile.errors import BundleError
+
+
+def cache_bytes(spec: GraphSpec, max_slots: int) -> int:
+    """Bytes of the caches that an engine of this spec has for itself."""
+    return max_slots * sum(_slot_bytes(spec.input(name)) for name in spec.own_caches)
+
+
+def _slot_bytes(cache: TensorSpec) -> int:
+    return math.prod(cast(tuple[int, ...], cache.dims[1:])) * item_bytes(cache.dtype)
+
+
+class Caches:
+    """One [max_slots, kv_heads, rows, head_dim] buffer a cache.
+
+    Unused rows are finite numbers from the start: a masked row has weight zero, and zero times NaN is NaN.
+
+    Args:
+        device: where they lie.
+        spec: of the graph; its cache inputs have static dims but the first.
+        max_slots: sequences.
+
+    Raises:
+        BundleError: addresses of slots would not be aligned as TensorRT needs them.
+        RuntimeFault: there is not so much memory.
+    """
+
+    def __init__(self, device: Device, spec: GraphSpec, max_slots: int) -> None:
+        self.device, self.names, self.max_slots = device, spec.caches, max_slots
+        first = spec.input(spec.caches[0])
+        self.dims = cast(tuple[int, ...], first.dims[1:])
+        self.dtype = first.dtype
+        self.rows = self.dims[1]
+        self.slot_bytes = _slot_bytes(first)
+        if max_slots > 1 and self.slot_bytes % ALIGNMENT:
+            got, expected = f"{self.slot_bytes} bytes a slot", f"a multiple of {ALIGNMENT}"
+            raise BundleError(f"engine {spec.name}", got, expected, "Build with a number of cache rows divisible by 8.")
+        self._memories = [device.allocate_zeroed(max_slots * self.slot_bytes) for _ in self.names]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reserved, all caches together."""
+        return sum(memory.num_bytes for memory in self._memories)
+
+    def shape(self, batch: int) -> tuple[int, ...]:
+        """Of a cache lent to `batch` slots."""
+        return (batch, *self.dims)
+
+    def address(self, index: int, first_slot: int) -> int:
+        """Where slot `first_slot` of a cache begins."""
+        return self._memories[index].address + first_slot * self.slot_bytes
+
+    def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
+        """Copy the first `rows` rows of slot `source`, or all, over those of slot `dest`, on the device."""
+        for memory in self._memories:
+            start = memory.address
+            self._copy_slot(start + dest * self.slot_bytes, start + source * self.slot_bytes, rows)
+
+    def swap_slots(self, first: int, second: int, rows: int) -> None:
+        """Exchange the first `rows` rows of two slots, on the device; waits for it."""
+        spare = self.device.allocate(self.slot_bytes)
+        for memory in self._memories:  # one after another on the stream, so they share the spare memory
+            one, other = (memory.address + slot * self.slot_bytes for slot in (first, second))
+            for dest, source in ((spare.address, one), (one, other), (other, spare.address)):
+                self._copy_slot(dest, source, rows)
+        self.device.synchronize()  # before the spare memory goes
+
+    def clear_slot(self, slot: int) -> None:
+        """Zero all rows of a slot, on the device."""
+        for memory in self._memories:
+            self.device.clear(memory.address + slot * self.slot_bytes, self.slot_bytes)
+
+    def _copy_slot(self, dest: int, source: int, rows: int | None) -> None:
+        if rows is None or rows >= self.rows:
+            self.device.copy(dest, source, self.slot_bytes)
+        elif rows > 0:
+            kv_heads, held, head_dim = self.dims
+            row_bytes = head_dim * item_bytes(self.dtype)
+            self.device.copy_rows(dest, held * row_bytes, source, held * row_bytes, rows * row_bytes, kv_heads)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundCache:
+    """A cache input and the memory it is bound to.
+
+    Args:
+        name: of the input.
+        caches: the engine's own, or another one's.
+        index: of the cache in them.
+    """
+
+    name: str
+    caches: Caches
+    index: int
+
+
+class BoundCaches:
+    """All cache inputs of an engine: its own and those that other engines lend.
+
+    Args:
+        bound: in any order.
+    """
+
+    def __init__(self, bound: Sequence[BoundCache]) -> None:
+        self._bound = tuple(bound)
+        self.names = tuple(cache.name for cache in bound)
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """What shapes depend on besides the batch: rows of each view."""
+        return tuple(cache.caches.rows for cache in self._bound)
+
+    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        """Of the inputs, lent to `batch` slots."""
+        return {cache.name: cache.caches.shape(batch) for cache in self._bound}
+
+    def addresses(self, first_slot: int, names: frozenset[str]) -> dict[str, int]:
+        """By tensor name: each cache with its updated and compacted form has one address; only those in `names`."""
+        found = {}
+        for cache in self._bound:
+            address = cache.caches.address(cache.index, first_slot)
+            for name in (cache.name, updated_cache_name(cache.name), compacted_cache_name(cache.name)):
+                if name in names:
+                    found[name] = address
+        return found
+
+    def written(self, names: Sequence[str]) -> tuple[Caches, ...]:
+        """The memories behind the inputs of these names, each once."""
+        wanted = set(names)
+        return tuple(dict.fromkeys(cache.caches for cache in self._bound if cache.name in wanted))
+
+
+def bind_caches(
+    spec: GraphSpec,
+    own: Caches | None,
+    lenders: Mapping[str, Caches | None],
+    max_slots: int,
+    allocate: Callable[[GraphSpec], Caches],
+) -> BoundCaches | None:
+    """The cache inputs of an engine; None where it has none.
+
+    Args:
+        spec: of the engine.
+        own: caches of its own.
+        lenders: those of others by graph name.
+        max_slots: of the engine.
+        allocate: makes caches for a graph that runs alone, of a spec whose `caches` they are.
+
+    Raises:
+        BundleError: see `find_lender`; or a lender's caches have another number of rows, or another dtype.
+    """
+    bound = [] if own is None else [BoundCache(name, own, index) for index, name in enumerate(own.names)]
+    alone: dict[bool, Caches] = {}
+    for loan in spec.borrowed:
+        held = lenders.get(loan.lender)
+        if held is None:
+            is_written = loan.name in spec.caches
+            names = tuple(n.name for n in spec.borrowed if (n.name in spec.caches) is is_written)
+            if is_written not in alone:
+                alone[is_written] = allocate(replace(spec, caches=names))
+            bound.append(BoundCache(loan.name, alone[is_written], names.index(loan.name)))
+            continue
+        sizes = (held.dims[0], held.dims[2])
+        index = find_lender(spec, loan, held.names, sizes, held.max_slots, max_slots)
+        wanted = spec.input(loan.name)
+        if held.dtype != wanted.dtype or (isinstance(wanted.dims[2], int) and wanted.dims[2] != held.rows):
+            got, expected = f"{held.dtype} with {held.rows} rows", f"{wanted.dtype} with {wanted.dims[2]} rows"
+            raise BundleError(f"engine {spec.name} ({loan.name})", got, expected, "Build the bundle again.")
+        bound.append(BoundCache(loan.name, held, index))
+    return BoundCaches(bound) if bound else None
+
+
+def rollback_spec_of(spec: GraphSpec) -> GraphSpec:
+    """The spec of the plan or graph that compacts the caches of `spec`."""
+    caches = tuple(spec.input(name) for name in spec.caches)
+    inputs = (
+        TensorSpec(specs.LENGTHS, ("batch",), "int64"),
+        TensorSpec(specs.PATH, ("batch", "scored"), "int64"),
+        *caches,
+    )
+    outputs = tuple(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches)
+    return GraphSpec("rollback", inputs, outputs, spec.caches)

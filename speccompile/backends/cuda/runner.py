@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a plan with whatever shapes come: finds or makes the step, gives it a context, replays its graph."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NoReturn, Protocol
+
+from speccompile.backends.cuda.arrays import DeviceArray
+from speccompile.backends.cuda.device import Device
+from speccompile.backends.cuda.kv_caches import BoundCaches
+from speccompile.backends.cuda.profile import Profile
+from speccompile.backends.cuda.steps import Region, Step
+from speccompile.core.specs import GraphSpec, compacted_cache_name, updated_cache_name
+from speccompile.errors import RuntimeFault
+
+MAX_STEPS = 512  # shapes seen come from few node counts, batches and buckets
+MAX_CONTEXTS = 32  # each keeps some memory of its own
+MAX_GRAPH_NODES = 64  # chunks of a prompt take milliseconds: a graph would save nothing
+
+
+class Executable(Protocol):
+    """What a runner needs of a plan: `loading.Plan`, or a session of ONNX Runtime on CUDA."""
+
+    spec: GraphSpec
+    device: Device
+    captures_itself: bool  # its contexts make CUDA graphs of their own
+    idle_runs: int  # a step loses its context to another once so many runs went by without it
+
+    def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
+        """The profile that takes these shapes."""
+        ...
+
+    def make_context(self, profile: Profile, is_kept: bool = False) -> Any:
+        """An execution context; one that is kept runs one combination of shapes and addresses only."""
+        ...
+
+    def fail(self, wanted: str, got: str) -> NoReturn:
+        """Raise a RuntimeFault."""
+        ...
+
+
+class Runner:
+    """One plan with its input and output memory.
+
+    Args:
+        plan: what runs.
+        caches: None for a graph without.
+        kv_address: of a resident vector whose length alone is read (`kv_rows`).
+        settings: `cuda_graphs` (default true), `max_contexts`.
+    """
+
+    def __init__(
+        self, plan: Executable, caches: BoundCaches | None, kv_address: int, settings: Mapping[str, Any]
+    ) -> None:
+        self.plan, self.device, self.caches, self.kv_address = plan, plan.device, caches, kv_address
+        names = () if caches is None else caches.names
+        kept = {n for c in names for n in (c, updated_cache_name(c), compacted_cache_name(c))}
+        self.cache_tensors = frozenset(t.name for t in (*plan.spec.inputs, *plan.spec.outputs) if t.name in kept)
+        self.plain_inputs = tuple(t for t in plan.spec.inputs if t.name not in kept)
+        self.plain_outputs = tuple(t for t in plan.spec.outputs if t.name not in kept)
+        self.inputs, self.outputs = Region(plan.device), Region(plan.device)
+        self.max_contexts = int(settings.get("max_contexts", MAX_CONTEXTS))
+        self.uses_graphs = bool(settings.get("cuda_graphs", True)) and not plan.captures_itself
+        self.graph_fault: str | None = None  # why graphs were given up
+        self.last_step: Step | None = None
+        self._num_runs = 0
+        self._shared: dict[int, tuple[Any, Step | None]] = {}  # by profile: the context, and the step bound to it
+        self._steps: OrderedDict[tuple[Any, ...], Step] = OrderedDict()
+        self._owners: OrderedDict[Step, None] = (
+            OrderedDict()
+        )  # steps with a context of their own, in the order of their last runs
+
+    def run(self, feeds: Mapping[str, Any], sizes: Mapping[str, int], first_slot: int = 0) -> Mapping[str, Any]:
+        """One run; returns once the small outputs are on the host.
+
+        Args:
+            feeds: inputs by name, numpy arrays or device arrays; those left out are neutral.
+            sizes: of all dynamic dims of the inputs.
+            first_slot: the slot of batch row 0.
+
+        Raises:
+            RuntimeFault: the shapes fit no profile, or the run failed.
+        """
+        self.device.activate()
+        lent, copied = self._split(feeds)
+        layout = () if self.caches is None else self.caches.layout
+        key = (*sizes.values(), first_slot, layout, *((n, a.address) for n, a in (*lent.items(), *copied.items())))
+        step = self._steps.get(key)
+        if step is None:
+            step = Step(self, sizes, first_slot, lent, copied)
+            if len(self._steps) >= MAX_STEPS:
+                self._drop(*self._steps.popitem(last=False))
+            self._steps[key] = step
+        self._steps.move_to_end(key)
+        staged = {name: value for name, value in feeds.items() if name not in lent and name not in copied}
+        step.fill(staged, ran_last=self.last_step is step)
+        self.last_step = step
+        self._launch(step)
+        self.device.synchronize()
+        return step.results
+
+    def _split(self, feeds: Mapping[str, Any]) -> tuple[dict[str, DeviceArray], dict[str, DeviceArray]]:
+        """Feeds that can be read where they lie, and those that this run itself would write over."""
+        lent: dict[str, DeviceArray] = {}
+        copied: dict[str, DeviceArray] = {}
+        for tensor in self.plain_inputs:
+            value = feeds.get(tensor.name)
+            if isinstance(value, DeviceArray) and value.device is self.device and value.dtype == tensor.dtype:
+                (copied if self.outputs.memory.holds(value.address) else lent)[tensor.name] = value
+        return lent, copied
+
+    def _launch(self, step: Step) -> None:
+        self._num_runs += 1
+        step.num_runs, step.last_run = step.num_runs + 1, self._num_runs
+        if step.context is not None:
+            self._owners.move_to_end(step)
+        if step.graph is not None:
+            step.graph.launch()
+            return
+        if step.context is not None and self.uses_graphs and self._capture(step):
+            return
+        if step.context is None and step.num_runs > 1 and step.nodes <= MAX_GRAPH_NODES and self._has_room():
+            self._own_context(step)
+        context = step.context
+        if context is None:
+            context, bound = self._shared[step.profile.index]
+            if bound is not step:
+                step.bind(context)
+                self._shared[step.profile.index] = (context, step)
+        step.enqueue(context)
+
+    def _capture(self, step: Step) -> bool:
+        """Capture and launch; where that cannot be done, graphs are given up and the steps run as they are."""
+        try:
+            step.graph = self.device.capture(lambda: step.enqueue(step.context))
+        except RuntimeFault as fault:
+            self.device.api.cudaGetLastError()  # or the next launch would report it once more
+            self.graph_fault, self.uses_graphs = str(fault), False
+            return False
+        step.graph.launch()
+        return True
+
+    def _has_room(self) -> bool:
+        """Whether a step may have a context of its own; one made for every other run would cost more than it saves."""
+        if len(self._owners) < self.max_contexts:
+            return True
+        oldest = next(iter(self._owners), None)
+        return oldest is not None and self._num_runs - oldest.last_run > self.plan.idle_runs
+
+    def _own_context(self, step: Step) -> None:
+        """A graph holds a context's state, so a context is never shared by graphs of different shapes."""
+        if len(self._owners) >= self.max_contexts:
+            oldest, _ = self._owners.popitem(last=False)
+            oldest.graph, oldest.context, oldest.num_runs = None, None, 0
+        step.context = self.plan.make_context(step.profile, is_kept=True)
+        step.bind(step.context)
+        self._owners[step] = None
+
+    def shared_context(self, profile: Profile) -> Any:
+        """The context of a profile for steps that have none of their own; what was bound to it is void."""
+        if profile.index not in self._shared:
+            self._shared[profile.index] = (self.plan.make_context(profile), None)
+        context, _ = self._shared[profile.index]
+        self._shared[profile.index] = (context, None)
+        return context
+
+    def _drop(self, key: tuple[Any, ...], step: Step) -> None:
+        del key
+        self._owners.pop(step, None)
+        step.graph, step.context = None, None
+
+    def forget_steps(self) -> None:
+        """Addresses have changed: no step, no graph holds any more."""
+        self.device.synchronize()
+        for step in self._owners:
+            step.graph, step.context = None, None
+        self._steps.clear()
+        self._owners.clear()
+        self._shared = {index: (context, None) for index, (context, _) in self._shared.items()}
+        self.last_step = None

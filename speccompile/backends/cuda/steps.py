@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan needs to run with one combination of shapes: addresses, host views, and once it is hot a graph.
+
+Inputs that come from the host lie side by side in one pinned buffer and go over in one copy; small outputs come
+back in another. A step seen for the second time gets an execution context of its own, so that nothing is bound
+again; at the third time its copies and kernels are captured as a CUDA graph, which from then on is all that runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.backends.cuda.arrays import DeviceArray, host_dtype, item_bytes
+from speccompile.backends.cuda.device import Device, Graph, Memory, PinnedMemory, aligned
+from speccompile.backends.feeds import neutral_value, shape_from_dims
+from speccompile.core import specs
+from speccompile.core.specs import TensorSpec
+
+if TYPE_CHECKING:
+    from speccompile.backends.cuda.runner import Runner
+
+MAX_HOST_DIM = 64  # static dims of small outputs, e.g. the drafts of a chain
+
+
+class Region:
+    """Device memory with a pinned twin for its first part; it grows by doubling."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.memory: Memory = device.allocate(0)
+        self.pinned: PinnedMemory = device.allocate_pinned(0)
+
+    def fit(self, num_bytes: int, pinned_bytes: int) -> bool:
+        """Make room; returns whether addresses changed."""
+        grows, pinned_grows = num_bytes > self.memory.num_bytes, pinned_bytes > self.pinned.num_bytes
+        if grows:
+            self.memory = self.device.allocate(max(num_bytes, 2 * self.memory.num_bytes))
+        if pinned_grows:
+            self.pinned = self.device.allocate_pinned(max(pinned_bytes, 2 * self.pinned.num_bytes))
+        return grows or pinned_grows
+
+
+def comes_to_host(tensor: TensorSpec) -> bool:
+    """Whether an output is small enough to come back with every step: integers, and one number a slot or draft."""
+    is_small = all(dim != "draft_vocab" and (isinstance(dim, str) or dim <= MAX_HOST_DIM) for dim in tensor.dims)
+    is_float = tensor.dtype.startswith(("float", "bfloat"))
+    return is_small and (not is_float or len(tensor.dims) <= 2 or tensor.name == specs.GUESS_PROBS)
+
+
+class Step:
+    """See the module.
+
+    It does not refer to its runner, which holds it: in a cycle both would keep their memory until Python looks for it.
+
+    Args:
+        runner: whose plan and regions it uses.
+        sizes: of the dynamic dims.
+        first_slot: the slot of batch row 0.
+        lent: inputs that lie on the device already, bound where they are.
+        copied: inputs that lie in this runner's own output region, copied into its input region before each run.
+
+    Raises:
+        RuntimeFault: no profile takes the shapes, or TensorRT refuses them.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        sizes: Mapping[str, int],
+        first_slot: int,
+        lent: Mapping[str, DeviceArray],
+        copied: Mapping[str, DeviceArray],
+    ) -> None:
+        self.plan, self.device = runner.plan, runner.device
+        self.inputs, self.outputs = runner.inputs, runner.outputs
+        self.num_runs = self.last_run = 0
+        self.context: Any = None
+        self.graph: Graph | None = None
+        self.nodes = sizes.get("nodes", 1)
+        self.shapes = {t.name: shape_from_dims(t, sizes) for t in runner.plain_inputs}
+        if runner.caches is not None:
+            self.shapes |= runner.caches.shapes(sizes["batch"])
+        self.profile = runner.plan.find_profile(self.shapes)
+        self.output_shapes = self._infer_output_shapes(runner)
+        self.addresses = {name: array.address for name, array in lent.items()}
+        if runner.caches is not None:
+            self.addresses |= runner.caches.addresses(first_slot, runner.cache_tensors)
+        if specs.KV_ROWS in self.shapes:
+            self.addresses[specs.KV_ROWS] = runner.kv_address
+        self.arrays: dict[str, NDArray[Any]] = {}
+        self.neutral: dict[str, NDArray[Any]] = {}
+        self.changed: set[str] = set()
+        self._place_inputs(runner, copied)
+        self.results: dict[str, Any] = {}
+        self._place_outputs(runner)
+
+    def _infer_output_shapes(self, runner: Runner) -> dict[str, tuple[int, ...]]:
+        context, plan = runner.shared_context(self.profile), self.plan
+        self.set_shapes(context)
+        unknown = context.infer_shapes()
+        if unknown:
+            plan.fail("inputs that determine all shapes", f"nothing known of {', '.join(unknown)}")
+        found = {t.name: tuple(int(n) for n in context.get_tensor_shape(t.name)) for t in runner.plain_outputs}
+        for name, shape in found.items():
+            if min(shape, default=0) < 0:
+                plan.fail("outputs whose shapes follow from the inputs'", f"{name} {list(shape)}")
+        return found
+
+    def set_shapes(self, context: Any) -> None:
+        """Tell a context the shapes of the inputs."""
+        for name, shape in self.shapes.items():
+            if not context.set_input_shape(name, shape):
+                self.plan.fail("a shape inside the profile", f"{name} {list(shape)}")
+
+    def bind(self, context: Any) -> None:
+        """Tell a context the shapes and all addresses."""
+        self.set_shapes(context)
+        for name, address in self.addresses.items():
+            if not context.set_tensor_address(name, address):
+                self.plan.fail("an address that TensorRT takes", f"{name} at {address:#x}")
+
+    def _place_inputs(self, runner: Runner, copied: Mapping[str, DeviceArray]) -> None:
+        offsets, end = {}, 0
+        tensors = [t for t in runner.plain_inputs if t.name not in self.addresses]
+        for tensor in sorted(tensors, key=lambda t: t.name in copied):  # what is staged lies in front
+            offsets[tensor.name] = end
+            end += aligned(math.prod(self.shapes[tensor.name]) * item_bytes(tensor.dtype))
+        self.staged_bytes = min((offsets[name] for name in copied), default=end)
+        if self.inputs.fit(end, self.staged_bytes):
+            runner.forget_steps()
+        start = self.inputs.memory.address
+        self.addresses |= {name: start + offset for name, offset in offsets.items()}
+        self.copies = [(self.addresses[name], array.address, array.nbytes) for name, array in copied.items()]
+        for tensor in tensors:
+            if tensor.name not in copied:
+                self._stage(tensor, offsets[tensor.name])
+
+    def _stage(self, tensor: TensorSpec, offset: int) -> None:
+        shape, dtype = self.shapes[tensor.name], host_dtype(tensor.dtype)
+        neutral = neutral_value(tensor.name, shape, tensor.dtype)  # host_dtype has made bfloat16 known to numpy
+        part = self.inputs.pinned.bytes[offset : offset + neutral.nbytes]
+        self.neutral[tensor.name], self.arrays[tensor.name] = neutral, part.view(dtype).reshape(shape)
+
+    def _place_outputs(self, runner: Runner) -> None:
+        offsets, end = {}, 0
+        self.returned_bytes = 0
+        for tensor in sorted(runner.plain_outputs, key=lambda t: not comes_to_host(t)):  # what comes back lies in front
+            offsets[tensor.name] = end
+            end += aligned(math.prod(self.output_shapes[tensor.name]) * item_bytes(tensor.dtype))
+            if comes_to_host(tensor):
+                self.returned_bytes = end
+        if self.outputs.fit(end, self.returned_bytes):
+            runner.forget_steps()
+        memory, pinned = self.outputs.memory, self.outputs.pinned
+        for tensor in runner.plain_outputs:
+            offset, shape = offsets[tensor.name], self.output_shapes[tensor.name]
+            self.addresses[tensor.name] = memory.address + offset
+            if comes_to_host(tensor):
+                num_bytes = math.prod(shape) * item_bytes(tensor.dtype)
+                part = pinned.bytes[offset : offset + num_bytes]
+                self.results[tensor.name] = part.view(host_dtype(tensor.dtype)).reshape(shape)
+            else:
+                self.results[tensor.name] = DeviceArray(
+                    self.device, memory.address + offset, shape, tensor.dtype, memory
+                )
+
+    def fill(self, feeds: Mapping[str, Any], ran_last: bool) -> None:
+        """Write `feeds` to the pinned buffer; inputs that this step leaves out have their neutral values.
+
+        The buffer is shared by all steps of the runner: unless this one ran last, everything is written.
+        """
+        if not ran_last:
+            for name in self.arrays.keys() - feeds.keys():
+                self.arrays[name][...] = self.neutral[name]
+        else:
+            for name in self.changed.difference(feeds):
+                self.arrays[name][...] = self.neutral[name]
+        self.changed = {name for name in feeds if name in self.arrays}
+        for name in self.changed:
+            self.arrays[name][...] = np.asarray(feeds[name])
+
+    def enqueue(self, context: Any) -> None:
+        """Put copies and kernels on the stream."""
+        device, inputs, outputs = self.device, self.inputs, self.outputs
+        if self.staged_bytes:
+            device.copy(inputs.memory.address, inputs.pinned.address, self.staged_bytes)
+        for dest, source, num_bytes in self.copies:
+            device.copy(dest, source, num_bytes)
+        if not context.execute_async_v3(device.stream):
+            self.plan.fail("a step that runs", "TensorRT refused to enqueue it")
+        if self.returned_bytes:
+            device.copy(outputs.pinned.address, outputs.memory.address, self.returned_bytes)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Neutral values of graph inputs, and shapes from dims by name: what every engine needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from speccompile.core import specs
+from speccompile.core.feature_specs import NEXT_STATES, STATES
+from speccompile.core.specs import GraphSpec, TensorSpec
+
+
+def shape_from_dims(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a tensor whose dynamic dims have `sizes`."""
+    return tuple(sizes[d] if isinstance(d, str) else d for d in spec.dims)
+
+
+def neutral_value(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """The value of an input that is left out: a chain, every node scored, deterministic drafts, greedy."""
+    if name == specs.TREE_MASK:
+        return np.ascontiguousarray(np.broadcast_to(np.tril(np.ones(shape[1:], bool)), shape))
+    if name == specs.PARENTS:
+        return np.ascontiguousarray(np.broadcast_to(np.arange(-1, shape[1] - 1), shape))
+    if name == specs.SCORED_NODES:
+        return np.ascontiguousarray(np.broadcast_to(np.arange(shape[1]), shape))
+    if name == specs.TOP_P:
+        return np.ones(shape, dtype)
+    return np.zeros(shape, dtype)
+
+
+def sizes_from_feeds(spec: GraphSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Sizes of the dynamic dims of a step, read off its feeds (see `Engine.run`)."""
+    fed: dict[str, int] = {}
+    for name, dims in spec.dynamic_dims:
+        if name in feeds:
+            shape = feeds[name].shape
+            for axis, dim in dims:
+                fed.setdefault(dim, shape[axis])
+    nodes = fed.get("nodes", 1)
+    draws = spec.gives_probs and specs.TEMPERATURE in feeds and feeds[specs.TEMPERATURE].any()
+    sizes = {
+        "batch": fed.get("batch", 1),
+        "nodes": nodes,
+        "scored": fed.get("scored", 1 if spec.scores == "one" else nodes),
+        "draft_vocab": fed.get("draft_vocab", spec.law_width if draws else 1),
+    }
+    return {**sizes, STATES: fed[STATES], NEXT_STATES: nodes + 1} if STATES in fed else sizes

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a quantised form of a target is from the float32 graph, and which form is taken.
+
+Run as a process of its own (`measure_distances` starts it), as measurements of time are: the first session of a
+process decides how denormals are treated.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core import specs
+from speccompile.core.specs import GraphSpec, TensorSpec, spec_from_json
+from speccompile.errors import BuildError
+
+# Mean KL divergence from float32 in nats. int8 on the example pair: 1e-3 with one scale an activation row (a third of
+# the greedy texts stay those of float32), 2e-4 with one for each 32 entries (all stay).
+MAX_KL = 5e-4
+NUM_TEXTS, NUM_TOKENS = 4, 64  # texts are drawn from the model itself, so that no corpus is needed
+SEED = 0
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of a quantised graph from the float32 graph of the same model.
+
+    Args:
+        kl: mean of KL(float32 || quantised) of the next-token distributions at temperature 1, in nats.
+        top1: share of positions with the same most likely token.
+    """
+
+    kl: float
+    top1: float
+
+
+def choose_form(step_ms: Mapping[str, Mapping[str, float]], distances: Mapping[str, Distance]) -> str:
+    """Returns the fastest form among those within `MAX_KL` of float32; where none is, the nearest.
+
+    Args:
+        step_ms: by form: {nodes: milliseconds}. A draft-verify loop alternates between one node and a handful, so
+            the product of both counts.
+        distances: by form; empty where the graph decides over no text (drafts): then speed alone counts.
+    """
+    near = [form for form in step_ms if form not in distances or distances[form].kl <= MAX_KL]
+    if not near:
+        return min(distances, key=lambda form: distances[form].kl)
+    return min(near, key=lambda form: step_ms[form]["1"] * step_ms[form]["4"])
+
+
+def with_logits(spec: GraphSpec) -> GraphSpec:
+    """Returns the spec of a target with its logits as an output, [batch, scored, vocab] float32."""
+    if any(t.name == specs.LOGITS for t in spec.outputs):
+        return spec
+    logits = TensorSpec(specs.LOGITS, ("batch", "scored", spec.vocab_size), "float32")
+    after = [t.name for t in spec.outputs].index(specs.NEXT_TOKEN) + 1
+    return replace(spec, outputs=(*spec.outputs[:after], logits, *spec.outputs[after:]))
+
+
+def measure_distances(reference: Path, forms: Mapping[str, Path], spec: GraphSpec) -> dict[str, Distance]:
+    """Measures the distance of lowered graphs from the float32 graph, in a child process.
+
+    Args:
+        reference: the float32 graph.
+        forms: lowered graphs of the same model, by form.
+        spec: of all of them, with logits.
+
+    Returns:
+        By form; empty where the caches have no room for two tokens.
+
+    Raises:
+        BuildError: the child died, or a graph gives logits that are not finite.
+    """
+    request = {
+        "reference": str(reference),
+        "forms": {form: str(path) for form, path in forms.items()},
+        "spec": spec.json_from_spec(),
+    }
+    command = [sys.executable, "-m", "speccompile.backends.onnxruntime.fidelity"]
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        tail = done.stderr.strip()[-500:]
+        got = f"exit code {done.returncode}: {tail}"
+        raise BuildError(f"distance of {reference.parent}", got, "a measurement", "See the message.")
+    rows = json.loads(done.stdout.splitlines()[-1])
+    return {form: Distance(**row) for form, row in rows.items()}
+
+
+def distance(wanted: Floats, got: Floats) -> Distance:
+    """Returns the distance between two tables of logits [positions, vocab]."""
+    target, other = _log_probs(wanted), _log_probs(got)
+    kl = float((np.exp(target) * (target - other)).sum(axis=-1).mean())
+    return Distance(max(kl, 0.0), float((target.argmax(axis=-1) == other.argmax(axis=-1)).mean()))
+
+
+def _log_probs(logits: Floats) -> Floats:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
+
+
+def _logits(path: Path, spec: GraphSpec, texts: NDArray[np.int64], prepack: bool) -> Floats:
+    """[texts, tokens, vocab] float64, each text read in one run."""
+    from speccompile.backends.onnxruntime.engine import load_engine
+
+    # The float32 weights stay mapped from their file: a packed copy of a large model would not fit beside the build.
+    settings = {"threads": 0, "prepack": prepack}
+    engine = load_engine(path, spec, max_slots=1, max_rows=texts.shape[1], settings=settings)
+    rows = []
+    for text in texts:
+        step = engine.run({specs.TOKENS: text[None], specs.LENGTHS: np.zeros(1, np.int64)})
+        rows.append(np.asarray(step[specs.LOGITS])[0].astype(np.float64))
+    result = np.stack(rows)
+    if not np.isfinite(result).all():
+        raise BuildError(f"logits of {path}", "numbers that are not finite", "finite logits", "Check the weights.")
+    return result
+
+
+def draw_texts(path: Path, spec: GraphSpec) -> NDArray[np.int64]:
+    """Draws texts from a graph at temperature 1: [NUM_TEXTS, NUM_TOKENS or as many as its caches hold] int64."""
+    from speccompile.backends.onnxruntime.engine import load_engine
+
+    num_tokens = min(NUM_TOKENS, spec.max_rows or NUM_TOKENS)
+    engine = load_engine(path, spec, max_slots=NUM_TEXTS, max_rows=num_tokens, settings={"threads": 0})
+    texts = np.zeros((NUM_TEXTS, num_tokens), np.int64)
+    texts[:, 0] = np.arange(NUM_TEXTS) * spec.vocab_size // NUM_TEXTS
+    rng = np.random.default_rng(SEED)
+    for at in range(num_tokens - 1):
+        feeds: dict[str, NDArray[Any]] = {
+            specs.TOKENS: texts[:, at : at + 1],
+            specs.LENGTHS: np.full(NUM_TEXTS, at, np.int64),
+            specs.TEMPERATURE: np.ones(NUM_TEXTS, np.float32),
+            specs.UNIFORMS: rng.random((NUM_TEXTS, 1, 2), dtype=np.float32),
+        }
+        texts[:, at + 1] = engine.run(feeds)[specs.NEXT_TOKEN]
+    return texts
+
+
+def main() -> None:
+    """Child process: a request as JSON on standard input, the distances as the last line of standard output."""
+    request = json.load(sys.stdin)
+    spec, forms = spec_from_json(request["spec"]), {form: Path(path) for form, path in request["forms"].items()}
+    if spec.max_rows and spec.max_rows < 2:
+        print(json.dumps({}))
+        return
+    texts = draw_texts(next(iter(forms.values())), spec)
+    wanted = _logits(Path(request["reference"]), spec, texts, prepack=False)
+    found = {form: distance(wanted, _logits(path, spec, texts, prepack=True)) for form, path in forms.items()}
+    print(json.dumps({form: {"kl": row.kl, "top1": row.top1} for form, row in found.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs and outputs as TensorRT's graphs have them, from those of the neutral graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from speccompile.core.specs import (
+    HIDDEN,
+    KV_ROWS,
+    LENT_ROWS,
+    GraphSpec,
+    TensorSpec,
+    compacted_cache_name,
+    updated_cache_name,
+)
+
+
+def tensorrt_spec(spec: GraphSpec, dtype: str, max_rows: int, *, compacts: bool = False) -> GraphSpec:
+    """`spec` as TensorRT's graph has it: its dtype, static caches and the number of rows to attend to.
+
+    Args:
+        spec: of a whole neutral graph, tail included; of a rollback graph; or of one without caches.
+        dtype: of caches and hidden states: float32, float16 or bfloat16. What is sampled from stays float32.
+        max_rows: rows of the caches, those that a step of drafts needs behind the last sequence row included.
+        compacts: whether KVRollback follows the updates in the graph (where a plugin does it).
+
+    Returns:
+        The spec. `kv_rows` comes before the caches of a graph that reads prompts; with `compacts` a
+        `<cache>.compacted` for each cache comes behind the updates.
+    """
+
+    def convert(tensor: TensorSpec) -> TensorSpec:
+        if tensor.name.split(".")[0] == HIDDEN:
+            return replace(tensor, dtype=dtype)
+        if tensor.name not in caches:
+            return tensor
+        dims = tuple(max_rows if d in ("max_seq", LENT_ROWS) else d for d in tensor.dims)
+        return replace(tensor, dims=dims, dtype=dtype)
+
+    caches = {name for cache in spec.cache_inputs for name in (cache, updated_cache_name(cache))}
+    inputs = [convert(t) for t in spec.inputs]
+    # A law is never a dummy there: its function has no branches, and all that branches is the size of an input.
+    laws = {"draft_vocab": spec.law_width}
+    outputs = [replace(convert(t), dims=tuple(laws.get(str(d), d) for d in convert(t).dims)) for t in spec.outputs]
+    if spec.caches and spec.reads_prompts:
+        inputs.insert(len(inputs) - len(spec.caches), TensorSpec(KV_ROWS, ("kv",), "int8"))
+    if compacts:
+        held = {t.name: t for t in inputs}
+        outputs += [replace(held[c], name=compacted_cache_name(c)) for c in spec.caches]
+    return replace(spec, inputs=tuple(inputs), outputs=tuple(outputs))

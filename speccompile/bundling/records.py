@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What speccompile wrote into a folder: a record with the digest of every file, by which its own work is told.
+
+A bundle's record is its manifest. A trained speculator and a Triton model hold `.speccompile.json`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from speccompile.core.json_reader import read_json_object
+from speccompile.errors import BuildError
+from speccompile.runtime.bundle import (
+    MANIFEST,
+    digest_from_file,
+    digest_from_manifest,
+    digests_from_folder,
+    write_json,
+)
+
+RECORD = ".speccompile.json"
+BUNDLE, SPECULATOR, MODEL, RUN = "bundle", "trained speculator", "Triton model", "training run"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a folder's record says.
+
+    Args:
+        name: of the record's file.
+        kind: what the folder is, e.g. `BUNDLE`.
+        files: {relative path: {"sha256", "size_bytes"}} of all files but the record.
+        is_intact: the record's own digest holds.
+    """
+
+    name: str
+    kind: str
+    files: Mapping[str, Any]
+    is_intact: bool
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a folder differs from what was written there.
+
+    Args:
+        foreign: paths that no record lists; a folder without any listed file is one path and ends in "/".
+        changed: paths of listed files that are not as they were written.
+    """
+
+    foreign: tuple[str, ...]
+    changed: tuple[str, ...]
+
+
+def write_record(folder: Path, kind: str) -> None:
+    """Write the record of all files below `folder`; the last step before it takes its place."""
+    _write(folder, kind, digests_from_folder(folder))
+
+
+def write_mark(folder: Path, kind: str) -> None:
+    """Write a record that says what a folder is for, and lists no file: its files grow as the work goes on."""
+    _write(folder, kind, {})
+
+
+def read_record(folder: Path) -> Record | None:
+    """Returns the record in `folder`; None where there is none, or a file of that name that is no record."""
+    manifest = _read(folder / MANIFEST)
+    if isinstance(manifest.get("files"), dict) and {"schema_version", "graphs"} <= set(manifest):
+        return _record(MANIFEST, BUNDLE, manifest)
+    record = _read(folder / RECORD)
+    if isinstance(record.get("files"), dict) and "speccompile" in record:
+        return _record(RECORD, str(record.get("kind")), record)
+    return None
+
+
+def compare_folder(folder: Path, record: Record | None) -> Difference:
+    """Returns what in `folder` was not written by speccompile, or was changed since.
+
+    Missing files and empty folders do not count: nothing is lost with them.
+
+    Raises:
+        OSError: a file or folder below it cannot be read.
+    """
+    files = {} if record is None else {record.name: None, **record.files}
+    parents = {parent.as_posix() for name in files for parent in PurePosixPath(name).parents}
+    foreign, changed = set(), []
+    for name, path in files_below(folder):
+        if name not in files:
+            above = [parent.as_posix() for parent in reversed(PurePosixPath(name).parents)]
+            outer = next((parent for parent in above if parent not in parents | {"."}), None)
+            foreign.add(name if outer is None else f"{outer}/")
+        elif _is_changed(path, files[name], record):
+            changed.append(name)
+    return Difference(tuple(sorted(foreign)), tuple(sorted(changed)))
+
+
+def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yields (relative path, path) of all that is no folder below `folder`; links are not followed."""
+    for root, folders, files in os.walk(folder, onerror=_raise):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        for name in (*files, *links):
+            path = Path(root, name)
+            yield path.relative_to(folder).as_posix(), path
+
+
+def _is_changed(path: Path, facts: Any, record: Record | None) -> bool:
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        return True
+    if facts is None:
+        return record is not None and not record.is_intact
+    if not isinstance(facts, dict) or status.st_size != facts.get("size_bytes"):
+        return True
+    return digest_from_file(path) != facts.get("sha256")
+
+
+def _write(folder: Path, kind: str, files: Mapping[str, Any]) -> None:
+    record = {"speccompile": 1, "kind": kind, "files": files}
+    write_json(folder / RECORD, {**record, "digest": digest_from_manifest(record)})
+
+
+def _record(name: str, kind: str, data: Mapping[str, Any]) -> Record:
+    return Record(name, kind, data["files"], data.get("digest") == digest_from_manifest(data))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(path, BuildError, "")
+    except BuildError:
+        return {}
+
+
+def _raise(fault: OSError) -> None:
+    raise fault

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint folders: configs, safetensors, model families; no torch."""

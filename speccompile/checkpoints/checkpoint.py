@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint folders: find them, read their sizes, prove them complete. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from speccompile.checkpoints.safetensors import TensorHeader, read_header
+from speccompile.core.json_reader import kind_of, read_json_object, shown, whole_number
+from speccompile.core.specs import ModelDims
+from speccompile.errors import CheckpointError
+
+# The names a size has in config.json, the usual one first; older architectures have their own.
+_NAMES = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "max_positions": ("max_position_embeddings", "n_positions", "seq_length"),
+}
+
+MAX_SIZE = 2**31 - 1
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "consolidated.00.pth")
+GGUF = ".gguf"
+GGUF_TODO = "GGUF is not read: give the transformers checkpoint that the file was made of, or convert it back to one."
+HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_MAX_SHOWN = 255  # also of a file's name, in bytes
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.(.+)$")
+_EVERY_LAYER = re.compile(
+    r"(attn|attention|norm|ln_).*\.(weight|bias)$"
+)  # parts that no layer goes without; MLPs may differ by layer
+HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "LICENSE*", "README.md")
+
+
+def resolve_checkpoint(model: str, patterns: Sequence[str] = HUB_FILES) -> Path:
+    """The folder of a checkpoint: a path that exists, or a hub id, downloaded if need be.
+
+    Args:
+        model: folder or hub id.
+        patterns: files of a hub checkpoint that are wanted.
+
+    Raises:
+        CheckpointError: neither a folder nor a hub id, or the download failed.
+    """
+    folder = Path(os.path.expanduser(model))
+    if os.path.isdir(folder):
+        return folder
+    is_there = os.path.exists(folder)
+    if is_there or folder.is_absolute() or model.startswith(".") or not HUB_ID.fullmatch(model):
+        got = "a file" if is_there else "no such folder"
+        raise CheckpointError(shown_path(model), got, "a checkpoint folder or a hub id like owner/name", hint(model))
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as fault:  # the hub's errors derive from these
+        raise CheckpointError(
+            model,
+            f"no local folder of that name, and the hub said: {str(fault).strip().splitlines()[0]}",
+            "a folder or a hub id that can be downloaded",
+            "Check the name, the network and your access to a gated model, or give a local folder.",
+        ) from fault
+
+
+def hint(model: str) -> str:
+    """Returns what to do about a model that is no folder and no hub id."""
+    if model.lower().endswith(GGUF):
+        return GGUF_TODO
+    if os.path.isfile(os.path.expanduser(model)):
+        return "Give the folder that the file lies in."
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}", model):
+        return f"A hub id has an owner before the name: find the one of {model!r}, e.g. OWNER/{model}."
+    return "Check the path; a hub id has an owner and a name, as in owner/name."
+
+
+def shown_path(model: str) -> str:
+    """Returns a path or hub id as it is shown in an error: without control characters, and cut where it is long."""
+    is_plain = model.isprintable() and len(model) <= _MAX_SHOWN
+    return model if model and is_plain else shown(model)
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint folder.
+
+    Raises:
+        CheckpointError: missing, or not a JSON object.
+    """
+    path = source / "config.json"
+    if not path.exists():
+        expected = "the config of a transformers checkpoint"
+        raise CheckpointError(str(path), "no such file", expected, "Check the folder's path.")
+    return read_json_object(path, CheckpointError, "Download the file again.")
+
+
+def layers_key(config: Mapping[str, Any]) -> str:
+    """The key under which a config has its number of layers."""
+    return next(n for n in _NAMES["num_layers"] if config.get(n) is not None)
+
+
+def first_gguf(source: Path) -> str | None:
+    """Returns the name of a GGUF file in a folder, the first in order; None where there is none."""
+    return min((f.name for f in source.iterdir() if f.name.lower().endswith(GGUF)), default=None)
+
+
+def _size(path: Path, config: Mapping[str, Any], field: str) -> int:
+    value = next((config[n] for n in _NAMES[field] if config.get(n) is not None), None)
+    if (size := whole_number(value, 1, MAX_SIZE)) is None:
+        todo = "Only causal language models with a flat config are supported."
+        if "text_config" in config:
+            todo = "This is a multimodal checkpoint; use its text model alone."
+        expected = f"a positive integer under {' or '.join(_NAMES[field])}"
+        raise CheckpointError(str(path / "config.json"), shown(value), expected, todo)
+    return size
+
+
+def optional_size(where: str, config: Mapping[str, Any], keys: Sequence[str], default: int) -> int:
+    """Returns a size that a config may leave out or give as null.
+
+    Args:
+        where: the config's file, for the message.
+        config: its object.
+        keys: under which it may stand; the first that is there counts.
+        default: where none is there.
+
+    Raises:
+        CheckpointError: no positive integer of at most `MAX_SIZE`.
+    """
+    key = next((k for k in keys if config.get(k) is not None), keys[0])
+    value = default if config.get(key) is None else config[key]
+    if (size := whole_number(value, 1, MAX_SIZE)) is None:
+        where, expected = f"{where} ({key})", f"a whole number from 1 to {MAX_SIZE}, or none"
+        raise CheckpointError(where, shown(value), expected, "Correct it, or download the file again.")
+    return size
+
+
+def read_dims(source: Path) -> ModelDims:
+    """The sizes of the decoder in `source`, from its config.json alone; num_params stays 0.
+
+    Raises:
+        CheckpointError: a size is missing or not a positive integer.
+    """
+    config = read_config(source)
+    sizes = {field: _size(source, config, field) for field in _NAMES}
+    heads, where = sizes["num_heads"], str(source / "config.json")
+    kv_heads = optional_size(where, config, ("num_key_value_heads",), 1 if config.get("multi_query") else heads)
+    head_dim = optional_size(where, config, ("head_dim",), sizes["hidden_size"] // heads)
+    model_type = "" if config.get("model_type") is None else config["model_type"]
+    if not isinstance(model_type, str):
+        expected = "a text such as 'llama'"
+        raise CheckpointError(f"{where} (model_type)", shown(model_type), expected, "Download the file again.")
+    return ModelDims(model_type=model_type, num_kv_heads=kv_heads, head_dim=head_dim, **sizes)
+
+
+def list_tensors(source: Path) -> dict[str, TensorHeader]:
+    """Headers of all weights of a checkpoint by name; every file is checked to be whole.
+
+    Raises:
+        CheckpointError: no safetensors, a missing or damaged shard, an index that does not fit its shards.
+    """
+    if (source / _SINGLE).is_file():
+        return read_header(source / _SINGLE)
+    if not (source / _INDEX).is_file():
+        pickled = next((n for n in _PICKLED if (source / n).exists()), None)
+        gguf = first_gguf(source)
+        todo = "Only safetensors are read, as unpickling runs code: convert with transformers' save_pretrained."
+        if pickled is None:
+            todo = GGUF_TODO if gguf else "Check the path, or build with random weights."
+        raise CheckpointError(str(source), pickled or gguf or "no weights", f"{_SINGLE} or {_INDEX}", todo)
+    tensors: dict[str, TensorHeader] = {}
+    by_shard: dict[str, list[str]] = defaultdict(list)
+    for key, shard in read_index(source / _INDEX).items():
+        by_shard[shard].append(key)
+    for shard, keys in sorted(by_shard.items()):
+        if not (source / shard).is_file():
+            raise CheckpointError(
+                str(source / shard), "no such file", f"a shard that {_INDEX} lists", "Download the folder again."
+            )
+        held = read_header(source / shard)
+        missing = sorted(set(keys) - held.keys())
+        if missing:
+            expected = f"the {len(keys)} weights that {_INDEX} assigns to it"
+            raise CheckpointError(
+                str(source / shard), f"no {missing[0]} ({len(missing)} missing)", expected, "Download the folder again."
+            )
+        tensors |= {k: held[k] for k in keys}
+    return tensors
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Returns the file of each weight, by the weight's name, from an index of shards.
+
+    Raises:
+        CheckpointError: no JSON object with such a map, or a file that is not in the folder.
+    """
+    todo = "Download the file again."
+    found = read_json_object(path, CheckpointError, todo).get("weight_map")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} (weight_map)", kind_of(found), "an object: file by weight", todo)
+    if not found or not all(_is_file_name(shard) for shard in found.values()):
+        raise CheckpointError(str(path), "a weight_map that is empty or leaves the folder", "weights by shard", todo)
+    return found
+
+
+def _is_file_name(value: Any) -> bool:
+    is_name = isinstance(value, str) and "\0" not in value and Path(value).name == value
+    return is_name and len(value.encode()) <= _MAX_SHOWN
+
+
+def count_params(source: Path) -> int:
+    """Parameters in the checkpoint's files; 0 when it has no weights in safetensors.
+
+    Raises:
+        CheckpointError: the files that are there are damaged.
+    """
+    if not (source / _SINGLE).is_file() and not (source / _INDEX).is_file():
+        return 0
+    return sum(t.size for t in list_tensors(source).values())
+
+
+def check_checkpoint(source: Path, dims: ModelDims) -> None:
+    """Prove from the files' headers that the weights are complete and belong to the config.
+
+    What only the architecture knows (exact names and shapes) is checked again when transformers loads them.
+
+    Args:
+        source: the folder.
+        dims: what `read_dims` found there.
+
+    Raises:
+        CheckpointError: see `list_tensors`; a layer or a part of one is missing; another vocabulary.
+    """
+    tensors = list_tensors(source)
+    for name, tensor in tensors.items():
+        if tensor.dtype.startswith("F8") or tensor.dtype in ("F4", "F6_E2M3", "F6_E3M2"):
+            raise CheckpointError(
+                str(source), f"{name} in {tensor.dtype}", "F32, F16 or BF16 weights", "Use the unquantised checkpoint."
+            )
+        if name.endswith(_EMBEDDINGS) and tensor.shape[:1] != (dims.vocab_size,):
+            raise CheckpointError(
+                str(source),
+                f"{name} of shape {list(tensor.shape)}",
+                f"{dims.vocab_size} rows, the vocab_size of config.json",
+                "Config and weights are of different models: fetch the folder again.",
+            )
+    _check_layers(source, tensors, dims)
+
+
+def _check_layers(source: Path, tensors: Mapping[str, TensorHeader], dims: ModelDims) -> None:
+    parts: dict[int, set[str]] = defaultdict(set)
+    for name in tensors:
+        if (match := _LAYER.search(name)) is not None:
+            parts[int(match[1])].add(match[2])
+    todo = "The download is incomplete or config.json is another model's: fetch the folder again."
+    if set(parts) != set(range(dims.num_layers)):
+        missing = sorted(set(range(dims.num_layers)) - set(parts))
+        got = f"no weights of layer {missing[0]}" if missing else f"weights of layer {max(parts)}"
+        raise CheckpointError(str(source), got, f"layers 0 to {dims.num_layers - 1}", todo)
+    everywhere = {p for p in set().union(*parts.values()) if _EVERY_LAYER.search(p)}
+    for layer, held in sorted(parts.items()):
+        for part in sorted(everywhere - held):
+            if layer == 0 and part == "attn_norm.weight":  # ModernBERT's embeddings are normed already
+                continue
+            if all(part in other for index, other in parts.items() if index != layer) and dims.num_layers > 1:
+                raise CheckpointError(
+                    str(source), f"layer {layer} without {part}", "the weights that every other layer has", todo
+                )

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a config.json tells of an architecture that cannot be exported, said before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from speccompile.errors import ExportError
+
+_HYBRID = "recurrent or linear-attention layers beside attention"
+_LATENT = "multi-head latent attention, whose cache is no K and V per head"
+_OWN_ATTENTION = "attention that does not go through transformers' attention interface"
+_SINKS = "attention sinks"
+_ENCODER = "an encoder of masked tokens, whatever its config says of decoding"
+_INDEXED = "sparse attention to keys that an index chooses"
+
+# Refused by name: the reason is a property of the architecture.
+_REFUSED = {
+    **dict.fromkeys(("bloom", "mpt"), "ALiBi position biases"),
+    **dict.fromkeys(("falcon", "codegen", "cpmant", "gpt_neo", "gpt_neox_japanese", "gptj"), _OWN_ATTENTION),
+    **dict.fromkeys(("openai-gpt", "reformer", "trocr", "xglm", "xlm", "xlnet"), _OWN_ATTENTION),
+    **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), _SINKS),
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"), _LATENT),
+    **dict.fromkeys(("minicpm3", "youtu"), _LATENT),
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _INDEXED),
+    "deepseek_v4": "sparse attention to compressed keys",
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "recurrent layers instead of attention"),
+    **dict.fromkeys(("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear"), _HYBRID),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next"), _HYBRID),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _HYBRID),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2"), _HYBRID),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), "convolutions over keys and values and relative positions"),
+    **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"), _ENCODER),
+    **dict.fromkeys(("ernie", "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert"), _ENCODER),
+    **dict.fromkeys(("roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"), _ENCODER),
+    "zaya": "attention over compressed keys that a convolution makes",
+    "blt": "byte patches of a second model in place of tokens",
+    "dbrx": "sizes of its attention that stand in a config of their own",
+    "diffllama": "differential attention",
+    "doge": "attention masks that depend on the values",
+    "git": "images as a prefix of the text",
+    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), "keys and values that layers share"),
+    **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), "keys and values that layers share"),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "attention to another model's cache"),
+    "hrm_text": "layers that run more than once a step",
+    "jetmoe": "query heads that a router chooses",
+    **dict.fromkeys(("llama4", "llama4_text"), "chunked attention"),
+    "phi4_multimodal": "images and sound beside the text",
+}
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "longrope", "su")
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+_OTHER_MODALITIES = ("text_config", "vision_config", "audio_config", "audio_encoder_config")
+_TODO = "This architecture cannot be exported; use another model."
+
+
+def check_config(config: Mapping[str, Any], max_seq_len: int) -> None:
+    """Refuse what cannot be expressed.
+
+    Args:
+        config: the parsed config.json.
+        max_seq_len: rows of the cache; some rotary embeddings and all position tables end.
+
+    Raises:
+        ExportError: with the reason.
+    """
+    check_architecture(config)
+    for rope in rope_parameters(config):
+        _check_rope(str(config.get("model_type")), rope, config, max_seq_len)
+
+
+def check_architecture(config: Mapping[str, Any]) -> None:
+    """Refuse a model that no length of the cache makes expressible.
+
+    Args:
+        config: the parsed config.json.
+
+    Raises:
+        ExportError: with the model's type and the property that is not supported.
+    """
+    where = str(config.get("model_type") or "config.json without model_type")
+    reason, todo = _REFUSED.get(where), _TODO
+    if reason is None and any(isinstance(config.get(name), Mapping) for name in _OTHER_MODALITIES):
+        reason, todo = "a multimodal checkpoint", "Use its text model alone."
+    if reason is None:
+        reason = _property(config)
+    if reason is not None:
+        raise ExportError(where, reason, "a decoder of full or sliding-window attention with unquantised weights", todo)
+
+
+def _property(config: Mapping[str, Any]) -> str | None:
+    """What a config of any type tells of an attention that cannot be expressed."""
+    if config.get("is_encoder_decoder"):
+        return "an encoder beside the decoder"
+    if config.get("alibi") or config.get("position_embedding_type") == "alibi":
+        return "ALiBi position biases"
+    if config.get("kv_lora_rank"):
+        return _LATENT
+    if config.get("quantization_config"):
+        return f"weights quantised by {_quantizer(config)}"
+    kinds = sorted(set(config.get("layer_types") or ()) - set(_LAYER_KINDS))
+    return f"layers of the kind {', '.join(kinds)}" if kinds else None
+
+
+def _quantizer(config: Mapping[str, Any]) -> str:
+    held = config["quantization_config"]
+    return str(held.get("quant_method", "an unknown method") if isinstance(held, Mapping) else held)
+
+
+def rope_parameters(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The rotary parameters of a config: one set, or one for each kind of layer, under the old name or the new."""
+    for name in ("rope_parameters", "rope_scaling"):
+        held = config.get(name)
+        if isinstance(held, Mapping):
+            nested = [v for v in held.values() if isinstance(v, Mapping)]
+            yield from nested or [held]
+
+
+def rope_type(rope: Mapping[str, Any]) -> str:
+    """The kind of a set of rotary parameters; older configs call it `type`."""
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def _check_rope(where: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_seq_len: int) -> None:
+    kind = rope_type(rope)
+    if kind not in _STATIC_ROPE:
+        raise ExportError(
+            where,
+            f"rope type {kind!r}",
+            f"one of {', '.join(_STATIC_ROPE)}",
+            "Its angles depend on the sequence's length, so cached keys would have to be rotated again.",
+        )
+    if kind in ("longrope", "su"):
+        limit = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        if limit is not None and max_seq_len > int(limit):
+            raise ExportError(
+                where,
+                f"max_seq_len {max_seq_len} with rope type longrope",
+                f"at most original_max_position_embeddings, which is {limit}",
+                "Beyond it all angles change while a text grows. Lower engine.max_seq_len.",
+            )

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the files of a job lie, and their digests. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from speccompile.checkpoints.checkpoint import HUB_FILES, resolve_checkpoint
+from speccompile.core.jobs import GraphJob
+from speccompile.errors import CheckpointError
+
+_SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def find_folder(job: GraphJob, weights: str, patterns: Sequence[str] = HUB_FILES) -> Path:
+    """The checkpoint's folder, downloaded if need be; with random weights a folder with its config.
+
+    Args:
+        job: its model and, where no weights are read, the config that stands in for it.
+        weights: "checkpoint" or "random".
+        patterns: files of a hub checkpoint that are wanted.
+
+    Raises:
+        CheckpointError: there is none, or the hub cannot be reached.
+    """
+    return resolve_checkpoint(job.model, patterns) if weights == "checkpoint" else find_config(job)
+
+
+def find_config(job: GraphJob) -> Path:
+    """A folder with the config of a model, and its tokenizer if it has one; weights are not downloaded.
+
+    Raises:
+        CheckpointError: neither a folder, nor a config beside the recipe, nor a hub id that can be reached.
+    """
+    if Path(job.model).is_dir():
+        return Path(job.model)
+    if job.config is not None:
+        return Path(job.config)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(job.model, allow_patterns=list(_SMALL_FILES)))
+    except (OSError, ValueError) as fault:  # the hub's errors derive from these
+        got = f"no local folder, and the hub said: {str(fault).strip().splitlines()[0]}"
+        todo = "Check the name, the network and your access to a gated model, or give a local folder."
+        raise CheckpointError(job.model, got, "a folder or a hub id that can be reached", todo) from fault
+
+
+def digests_from_checkpoint(source: Path, weights: str, patterns: Sequence[str]) -> dict[str, str]:
+    """SHA-256 by name of the files an export reads; with random weights config.json alone.
+
+    The contents are read each time (a gigabyte a second or more): a file's size and time do not prove that it
+    is the same, and a graph with yesterday's weights would pass every later check.
+
+    Args:
+        source: the folder.
+        weights: "checkpoint" or "random".
+        patterns: of the files beside config.json.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    names = [source / "config.json"]
+    if weights == "checkpoint":
+        names += sorted({f for pattern in patterns for f in source.glob(pattern)})
+    try:
+        return {f.name: _digest(f) for f in names}
+    except OSError as fault:
+        got = f"{fault.strerror} at {fault.filename}"
+        raise CheckpointError(str(source), got, "readable files", "Check the folder.") from fault
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

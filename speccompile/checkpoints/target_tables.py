@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings and LM head of a target, for speculators that have none of their own.
+
+A graph is compiled by itself, so what is shared in training is a copy in the speculator's graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.tensor_files import open_files
+from speccompile.core.jobs import SourceContext
+from speccompile.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+RANDOM_SEED = 1
+
+
+@dataclass(frozen=True, eq=False)
+class TargetTables:
+    """Tables of a target in float32, one tensor where they are tied.
+
+    Args:
+        embeddings: [vocab, hidden], as they are stored: a factor that the target applies is not in them.
+        lm_head: [vocab, hidden]; a bias of it is left out.
+    """
+
+    embeddings: torch.Tensor
+    lm_head: torch.Tensor
+
+
+def digests_from_target(context: SourceContext) -> dict[str, str]:
+    """SHA-256 by "target/" and name of the files that `read_tables` reads.
+
+    Raises:
+        CheckpointError: no such folder, or a file cannot be read.
+    """
+    assert context.target_job is not None
+    folder = find_folder(context.target_job, context.weights)
+    digests = digests_from_checkpoint(folder, context.weights, WEIGHT_FILES)
+    return {f"target/{name}": digest for name, digest in digests.items()}
+
+
+def read_tables(context: SourceContext) -> TargetTables:
+    """The tables of the target that a speculator is built for; random ones where weights are random.
+
+    Raises:
+        CheckpointError: the checkpoint has no such table.
+    """
+    import torch
+
+    assert context.target_job is not None and context.target is not None
+    if context.weights == "random":
+        size = (context.target.vocab_size, context.target.hidden_size)
+        table = torch.empty(size).normal_(0, 0.02, generator=torch.Generator().manual_seed(RANDOM_SEED))
+        return TargetTables(table, table)
+    folder = find_folder(context.target_job, context.weights)
+    names = _names(folder)
+    files = open_files(folder)
+    tables: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(names):
+        if name not in files.headers:
+            todo = "Fetch the target again, or use a speculator with tables of its own."
+            raise CheckpointError(str(folder), f"no {name}", "the table that the speculator shares", todo)
+        tables[name] = files.tensor(name).to(torch.float32)
+    return TargetTables(*(tables[name] for name in names))
+
+
+def _names(folder: Any) -> tuple[str, str]:
+    """Keys of embeddings and LM head, from the architecture without its weights; the same key where they are tied."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    by_id = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    first = next(name for name, parameter in model.named_parameters() if parameter is embeddings)
+    return first, first if head is embeddings else by_id[id(head)]

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a speculator's folder by key: headers at once, bytes on demand from memory-mapped files.
+
+Safetensors need no torch. Pickles are read by torch's weights-only unpickler, which runs no code of the file, or
+refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from speccompile.checkpoints.checkpoint import GGUF_TODO, first_gguf, list_tensors, read_index
+from speccompile.checkpoints.safetensors import TensorHeader, read_header
+from speccompile.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+# What a build reads of a speculator; all of it is in the digests.
+SPECULATOR_FILES = ("config.json", "*.index.json", "*.safetensors", "*.pt", "*.bin", "*.pth")
+_PICKLES = (".pt", ".bin", ".pth")
+# What trainers leave beside the weights.
+_NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "trainer_state")
+# By the names of safetensors. bfloat16 has no numpy type: its bits are read as uint16.
+NUMPY_TYPES = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1",
+    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "|b1",
+}  # fmt: skip
+_TORCH_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
+class TensorFiles:
+    """Tensors of several files, none read yet.
+
+    Args:
+        headers: by key.
+        files: by key; empty for tensors in memory.
+        tensors: those that are in memory already, by key (of pickles: mapped, not read).
+    """
+
+    def __init__(
+        self, headers: Mapping[str, TensorHeader], files: Mapping[str, Path], tensors: Mapping[str, Any] | None = None
+    ) -> None:
+        self.headers, self.files, self._tensors = dict(headers), dict(files), dict(tensors or {})
+
+    def array(self, key: str) -> np.ndarray:
+        """The tensor's elements, read as they are touched; bfloat16 as uint16."""
+        header = self.headers[key]
+        if key in self._tensors:
+            return _array_from_tensor(self._tensors[key])
+        dtype = np.dtype(NUMPY_TYPES[header.dtype])
+        if header.size == 0:
+            return np.zeros(header.shape, dtype=dtype)
+        # Copy on write: what reads it may take it for its own memory, the file stays as it is.
+        return np.memmap(self.files[key], dtype, "c", header.start_bytes, header.shape)
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The same as a torch tensor, without a copy."""
+        import torch
+
+        if key in self._tensors:
+            held: torch.Tensor = self._tensors[key]
+            return held
+        plain = torch.from_numpy(self.array(key))
+        return plain.view(torch.bfloat16) if self.headers[key].dtype == "BF16" else plain
+
+
+def _array_from_tensor(tensor: Any) -> np.ndarray:
+    import torch
+
+    plain = tensor.detach().contiguous()
+    array: np.ndarray = (plain.view(torch.uint16) if plain.dtype == torch.bfloat16 else plain).numpy()
+    return array
+
+
+def files_from_tensors(tensors: Mapping[str, torch.Tensor]) -> TensorFiles:
+    """Tensors in memory as if they were in files."""
+    return TensorFiles({key: _header_from_tensor(t) for key, t in tensors.items()}, {}, tensors)
+
+
+def _header_from_tensor(tensor: Any) -> TensorHeader:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return TensorHeader(_TORCH_NAMES.get(name, name), tuple(tensor.shape))
+
+
+def open_files(folder: Path) -> TensorFiles:
+    """All weights in a folder. Safetensors come before pickles, which are only looked at where there are none.
+
+    Raises:
+        CheckpointError: no weights, a damaged file, a key in two files, or a pickle that would need code to be read.
+    """
+    if (folder / "model.safetensors.index.json").is_file() and not (folder / "model.safetensors").is_file():
+        sharded = list_tensors(folder)
+        weight_map = read_index(folder / "model.safetensors.index.json")
+        return TensorFiles(sharded, {key: folder / weight_map[key] for key in sharded})
+    if (folder / "model.safetensors").is_file():
+        paths = [folder / "model.safetensors"]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    pickles = [] if paths else sorted(p for p in folder.iterdir() if _is_pickle(p))
+    if not paths and not pickles:
+        gguf = first_gguf(folder)
+        todo = GGUF_TODO if gguf else "Check the path; a download may have left the weights out."
+        raise CheckpointError(str(folder), gguf or "no weights", "*.safetensors, *.pt or *.bin", todo)
+    headers: dict[str, TensorHeader] = {}
+    files: dict[str, Path] = {}
+    tensors: dict[str, Any] = {}
+    for path in [*paths, *pickles]:
+        loaded = {} if path in paths else _load_pickle(path)
+        held = read_header(path) if path in paths else {k: _header_from_tensor(t) for k, t in loaded.items()}
+        if double := sorted(held.keys() & headers.keys()):
+            got = f"{double[0]} also in {files[double[0]].name}"
+            raise CheckpointError(str(path), got, "every key in one file", "Remove the file that is left over.")
+        headers |= held
+        files |= dict.fromkeys(held, path)
+        tensors |= loaded
+    return TensorFiles(headers, files, tensors)
+
+
+def _is_pickle(path: Path) -> bool:
+    return path.suffix in _PICKLES and path.is_file() and not path.stem.startswith(_NO_WEIGHTS)
+
+
+def _load_pickle(path: Path) -> dict[str, Any]:
+    import torch
+
+    todo = "Never unpickle it: ask its author for safetensors."
+    try:
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as fault:
+            if "mmap can only be used" not in str(fault):
+                raise
+            loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+    except pickle.UnpicklingError as fault:
+        wanted = re.search(r"GLOBAL ([\w.]+)", str(fault))
+        why = f"it asks for {wanted[1]}" if wanted else "it is no pickle of tensors"
+        got = f"a pickle that torch's weights-only reader refuses: {why}"
+        raise CheckpointError(str(path), got, "a pickle of tensors alone", todo) from fault
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as fault:
+        got = f"a file that cannot be read ({_first_line(fault)})"
+        raise CheckpointError(str(path), got, "a whole file", "The file is damaged: download it again.") from fault
+    for wrapper in ("state_dict", "model_state_dict", "model"):
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(wrapper), Mapping):
+            loaded = loaded[wrapper]
+    is_dict = isinstance(loaded, Mapping) and loaded and all(isinstance(t, torch.Tensor) for t in loaded.values())
+    if not is_dict:
+        got = f"{type(loaded).__name__} of other things than tensors"
+        raise CheckpointError(str(path), got, "tensors by name", "Give the weights' own file.")
+    return {str(key): tensor for key, tensor in loaded.items()}
+
+
+def _first_line(fault: Exception) -> str:
+    lines = [line for line in str(fault).strip().splitlines() if line.strip()]
+    return lines[0][:160] if lines else type(fault).__name__

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of an engine's caches by slot: how many are in use, and how they change slots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from speccompile.core.tree import Ints
+
+if TYPE_CHECKING:
+    from speccompile.core.protocols import Engine
+
+
+class CacheRows:
+    """Moves what an engine's caches hold from slot to slot.
+
+    They stay with the slot, not with its sequence: a slot keeps the rows of a sequence that has ended, for one that
+    begins with the same tokens.
+
+    Args:
+        engine: owner of the caches.
+        lengths: [max_slots] rows in use by slot. The caller writes it in place as rows are added and given up.
+    """
+
+    def __init__(self, engine: Engine, lengths: list[int] | Ints) -> None:
+        self.engine, self.lengths = engine, lengths
+
+    def move(self, source: int, dest: int) -> None:
+        """Copies all rows of slot `source` to slot `dest`; what that held before is void."""
+        self.copy(source, dest, int(self.lengths[source]))
+
+    def copy(self, source: int, dest: int, num_rows: int) -> None:
+        """Copies the first `num_rows` rows of slot `source` to slot `dest`, or as many as there are."""
+        num = min(int(self.lengths[source]), num_rows)
+        self.engine.move_slot(source, dest, num)
+        self.lengths[dest] = num
+
+    def swap(self, first: int, second: int) -> None:
+        """Exchanges the rows of two slots."""
+        lengths = self.lengths
+        self.engine.swap_slots(first, second, int(max(lengths[first], lengths[second])))
+        lengths[first], lengths[second] = lengths[second], lengths[first]

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one reader of JSON from files that others wrote: bounded size and depth, and errors with four parts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from speccompile.errors import SpecCompileError
+
+MAX_BYTES = 1 << 28  # far above any tokenizer.json or weight index
+MAX_DEPTH = 64  # a config or a manifest has less than ten
+_MAX_SHOWN = 120
+
+
+class JsonFault(ValueError):
+    """A text that is no JSON document, or one that is not read; says why."""
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Returns the value of a JSON document.
+
+    NaN and Infinity are read, as transformers writes them into configs (`time_step_limit`): whoever needs a finite
+    number says so.
+
+    Raises:
+        JsonFault: no JSON, nested deeper than `MAX_DEPTH`, an integer of thousands of digits, or text that is no
+            Unicode.
+    """
+    too_deep = f"values nested more than {MAX_DEPTH} deep"
+    try:
+        value = json.loads(data)
+    except RecursionError as fault:
+        raise JsonFault(too_deep) from fault
+    except ValueError as fault:  # also a text that is no UTF-8
+        raise JsonFault(f"no JSON ({fault})") from fault
+    for item, depth in _walk(value):
+        if depth > MAX_DEPTH and isinstance(item, dict | list):
+            raise JsonFault(too_deep)
+        if isinstance(item, str) and not is_unicode(item):
+            raise JsonFault("text with half of a surrogate pair, which is no Unicode")
+    return value
+
+
+def read_json_file(path: Path, error: type[SpecCompileError], todo: str, expected: str = "a JSON object") -> Any:
+    """Returns the value of a JSON file.
+
+    Args:
+        path: the file.
+        error: class of the error.
+        todo: what the user can do about a file that is missing or damaged.
+        expected: what the file should be.
+
+    Raises:
+        SpecCompileError: of the class `error`: no such file, not readable, larger than `MAX_BYTES`, or see
+            `parse_json`.
+    """
+    try:
+        if not path.is_file():
+            raise error(str(path), "no such file" if not path.exists() else "no regular file", expected, todo)
+        size_bytes = path.stat().st_size
+        if size_bytes > MAX_BYTES:
+            raise error(str(path), f"{size_bytes} bytes", f"{expected} of at most {MAX_BYTES} bytes", todo)
+        return parse_json(path.read_bytes())
+    except (OSError, ValueError) as fault:
+        raise error(str(path), str(fault), expected, todo) from fault
+
+
+def read_json_object(
+    path: Path, error: type[SpecCompileError], todo: str, expected: str = "a JSON object"
+) -> dict[str, Any]:
+    """Returns the object of a JSON file; see `read_json_file`.
+
+    Raises:
+        SpecCompileError: see `read_json_file`; also a value that is no object.
+    """
+    value = read_json_file(path, error, todo, expected)
+    if not isinstance(value, dict):
+        raise error(str(path), kind_of(value), expected, todo)
+    return value
+
+
+def whole_number(value: Any, least: int, most: int) -> int | None:
+    """Returns `value` where it is a whole number from `least` to `most`; None for all else, booleans among it."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_whole and least <= value <= most else None
+
+
+def finite_number(value: Any) -> float | None:
+    """Returns `value` where it is a finite number; None for all else, booleans among it."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        return float(value) if is_number and math.isfinite(value) else None
+    except OverflowError:  # an integer beyond float64
+        return None
+
+
+def shown(value: Any) -> str:
+    """Returns a value as it is shown in an error: its repr, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def kind_of(value: Any) -> str:
+    """Returns what a value is in JSON's words, e.g. "a list"."""
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a whole number"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+def _walk(value: Any) -> Iterator[tuple[Any, int]]:
+    """Yields every value and key with its depth, the outermost's being 1, without recursion."""
+    stack = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        yield item, depth
+        if isinstance(item, dict):
+            stack += [(part, depth + 1) for pair in item.items() for part in pair]
+        elif isinstance(item, list):
+            stack += [(part, depth + 1) for part in item]
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which can be neither printed nor be in a file's name."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

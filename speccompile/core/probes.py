@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs for a graph that is only tried or timed, as its spec declares them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.specs import GraphSpec
+
+
+def probe_inputs(
+    spec: GraphSpec, *, num_slots: int = 1, num_nodes: int = 1, length: int = 0
+) -> dict[str, NDArray[Any]]:
+    """Feeds of one run; inputs whose `probe` is `neutral` are left out.
+
+    `tokens` are drawn from the vocabulary, `lengths` the rows in use, `states` made-up numbers, `nodes` the index of
+    each node and `last_node` that of the last one of each slot.
+
+    Args:
+        spec: of the graph.
+        num_slots: slots of the run.
+        num_nodes: nodes of each slot; any dynamic dim besides the batch is as long, but what is scored where the
+            graph scores one.
+        length: cache rows in use.
+
+    Returns:
+        By name: int64, or float32 for states.
+    """
+    sizes = {"batch": num_slots, "scored": 1 if spec.scores == "one" else num_nodes}
+    feeds: dict[str, NDArray[Any]] = {}
+    for tensor in spec.plain_inputs:
+        shape = [sizes.get(d, num_nodes) if isinstance(d, str) else d for d in tensor.dims]
+        if tensor.probe == "tokens":
+            feeds[tensor.name] = np.random.default_rng(num_nodes).integers(0, spec.vocab_size, shape)
+        elif tensor.probe == "states":
+            feeds[tensor.name] = np.sin(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
+        elif tensor.probe == "nodes":
+            feeds[tensor.name] = np.broadcast_to(np.arange(shape[1]), shape).copy()
+        elif tensor.probe != "neutral":
+            feeds[tensor.name] = np.full(shape, {"lengths": length, "last_node": num_nodes - 1}[tensor.probe])
+    return feeds

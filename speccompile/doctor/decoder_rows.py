@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of an ordinary Llama-like decoder layer, which several layouts are made of. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speccompile.doctor.layouts import Row, Size, Sizes, flag
+
+
+def decoder_sizes(scope: str = "") -> tuple[Size, ...]:
+    """Sizes of a decoder layer from a Llama config.
+
+    Args:
+        scope: object of config.json in which it stands, with a dot behind.
+    """
+
+    def keys(*names: str) -> tuple[str, ...]:
+        return tuple(scope + name for name in names)
+
+    return (
+        Size("hidden", keys("hidden_size"), stored=((r"(^|\.)norm\.weight$", 0),)),
+        Size("inner", keys("intermediate_size"), stored=((r"up_proj\.weight$", 0),)),
+        Size("num_heads", keys("num_attention_heads")),
+        Size("num_kv_heads", keys("num_key_value_heads"), default=0, least=0),
+        Size("head_dim", keys("head_dim"), default=0, least=0),
+        flag("has_qkv_bias", *keys("qkv_bias", "attention_bias")),
+        flag("has_o_bias", *keys("attention_bias")),
+    )
+
+
+def derive_decoder(sizes: Sizes) -> None:
+    """Add `num_kv_heads` and `head_dim` where the config leaves them out, `q_width` and `kv_width`."""
+    heads, hidden = sizes.get("num_heads"), sizes.get("hidden")
+    sizes["num_kv_heads"] = sizes.get("num_kv_heads") or heads
+    if not sizes.get("head_dim"):
+        sizes["head_dim"] = hidden // heads if hidden and heads else None
+    sizes["q_width"] = times(heads, sizes["head_dim"])
+    sizes["kv_width"] = times(sizes["num_kv_heads"], sizes["head_dim"])
+
+
+def times(*values: int | None) -> int | None:
+    """The product; None where one is not known."""
+    product = 1
+    for value in values:
+        if value is None:
+            return None
+        product *= value
+    return product
+
+
+def decoder_rows(
+    layer: str,
+    over: tuple[tuple[str, str, int], ...] = (),
+    *,
+    name: str = "",
+    qkv_input: str = "hidden",
+    has_input_norm: bool = True,
+) -> tuple[Row, ...]:
+    """The keys of decoder layers.
+
+    Args:
+        layer: template of their beginning, without the last dot.
+        over: see `Row.over`.
+        name: `layer` in our layout; the same by default.
+        qkv_input: size that queries, keys and values are projected from.
+        has_input_norm: there is a norm before the attention.
+    """
+
+    def row(tail: str, *dims: str, need: str = "") -> Row:
+        return Row(f"{layer}.{tail}", dims, over, f"{name or layer}.{tail}", need=need)
+
+    heads = {"q": "q_width", "k": "kv_width", "v": "kv_width"}
+    return (
+        *(row(f"self_attn.{p}_proj.weight", width, qkv_input) for p, width in heads.items()),
+        *(row(f"self_attn.{p}_proj.bias", width, need="has_qkv_bias") for p, width in heads.items()),
+        row("self_attn.o_proj.weight", "hidden", "q_width"),
+        row("self_attn.o_proj.bias", "hidden", need="has_o_bias"),
+        row("mlp.gate_proj.weight", "inner", "hidden"),
+        row("mlp.up_proj.weight", "inner", "hidden"),
+        row("mlp.down_proj.weight", "hidden", "inner"),
+        *((row("input_layernorm.weight", "hidden"),) if has_input_norm else ()),
+        row("post_attention_layernorm.weight", "hidden"),
+    )
+
+
+def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a Llama config that a layer of a speculator is built from."""
+    names = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
+        "rope_parameters", "attention_bias", "qkv_bias", "mlp_bias", "vocab_size", "tie_word_embeddings",
+        "bos_token_id", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
+    return {name: config[name] for name in names if config.get(name) is not None}

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor: which layout a speculator's checkpoint has, and everything that is wrong with it.
+
+Headers come first: nothing but headers and index maps is read unless the caller asks for the values, and a
+checkpoint that cannot be read at all is a finding like any other. Needs no torch for safetensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.checkpoints.checkpoint import read_config, read_dims, resolve_checkpoint
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, TensorFiles, open_files
+from speccompile.core.json_reader import shown
+from speccompile.core.registry import load_formats
+from speccompile.core.specs import ModelDims
+from speccompile.core.tokenizer_file import load_tokenizer
+from speccompile.doctor.findings import Finding, Report, raise_first
+from speccompile.doctor.known_formats import known_format
+from speccompile.doctor.layouts import Case, Format, Target, resolve_sizes
+from speccompile.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_AUTO_BYTES = 1 << 30  # of weights that are read without being asked to: about a second
+_SMALL_FILES = ("config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that was opened: config, weights, and the layout, if one was told."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    files: TensorFiles
+    layout: Format | None
+
+
+def find_target(model: str) -> Target:
+    """The model that a speculator is for; of a hub id only config and tokenizer are downloaded.
+
+    Raises:
+        CheckpointError: no such model, or no config of a language model.
+    """
+    folder = resolve_checkpoint(model, _SMALL_FILES)
+    return Target(model, read_dims(folder), read_config(folder), _count_tokens(folder))
+
+
+def _count_tokens(folder: Path) -> int:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return 0
+    tokenizer = load_tokenizer(path, CheckpointError, "Download the file again.")
+    return int(tokenizer.get_vocab_size(with_added_tokens=True))
+
+
+def open_checkpoint(folder: Path, formats: Sequence[Format], overrides: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Read config and headers, and tell the layout.
+
+    Args:
+        folder: of the speculator.
+        formats: layouts that it may have.
+        overrides: instead of values of its config.
+
+    Raises:
+        CheckpointError: no config, no weights, a damaged or refused file.
+    """
+    if not folder.is_dir():
+        todo = "Check the path, or give a hub id like owner/name."
+        raise CheckpointError(str(folder), "no such folder", "a speculator's checkpoint folder", todo)
+    config = {**read_config(folder), **(overrides or {})}
+    files = open_files(folder)
+    layout = next((f for f in formats if f.is_in(config, files.headers)), None)
+    return Checkpoint(folder, config, files, layout)
+
+
+def make_case(found: Checkpoint, layout: Format, target: Target | None = None, reads_values: bool = False) -> Case:
+    """What the checks look at."""
+    prefix = layout.prefix_in(found.files.headers)
+    place = str(found.folder / "config.json")
+    sizes, _ = resolve_sizes(layout, found.config, found.files, prefix, place)
+    expected = layout.expand(sizes, prefix)
+    return Case(found.folder, found.config, found.files, layout, target, reads_values, prefix, sizes, expected)
+
+
+def findings_from_case(case: Case) -> tuple[Finding, ...]:
+    """All checks of the layout; errors first, then in the order of the checks."""
+    found = [replace(f, check=check.name) for check in case.layout.checks for f in check.run(case)]
+    return tuple(sorted(found, key=lambda f: f.severity != "error"))
+
+
+def examine(
+    model: str,
+    target: str | None = None,
+    *,
+    values: bool | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    formats: Sequence[Format] | None = None,
+) -> Report:
+    """Find the layout of a speculator's checkpoint and everything that is wrong with it.
+
+    Args:
+        model: folder or hub id.
+        target: folder or hub id of the model that it is for; None: what the target says is not checked.
+        values: read the weights; None: up to `MAX_AUTO_BYTES` of them.
+        overrides: instead of values of its config.
+        formats: layouts that it may have; those of the registry by default.
+
+    Returns:
+        The report. Whatever is wrong with the speculator is a finding in it.
+
+    Raises:
+        CheckpointError: the target cannot be read, or a hub id cannot be resolved.
+    """
+    aim = find_target(target) if target else None
+    known = load_formats() if formats is None else formats
+    folder = resolve_checkpoint(model, SPECULATOR_FILES)
+    try:
+        found = open_checkpoint(folder, known, overrides)
+    except CheckpointError as fault:
+        damage = Finding("error", "files", fault.where, fault.got, fault.expected, fault.todo)
+        return Report(model, "", "a folder that cannot be read", "", target or "", {}, 0, 0, False, (damage,))
+    return _report(found, model, aim, values)
+
+
+def _report(found: Checkpoint, model: str, target: Target | None, values: bool | None) -> Report:
+    headers = found.files.headers
+    num_params = sum(h.size for h in headers.values())
+    if found.layout is None or _is_other(found):
+        name, label, fault = _describe_unknown(found)
+        aim = target.name if target else ""
+        return Report(model, name, label, "", aim, {}, len(headers), num_params, False, (fault,))
+    sizes_bytes = sum(f.stat().st_size for f in set(found.files.files.values()))
+    reads_values = sizes_bytes <= MAX_AUTO_BYTES if values is None else values
+    case = make_case(found, found.layout, target, reads_values)
+    own = [headers[key] for key in case.own_keys()]
+    return Report(
+        model,
+        case.layout.name,
+        case.layout.label,
+        case.layout.method,
+        target.name if target else "",
+        {name: size for name, size in case.sizes.items() if size is not None},
+        len(own),
+        sum(h.size for h in own),
+        reads_values,
+        findings_from_case(case),
+    )
+
+
+def _is_other(found: Checkpoint) -> bool:
+    """Whether it is a kind that is not read yet, whose keys look like one that is."""
+    assert found.layout is not None
+    is_named = any(found.config.get(key) == value for key, value in found.layout.config_marks)
+    return not is_named and known_format(found.config, found.files.headers) is not None
+
+
+def _describe_unknown(found: Checkpoint) -> tuple[str, str, Finding]:
+    known = known_format(found.config, found.files.headers)
+    if known is not None:
+        todo = "This layout is known but not supported yet: use a speculator of another kind."
+        got = f"{known.label} ({known.name})"
+        fault = Finding("error", "format", str(found.folder), got, "a layout that speccompile builds", todo)
+        return known.name, known.label, fault
+    some = ", ".join(sorted(found.files.headers)[:3])
+    label = "an unknown layout"
+    got, todo = f"{len(found.files.headers)} keys of no known layout ({some}, ...)", "Check the path."
+    if found.config.get("architectures") and any(".layers." in key for key in found.files.headers):
+        label = "a causal language model"
+        got = f"{label} ({_names(found.config['architectures'])}) with no keys of a speculator"
+        todo = "Draft with it as a model of its own, or give the speculator's folder."
+    return "", label, Finding("error", "format", str(found.folder), got, "a speculator's checkpoint", todo)
+
+
+def _names(value: Any) -> str:
+    """A list of names as text; anything else as it is."""
+    return ", ".join(map(str, value)) if isinstance(value, list) else shown(value)
+
+
+def open_known(
+    folder: Path, formats: Sequence[Format], target: Target | None, overrides: Mapping[str, Any] | None = None
+) -> Case:
+    """Open a checkpoint whose layout is one of `formats`, weights to be read; nothing is checked yet.
+
+    Raises:
+        CheckpointError: it cannot be read, or its layout is none of them.
+    """
+    found = open_checkpoint(folder, formats, overrides)
+    if found.layout is None or _is_other(found):
+        fault = _describe_unknown(found)[2]
+        raise CheckpointError(fault.where, fault.got, fault.expected, fault.todo)
+    return make_case(found, found.layout, target, reads_values=True)
+
+
+def check_speculator(
+    folder: Path,
+    formats: Sequence[Format],
+    target: ModelDims | None = None,
+    *,
+    values: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> Case:
+    """Prove a checkpoint complete, for a method's graph source or trainer.
+
+    Args:
+        folder: of the speculator.
+        formats: the method's layouts.
+        target: sizes of the model that it is for.
+        values: look at the weights, too, not at headers alone.
+        overrides: instead of values of its config.
+
+    Returns:
+        The case.
+
+    Raises:
+        CheckpointError: the first thing that is wrong, with a hint at the doctor.
+    """
+    found = open_checkpoint(folder, formats, overrides)
+    aim = Target("the target", target, {}) if target is not None else None
+    raise_first(_report(found, str(folder), aim, values))
+    assert found.layout is not None  # an unknown layout is an error of the report
+    return make_case(found, found.layout, aim)
+
+
+def read_speculator(
+    folder: Path, formats: Sequence[Format], *, overrides: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Config and weights in our layout of the method, whatever layout the folder has.
+
+    Args:
+        folder: of the speculator.
+        formats: the method's layouts.
+        overrides: instead of values of its config.
+
+    Returns:
+        The config, and tensors by the names of our layout; they are mapped from the files, and shared ones are one.
+
+    Raises:
+        CheckpointError: the first thing that is wrong, with a hint at the doctor.
+    """
+    return ours_from_case(check_speculator(folder, formats, values=True, overrides=overrides))
+
+
+def ours_from_case(case: Case) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Config and weights in our layout; see `read_speculator`. The case must be free of errors."""
+    import torch
+
+    layout = case.layout
+    config = layout.ours(case) if layout.ours is not None else dict(case.config)
+    tensors: dict[str, torch.Tensor] = {}
+    for want in case.expected.values():
+        key = want.key if want.key in case.files.headers else case.key_of(want.fallback) if want.fallback else None
+        if key is not None:
+            tensors[want.name] = case.files.tensor(key)
+        elif want.row.is_zero:
+            some = next(iter(tensors.values()))
+            tensors[want.name] = torch.zeros([d or 0 for d in want.shape], dtype=some.dtype)
+    if layout.complete is not None:
+        layout.complete(config, tensors)
+    return config, tensors

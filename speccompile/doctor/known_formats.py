@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculators that are recognised and not read yet, so that nobody guesses at them. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from speccompile.doctor.layouts import lookup
+
+
+@dataclass(frozen=True)
+class KnownFormat:
+    """A layout that is told from others and named.
+
+    Args:
+        name: short.
+        label: in words.
+        marks: patterns of keys, any of which tells it.
+        config_marks: keys of the config whose presence tells it.
+        config_values: (key, values) of which any tells it.
+    """
+
+    name: str
+    label: str
+    marks: tuple[str, ...] = ()
+    config_marks: tuple[str, ...] = ()
+    config_values: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+KNOWN = (
+    KnownFormat(
+        "dspark",
+        "DSpark: a block drafter with a Markov head",
+        (r"^markov_head\.", r"^confidence_head\.proj\."),
+        ("markov_rank",),
+        (("speculators_model_type", ("dspark",)),),
+    ),
+    KnownFormat(
+        "peagle",
+        "P-EAGLE: parallel drafting over mask states",
+        (r"(^|\.)mask_hidden$",),
+        ("ptd_token_id",),
+        (("speculators_model_type", ("peagle",)),),
+    ),
+    KnownFormat(
+        "dflash",
+        "DFlash: a block drafter over target states",
+        (r"^hidden_norm\.weight$",),
+        ("dflash_config",),
+        (("speculators_model_type", ("dflash",)),),
+    ),
+    KnownFormat("pard", "PARD: a parallel language model with mask tokens", (), ("pard_token",)),
+    KnownFormat(
+        "hydra",
+        "Hydra: heads that depend on each other's tokens",
+        (r"^hydra_mlp\.", r"^hydra_lm_head\.", r"^hydra_head\."),
+        ("hydra_num_heads",),
+    ),
+    KnownFormat(
+        "redrafter",
+        "ReDrafter: a recurrent drafter",
+        (r"(^|\.)rnn_[uw](\.|$)", r"^lm_head\.\d+\.linear\."),
+        (),
+        (("model_type", ("redrafter", "recurrent_drafting")),),
+    ),
+    KnownFormat(
+        "mtp",
+        "MTP: multi-token prediction layers of the target",
+        (r"(^|\.)eh_proj\.weight$", r"^mtp\.", r"^model\.mtp_layers\.", r"^mtp_layers\."),
+        (),
+        (("speculators_model_type", ("mtp",)),),
+    ),
+)
+
+
+def known_format(config: Mapping[str, Any], keys: Iterable[str]) -> KnownFormat | None:
+    """The layout of a checkpoint that is not read yet; None when it is none of these."""
+    held = list(keys)
+    for known in KNOWN:
+        if any(config.get(key) is not None for key in known.config_marks):
+            return known
+        if any(lookup(config, key) in values for key, values in known.config_values):
+            return known
+        if any(re.search(mark, key) for mark in known.marks for key in held):
+            return known
+    return None

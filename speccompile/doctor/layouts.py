@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint layouts as tables: the sizes a config gives, and a row for every kind of key. Needs no torch.
+
+A layout says how keys are spelt; each row also has the key's name in our layout of the same method, so that one table
+finds, checks, reads, writes and converts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.checkpoints.checkpoint import MAX_SIZE
+from speccompile.core.json_reader import shown
+from speccompile.core.specs import ModelDims
+from speccompile.doctor.findings import Finding, Severity
+
+if TYPE_CHECKING:
+    from speccompile.checkpoints.tensor_files import TensorFiles
+
+FLOATS = ("BF16", "F16", "F32")
+_MAX_DIGITS = 9
+_MAX_FREE_COUNT = 256  # of parts that need no keys of their own (shared, or zero)
+Sizes = dict[str, int | None]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A whole number that a config gives.
+
+    Args:
+        name: how rows call it.
+        keys: where it stands in the config, the first that is there; a dot leads into an object.
+        stored: (pattern of a key, axis) of a tensor that also tells it, where the config does not.
+        count: pattern of a key whose group numbers what is counted; it must agree with the config.
+        count_first: number of the first.
+        default: where neither tells.
+        least: smallest value that makes sense.
+        is_needed: the config must have it, though tensors tell it: others assume something else in silence.
+        is_flag: true or false, as 1 or 0.
+        present: pattern of a key whose presence tells, where the config does not.
+    """
+
+    name: str
+    keys: tuple[str, ...] = ()
+    stored: tuple[tuple[str, int], ...] = ()
+    count: str = ""
+    count_first: int = 0
+    default: int | None = None
+    least: int = 1
+    is_needed: bool = False
+    is_flag: bool = False
+    present: str = ""
+
+
+def flag(name: str, *keys: str, default: bool = False, present: str = "") -> Size:
+    """A switch of the config; see `Size`."""
+    return Size(name, keys, default=int(default), least=0, is_flag=True, present=present)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of key.
+
+    Args:
+        key: template; names in braces are numbered, see `over`.
+        dims: of the tensor, by the names of sizes.
+        over: (name in braces, size, first number): it counts from there to the size.
+        name: template of the key in our layout; the same as `key` by default.
+        dtypes: that are allowed.
+        need: name of a size; without it, or with 0, the key must not be there. "!" before it turns that round.
+        is_optional: may be missing.
+        fallback: template of the key in our layout whose tensor it is, where it is missing (shared weights).
+        may_differ: from that, where both are stored.
+        is_zero: a missing one is all zero.
+        is_derived: a missing one is made by the layout's `complete`.
+    """
+
+    key: str
+    dims: tuple[str | int, ...]
+    over: tuple[tuple[str, str, int], ...] = ()
+    name: str = ""
+    dtypes: tuple[str, ...] = FLOATS
+    need: str = ""
+    is_optional: bool = False
+    fallback: str = ""
+    may_differ: bool = False
+    is_zero: bool = False
+    is_derived: bool = False
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A key that a layout has at given sizes; dims of the shape are None where they are not known."""
+
+    key: str
+    name: str
+    shape: tuple[int | None, ...]
+    row: Row
+    fallback: str
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of that shape could be it."""
+        pairs = zip(shape, self.shape, strict=True)
+        return len(shape) == len(self.shape) and all(want in (None, have) for have, want in pairs)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that a speculator is for.
+
+    Args:
+        name: as the user gave it.
+        dims: its sizes.
+        config: its config.json; empty where only the sizes are known.
+        num_tokens: in its tokenizer; 0 where that is not known. A vocabulary beyond it is padding.
+    """
+
+    name: str
+    dims: ModelDims
+    config: Mapping[str, Any]
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Check:
+    """A named check of a layout."""
+
+    name: str
+    run: Callable[[Case], Iterable[Finding]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A public layout of a method's checkpoints.
+
+    Args:
+        name: method and layout, e.g. "m/ours".
+        label: in words.
+        method: the recipe's name.
+        marks: patterns of keys, any of which tells the layout.
+        without: patterns of keys, any of which rules it out.
+        config_marks: (key of the config, value) pairs, any of which tells it whatever the keys are.
+        prefixes: that all keys may have; the first is written.
+        has_others: keys without the prefix belong to another model in the same files.
+        sizes: what the config gives.
+        derive: adds the sizes that follow from others.
+        rows: of keys.
+        ignored: patterns of keys without meaning: buffers, copies.
+        checks: in order.
+        ours: the layout's config as that of our layout.
+        config: our config as that of the layout, None where it is not written; gets the target, if any.
+        complete: makes what is missing and derived, from the config and tensors of our layout.
+    """
+
+    name: str
+    label: str
+    method: str
+    sizes: tuple[Size, ...]
+    rows: tuple[Row, ...]
+    checks: tuple[Check, ...]
+    marks: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    config_marks: tuple[tuple[str, Any], ...] = ()
+    prefixes: tuple[str, ...] = ("",)
+    has_others: bool = False
+    derive: Callable[[Sizes], None] | None = None
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
+    ours: Callable[[Case], dict[str, Any]] | None = None
+    config: Callable[[Mapping[str, Any], Target | None], dict[str, Any]] | None = None
+    complete: Callable[[Mapping[str, Any], dict[str, Any]], None] | None = None
+
+    def prefix_in(self, keys: Iterable[str]) -> str:
+        """The prefix that the keys have: of those that lead to a mark or a row, the longest."""
+        patterns = [re.compile(m) for m in self.marks] + [_pattern(row.key) for row in self.rows]
+        held = list(keys)
+        for prefix in sorted(self.prefixes, key=len, reverse=True):
+            if any(k.startswith(prefix) and any(p.search(k[len(prefix) :]) for p in patterns) for k in held):
+                return prefix
+        return self.prefixes[0]
+
+    def is_in(self, config: Mapping[str, Any], keys: Iterable[str]) -> bool:
+        """Whether a checkpoint has this layout, as far as its marks tell."""
+        held = list(keys)
+        if any(lookup(config, key) == value for key, value in self.config_marks):
+            return True
+        if any(re.search(pattern, key) for pattern in self.without for key in held):
+            return False
+        tails = [k[len(p) :] for p in self.prefixes for k in held if k.startswith(p)]
+        return any(re.search(mark, tail) for mark in self.marks for tail in tails)
+
+    def expand(self, sizes: Mapping[str, int | None], prefix: str = "") -> dict[str, Expected]:
+        """The keys at given sizes."""
+        found = {}
+        for row in self.rows:
+            is_turned, need = row.need.startswith("!"), row.need.lstrip("!")
+            if need and bool(sizes.get(need)) == is_turned:
+                continue
+            for numbers in _numbers(row, sizes):
+                shape = tuple(d if isinstance(d, int) else sizes.get(d) for d in row.dims)
+                key = prefix + row.key.format(**numbers)
+                name = (row.name or row.key).format(**numbers)
+                found[key] = Expected(key, name, shape, row, row.fallback.format(**numbers))
+        return found
+
+
+def _numbers(row: Row, sizes: Mapping[str, int | None]) -> Iterator[dict[str, int]]:
+    ranges = [range(first, sizes.get(size) or 0) for _, size, first in row.over]
+    for values in itertools.product(*ranges):
+        known = {k: v for k, v in sizes.items() if v is not None}
+        yield known | {name: value for (name, _, _), value in zip(row.over, values, strict=True)}
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile("^" + re.sub(r"\\\{\w+\\\}", r"\\d+", re.escape(template)) + "$")
+
+
+def lookup(config: Mapping[str, Any], key: str) -> Any:
+    """A value of a config; dots lead into objects. None where there is none."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint under examination.
+
+    Args:
+        folder: of it.
+        config: its config.json, with what the user overrode.
+        files: its weights.
+        layout: the layout it is compared with.
+        target: the model it is for, if that was given.
+        reads_values: weights may be read, not headers alone.
+        prefix: that its keys have.
+        sizes: as config and keys say.
+        expected: the keys it should have.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    files: TensorFiles
+    layout: Format
+    target: Target | None
+    reads_values: bool
+    prefix: str
+    sizes: Sizes
+    expected: Mapping[str, Expected]
+
+    def own_keys(self) -> list[str]:
+        """Keys of the speculator: not those of another model in the same files, nor those without meaning."""
+        held = [k for k in self.files.headers if k.startswith(self.prefix) or not self.layout.has_others]
+        return [k for k in held if not any(re.search(p, k) for p in self.layout.ignored)]
+
+    def key_of(self, name: str) -> str | None:
+        """The key here of a name in our layout, if it is stored."""
+        return next((e.key for e in self.expected.values() if e.name == name and e.key in self.files.headers), None)
+
+    def place(self, key: str = "") -> str:
+        """File and key, for a finding."""
+        if key == "":
+            return str(self.folder)
+        path = self.files.files.get(key, self.folder)
+        return f"{path} ({key})"
+
+    def config_place(self, *keys: str) -> str:
+        """config.json and keys, for a finding."""
+        return f"{self.folder / 'config.json'} ({' or '.join(keys)})"
+
+
+def finding(severity: Severity, where: str, got: str, expected: str, todo: str) -> Finding:
+    """A finding whose check is filled in by who runs it."""
+    return Finding(severity, "", where, got, expected, todo)
+
+
+def resolve_sizes(
+    layout: Format, config: Mapping[str, Any], files: TensorFiles, prefix: str, place: str
+) -> tuple[Sizes, list[Finding]]:
+    """The sizes of a checkpoint, and what is wrong with them; a size that nothing tells is None.
+
+    Args:
+        layout: of the checkpoint.
+        config: its config.
+        files: its weights.
+        prefix: of its keys.
+        place: of the config, for findings.
+    """
+    tails = {k[len(prefix) :]: h for k, h in files.headers.items() if k.startswith(prefix)}
+    sizes: Sizes = {}
+    faults: list[Finding] = []
+    counted = {size for row in layout.rows for _, size, _ in row.over}
+    for size in layout.sizes:
+        most = max(_MAX_FREE_COUNT, len(tails)) if size.name in counted else MAX_SIZE
+        sizes[size.name] = _resolve(size, config, tails, most, place, faults)
+    _limit_rows(layout, sizes, len(tails), place, faults)
+    if layout.derive is not None:
+        layout.derive(sizes)
+    return sizes, faults
+
+
+def _limit_rows(layout: Format, sizes: Sizes, num_stored: int, place: str, faults: list[Finding]) -> None:
+    """Take back sizes whose product counts many more keys than are stored: nothing is expanded before that holds."""
+    most = max(_MAX_FREE_COUNT**2, num_stored)
+    for row in layout.rows:
+        names = [size for _, size, _ in row.over]
+        num_keys = math.prod(sizes.get(name) or 0 for name in names)
+        if num_keys > most:
+            got = " x ".join(f"{sizes[name]} {name}" for name in names)
+            todo = "Config and weights are of different speculators: fetch the folder again, or correct config.json."
+            faults.append(finding("error", place, f"{got}: {num_keys} keys", f"about the {num_stored} stored", todo))
+            sizes |= dict.fromkeys(names)
+
+
+def _resolve(
+    size: Size, config: Mapping[str, Any], tails: Mapping[str, Any], most: int, place: str, faults: list[Finding]
+) -> int | None:
+    key = next((k for k in size.keys if lookup(config, k) is not None), None)
+    value = None if key is None else lookup(config, key)
+    stored = _stored(size, tails, most)
+    is_right = isinstance(value, bool) if size.is_flag else isinstance(value, int) and not isinstance(value, bool)
+    where = f"{place} ({' or '.join(size.keys)})" if key is None else f"{place} ({key})"
+    if value is None:
+        known = stored if stored is not None else size.default
+        if known is None or size.is_needed:
+            kind = f"a whole number from {size.least} to {most}" if known is None else f"{known}, as the weights say"
+            faults.append(finding("error", where, "nothing", kind, "Complete config.json, or give it with --set."))
+        return known
+    if not is_right or not size.least <= int(value) <= most:
+        kind = "true or false" if size.is_flag else f"a whole number from {size.least} to {most}"
+        todo = "Correct config.json, or override it with --set."
+        faults.append(finding("error", where, shown(value), kind, todo))
+        return stored if stored is not None else size.default
+    if size.count and stored is not None and stored != value:
+        todo = f"If the weights are right, use --set {key}={stored}; else fetch the folder again."
+        faults.append(finding("error", where, str(value), f"{stored}, as many as are stored", todo))
+        return stored
+    return int(value)
+
+
+def _stored(size: Size, tails: Mapping[str, Any], most: int) -> int | None:
+    if size.count:
+        # A number beyond `most` is no count: its key is reported as one that the layout does not have.
+        last = size.count_first + most - 1
+        numbers = [int(m[1]) for tail in tails if (m := re.search(size.count, tail)) and len(m[1]) <= _MAX_DIGITS]
+        return max((n for n in numbers if n <= last), default=size.count_first - 1) - size.count_first + 1 or None
+    for pattern, axis in size.stored:
+        for tail, header in sorted(tails.items()):
+            if re.search(pattern, tail) and len(header.shape) > axis:
+                return int(header.shape[axis])
+    if size.present:
+        return int(any(re.search(size.present, tail) for tail in tails))
+    return None

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft that reads features as a scorer, and the proposer that drafts with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.cache_rows import CacheRows
+from speccompile.core.jobs import PREFILL_CHUNK
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.specs import (
+    FEATURE_NODES,
+    FEATURES,
+    LENGTHS,
+    NEXT_FEATURES,
+    SCORED_NODES,
+    TOKENS,
+    TREE_MASK,
+)
+from speccompile.core.tree import Ints, TokenTree, chain_mask
+from speccompile.drafting.cached_drafts import Drafts
+from speccompile.drafting.expansion import Level
+from speccompile.drafting.features import PendingFeatures
+from speccompile.drafting.state import DraftState
+
+
+class FeatureCache:
+    """See `speccompile.drafting.expansion.Scorer`.
+
+    What the target has read, the draft reads with the target's features: behind a prompt, and after every verdict
+    the path that was kept. Behind the root each node is told its parent's own feature, which is in what the run
+    before gave and is fed to the next one as it is.
+
+    Args:
+        engine: the draft (`feature_draft_spec`).
+        make: features [batch, nodes, hidden] of the target's outputs.
+        max_seq_len: rows that a sequence may use.
+        max_nodes: most nodes that a step with every slot may have.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        make: Callable[[Outputs], Any],
+        max_seq_len: int,
+        max_nodes: int,
+    ) -> None:
+        self.engine, self.max_seq_len, self.max_nodes, self._make = engine, max_seq_len, max_nodes, make
+        width = engine.spec.input(FEATURES).dims[2]
+        assert isinstance(width, int)
+        self.pending = PendingFeatures(width, make)
+        self.lengths = [0] * engine.max_slots  # rows with the target's features
+        self.caches = (CacheRows(engine, self.lengths),)
+        self._next: Any = None  # what the last run gave
+        self._roots: list[int] = []  # row of the root's own feature in it, by slot
+        self._places: list[dict[int, int]] = []  # row of each node that was read, by slot
+
+    def start(self, slot: int) -> None:
+        """An empty cache."""
+        self.pending.settle()  # the target is about to read the prompt
+        self.lengths[slot] = 0
+
+    def resume(self, slot: int, num_rows: int) -> int:
+        """A row is of a feature and of the token behind it: the last one's is not known to be the same."""
+        self.pending.settle()
+        self.lengths[slot] = max(min(self.lengths[slot], num_rows - 1), 0)
+        return self.lengths[slot]
+
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Read the chunk [1, nodes] but for the prompt's last row, which the first drafts start from."""
+        prompt, num = sequence.tokens, tokens.shape[1]
+        features = self._make(outputs)
+        is_last = start + num == len(prompt) - 1
+        self._read(slot, prompt[start + 1 : start + num + 1 - is_last], features)
+        if is_last:
+            self.pending.add(sequence, np.asarray(features)[0, -1:])
+
+    def _read(self, slot: int, tokens: Sequence[int], features: Any) -> None:
+        """Rows of one slot: tokens, and features [1, at least as many, hidden] of the positions before them."""
+        if not tokens:
+            return
+        feeds = {
+            TOKENS: np.array([tokens], dtype=np.int64),
+            LENGTHS: np.array([self.lengths[slot]], dtype=np.int64),
+            FEATURES: features,
+            FEATURE_NODES: np.arange(len(tokens), dtype=np.int64)[None],
+            SCORED_NODES: np.zeros((1, 1), dtype=np.int64),  # nobody asks: the LM head is computed for one row
+        }
+        self.engine.run(feeds, first_slot=slot)
+        self.lengths[slot] += len(tokens)
+
+    def room(self, place: int, slot: Slot) -> int:
+        """Rows behind the root's; none without a feature, as after a prompt of one token."""
+        return self.max_seq_len - len(slot.tokens) if self.pending.count(slot) else -1
+
+    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+        """Read what is pending in all slots of the batch: their features are lost afterwards."""
+        slots = batch.slots
+        for place, slot in enumerate(slots):
+            while (num := self.pending.count(slot)) > self.max_nodes:
+                self._catch_up(place, slot, min(num - 1, PREFILL_CHUNK))
+        counts = [self.pending.count(slot) for slot in slots]
+        width = max(counts)
+        features, rows = self.pending.take(slots, width)
+        tokens: Ints = np.zeros((len(slots), width), dtype=np.int64)
+        lengths = np.array(self.lengths[: len(slots)], dtype=np.int64)
+        for place, (slot, num) in enumerate(zip(slots, counts, strict=True)):
+            start = self.lengths[place] + 1
+            tokens[place, :num] = slot.tokens[start : start + num]
+            self.lengths[place] += num
+        feeds: dict[str, Any] = {TOKENS: tokens, LENGTHS: lengths, FEATURES: features, FEATURE_NODES: rows, **warp}
+        if width > 1:
+            feeds[SCORED_NODES] = np.array([[max(num - 1, 0)] for num in counts], dtype=np.int64)
+        if int(lengths.max()) + width > self.max_seq_len:
+            feeds[TREE_MASK] = _padding_mask(counts, width)
+        self._roots, self._places = counts, [{}] * len(slots)
+        return self._run(feeds)
+
+    def _catch_up(self, place: int, slot: Slot, num: int) -> None:
+        start = self.lengths[place] + 1
+        self._read(place, slot.tokens[start : start + num], self.pending.take_rows(slot, num)[None])
+
+    def expand(self, batch: Batch, level: Level) -> Outputs:
+        """Read a level behind the roots."""
+        width = level.tokens.shape[1]
+        rows: Ints = np.zeros(level.tokens.shape, dtype=np.int64)
+        starts, places = [], []
+        for place, (nodes, parents) in enumerate(zip(level.nodes, level.parents, strict=True)):
+            known, root = self._places[place], self._roots[place]
+            rows[place, : len(nodes)] = [known.get(parent, root) for parent in parents]
+            places.append({node: 1 + column for column, node in enumerate(nodes)})
+            starts.append(self.lengths[place] + (level.num_in_place[place] if nodes else 0))
+        feeds: dict[str, Any] = {
+            TOKENS: level.tokens,
+            LENGTHS: np.array(starts, dtype=np.int64),
+            FEATURES: self._next,
+            FEATURE_NODES: rows,
+            **level.warp,
+        }
+        if width > 1:
+            feeds |= {TREE_MASK: _mask_without_idle(level), SCORED_NODES: level.scored_nodes}
+        # Row 0 is what the first column was told: its parent's own feature, and that of whoever hangs there as well.
+        self._roots, self._places = [0] * len(places), places
+        return self._run(feeds)
+
+    def _run(self, feeds: Mapping[str, Any]) -> Outputs:
+        outputs = self.engine.run(feeds)
+        self._next = outputs[NEXT_FEATURES]
+        return outputs
+
+
+def _mask_without_idle(level: Level) -> NDArray[np.bool_]:
+    """A level's mask in which what nobody reads sees itself alone, lest it stand at positions beyond the last."""
+    is_idle = np.array([not nodes for nodes in level.nodes])
+    if not is_idle.any():
+        return level.tree_mask
+    return np.where(is_idle[:, None, None], np.eye(level.tokens.shape[1], dtype=np.bool_), level.tree_mask)
+
+
+def _padding_mask(counts: Sequence[int], width: int) -> NDArray[np.bool_]:
+    """Chains whose padding sees itself alone, lest it stand at positions that the draft does not know."""
+    used = np.arange(width) < np.array(counts)[:, None]
+    mask: NDArray[np.bool_] = chain_mask(len(counts), width) & used[:, :, None]
+    return mask | np.eye(width, dtype=np.bool_)
+
+
+class FeatureProposer:
+    """See `speccompile.core.protocols.Proposer`.
+
+    Args:
+        cache: the draft.
+        likeliest: drafts that are the likeliest guesses.
+        drawn: drafts of batches that sample; the same as `likeliest` where none are drawn, or such as learn nothing.
+    """
+
+    catches_up = False
+
+    def __init__(self, cache: FeatureCache, likeliest: Drafts, drawn: Drafts) -> None:
+        self.cache, self.likeliest, self.drawn = cache, likeliest, drawn
+        self.caches, self._used = cache.caches, likeliest
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """Nothing is read, and nothing known of it."""
+        self.cache.start(slot)
+        sequence.draft_state = DraftState(self.likeliest.lessons())
+
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """The cache is known as far as the target's features were read, the lessons are not."""
+        num = self.cache.resume(slot, num_rows)
+        sequence.draft_state = DraftState(self.likeliest.lessons())
+        return num
+
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Read the chunk as well."""
+        self.cache.prefill(slot, sequence, tokens, start, outputs)
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Trees; a slot that cannot or should not draft is padded."""
+        self._used = self.drawn if batch.may_draw else self.likeliest
+        tree = self._used.propose(batch)
+        self.cache.pending.settle()  # where nothing was drafted
+        return tree
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """Learn; rows of drafts are read anew with the target's features, whatever became of them."""
+        self._used.commit(batch, tree, verdict)
+        self.cache.pending.keep(batch.slots, verdict, outputs)
+
+    def settle(self) -> None:
+        """Bring the features to the host."""
+        self.cache.pending.settle()

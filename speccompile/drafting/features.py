@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features of the target that a draft has not read yet, kept where the engine left them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.protocols import Outputs, Slot
+from speccompile.core.tree import Floats, Ints
+from speccompile.drafting.state import DraftState, same_sequences
+
+
+class PendingFeatures:
+    """A row for each position that the target has read and the draft has not, by sequence.
+
+    From a verdict to the next draft the target's outputs are handed on as they came, on a GPU without leaving it.
+    What would lose them (a prompt is read, the next batch is another one, nothing is drafted) brings the rows in use
+    to the host, to each sequence's `draft_state.features`. There they stay as they came: a sequence that is decoded
+    plainly for long has many, and joins them but once.
+
+    Args:
+        width: of a feature.
+        make: features [batch, nodes, width] of the target's outputs, valid as long as they are.
+    """
+
+    def __init__(self, width: int, make: Callable[[Outputs], Any]) -> None:
+        self._none: Floats = np.zeros((0, width), dtype=np.float32)
+        self._make, self._width = make, width
+        self._live: Outputs | None = None  # of the target's last step
+        self._path: Ints = np.zeros((0, 1), dtype=np.int64)
+        self._slots: list[Slot] = []  # of that step
+
+    def add(self, sequence: Slot, features: Any) -> None:
+        """Rows [num, width] of the positions behind those that the sequence has."""
+        sequence.draft_state.features.append(np.array(features, dtype=np.float32))
+
+    def keep(self, slots: Sequence[Slot], verdict: Verdict, outputs: Outputs) -> None:
+        """The target has scored a step: the features of the paths' nodes are new, those of the root among them.
+
+        Args:
+            slots: of the batch.
+            verdict: what was kept.
+            outputs: the target's; not copied.
+        """
+        self._live, self._slots, self._path = outputs, list(slots), np.maximum(verdict.path, 0)
+        for slot, num in zip(slots, verdict.num_accepted.tolist(), strict=True):
+            slot.draft_state.num_live = 1 + num
+
+    def count(self, sequence: Slot) -> int:
+        """Rows that a sequence has."""
+        state: DraftState[Any] = sequence.draft_state
+        return sum(map(len, state.features)) + state.num_live
+
+    def _take_all(self, sequence: Slot) -> Floats:
+        state: DraftState[Any] = sequence.draft_state
+        parts, state.features = state.features, []
+        return np.concatenate((self._none, *parts)) if len(parts) != 1 else parts[0]
+
+    def take(self, slots: Sequence[Slot], width: int) -> tuple[Any, Ints]:
+        """All rows of a batch, at most `width` each; they are no longer pending.
+
+        Returns:
+            Features [batch, states, width of a feature], and the row of each position [batch, width].
+        """
+        batch = len(slots)
+        is_whole = not any(slot.draft_state.features for slot in slots)
+        if self._live is not None and is_whole and same_sequences(slots, self._slots):
+            live = self._make(self._live)
+            self._release()
+            return live, np.ascontiguousarray(self._path[:, :width])
+        self.settle()
+        held = np.zeros((batch, width, self._width), dtype=np.float32)
+        for place, slot in enumerate(slots):
+            rows = self._take_all(slot)
+            held[place, : len(rows)] = rows
+        return held, np.ascontiguousarray(np.broadcast_to(np.arange(width), (batch, width)))
+
+    def take_rows(self, sequence: Slot, num: int) -> Floats:
+        """The first `num` rows [num, width] of a sequence."""
+        self.settle()
+        rows = self._take_all(sequence)
+        if num < len(rows):
+            sequence.draft_state.features = [rows[num:]]
+        return rows[:num]
+
+    def _release(self) -> None:
+        for slot in self._slots:
+            slot.draft_state.num_live = 0
+        self._live, self._slots = None, []
+
+    def settle(self) -> None:
+        """Bring what lies in the target's outputs to the host: the target is about to run."""
+        if self._live is None:
+            return
+        live = np.asarray(self._make(self._live))
+        for place, slot in enumerate(self._slots):
+            self.add(slot, live[place, self._path[place, : slot.draft_state.num_live]])
+        self._release()

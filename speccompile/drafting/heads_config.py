@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What methods share whose heads draft in one run from the target's hidden state: recipe words and proposers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from speccompile.core.heads_specs import grown_depth
+from speccompile.core.jobs import MethodContext, StepCosts
+from speccompile.core.protocols import Engine, Proposer
+from speccompile.drafting.cutoff import Cutoff
+from speccompile.drafting.growth import GrowthPolicy
+from speccompile.drafting.heads_chain import HeadsChainProposer
+from speccompile.drafting.heads_tree import HeadsTreeProposer
+from speccompile.drafting.tree_config import TreeFields
+from speccompile.errors import RecipeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsFields(TreeFields):
+    """Recipe fields; a method's `Config` inherits them.
+
+    Args:
+        quantization: `none`, `int8` or `int4`.
+        num_draft_tokens: tokens of a chain, all of them in every step; or `auto`: as many as the heads are made for,
+            as far as a further token is worth its time. A grown tree is no deeper.
+        drafts: of a chain: `greedy` (deterministic), `sampled` (from the heads' own law at the request's
+            temperature), or `auto`: sampled where the request samples. A tree's drafts are never drawn.
+        min_confidence: of a chain: score no further behind a path that is accepted with less than this; `auto`: 0,
+            and the measured costs decide.
+        confidence_odds: the odds that a draft token is accepted, over the odds that the heads' confidence in it
+            means, before a slot's own verdicts are known.
+        config: folder with the speculator's config.json, where the hub's is not at hand; for random weights.
+
+    Raises:
+        RecipeError: a value is out of range.
+    """
+
+    quantization: str = "none"
+    num_draft_tokens: int | Literal["auto"] = "auto"
+    drafts: Literal["auto", "greedy", "sampled"] = "auto"
+    min_confidence: float | Literal["auto"] = "auto"
+    confidence_odds: float = 1.0
+    config: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length, floor = self.num_draft_tokens, self.min_confidence
+        checks = (
+            ("num_draft_tokens", length == "auto" or 1 <= int(length) <= 64, length, "auto, or 1 to 64"),
+            ("drafts", self.drafts in ("auto", "greedy", "sampled"), self.drafts, "auto, greedy or sampled"),
+            ("min_confidence", floor == "auto" or 0 <= float(floor) < 1, floor, "auto, or 0 to below 1"),
+            ("confidence_odds", 0.02 <= self.confidence_odds <= 50, self.confidence_odds, "0.02 to 50"),
+        )
+        for name, is_right, got, expected in checks:
+            if not is_right:
+                raise RecipeError(f"speculator.{name}", repr(got), expected, "Correct the recipe.")
+
+    @property
+    def leaves_length(self) -> bool:
+        """See `TreeFields.leaves_length`."""
+        return super().leaves_length and (self.tree == "auto" or "auto" == self.num_draft_tokens == self.min_confidence)
+
+    def form_options(self) -> tuple[tuple[str, Any], ...]:
+        """Options of the heads' job: see `heads_specs.DraftForm.from_options`."""
+        shape, length = self.shape, None if self.num_draft_tokens == "auto" else self.num_draft_tokens
+        is_grown = self.tree == "auto"
+        return (
+            ("depth", length if shape is None else shape.max_depth),
+            ("choices", () if shape is None else shape.choices),
+            ("width", self.tree_width if is_grown else 0),
+            ("num_guesses", self.num_guesses if is_grown else 0),
+            ("tree_depth", self.tree_depth),
+        )
+
+    def make_proposer(self, engine: Engine, graph: str, context: MethodContext) -> Proposer:
+        """The proposer over the heads' engine, for what the engine was built to draft.
+
+        Args:
+            engine: of the heads.
+            graph: its name in the bundle.
+            context: of the proposer.
+
+        Raises:
+            RecipeError: the engine drafts another tree.
+        """
+        target, heads = (context.costs.get(name, StepCosts()) for name in ("target", graph))
+        log_odds = math.log(self.confidence_odds)
+        built = engine.spec.num_drafts
+        if not engine.spec.gives_probs:
+            shape = self.shape
+            depth = grown_depth(built, self.tree_width, self.num_guesses) if shape is None else shape.max_depth
+            policy = GrowthPolicy(context.max_draft_nodes, depth, self.tree_width, target, heads)
+            return HeadsTreeProposer(engine, policy, shape, log_odds)
+        is_auto, floor = self.num_draft_tokens == "auto", self.min_confidence
+        cutoff = Cutoff(
+            built if self.num_draft_tokens == "auto" else min(built, self.num_draft_tokens),
+            is_fixed=not is_auto or floor != "auto",
+            min_confidence=0.0 if floor == "auto" else floor,
+            target=target,
+            heads=heads,
+        )
+        return HeadsChainProposer(engine, cutoff, log_odds, may_sample=self.drafts != "greedy")

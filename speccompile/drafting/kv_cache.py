@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder with a cache of its own as a scorer: which rows are the text's, and how it catches up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.cache_rows import CacheRows
+from speccompile.core.jobs import PREFILL_CHUNK
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, TREE_MASK
+from speccompile.core.tree import Ints
+from speccompile.drafting.expansion import Level
+
+_FIRST = np.zeros((1, 1), dtype=np.int64)
+
+
+class DraftCache:
+    """See `speccompile.drafting.expansion.Scorer`, for a draft that reads tokens alone.
+
+    Args:
+        engine: the draft (`guessing_spec`); its cache has rows for `max_nodes` and one more behind the last.
+        max_seq_len: cache rows a sequence may use.
+        max_nodes: most nodes of a level, and of the tokens that a step catches up with before it drafts.
+    """
+
+    def __init__(self, engine: Engine, max_seq_len: int, max_nodes: int) -> None:
+        self.engine, self.max_seq_len, self.max_nodes = engine, max_seq_len, max_nodes
+        self.lengths = [0] * engine.max_slots  # rows that hold the slot's own tokens
+        self.caches = (CacheRows(engine, self.lengths),)
+        # A first step is as wide as what it reads, and room is asked for before that is known.
+        self._spare = min(max_nodes, max_seq_len)
+
+    def start(self, slot: int) -> None:
+        """An empty cache."""
+        self.lengths[slot] = 0
+
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """What the cache lacks of the rows it reads at once, if one chunk is enough; otherwise all read on from it."""
+        start = self.lengths[slot] = min(self.lengths[slot], num_rows)
+        end = min(num_rows, self.max_seq_len)
+        if end - start > PREFILL_CHUNK:
+            return start
+        self._read(slot, np.array(sequence.tokens[start:end], dtype=np.int64))
+        return num_rows
+
+    def prefill(self, slot: int, tokens: Ints, start: int) -> None:
+        """Read the chunk [1, nodes] as well, while there is room."""
+        if start == self.lengths[slot]:
+            self._read(slot, tokens[0, : self.max_seq_len - start])
+
+    def _read(self, slot: int, tokens: Ints) -> None:
+        if len(tokens) > 0:
+            start = np.array([self.lengths[slot]], dtype=np.int64)
+            # One scored node, which nobody asks for: the LM head is computed for one row.
+            self.engine.run({TOKENS: tokens[None], LENGTHS: start, SCORED_NODES: _FIRST}, first_slot=slot)
+            self.lengths[slot] += len(tokens)
+
+    def room(self, place: int, slot: Slot) -> int:
+        """Rows behind the root's."""
+        return self.max_seq_len - len(slot.tokens)
+
+    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+        """Read what the slots have not read yet, the root last.
+
+        All read as many tokens as the one that is furthest behind: to read a token again costs what padding would.
+        """
+        slots = batch.slots
+        for place in places:
+            self._catch_up(place, slots[place].tokens)
+        width = max(len(slots[place].tokens) - self.lengths[place] for place in places)
+        tokens = np.zeros((len(slots), width), dtype=np.int64)
+        scored = np.zeros((len(slots), 1), dtype=np.int64)
+        lengths = np.array([self._idle(place, width) for place in range(len(slots))], dtype=np.int64)
+        for place in places:
+            known = slots[place].tokens
+            read = known[-width:]
+            tokens[place, : len(read)] = read
+            scored[place, 0] = len(read) - 1
+            lengths[place], self.lengths[place] = len(known) - len(read), len(known)
+        feeds: dict[str, Any] = {TOKENS: tokens, LENGTHS: lengths, **warp}
+        if width > 1:
+            feeds[SCORED_NODES] = scored
+        return self.engine.run(feeds)
+
+    def _catch_up(self, place: int, tokens: list[int]) -> None:
+        num = len(tokens)
+        self.lengths[place] = min(self.lengths[place], num - 1)  # the root is read again, however the last step ended
+        while num - (start := self.lengths[place]) > self._spare:
+            self._read(place, np.array(tokens[start : min(start + PREFILL_CHUNK, num - 1)], dtype=np.int64))
+
+    def _idle(self, place: int, span: int, num_in_place: int = 0) -> int:
+        """Where a step writes padding of `span` positions, which the draft must know.
+
+        A slot that is full gives up its last rows, as padding must go somewhere: it could not draft more than they
+        hold, and would read them again.
+        """
+        last = self.max_seq_len - span
+        if self.lengths[place] + num_in_place <= last:
+            return self.lengths[place] + num_in_place
+        self.lengths[place] = min(self.lengths[place], last)
+        return last
+
+    def expand(self, batch: Batch, level: Level) -> Outputs:
+        """Read a level behind the roots."""
+        width, span, starts = level.tokens.shape[1], level.depth + 1, []
+        for place, (nodes, num) in enumerate(zip(level.nodes, level.num_in_place, strict=True)):
+            starts.append(self.lengths[place] + num if nodes else self._idle(place, span, num))
+        feeds: dict[str, Any] = {TOKENS: level.tokens, LENGTHS: np.array(starts, dtype=np.int64), **level.warp}
+        if width > 1:
+            feeds |= {TREE_MASK: level.tree_mask, SCORED_NODES: level.scored_nodes}
+        return self.engine.run(feeds)
+
+    def commit(self, batch: Batch, num_kept: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Take in what became of the drafts.
+
+        Args:
+            batch: with the tokens that were drafted behind.
+            num_kept: by slot, accepted drafts that stand in their rows.
+            num_accepted: by slot.
+        """
+        for place, slot in enumerate(batch.slots):
+            if self.lengths[place] == len(slot.tokens):  # the root was read, and nothing was written over it
+                self.lengths[place] += min(num_kept[place], num_accepted[place], self.room(place, slot))

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft trees of one shape over a scorer: guessed, or drawn with siblings without replacement.
+
+Where drafts are drawn, their number and places must not depend on what was drawn, lest the law of the text be bent;
+a fixed shape does not. A node whose law has too little mass for all its siblings has fewer: that is decided by the
+law, before the first of them is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.protocols import Batch, Outputs
+from speccompile.core.specs import GUESSES, NODE_LAWS
+from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.core.tree_shape import TreeShape
+from speccompile.drafting.expansion import Level, Rows, Scorer, make_level
+from speccompile.drafting.growth import Candidates, draw_siblings
+
+
+class StaticTrees:
+    """Drafts for a batch in one shape, as deep as each slot may go.
+
+    Args:
+        scorer: the draft.
+        shape: of the tree; a level feeds no more nodes than it has drafts.
+        may_sample: draw drafts in slots that sample; otherwise they are the likeliest guesses.
+        vocab_size: of the target.
+        d2t: [draft_vocab] int64, the target's token of each of the draft's; None: they are the same.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        shape: TreeShape,
+        *,
+        may_sample: bool,
+        vocab_size: int,
+        d2t: Ints | None = None,
+    ) -> None:
+        self.scorer, self.shape, self.may_sample, self._d2t, self._vocab = scorer, shape, may_sample, d2t, vocab_size
+        self._parents = shape.parents().tolist()
+        ranks = shape.ranks().tolist()
+        self._levels: list[list[tuple[int, list[int], list[int]]]] = []  # by depth: (node, its children, their ranks)
+        for depth in range(shape.max_depth):
+            level = []
+            for node in shape.level(depth):
+                children = [c for c in shape.level(depth + 1) if self._parents[c] == node]
+                if children:
+                    level.append((node, children, [ranks[c] for c in children]))
+            self._levels.append(level)
+        self._plans = self._plan_levels()
+        self._rows: Rows | None = None
+        self._kept: list[list[int]] = []
+        self._laws: dict[int, Floats] = {}  # by batch: [batch, 1 + num_drafts, vocab]
+
+    def _plan_levels(self) -> list[tuple[Level, Rows]]:
+        """What each level but the root's feeds, for one slot; tokens are filled in later."""
+        num_drafts = self.shape.num_drafts
+        shape, rows, plans = Candidates([0] * (1 + num_drafts), self._parents), Rows(1, num_drafts), []
+        for depth, nodes in enumerate(self._levels[1:], start=1):
+            level, _ = make_level(depth, [shape], [[node for node, _, _ in nodes]], rows, {})
+            held = Rows(1, num_drafts)
+            held.chains, held.columns = [list(rows.chains[0])], [list(rows.columns[0])]
+            plans.append((level, held))
+        return plans
+
+    def lessons(self) -> None:
+        """Nothing is learnt from one step to the next."""
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Trees; a slot that cannot draft has its root alone."""
+        slots, self._rows, self._kept = batch.slots, None, []
+        roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
+        rooms = [self.scorer.room(place, slot) if slot.max_drafts > 0 else -1 for place, slot in enumerate(slots)]
+        able = [place for place, room in enumerate(rooms) if room >= 0]
+        if not able:
+            return TokenTree.roots(roots)
+        limits = [min(slot.max_drafts, room + 1) for slot, room in zip(slots, rooms, strict=True)]
+        drafts = _Drafts(self, batch, roots, self.may_sample and batch.may_draw)
+        drafts.take(0, able, self.scorer.begin(batch, able, drafts.warp))
+        for depth, (plan, held) in enumerate(self._plans, start=1):
+            places = [place for place in able if limits[place] > depth]
+            if not places:
+                break
+            drafts.take(depth, places, self.scorer.expand(batch, _for_batch(plan, drafts, places)))
+            self._rows = held
+        tree, self._kept = drafts.tree(limits)
+        return tree
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict) -> list[int]:
+        """By slot, how many of the accepted drafts stand in their rows of the draft's cache."""
+        if self._rows is None:
+            return [0] * tree.batch
+        rows = []
+        for place, num in enumerate(verdict.num_accepted.tolist()):
+            path = verdict.path[place, 1 : num + 1].tolist()
+            # Behind the deepest level that a slot took part in rows hold padding, but no accepted draft either.
+            rows.append(self._rows.num_kept(0, [self._kept[place][node] for node in path]))
+        return rows
+
+
+def _for_batch(plan: Level, drafts: _Drafts, places: Sequence[int]) -> Level:
+    batch, nodes = len(drafts.tokens), plan.nodes[0]
+    if batch == 1:
+        return replace(plan, tokens=drafts.tokens[:, nodes], warp=drafts.warp)
+    takes_part = set(places)
+    return Level(
+        plan.depth,
+        drafts.tokens[:, nodes],
+        np.ascontiguousarray(np.broadcast_to(plan.tree_mask, (batch, len(nodes), len(nodes)))),
+        np.ascontiguousarray(np.broadcast_to(plan.scored_nodes, (batch, plan.scored_nodes.shape[1]))),
+        list(plan.num_in_place) * batch,
+        [nodes if place in takes_part else () for place in range(batch)],
+        [plan.parents[0] if place in takes_part else () for place in range(batch)],
+        drafts.warp,
+    )
+
+
+class _Drafts:
+    """The drafts of one step in the making; node numbers are the shape's."""
+
+    def __init__(self, trees: StaticTrees, batch: Batch, roots: Ints, is_drawn: bool) -> None:
+        self.trees, self.batch, self.is_drawn = trees, batch, is_drawn
+        self.warp: Mapping[str, NDArray[Any]] = batch.warp_feeds() if is_drawn else {}
+        size = 1 + trees.shape.num_drafts
+        self.tokens = np.zeros((len(roots), size), dtype=np.int64)
+        self.tokens[:, 0] = roots
+        self.is_there = np.zeros((len(roots), size), dtype=np.bool_)
+        self.is_there[:, 0] = True
+        self.laws: Floats | None = None
+        if is_drawn:
+            if len(roots) not in trees._laws:
+                trees._laws[len(roots)] = np.zeros((len(roots), size, trees._vocab), dtype=np.float32)
+            self.laws = trees._laws[len(roots)]
+
+    def take(self, depth: int, places: Sequence[int], outputs: Outputs) -> None:
+        """The children of the nodes at `depth`."""
+        guesses = np.asarray(outputs[GUESSES])
+        tokens = guesses if self.trees._d2t is None else self.trees._d2t[guesses]
+        level = self.trees._levels[depth]
+        for column, (_, children, ranks) in enumerate(level):
+            self.tokens[:, children] = tokens[:, column, ranks]
+        fresh = [child for _, children, _ in level for child in children]
+        for place in places:
+            self.is_there[place, fresh] = True
+        if self.laws is not None:
+            width = max(len(children) for _, children, _ in level)
+            draws = self.batch.sibling_uniforms(depth + 1, width).tolist()
+            laws = np.asarray(outputs[NODE_LAWS])
+            for place in places:
+                self._draw(place, level, laws[place], draws[place])
+
+    def _draw(
+        self, place: int, level: Sequence[tuple[int, list[int], list[int]]], laws: Floats, draws: Sequence[float]
+    ) -> None:
+        """Replace the guesses of one slot by draws; a greedy slot keeps them, each under a law of its own."""
+        assert self.laws is not None
+        is_greedy = self.batch.slots[place].sampling.is_greedy
+        d2t = self.trees._d2t
+        for column, (node, children, _) in enumerate(level):
+            if not self.is_there[place, node]:
+                self.is_there[place, children] = False
+                continue
+            rows = self.laws[place, children[0] : children[-1] + 1]
+            if is_greedy:
+                rows[...] = 0
+                rows[np.arange(len(children)), self.tokens[place, children]] = 1
+                continue
+            drawn = rows if d2t is None else np.empty((len(children), len(d2t)), dtype=np.float32)
+            tokens = draw_siblings(laws[column], draws[: len(children)], drawn)
+            if d2t is not None:
+                rows[...] = 0
+                rows[:, d2t] = drawn
+            self.tokens[place, children[: len(tokens)]] = tokens if d2t is None else d2t[tokens]
+            self.is_there[place, children[len(tokens) :]] = False
+
+    def tree(self, limits: Sequence[int]) -> tuple[TokenTree, list[list[int]]]:
+        """What is scored, and for each slot the shape's node that each of its nodes is."""
+        shape, batch = self.trees.shape, len(self.tokens)
+        if self.is_there.all():
+            everything = list(range(1 + shape.num_drafts))
+            kept = [everything] * batch
+            parents, num_nodes = np.tile(shape.parents(), (batch, 1)), np.full(batch, len(everything), dtype=np.int64)
+            if shape.is_chain:
+                return TokenTree.chain(self.tokens, None, self.laws), kept
+            return TokenTree(self.tokens, parents, num_nodes, self.laws), kept
+        kept = [np.flatnonzero(row).tolist() for row in self.is_there]
+        nodes = max(map(len, kept))
+        tokens, parents = np.zeros((batch, nodes), dtype=np.int64), np.full((batch, nodes), -1, dtype=np.int64)
+        laws = None if self.laws is None else np.zeros((batch, nodes, self.laws.shape[2]), dtype=np.float32)
+        for place, chosen in enumerate(kept):
+            at = {node: number for number, node in enumerate(chosen)}
+            tokens[place, : len(chosen)] = self.tokens[place, chosen]
+            parents[place, 1 : len(chosen)] = [at[self.trees._parents[node]] for node in chosen[1:]]
+            if laws is not None and self.laws is not None:
+                laws[place, : len(chosen)] = self.laws[place, chosen]
+        num_nodes = np.array([len(chosen) for chosen in kept], dtype=np.int64)
+        if shape.is_chain:
+            return TokenTree.chain(tokens, num_nodes, laws), kept
+        return TokenTree(tokens, parents, num_nodes, laws), kept

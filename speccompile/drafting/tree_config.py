@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words of a recipe that describe trees, the same in every method: a `Config` inherits `TreeFields`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from speccompile.core.tree_shape import TreeShape
+from speccompile.errors import RecipeError
+
+MAX_GUESSES = 64  # of a node, lest their search outweigh the draft
+MAX_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class ProductTree:
+    """A tree by widths, `{widths: [4, 2, 1]}`.
+
+    Args:
+        widths: children of every node at each depth.
+    """
+
+    widths: tuple[int, ...]
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+
+Choices = tuple[tuple[int, ...], ...]
+Tree = Literal["chain", "auto"] | ProductTree | Choices
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeFields:
+    """What the recipe says of the tree that is drafted.
+
+    Args:
+        tree: `chain`: one token behind the other; `auto`: grown by the draft's confidences, as far as the measured
+            costs make a further token worth its time, within engine.max_draft_nodes; a list of rank paths such as
+            [[0], [1], [0, 0]], or `{widths: [4, 2, 1]}`: the same shape in every step.
+        tree_width: `auto`: most nodes that are drafted behind at a depth.
+        tree_depth: `auto`: most draft tokens on a path.
+        num_guesses: `auto`: tokens that are guessed behind a node; a fixed shape has as many as it needs.
+
+    Raises:
+        RecipeError: a value is out of range, or the shape is no tree.
+    """
+
+    tree: Tree = "chain"
+    tree_width: int = 4
+    tree_depth: int = 6
+    num_guesses: int = 8
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tree", tree_from_words(self.tree))
+        bounds = (
+            ("tree_width", self.tree_width, MAX_GUESSES),
+            ("tree_depth", self.tree_depth, MAX_DEPTH),
+            ("num_guesses", self.num_guesses, MAX_GUESSES),
+        )
+        for name, got, most in bounds:
+            if not 1 <= got <= most:
+                raise RecipeError(f"speculator.{name}", repr(got), f"1 to {most}", "Correct the recipe.")
+        if (shape := self.shape) is not None and shape.max_rank >= MAX_GUESSES:
+            deepest = f"rank {shape.max_rank}"
+            raise RecipeError("speculator.tree", deepest, f"ranks below {MAX_GUESSES}", "Correct the tree.")
+
+    @property
+    def has_tree(self) -> bool:
+        """Whether drafts are more than a chain."""
+        return self.tree != "chain"
+
+    @property
+    def shape(self) -> TreeShape | None:
+        """The fixed shape; None where the tree is grown, or is a chain of the method's own length."""
+        if isinstance(self.tree, ProductTree):
+            return TreeShape.product(self.tree.widths)
+        return None if isinstance(self.tree, str) else TreeShape.from_choices(self.tree)
+
+    @property
+    def leaves_length(self) -> bool:
+        """Whether the recipe leaves it open how much is drafted: then it may be nothing, where that is faster."""
+        return self.shape is None
+
+    @property
+    def guesses_needed(self) -> int:
+        """Tokens to guess behind a node."""
+        shape = self.shape
+        return self.num_guesses if shape is None else shape.max_rank + 1
+
+    @property
+    def num_tree_drafts(self) -> int:
+        """Draft tokens of a fixed shape; 0 where there is none."""
+        shape = self.shape
+        return 0 if shape is None else shape.num_drafts
+
+
+def tree_from_words(value: Any) -> Tree:
+    """A tree as the recipe's loader, JSON or a caller of Python gives it.
+
+    Args:
+        value: `chain`, `auto`, a `ProductTree` or {"widths": ...}, or rank paths as lists or tuples.
+
+    Raises:
+        RecipeError: none of these, or no tree.
+    """
+    if isinstance(value, str) and value in ("chain", "auto"):
+        return value  # type: ignore[return-value]
+    if isinstance(value, ProductTree):
+        TreeShape.product(value.widths)
+        return ProductTree(tuple(value.widths))
+    if isinstance(value, Mapping) and set(value) == {"widths"} and _is_ints(value["widths"]):
+        return tree_from_words(ProductTree(tuple(value["widths"])))
+    if isinstance(value, Sequence) and not isinstance(value, str) and value and all(_is_ints(path) for path in value):
+        return TreeShape.from_choices(value).choices
+    expected = "chain, auto, a list of rank paths such as [[0], [1], [0, 0]], or {widths: [4, 2, 1]}"
+    raise RecipeError("speculator.tree", repr(value), expected, "Correct the recipe.")
+
+
+def _is_ints(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`speccompile::CachedAttention` as a torch op, and the attention function that puts it into a model.
+
+transformers models call their attention through a registry by name; ours puts one op in the place of cache
+update, mask and attention. What an attention layer asks for beyond that is refused, never dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from speccompile.errors import ExportError
+
+IMPLEMENTATION = "speccompile"  # the name under which transformers finds `attend`
+
+# Arguments that attention layers pass along and that change nothing here: what they say is either expressed by
+# the op's own inputs (positions, masks, caches) or concerns training and reporting.
+_INERT = {
+    "position_ids", "position_embeddings", "cache_position", "is_causal", "use_cache", "dropout", "training",
+    "max_length_q", "max_length_k", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
+}  # fmt: skip
+
+
+@dataclass
+class Frame:
+    """One forward pass: the step's inputs, and what the layers leave behind.
+
+    Args:
+        lengths: [batch] int64.
+        tree_mask: [batch, nodes, nodes] bool.
+        scored_nodes: [batch, scored] int64.
+        caches: K and V of each layer in order, [batch, kv_heads, max_seq, head_dim] float32.
+        windows: the sliding window of each layer, 0 = none; None: what the layer passes to its attention.
+    """
+
+    lengths: torch.Tensor
+    tree_mask: torch.Tensor
+    scored_nodes: torch.Tensor
+    caches: list[torch.Tensor]
+    windows: Sequence[int] | None = None
+    updated: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    layer_outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    hidden: torch.Tensor | None = None
+
+
+_FRAME: ContextVar[Frame] = ContextVar("speccompile_frame")
+
+
+@contextmanager
+def forward_pass(frame: Frame) -> Iterator[Frame]:
+    """Make `frame` the one that the layers of this context read and write."""
+    token = _FRAME.set(frame)
+    try:
+        yield frame
+    finally:
+        _FRAME.reset(token)
+
+
+def current_frame() -> Frame:
+    """The frame of the enclosing `forward_pass`; LookupError outside of one."""
+    return _FRAME.get()
+
+
+@torch.library.custom_op("speccompile::cached_attention", mutates_args=())
+def cached_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    tree_mask: torch.Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Write the new rows into copies of the caches and attend over past and ancestors.
+
+    Args:
+        q: [batch, heads, nodes, head_dim] float32.
+        k: [batch, kv_heads, nodes, head_dim] float32; `v` alike.
+        v: see `k`.
+        k_cache: [batch, kv_heads, max_seq, head_dim] float32; `v_cache` alike.
+        v_cache: see `k_cache`.
+        lengths: [batch] int64, rows in use; the new rows are written behind them.
+        tree_mask: [batch, nodes, nodes] bool.
+        scale: factor of the scores.
+        softcap: scores become softcap * tanh(scores / softcap); 0 = off.
+        window: a key is seen where position(query) - position(key) < window; 0 = off.
+
+    Returns:
+        out [batch, nodes, heads, head_dim], and the two updated caches.
+    """
+    batch, kv_heads, nodes, _ = k.shape
+    rows = lengths[:, None] + torch.arange(nodes)  # [batch, nodes]
+    slots = torch.arange(batch)[:, None]
+    new_k, new_v = k_cache.clone(), v_cache.clone()
+    new_k[slots, :, rows] = k.transpose(1, 2)
+    new_v[slots, :, rows] = v.transpose(1, 2)
+    max_seq = k_cache.shape[2]
+    row_ids = torch.arange(max_seq).expand(batch, 1, max_seq)
+    visible = (row_ids < lengths[:, None, None]).repeat(1, nodes, 1)
+    visible[slots[:, :, None], torch.arange(nodes)[None, :, None], rows[:, None, :]] = tree_mask
+    if window:
+        depth = tree_mask.sum(-1) - 1
+        positions = row_ids[:, 0].clone()
+        positions[slots, rows] = lengths[:, None] + depth
+        query_positions = lengths[:, None] + depth
+        visible &= query_positions[:, :, None] - positions[:, None, :] < window
+    group = q.shape[1] // kv_heads
+    scores = q @ new_k.repeat_interleave(group, 1).transpose(2, 3) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    probs = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1)
+    return (probs @ new_v.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), new_k, new_v
+
+
+@cached_attention.register_fake
+def _(q, k, v, k_cache, v_cache, lengths, tree_mask, scale, softcap, window):  # type: ignore[no-untyped-def]
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    return out, torch.empty_like(k_cache), torch.empty_like(v_cache)
+
+
+@torch.library.custom_op("speccompile::cross_attention", mutates_args=())
+def cross_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, limits: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attend to caches that another graph writes; see `speccompile.ops.cross_attention`."""
+    group = q.shape[1] // k_cache.shape[1]
+    scores = q @ k_cache.repeat_interleave(group, 1).transpose(2, 3) * scale
+    is_seen = torch.arange(k_cache.shape[2]) < limits[:, None, :, None]
+    probs = scores.masked_fill(~is_seen, -math.inf).softmax(-1)
+    return (probs @ v_cache.repeat_interleave(group, 1)).transpose(1, 2).contiguous()
+
+
+@cross_attention.register_fake
+def _(q, k_cache, v_cache, limits, scale):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+
+
+@torch.library.custom_op("speccompile::gather_nodes", mutates_args=())
+def gather_nodes(x: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    """Rows of `x` [batch, nodes, hidden] at `nodes` [batch, scored] int64: [batch, scored, hidden]."""
+    return torch.gather(x, 1, nodes[:, :, None].expand(-1, -1, x.shape[2]))
+
+
+@gather_nodes.register_fake
+def _(x, nodes):  # type: ignore[no-untyped-def]
+    return x.new_empty(nodes.shape[0], nodes.shape[1], x.shape[2])
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers' registry: one CachedAttention for the layer of `module`.
+
+    Raises:
+        ExportError: the layer asks for something that the op does not express.
+    """
+    frame, layer = current_frame(), getattr(module, "layer_idx", None)
+    where = f"{type(module).__name__} (layer {layer})"
+    _check_layer(where, layer, frame, query, key, value, attention_mask)
+    for name, given in kwargs.items():
+        if given is not None and name not in _INERT:
+            raise _cannot_express(where, f"the attention argument `{name}`")
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise _cannot_express(where, "attention that is not causal")
+    assert layer is not None
+    # A transformers layer may pass a window that its mask does not have, or none where it has one.
+    window = sliding_window if frame.windows is None else frame.windows[layer]
+    out, new_k, new_v = cached_attention(
+        query,
+        key,
+        value,
+        frame.caches[2 * layer],
+        frame.caches[2 * layer + 1],
+        frame.lengths,
+        frame.tree_mask,
+        query.shape[3] ** -0.5 if scaling is None else float(scaling),
+        float(softcap or 0.0),
+        int(window or 0),
+    )
+    frame.updated[layer] = (new_k, new_v)
+    return out, None
+
+
+def _check_layer(
+    where: str,
+    layer: int | None,
+    frame: Frame,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> None:
+    if layer is None or 2 * layer + 1 >= len(frame.caches) or layer in frame.updated:
+        raise ExportError(
+            where,
+            f"layer index {layer}, which is missing, out of range or used twice",
+            f"one attention call for each of the {len(frame.caches) // 2} layers",
+            "This architecture cannot be exported.",
+        )
+    if mask is not None:
+        raise _cannot_express(where, "an attention mask (or position bias) of its own")
+    heads, dim = frame.caches[2 * layer].shape[1], frame.caches[2 * layer].shape[3]
+    for name, tensor in (("key", key), ("value", value)):
+        if (tensor.shape[1], tensor.shape[3]) != (heads, dim) or query.shape[3] != dim:
+            raise ExportError(
+                where,
+                f"{name} heads of {tensor.shape[1]} x {tensor.shape[3]} and query heads of width {query.shape[3]}",
+                f"{heads} kv heads of width {dim}, as the config says, in every layer",
+                "Caches of differing shape (latent attention, per-layer heads) are not supported.",
+            )
+
+
+def _cannot_express(where: str, what: str) -> ExportError:
+    return ExportError(
+        where,
+        what,
+        "causal attention with scale, softcap and sliding window",
+        "This architecture cannot be exported; use another target.",
+    )
+
+
+def register() -> None:
+    """Make `attend` known to transformers under `IMPLEMENTATION`.
+
+    No mask function is registered under that name, so transformers builds no masks.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, attend)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transformers causal language model -> the neutral graph of `decoder_spec`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims
+from speccompile.checkpoints.families import check_config
+from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec
+from speccompile.errors import ExportError
+from speccompile.export import attention
+from speccompile.export.masks import read_windows
+from speccompile.export.selfcheck import check_replacement
+from speccompile.export.trace import trace_module
+from speccompile.export.weights import Weights, check_positions, load_model, name_weights, names_by_address
+from speccompile.export.wrapper import DecoderGraph
+from speccompile.passes.base import Pass, run_pipeline
+from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
+from speccompile.passes.drop_windows import drop_windows_pass
+from speccompile.passes.fold_weights import FOLD_WEIGHTS
+from speccompile.passes.fuse_gelu import FUSE_GELU
+from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM
+from speccompile.passes.fuse_rope import FUSE_ROPE
+from speccompile.passes.simplify_reshapes import SIMPLIFY_RESHAPES
+from speccompile.passes.split_slices import SPLIT_SLICES
+from speccompile.passes.tabulate_rope import tabulate_rope_pass
+from speccompile.passes.unflatten_linears import UNFLATTEN_LINEARS
+
+
+def cleanup_table(max_seq_len: int) -> tuple[Pass, ...]:
+    """The passes from torch's trace to the neutral graph, where norms and rotary embeddings are single nodes."""
+    return (
+        REMOVE_DEAD,
+        SHARE_COMMON,
+        FUSE_RMS_NORM,
+        FUSE_ROPE,
+        FUSE_GELU,
+        drop_windows_pass(max_seq_len),
+        tabulate_rope_pass(max_seq_len),
+        UNFLATTEN_LINEARS,
+        SPLIT_SLICES,
+        SIMPLIFY_RESHAPES,
+        FOLD_WEIGHTS,
+        SHARE_COMMON,
+        REMOVE_DEAD,
+    )
+
+
+def export_decoder(
+    source: Path,
+    *,
+    weights: Weights = "checkpoint",
+    max_seq_len: int,
+    hidden: bool = False,
+    hidden_layers: tuple[int, ...] = (),
+    prepare: Callable[[Any, ModelDims], ModelDims] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[ir.Model, ModelDims]:
+    """Trace the model in `source` and clean the trace.
+
+    Args:
+        source: a checkpoint folder; with random weights its config.json is enough.
+        weights: "checkpoint" or "random".
+        max_seq_len: rows of the cache; no position reaches beyond.
+        hidden: whether `hidden` (what the LM head reads) is an output.
+        hidden_layers: layers whose residual stream behind them is an output.
+        prepare: changes the loaded model in place; is given its sizes and returns those it has then.
+        progress: called with the name of each stage as it begins.
+
+    Returns:
+        The model (opset 24 and the domain speccompile; its inputs and outputs are those of `decoder_spec`;
+        weights refer to torch's memory) and the decoder's sizes.
+
+    Raises:
+        CheckpointError: the folder is incomplete or damaged.
+        ExportError: the architecture cannot be expressed.
+    """
+    say = progress or (lambda stage: None)
+    check_config(read_config(source), max_seq_len)
+    dims = read_dims(source)
+    _check_hidden_layers(dims, hidden_layers)
+    if weights == "checkpoint":
+        say("check weights")
+        check_checkpoint(source, dims)
+    say("load weights")
+    attention.register()
+    model = load_model(source, weights)
+    check_positions(model, max_seq_len)
+    if prepare is not None:
+        dims = prepare(model, dims)
+    dims = replace(dims, num_params=sum(p.numel() for p in model.parameters()))
+    spec = decoder_spec("decoder", dims, hidden=hidden, hidden_layers=hidden_layers)
+    names = names_by_address(model)
+    say("compare attention")
+    windows = read_windows(model, attention.IMPLEMENTATION, dims.num_layers, max_seq_len, dims.model_type)
+    module = DecoderGraph(model, dims.num_layers, hidden, hidden_layers, windows)
+    check_replacement(module, dims)
+    say("trace")
+    graph = _trace(module, dims, spec)
+    name_weights(graph, names)
+    run_pipeline(graph, cleanup_table(max_seq_len), say)
+    _check_attention(graph, dims)
+    return graph, dims
+
+
+def _check_hidden_layers(dims: ModelDims, hidden_layers: tuple[int, ...]) -> None:
+    wrong = [i for i in hidden_layers if not 0 <= i < dims.num_layers]
+    if wrong or len(set(hidden_layers)) != len(hidden_layers):
+        raise ExportError(
+            "hidden_layers",
+            str(list(hidden_layers)),
+            f"different layers between 0 and {dims.num_layers - 1}",
+            "Choose layers that the model has.",
+        )
+
+
+def _trace(module: DecoderGraph, dims: ModelDims, spec: GraphSpec) -> ir.Model:
+    batch, nodes, scored, max_seq = (torch.export.Dim(n, min=1) for n in ("batch", "nodes", "scored", "max_seq"))
+    num_caches = 2 * dims.num_layers
+    # Sizes of the example: none is 0 or 1, which torch would take for constants.
+    caches = [torch.zeros(2, dims.num_kv_heads, 16, dims.head_dim) for _ in range(num_caches)]
+    example = (
+        torch.zeros(2, 3, dtype=torch.int64),
+        torch.zeros(2, dtype=torch.int64),
+        torch.ones(2, 3, 3, dtype=torch.bool),
+        torch.zeros(2, 2, dtype=torch.int64),
+        caches,
+    )
+    shapes = (
+        {0: batch, 1: nodes},
+        {0: batch},
+        {0: batch, 1: nodes, 2: nodes},
+        {0: batch, 1: scored},
+        [{0: batch, 2: max_seq}] * num_caches,
+    )
+    return trace_module(module, example, shapes, spec, dims.model_type)
+
+
+def _check_attention(model: ir.Model, dims: ModelDims) -> None:
+    count = sum(n.op_type == "CachedAttention" for n in model.graph)
+    if count != dims.num_layers:
+        raise ExportError(
+            dims.model_type,
+            f"{count} CachedAttention nodes",
+            f"one for each of {dims.num_layers} layers",
+            "Its attention cannot be replaced; this architecture cannot be exported.",
+        )

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A causal language model as the source of a graph: the target, or a draft with caches of its own."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.checkpoints.checkpoint import check_checkpoint, layers_key, read_config, read_dims
+from speccompile.checkpoints.families import check_architecture
+from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.core import registry
+from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import (
+    GraphSpec,
+    ModelDims,
+    decoder_spec,
+    guessing_spec,
+    sampled_spec,
+    verified_spec,
+)
+from speccompile.errors import RecipeError
+from speccompile.export.checks import check_decoder
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "generation_config.json", "tokenizer.json")
+
+
+class DecoderSource:
+    """See `speccompile.core.protocols.GraphSource`.
+
+    Options of the job are keywords of `decoder_spec`, `num_layers` (build with fewer layers), and for a draft
+    `num_guesses` with `laws` (`guessing_spec`), for the target `keep_logits` (`verified_spec`).
+    Instead of `hidden_layers` a `hidden_layers_rule` may be given, where they depend on the number of layers: the
+    import string of a function and its arguments, to which that number and the kind of weights are added.
+
+    Args:
+        job: its model.
+        context: what it is made for; without a target it is the target.
+    """
+
+    has_tokenizer = True
+    shares_weights = False
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        self.job, self.context = job, context
+        options = dict(job.options)
+        self.num_layers: int | None = options.pop("num_layers", None)
+        self.num_guesses: int | None = options.pop("num_guesses", None)
+        self.laws: bool = options.pop("laws", False)
+        self.keep_logits: bool = options.pop("keep_logits", False)
+        rule = options.pop("hidden_layers_rule", None)
+        self.outputs: dict[str, Any] = options
+        self.role = "target" if context.target is None else "draft"
+        self.folder = find_folder(job, context.weights)
+        check_architecture(read_config(self.folder))
+        self.dims: ModelDims = read_dims(self.folder)
+        if self.num_layers is not None:
+            self.dims = self._with_layers(self.num_layers)
+        if rule is not None:
+            name, *arguments = rule
+            options["hidden_layers"] = registry.find_class(name)(*arguments, self.dims.num_layers, context.weights)
+        self.max_rows = min(context.max_seq_len, self.dims.max_positions)
+        if context.target is None and self.max_rows < context.max_seq_len:
+            got, expected = f"{context.max_seq_len}", f"at most {self.max_rows}, the positions of {job.model}"
+            raise RecipeError("engine.max_seq_len", got, expected, "Lower it.")
+
+    def _with_layers(self, num_layers: int) -> ModelDims:
+        if num_layers > self.dims.num_layers:
+            expected = f"at most {self.dims.num_layers}, the layers of {self.job.model}"
+            raise RecipeError("target.num_layers", str(num_layers), expected, "Lower it.")
+        return replace(self.dims, num_layers=num_layers)
+
+    def check(self) -> None:
+        """The weights are complete and belong to the config."""
+        check_checkpoint(self.folder, self.dims)
+
+    def digests(self) -> dict[str, str]:
+        """Of config, weights and tokenizer."""
+        return digests_from_checkpoint(self.folder, self.context.weights, WEIGHT_FILES)
+
+    def counts(self) -> WeightCounts | None:
+        """None: config.json and the sizes tell."""
+        return None
+
+    def spec(self) -> GraphSpec:
+        """The target verifies; a draft samples one token, or has candidates after every node.
+
+        A draft speaks the target's vocabulary, however large its own is: see `passes.fit_vocab`.
+        """
+        target = self.context.target
+        dims = self.dims if target is None else replace(self.dims, vocab_size=target.vocab_size)
+        plain = replace(decoder_spec(self.job.name, dims, **self.outputs), max_rows=self.max_rows)
+        if target is None:
+            return verified_spec(plain, self.keep_logits)
+        if self.num_guesses is not None:
+            return guessing_spec(plain, min(self.num_guesses, self.dims.vocab_size, target.vocab_size), self.laws)
+        return sampled_spec(plain)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_decoder`."""
+        return check_decoder(engine, max_nodes)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ModelDims]:
+        """See `speccompile.export.decoder.export_decoder`."""
+        return self.export_changed(None, progress)
+
+    def export_changed(
+        self, prepare: Callable[[Any, ModelDims], ModelDims] | None, progress: Callable[[str], None]
+    ) -> tuple[ir.Model, ModelDims]:
+        """The same of a model that `prepare` has changed; see `speccompile.export.decoder.export_decoder`."""
+        from speccompile.export.decoder import export_decoder
+
+        with tempfile.TemporaryDirectory() as scratch:
+            source = self.folder if self.num_layers is None else self._write_config(Path(scratch))
+            weights: Any = self.context.weights
+            model, dims = export_decoder(
+                source, weights=weights, max_seq_len=self.max_rows, prepare=prepare, progress=progress, **self.outputs
+            )
+        return model, dims
+
+    def _write_config(self, folder: Path) -> Path:
+        """The config with fewer layers, which random weights are all made from."""
+        config = read_config(self.folder)
+        config[layers_key(config)] = self.dims.num_layers
+        if config.get("layer_types"):
+            config["layer_types"] = config["layer_types"][: self.dims.num_layers]
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return folder

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft that reads features -> the neutral graph of `feature_draft_spec`; and the graph that makes them.
+
+They are two graphs and not one with a switch: features of the target's states are made once a round, while the draft
+runs once a depth, and would read the weights that make them each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from speccompile.core.specs import GraphSpec, TensorSpec
+from speccompile.doctor.decoder_rows import decoder_config
+from speccompile.errors import ExportError
+from speccompile.export import attention
+from speccompile.export.attention import Frame, forward_pass, gather_nodes
+from speccompile.export.decoder import cleanup_table
+from speccompile.export.guessing import node_laws, top_tokens
+from speccompile.export.trace import trace_module
+from speccompile.export.weights import name_weights, names_by_address, share_weights
+from speccompile.passes.base import run_pipeline
+
+RANDOM_SEED = 0
+# Logit of a token of the target that the draft has no word for: its probability is 0 at any temperature below 500,
+# and the number has a float16. Laws are what is drawn from, so they would be exact with any logit.
+UNKNOWN_LOGIT = -60000.0
+# Neither 0 nor 1, which torch would take for constants.
+_EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "states": 4, "max_seq": 16}
+
+
+class FeatureBody(nn.Module):
+    """What a method's draft is made of; its parameters have the names of the method's own layout.
+
+    Args:
+        config: of its decoder layers.
+    """
+
+    target_tokens: torch.Tensor | None  # [draft_vocab] int64: target's token of each; None where they are the same
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
+        """Own features of nodes: [batch, nodes, hidden].
+
+        Args:
+            tokens: [batch, nodes] int64.
+            features: [batch, nodes, hidden], of the positions before the tokens.
+            angles: cosines and sines [batch, nodes, head_dim] of these positions.
+        """
+        raise NotImplementedError
+
+    def logits(self, own: torch.Tensor) -> torch.Tensor:
+        """[batch, scored, draft_vocab] behind own features [batch, scored, hidden]."""
+        raise NotImplementedError
+
+
+class FeatureDraft(nn.Module):
+    """The module that is traced: inputs as in `feature_draft_spec`, those of the warp and the caches as lists.
+
+    Args:
+        body: of the method, in evaluation mode.
+        spec: what it is traced for.
+    """
+
+    def __init__(self, body: FeatureBody, spec: GraphSpec) -> None:
+        super().__init__()
+        self.body, self.rotary = body, LlamaRotaryEmbedding(body.config)
+        self.num_layers, self.num_guesses, self.laws = len(spec.caches) // 2, spec.num_candidates, spec.gives_probs
+        tokens = body.target_tokens
+        if tokens is not None:
+            places = torch.full((spec.vocab_size,), len(tokens)).index_copy(0, tokens, torch.arange(len(tokens)))
+            self.register_buffer("places", places)  # of each of the target's tokens among the draft's
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        tree_mask: torch.Tensor,
+        scored_nodes: torch.Tensor,
+        features: torch.Tensor,
+        feature_nodes: torch.Tensor,
+        warp: list[torch.Tensor],
+        caches: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """One step. Positions are those of the features, one before the tokens'."""
+        told = gather_nodes(features, feature_nodes)
+        depth = tree_mask.to(torch.int64).sum(-1) - 1
+        with forward_pass(Frame(lengths, tree_mask, scored_nodes, caches)) as frame:
+            own = self.body.advance(tokens, told, self.rotary(told, lengths.unsqueeze(1) + depth))
+        logits, tokens_of = self.body.logits(gather_nodes(own, scored_nodes)), self.body.target_tokens
+        if self.laws:  # with laws over the target's vocabulary, guesses are made over it as well: bodies know but one
+            logits, tokens_of = self._spread(logits), None
+        guesses, probs = top_tokens(logits, self.num_guesses)
+        if tokens_of is not None:
+            guesses = tokens_of[guesses]
+        laws = (node_laws(logits, *warp),) if self.laws else ()
+        updated = [cache for i in range(self.num_layers) for cache in frame.updated[i]]
+        return (guesses, probs, *laws, torch.cat((told[:, :1], own), 1), *updated)
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the target's vocabulary."""
+        if self.body.target_tokens is None:
+            return logits
+        nothing = torch.full_like(logits[:, :, :1], UNKNOWN_LOGIT)
+        return torch.cat((logits, nothing), 2).index_select(2, self.places)
+
+
+def layer_config(config: Mapping[str, Any]) -> LlamaConfig:
+    """The config of the decoder layers in a speculator's config.json, for `attention.attend`.
+
+    Raises:
+        ExportError: transformers cannot make it.
+    """
+    try:
+        made = LlamaConfig(**{**decoder_config(config), "tie_word_embeddings": False})
+    except (TypeError, ValueError, KeyError) as fault:
+        todo = "Correct the speculator's config.json."
+        raise ExportError("config.json", str(fault).strip().splitlines()[0], "sizes of a Llama layer", todo) from fault
+    attention.register()
+    made._attn_implementation = attention.IMPLEMENTATION
+    return made
+
+
+def widen_projections(module: nn.Module, width: int, config: Mapping[str, Any]) -> None:
+    """Let queries, keys and values of a Llama attention be projected from `width`, with the biases of the config."""
+    bias = bool(config.get("qkv_bias") or config.get("attention_bias"))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        old = getattr(module, name)
+        setattr(module, name, nn.Linear(width, old.out_features, bias=bias))
+
+
+def fill_weights(
+    module: nn.Module,
+    weights: Mapping[str, torch.Tensor] | None,
+    shared: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Give a module on the meta device its weights in float32.
+
+    Args:
+        module: as it was made.
+        weights: by the names of its parameters; None: random ones, the same every time.
+        shared: the target's, for parameters that the speculator does not have.
+
+    Raises:
+        KeyError: one is missing.
+    """
+    module.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(RANDOM_SEED)
+    held = {**(shared or {}), **(weights or {})}
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(False)
+            if name in held or weights is not None:
+                parameter.data = held[name].to(torch.float32)
+            elif parameter.dim() > 1:
+                parameter.normal_(0, 0.02, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def export_feature_draft(
+    body: FeatureBody, spec: GraphSpec, max_rows: int, progress: Callable[[str], None]
+) -> ir.Model:
+    """Trace a draft and clean the trace.
+
+    Args:
+        body: of the method, with its weights.
+        spec: a `feature_draft_spec`.
+        max_rows: rows of the cache; no position reaches beyond.
+        progress: called with the name of each stage.
+
+    Returns:
+        The neutral graph; its weights refer to torch's memory.
+
+    Raises:
+        ExportError: torch cannot trace it.
+    """
+    return _export(FeatureDraft(body, spec).eval(), spec, max_rows, progress)
+
+
+def export_fusion(module: nn.Module, spec: GraphSpec, progress: Callable[[str], None]) -> ir.Model:
+    """Trace what makes features of the target's states: a list of them -> [batch, nodes, hidden]."""
+    return _export(module.eval(), spec, 1, progress)
+
+
+def _export(module: nn.Module, spec: GraphSpec, max_rows: int, progress: Callable[[str], None]) -> ir.Model:
+    progress("trace")
+    sizes = {name: torch.export.Dim(name, min=1) for name in _EXAMPLE_SIZES}
+    tensors = [_example(t) for t in spec.inputs]
+    shapes = [{i: sizes[d] for i, d in enumerate(t.dims) if isinstance(d, str)} for t in spec.inputs]
+    names = names_by_address(module)
+    graph = trace_module(module, _grouped(tensors, spec), _grouped(shapes, spec), _with_whole_laws(spec), spec.name)
+    for value, tensor in zip(graph.graph.outputs, spec.outputs, strict=True):
+        value.shape = ir.Shape(list(tensor.dims))
+    share_weights(graph)
+    name_weights(graph, names)
+    run_pipeline(graph, cleanup_table(max_rows), progress)
+    return graph
+
+
+def _with_whole_laws(spec: GraphSpec) -> GraphSpec:
+    """As torch sees it: a law of a greedy batch, a dummy at run time, is as wide as any."""
+    dims = {"draft_vocab": spec.law_width}
+    outputs = tuple(replace(t, dims=tuple(dims.get(str(d), d) for d in t.dims)) for t in spec.outputs)
+    return replace(spec, outputs=outputs)
+
+
+def _grouped(values: list[Any], spec: GraphSpec) -> tuple[Any, ...]:
+    """As the module takes them: inputs of the warp and caches as lists; a graph without caches takes one list."""
+    if not spec.caches:
+        return (values,)
+    num, num_warp = len(spec.caches), 3 if spec.gives_probs else 0
+    first = len(values) - num - num_warp
+    return (*values[:first], values[first : len(values) - num], values[len(values) - num :])
+
+
+def _example(tensor: TensorSpec) -> torch.Tensor:
+    shape = [d if isinstance(d, int) else _EXAMPLE_SIZES[d] for d in tensor.dims]
+    made = torch.ones if tensor.dtype == "bool" else torch.zeros
+    return made(shape, dtype=getattr(torch, tensor.dtype))

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sources of drafts that read features share: config, sizes, what must agree with the target. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.families import check_config
+from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.target_tables import digests_from_target
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, open_files
+from speccompile.core.feature_specs import FeatureDims
+from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import ModelDims
+from speccompile.doctor.doctor import check_speculator, open_known
+from speccompile.doctor.layouts import Format
+from speccompile.errors import CheckpointError, RecipeError
+from speccompile.export.checks import check_candidates
+
+_NESTED = "transformer_layer_config"
+
+
+class FeatureSource:
+    """The part of `core.protocols.GraphSource` that does not depend on the method.
+
+    Args:
+        job: the speculator.
+        context: the target's sizes must be its own.
+
+    Raises:
+        CheckpointError: the config is wrong.
+        RecipeError: the sizes do not go with the target's.
+    """
+
+    role = "draft"
+    has_tokenizer = False
+    shares_weights = False
+    formats: Sequence[Format] = ()
+    num_streams = 1  # states of the target a position
+    needs_tables = True  # of the target
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        self.job, self.context, self.options = job, context, dict(job.options)
+        self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
+        self.config = config_of(self.folder, self.formats, has_weights=context.weights == "checkpoint")
+        _check_window(self.folder, read_config(self.folder))
+        check_config({**self.config, "model_type": self.formats[0].method}, context.max_seq_len)
+        assert context.target is not None
+        self.max_rows = context.max_seq_len
+        self.dims = dims_from_config(self.folder, self.config, self.formats[0].method, context.max_seq_len)
+        self._check_sizes(context.target)
+
+    def _check_sizes(self, target: ModelDims) -> None:
+        where, sizes = f"speculator: {self.job.model}", self.dims
+        todo = "Choose the speculator that was trained for this target; `speccompile doctor --target` compares them."
+        if sizes.target_hidden_size != target.hidden_size:
+            got = f"target states of {sizes.target_hidden_size}"
+            raise RecipeError(where, got, f"{target.hidden_size}, the target's hidden size", todo)
+        if sizes.vocab_size != target.vocab_size:
+            got = f"a vocabulary of {sizes.vocab_size} tokens"
+            raise RecipeError(where, got, f"{target.vocab_size}, as the target has", todo)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_candidates`."""
+        return check_candidates(engine)
+
+    def check(self) -> None:
+        """Every key and shape, from the files' headers."""
+        check_speculator(self.folder, self.formats, self.context.target)
+
+    def digests(self) -> dict[str, str]:
+        """Of config and weights, and of the target's tables where they are used."""
+        own = digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
+        return own | (digests_from_target(self.context) if self.needs_tables else {})
+
+
+def _check_window(folder: Path, config: Mapping[str, Any]) -> None:
+    """A window of the attention, which loaders that know no window drop in silence."""
+    held = config.get(_NESTED)
+    layer = held if isinstance(held, Mapping) else config
+    window = layer.get("sliding_window")
+    if window and layer.get("use_sliding_window", True):
+        where, todo = f"{folder / 'config.json'} (sliding_window)", "Drafters with a window are not supported."
+        raise CheckpointError(where, f"a window of {window} tokens", "full attention", todo)
+
+
+def config_of(folder: Path, formats: Sequence[Format], *, has_weights: bool) -> dict[str, Any]:
+    """The config in our layout; without weights a nested one is laid flat.
+
+    Raises:
+        CheckpointError: it is the config of something else.
+    """
+    if has_weights:
+        case = open_known(folder, formats, None)
+        assert case.layout.ours is not None
+        return case.layout.ours(case)
+    config = read_config(folder)
+    held = config.get(_NESTED)
+    return {**held, **{k: v for k, v in config.items() if k != _NESTED}} if isinstance(held, Mapping) else config
+
+
+def holds(folder: Path, key: str) -> bool:
+    """Whether a checkpoint has a tensor of that name, whatever its prefix."""
+    return any(name.split(".", name.count(".") - key.count("."))[-1] == key for name in open_files(folder).headers)
+
+
+def dims_from_config(folder: Path, config: Mapping[str, Any], model_type: str, max_positions: int) -> FeatureDims:
+    """Sizes.
+
+    Args:
+        folder: for messages.
+        config: ours.
+        model_type: for the manifest.
+        max_positions: rows of the cache: positions are rotary and do not end where the config's number does.
+
+    Raises:
+        CheckpointError: a size is missing or no positive integer.
+    """
+
+    def size(name: str, default: int | None = None) -> int:
+        value = config.get(name) or default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            where = f"{folder / 'config.json'} ({name})"
+            raise CheckpointError(where, repr(config.get(name)), "a positive integer", "Complete config.json.")
+        return value
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    return FeatureDims(
+        model_type=model_type,
+        vocab_size=size("vocab_size"),
+        hidden_size=hidden,
+        num_layers=size("num_hidden_layers", 1),
+        num_heads=heads,
+        num_kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", hidden // heads),
+        max_positions=max_positions,
+        target_hidden_size=size("target_hidden_size", hidden),
+        intermediate_size=size("intermediate_size"),
+        draft_vocab_size=size("draft_vocab_size", size("vocab_size")),
+    )
+
+
+def count_weights(dims: FeatureDims, first_inputs: int, num_norms: int, extra_linear: int = 0) -> WeightCounts:
+    """Weights of a draft's graph, biases left out.
+
+    Args:
+        dims: its sizes.
+        first_inputs: width that the first layer's queries, keys and values are projected from.
+        num_norms: norms of the hidden size.
+        extra_linear: weights of linear layers besides decoder layers and LM head.
+    """
+    hidden, queries = dims.hidden_size, dims.num_heads * dims.head_dim
+    keys = dims.num_kv_heads * dims.head_dim
+    inputs = first_inputs + (dims.num_layers - 1) * hidden
+    layers = inputs * (queries + 2 * keys) + dims.num_layers * hidden * (queries + 3 * dims.intermediate_size)
+    head = dims.draft_vocab_size * hidden
+    linear, plain = layers + head + extra_linear, dims.vocab_size * hidden + num_norms * hidden
+    return WeightCounts(linear + plain, linear, plain, head)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads that draft in one run, a chain or more -> the neutral graph of their spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from speccompile.core.specs import SAMPLED_LAWS, GraphSpec, TensorSpec
+from speccompile.export.trace import trace_module
+from speccompile.export.weights import name_weights, names_by_address, share_weights
+from speccompile.passes.base import Pass, run_pipeline
+from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
+from speccompile.passes.edit import Editor
+from speccompile.passes.fold_weights import FOLD_WEIGHTS
+from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM
+from speccompile.passes.simplify_reshapes import SIMPLIFY_RESHAPES
+from speccompile.passes.unflatten_linears import UNFLATTEN_LINEARS
+
+HEADS_CLEANUP: tuple[Pass, ...] = (
+    REMOVE_DEAD,
+    SHARE_COMMON,
+    FUSE_RMS_NORM,
+    UNFLATTEN_LINEARS,
+    SIMPLIFY_RESHAPES,
+    FOLD_WEIGHTS,
+    SHARE_COMMON,
+    REMOVE_DEAD,
+)
+_EXAMPLE_SIZES = {"batch": 2, "nodes": 3}  # neither 0 nor 1, which torch would take for constants
+
+
+def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], None]) -> ir.Model:
+    """Trace a drafter and clean the trace.
+
+    Args:
+        module: takes the inputs of `spec` in order and gives its outputs; instead of the laws of a chain the law of
+            each draft [batch, vocab] one by one.
+        spec: a `heads_spec`, or one of `core.heads_specs`; the graph's inputs and outputs.
+        progress: called with the name of each stage.
+
+    Returns:
+        The neutral graph; its weights refer to torch's memory.
+
+    Raises:
+        ExportError: torch cannot trace it.
+    """
+    progress("trace")
+    example = tuple(_example(tensor) for tensor in spec.inputs)
+    dims = {name: torch.export.Dim(name, min=1) for name in _EXAMPLE_SIZES}
+    dynamic = tuple({i: dims[d] for i, d in enumerate(t.dims) if isinstance(d, str)} for t in spec.inputs)
+    names = names_by_address(module)
+    graph = trace_module(module, example, dynamic, _apart(spec), spec.name)
+    share_weights(graph)
+    name_weights(graph, names)
+    if _num_drafts(spec):
+        _join_laws(graph, spec)
+    run_pipeline(graph, HEADS_CLEANUP, progress)
+    return graph
+
+
+def _example(tensor: TensorSpec) -> torch.Tensor:
+    shape = [d if isinstance(d, int) else _EXAMPLE_SIZES[d] for d in tensor.dims]
+    return torch.zeros(shape, dtype=getattr(torch, tensor.dtype))
+
+
+def _num_drafts(spec: GraphSpec) -> int:
+    """Drafts that come with their laws."""
+    rows = next((t.dims[1] for t in spec.outputs if t.name == SAMPLED_LAWS), 1)
+    assert isinstance(rows, int)
+    return rows - 1
+
+
+def _apart(spec: GraphSpec) -> GraphSpec:
+    """`spec` with the law of each draft as an output of its own."""
+    laws = [TensorSpec(f"{SAMPLED_LAWS}.{i}", ("batch", spec.vocab_size), "float32") for i in range(_num_drafts(spec))]
+    return replace(spec, outputs=(*(t for t in spec.outputs if t.name != SAMPLED_LAWS), *laws))
+
+
+def _join_laws(model: ir.Model, spec: GraphSpec) -> None:
+    """Make one output of the laws; the row of the root, which nobody reads, repeats the first.
+
+    Their last dim is dynamic: where every slot is greedy a law is a dummy of one entry.
+    """
+    num, wanted = _num_drafts(spec), spec.output(SAMPLED_LAWS)
+    laws = model.graph.outputs[-num:]
+    edit = Editor(model)
+    rows = []
+    for law in laws:
+        law.shape = ir.Shape(["batch", wanted.dims[2]])
+        row = edit.op("Unsqueeze", law, edit.ints([1]))
+        row.type, row.shape = law.type, ir.Shape(["batch", 1, wanted.dims[2]])
+        rows.append(row)
+    joined = edit.op("Concat", rows[0], *rows, axis=1)
+    joined.name, joined.type, joined.shape = wanted.name, laws[0].type, ir.Shape(list(wanted.dims))
+    for _ in laws:  # not as a slice: onnx-ir would go on taking them for outputs, and leave out their types when saved
+        model.graph.outputs.pop()
+    model.graph.outputs.append(joined)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.export and its ONNX translation: a module with our ops -> a graph with the tensors of a spec."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnx import defs
+from onnxscript import optimizer, values
+from torch import nn
+
+from speccompile.core.specs import GraphSpec, TensorSpec
+from speccompile.errors import ExportError
+from speccompile.export import attention, guessing, sampling
+from speccompile.ops.cached_attention import CACHED_ATTENTION
+from speccompile.ops.cross_attention import CROSS_ATTENTION
+from speccompile.ops.guesses import NODE_LAWS_OP, TOP_TOKENS
+from speccompile.ops.op import DOMAIN, OPSET, VERSION, Op
+from speccompile.ops.sample_token import SAMPLE_TOKEN
+
+IR_VERSION = 12  # of ONNX 1.19, the first with opset 24
+OUR_TORCH_OPS = (attention, guessing, sampling)  # the modules whose import registers the torch ops translated below
+
+
+def trace_module(
+    module: nn.Module, example: tuple[Any, ...], dims: Sequence[Any], spec: GraphSpec, where: str
+) -> ir.Model:
+    """Trace `module` and give its inputs and outputs the names and dims of `spec`.
+
+    Args:
+        module: in evaluation mode.
+        example: its arguments; no dynamic size may be 0 or 1, which torch would take for constants.
+        dims: the dynamic dims of each argument, as `torch.export` takes them.
+        spec: inputs and outputs in order.
+        where: what is being exported, for messages.
+
+    Returns:
+        The graph, opset 24 and the domain speccompile; its weights refer to torch's memory.
+
+    Raises:
+        ExportError: torch cannot trace the module, or the trace has other dims than `spec`.
+    """
+    with _quiet(), torch.no_grad():
+        try:
+            program = torch.onnx.export(
+                module,
+                example,
+                dynamo=True,
+                opset_version=OPSET,
+                dynamic_shapes=dims,
+                custom_translation_table=_translations(),
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as fault:
+            raise ExportError(
+                where,
+                f"a failed trace: {_first_cause(fault)}",
+                "a forward pass that torch.export and its ONNX translation can follow",
+                "This architecture cannot be exported.",
+            ) from fault
+    assert program is not None
+    model = program.model
+    _free_rules()
+    _declare_io(model, spec)
+    _drop_metadata(model)
+    return model
+
+
+def _free_rules() -> None:
+    """Give onnxscript's rewrite rules a graph of one node.
+
+    Each keeps the last node it looked at for as long as the process lives, and with it a whole graph with its
+    weights: gigabytes that the next export would be short of.
+    """
+    x, y = (ir.Value(name=n, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1])) for n in "xy")
+    node = ir.Node("", "Neg", [x], outputs=[y])
+    optimizer.optimize(ir.Model(ir.Graph([x], [y], nodes=[node], opset_imports={"": OPSET}), ir_version=IR_VERSION))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence torch's exporter, which warns of its own internals and of packages it could use."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_cause(fault: BaseException) -> str:
+    while fault.__cause__ is not None:
+        fault = fault.__cause__
+    lines = str(fault).strip().splitlines()
+    return f"{type(fault).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def _translations() -> dict[Any, Callable[..., Any]]:
+    _declare_schema(CACHED_ATTENTION)
+    for op in (CROSS_ATTENTION, SAMPLE_TOKEN, TOP_TOKENS, NODE_LAWS_OP):
+        _declare_schema(op)
+    ours, standard = values.Opset(DOMAIN, VERSION), values.Opset("", OPSET)
+
+    def cached_attention(q, k, v, k_cache, v_cache, lengths, tree_mask, scale, softcap, window):  # type: ignore[no-untyped-def]
+        inputs = (q, k, v, k_cache, v_cache, lengths, tree_mask)
+        return ours.CachedAttention(*inputs, scale=scale, softcap=softcap, window=window)
+
+    def cross_attention(q, k_cache, v_cache, limits, scale):  # type: ignore[no-untyped-def]
+        return ours.CrossAttention(q, k_cache, v_cache, limits, scale=scale)
+
+    def gather_nodes(x, nodes):  # type: ignore[no-untyped-def]
+        indices = standard.Unsqueeze(nodes, standard.Constant(value_ints=[2]))
+        return standard.GatherND(x, indices, batch_dims=1)
+
+    def sample(logits, uniforms, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
+        return ours.SampleToken(logits, uniforms, temperature, top_k, top_p)
+
+    def top_tokens(logits, num_guesses):  # type: ignore[no-untyped-def]
+        return ours.TopTokens(logits, num_guesses=num_guesses)
+
+    def node_laws(logits, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
+        return ours.NodeLaws(logits, temperature, top_k, top_p)
+
+    ops = torch.ops.speccompile
+    return {
+        ops.cached_attention.default: cached_attention,
+        ops.cross_attention.default: cross_attention,
+        ops.gather_nodes.default: gather_nodes,
+        ops.sample_token.default: sample,
+        ops.top_tokens.default: top_tokens,
+        ops.node_laws.default: node_laws,
+    }
+
+
+def _declare_schema(op: Op) -> None:
+    """Tell onnx of an op of ours, which torch's exporter insists on; once a process."""
+    if defs.has(op.name, VERSION, DOMAIN):
+        return
+    kinds = {float: defs.OpSchema.AttrType.FLOAT, int: defs.OpSchema.AttrType.INT}
+
+    # TensorRT's graphs hold the same ops on inputs in half precision, each for itself.
+    reals = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
+    constraints = [(f"T_{t.name}", reals, "") for t in op.inputs if t.dtype == "float32"]
+
+    def parameters(tensors: tuple[TensorSpec, ...], real: str) -> list[Any]:
+        types = {"float32": real, "int64": "tensor(int64)", "bool": "tensor(bool)"}
+        return [defs.OpSchema.FormalParameter(t.name, types[t.dtype].format(t.name)) for t in tensors]
+
+    attributes = [defs.OpSchema.Attribute(n, kinds[type(v)], "", required=False) for n, v in op.attributes.items()]
+    sides = {"inputs": parameters(op.inputs, "T_{}"), "outputs": parameters(op.outputs, "tensor(float)")}
+    defs.register_schema(
+        defs.OpSchema(op.name, DOMAIN, VERSION, **sides, type_constraints=constraints, attributes=attributes)
+    )
+
+
+def _declare_io(model: ir.Model, spec: GraphSpec) -> None:
+    """Give inputs and outputs the names and dims of `spec`."""
+    model.graph.name = spec.name
+    for held, wanted, kind in (
+        (model.graph.inputs, spec.inputs, "inputs"),
+        (model.graph.outputs, spec.outputs, "outputs"),
+    ):
+        if len(held) != len(wanted):
+            raise ExportError(
+                spec.name,
+                f"{len(held)} {kind}",
+                f"{len(wanted)} {kind}",
+                "This is a fault of the exporter: report it with the model's config.",
+            )
+        for value, tensor in zip(held, wanted, strict=True):
+            _check_dims(value, tensor)
+            value.name, value.shape = tensor.name, ir.Shape(list(tensor.dims))
+
+
+def _check_dims(value: ir.Value, tensor: TensorSpec) -> None:
+    traced = [d if isinstance(d, int) else str(d) for d in value.shape or ()]
+    sizes = [(a, b) for a, b in zip(traced, tensor.dims, strict=False) if isinstance(a, int) or isinstance(b, int)]
+    if len(traced) != len(tensor.dims) or any(a != b for a, b in sizes):
+        raise ExportError(
+            tensor.name,
+            f"dims {traced} in the trace",
+            f"{list(tensor.dims)} as config.json says",
+            "This architecture's sizes do not follow its config; it cannot be exported.",
+        )
+
+
+def _drop_metadata(model: ir.Model) -> None:
+    """Remove what torch notes about the trace: stack traces with this machine's paths on every node."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+    model.ir_version = IR_VERSION

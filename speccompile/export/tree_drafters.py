@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What heads draft in one run: a chain of drawn tokens, or a tree of the likeliest ones, all nodes of a depth at once.
+
+A fixed shape is compiled in. A grown one is decided in the graph: at each depth the paths that the heads believe in
+most are drafted behind (the expansion of EAGLE-2, Li et al. 2024), and the host leaves out what does not pay.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from speccompile.core.heads_specs import DraftForm
+from speccompile.core.tree_shape import TreeShape
+from speccompile.export.attention import gather_nodes
+from speccompile.export.guessing import top_tokens
+from speccompile.export.sampling import sample_token
+
+Above: TypeAlias = tuple[int, ...] | torch.Tensor
+
+
+class Expander(Protocol):
+    """Heads that draft behind several nodes of a tree at once."""
+
+    def begin(self, hidden: torch.Tensor) -> Any:
+        """What is known before the root: hidden [batch, 1, target hidden]."""
+        ...
+
+    def expand(self, depth: int, state: Any, tokens: torch.Tensor, above: Above) -> tuple[Any, torch.Tensor]:
+        """Read the nodes of a depth.
+
+        Args:
+            depth: of the nodes; the root's is 0.
+            state: of the depth before.
+            tokens: [batch, nodes] int64.
+            above: their parents among the nodes read at the depth before: numbers where they are the same in every
+                slot, else [batch, nodes] int64. What `begin` read counts as one node.
+
+        Returns:
+            The state, and logits [batch, nodes, vocab].
+        """
+        ...
+
+
+def take(x: torch.Tensor, above: Above) -> torch.Tensor:
+    """Rows of `x` [batch, nodes, width] at `above`, see `Expander`."""
+    if isinstance(above, torch.Tensor):
+        return gather_nodes(x, above)
+    return x if above == tuple(range(x.shape[1])) else x.index_select(1, torch.tensor(above))
+
+
+def drafter_from_form(heads: Expander, form: DraftForm) -> nn.Module:
+    """The module that is traced, in evaluation mode."""
+    if form.choices:
+        return FixedTree(heads, form.shape).eval()
+    if form.width:
+        return GrownTree(heads, form.depth, form.width, form.num_guesses).eval()
+    return Chain(heads, form.depth).eval()
+
+
+class Chain(nn.Module):
+    """Inputs as in `heads_spec`; outputs tokens, confidences and the law of each draft.
+
+    Args:
+        heads: what drafts.
+        num_drafts: tokens of the chain.
+    """
+
+    def __init__(self, heads: Expander, num_drafts: int) -> None:
+        super().__init__()
+        self.heads, self.num_drafts = heads, num_drafts
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        start_nodes: torch.Tensor,
+        tokens: torch.Tensor,
+        uniforms: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """One chain a slot."""
+        state = self.heads.begin(gather_nodes(hidden, start_nodes[:, None]))
+        drafted, sure, laws = [], [], []
+        for depth in range(self.num_drafts):
+            state, logits = self.heads.expand(depth, state, tokens, (0,))
+            token, confidence, law = sample_token(logits, uniforms[:, depth], temperature, top_k, top_p)
+            tokens = token[:, None]
+            drafted.append(tokens)
+            sure.append(confidence[:, None])
+            laws.append(law)
+        return (torch.cat(drafted, 1), torch.cat(sure, 1), *laws)
+
+
+class FixedTree(nn.Module):
+    """Inputs and outputs as in `tree_heads_spec`, the drafts in the order of the shape.
+
+    Args:
+        heads: what drafts.
+        shape: of the tree.
+    """
+
+    def __init__(self, heads: Expander, shape: TreeShape) -> None:
+        super().__init__()
+        self.heads, self.shape = heads, shape
+
+    def forward(
+        self, hidden: torch.Tensor, start_nodes: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One tree a slot."""
+        state = self.heads.begin(gather_nodes(hidden, start_nodes[:, None]))
+        drafted, sure = [], []
+        inner: list[tuple[int, ...]] = [()]  # rank paths of the nodes that are read, in order
+        above: tuple[int, ...] = (0,)
+        for depth in range(self.shape.max_depth):
+            state, logits = self.heads.expand(depth, state, tokens, above)
+            level = [path for path in self.shape.choices if len(path) == depth + 1]
+            num_guesses = 1 + max(path[-1] for path in level)
+            guesses, probs = top_tokens(logits, num_guesses)
+            place = {path: node for node, path in enumerate(inner)}
+            picked = torch.tensor([place[path[:-1]] * num_guesses + path[-1] for path in level])
+            made = guesses.flatten(1).index_select(1, picked)
+            drafted.append(made)
+            sure.append(probs.flatten(1).index_select(1, picked))
+            parents = {path[:-1] for path in self.shape.choices}
+            inner = [path for path in level if path in parents]
+            if inner:
+                tokens = made.index_select(1, torch.tensor([level.index(path) for path in inner]))
+                above = tuple(place[path[:-1]] for path in inner)
+        return torch.cat(drafted, 1), torch.cat(sure, 1)
+
+
+class GrownTree(nn.Module):
+    """Inputs and outputs as in `tree_heads_spec` with parents; `grown_drafts` says how many drafts there are.
+
+    Args:
+        heads: what drafts.
+        depth: draft tokens on the longest path.
+        width: most nodes that are drafted behind at a depth.
+        num_guesses: tokens behind each.
+    """
+
+    def __init__(self, heads: Expander, depth: int, width: int, num_guesses: int) -> None:
+        super().__init__()
+        self.heads, self.depth, self.width, self.num_guesses = heads, depth, width, num_guesses
+
+    def forward(
+        self, hidden: torch.Tensor, start_nodes: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One tree a slot."""
+        state = self.heads.begin(gather_nodes(hidden, start_nodes[:, None]))
+        drafted, sure, parents = [], [], []
+        above: Above = (0,)
+        number = torch.zeros_like(tokens)  # of the nodes that are read
+        paths, num_made = torch.ones_like(tokens, dtype=torch.float32), 0
+        for depth in range(self.depth):
+            state, logits = self.heads.expand(depth, state, tokens, above)
+            guesses, probs = top_tokens(logits, self.num_guesses)
+            made = guesses.flatten(1)
+            drafted.append(made)
+            sure.append(probs.flatten(1))
+            repeated = torch.arange(logits.shape[1]).repeat_interleave(self.num_guesses)
+            parents.append(number.index_select(1, repeated))
+            if depth + 1 < self.depth:
+                paths = (paths[:, :, None] * probs).flatten(1)
+                paths, best = paths.topk(min(self.width, made.shape[1]), dim=1)
+                tokens, above = made.gather(1, best), repeated[best]
+                number, num_made = best + (num_made + 1), num_made + made.shape[1]
+        return torch.cat(drafted, 1), torch.cat(sure, 1), torch.cat(parents, 1)

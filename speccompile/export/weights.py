@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transformers model in float32 with our attention in place: a checkpoint's weights, or random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from speccompile.errors import CheckpointError, ExportError
+from speccompile.export.attention import IMPLEMENTATION
+
+Weights = Literal["checkpoint", "random"]
+RANDOM_SEED = 0
+# Buffers that older checkpoints carry though they are computed from the config.
+_COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
+
+
+def load_model(source: Path, weights: Weights) -> Any:
+    """The model in evaluation mode, float32, on the CPU.
+
+    Args:
+        source: a checkpoint folder that `check_checkpoint` accepts, or for random weights one with a config.json.
+        weights: "checkpoint" or "random" (the same numbers every time).
+
+    Raises:
+        CheckpointError: transformers finds a weight missing, left over or of another shape.
+        ExportError: transformers does not know the architecture or cannot replace its attention.
+    """
+    try:
+        with _no_progress_bar():
+            # Without trust_remote_code=False transformers would ask on the terminal.
+            config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+            config._attn_implementation = IMPLEMENTATION
+            # An architecture without transformers' registry of attentions may fail here.
+            model = _random_model(config) if weights == "random" else _checkpoint_model(source, config)
+    except OSError as fault:
+        raise CheckpointError(
+            str(source), str(fault).strip().splitlines()[0], "files that can be read", "Check the folder."
+        ) from fault
+    except (ValueError, KeyError, ImportError, AttributeError, RuntimeError) as fault:
+        raise ExportError(
+            str(source),
+            _what_failed(fault),
+            "a causal language model that transformers builds with replaceable attention",
+            "Use another model, or a transformers version that knows this one.",
+        ) from fault
+    if any(hasattr(m, "experts") for m in model.modules()):
+        # The default grouped matmul has no ONNX form; the batched one has.
+        model.set_experts_implementation("batched_mm")
+    _freeze_rope(model)
+    return model.eval()
+
+
+def _what_failed(fault: Exception) -> str:
+    if isinstance(fault, KeyError) and fault.args == (IMPLEMENTATION,):  # a table of attentions of its own
+        return "attention that does not go through transformers' attention interface"
+    return f"{type(fault).__name__}: {(str(fault).strip().splitlines() or ['no message'])[0]}"
+
+
+def _freeze_rope(model: Any) -> None:
+    """Keep longrope at its short factors: `check_config` saw to it that no sequence gets beyond them."""
+    for module in model.modules():
+        held = getattr(module, "rope_type", None)
+        if held == "longrope":
+            module.rope_type = "longrope (short)"
+        elif isinstance(held, dict):
+            module.rope_type = {k: "longrope (short)" if v == "longrope" else v for k, v in held.items()}
+
+
+def check_positions(model: Any, max_seq_len: int) -> None:
+    """Refuse a cache with more rows than the model's table of learned positions.
+
+    Raises:
+        ExportError: the table is shorter than `max_seq_len`.
+    """
+    tokens = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and module is not tokens:
+            num_positions = module.num_embeddings - int(getattr(module, "offset", 0))
+            if num_positions < max_seq_len:
+                raise ExportError(
+                    f"{type(model).__name__}.{name}",
+                    f"max_seq_len {max_seq_len}",
+                    f"at most {num_positions}, the length of its table of positions",
+                    "Lower engine.max_seq_len.",
+                )
+
+
+def names_by_address(model: Any) -> dict[int, str]:
+    """The parameters' names in the checkpoint by the address of their memory."""
+    return {p.data_ptr(): name for name, p in model.named_parameters()}
+
+
+def name_weights(graph: ir.Model, names: Mapping[int, str]) -> None:
+    """Give initializers the names of the parameters whose memory they are (views transposed included)."""
+    held = graph.graph.initializers
+    for value in list(held.values()):
+        tensor = value.const_value
+        name = names.get(_address(tensor))
+        if name is None or tensor is None or tensor.size <= 1 or value.name == name:
+            continue
+        while name in held:
+            name = f"{name}.transposed"
+        value.name = name
+
+
+def share_weights(graph: ir.Model) -> int:
+    """Let initializers that are the same view of the same memory be one; returns how many went.
+
+    torch gives one to each use of a weight that modules share, and each would be written out.
+    """
+    kept: dict[tuple[Any, ...], ir.Value] = {}
+    before = len(graph.graph.initializers)
+    for name, value in list(graph.graph.initializers.items()):
+        tensor = value.const_value
+        address = _address(tensor)
+        if tensor is None or not address or value.is_graph_output():
+            continue
+        first = kept.setdefault((address, tuple(tensor.shape), _strides(tensor), tensor.dtype), value)
+        if first is not value:
+            value.replace_all_uses_with(first)
+            del graph.graph.initializers[name]
+    return before - len(graph.graph.initializers)
+
+
+def _address(tensor: ir.TensorProtocol | None) -> int:
+    """Where a tensor's memory begins; 0 where that is not known."""
+    raw = getattr(tensor, "raw", None)
+    if isinstance(raw, torch.Tensor):
+        return int(raw.data_ptr())
+    return int(raw.ctypes.data) if isinstance(raw, np.ndarray) else 0
+
+
+def _strides(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    raw = getattr(tensor, "raw", None)
+    if isinstance(raw, torch.Tensor):
+        return tuple(step * raw.element_size() for step in raw.stride())
+    return raw.strides if isinstance(raw, np.ndarray) else ()
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """The caller shows progress; transformers' own bar would run across it."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def _random_model(config: Any) -> Any:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    model.to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(RANDOM_SEED)
+        model.init_weights()
+    return model
+
+
+def _checkpoint_model(source: Path, config: Any) -> Any:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, with our words
+    )
+    check_loading(source, info)
+    return model
+
+
+def check_loading(source: Path, info: Mapping[str, Any]) -> None:
+    """Refuse a model of which transformers did not find every weight in the checkpoint.
+
+    Args:
+        source: the folder, for the message.
+        info: transformers' loading info.
+
+    Raises:
+        CheckpointError: missing, left-over or mismatched weights.
+    """
+    todo = "The weights do not belong to this config.json, or the download is incomplete: fetch the folder again."
+    mismatched = sorted(str(m) for m in info.get("mismatched_keys", ()))
+    missing = sorted(info.get("missing_keys", ()))
+    unexpected = [k for k in sorted(info.get("unexpected_keys", ())) if not k.endswith(_COMPUTED)]
+    for keys, got, expected in (
+        (missing, "missing weights", "every weight of the architecture"),
+        (mismatched, "weights of another shape", "the shapes that config.json implies"),
+        (unexpected, "weights that the architecture does not have", "only weights that it uses"),
+    ):
+        if keys:
+            some = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+            raise CheckpointError(str(source), f"{len(keys)} {got} ({some})", expected, todo)

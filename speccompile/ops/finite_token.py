@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FiniteToken: the next token of each slot, or -1 where a row of the slot's logits is no distribution.
+
+Kernels that choose a token from rows of NaN give some token. One sum over the logits tells them apart, whichever
+kernel chose: NaN and infinity stay in a sum. Minus infinity masks a token and is allowed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from speccompile.core.specs import LOGITS, NEXT_TOKEN, TensorSpec
+from speccompile.core.tree import Floats, Ints
+from speccompile.ops.laws import ROWS
+from speccompile.ops.op import Op
+
+LARGEST = 2.0**63  # of a row's sum; a logit beyond it overflows at the least temperature (`core.sampling.COLDEST`)
+
+
+def finite_token(logits: Floats, next_token: Ints) -> tuple[Ints]:
+    """The numpy twin.
+
+    Args:
+        logits: [batch, nodes, vocab] float32, float16 or bfloat16.
+        next_token: [batch] int64.
+
+    Returns:
+        [batch] int64: `next_token`, or -1 where a row of the slot has NaN, infinity, or a sum of `LARGEST`.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        sums = logits.sum(axis=-1, dtype=np.float32)
+        is_finite = (sums < np.float32(LARGEST)).all(axis=-1)
+    return (np.where(is_finite, next_token, np.int64(-1)),)
+
+
+FINITE_TOKEN = Op(
+    "FiniteToken",
+    (TensorSpec(LOGITS, ROWS, "float32"), TensorSpec(NEXT_TOKEN, ("batch",), "int64")),
+    (TensorSpec("finite_token", ("batch",), "int64"),),
+    finite_token,
+    f"""
+    last = Constant<value_ints = [-1]>()
+    largest = Constant<value_float = {LARGEST}>()
+    on = Constant<value_float = 1.0>()
+    off = Constant<value_float = 0.0>()
+    none = Constant<value_int = -1>()
+    scores = Cast<to = 1>(logits)
+    sums = ReduceSum<keepdims = 0>(scores, last)
+    is_row_finite = Less(sums, largest)
+    row_finite = Where(is_row_finite, on, off)
+    num_finite = ReduceMin<keepdims = 0>(row_finite, last)
+    is_finite = Greater(num_finite, off)
+    finite_token = Where(is_finite, next_token, none)
+    """,
+)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections: how many there may be, and how long one may wait for its request or leave its answer unread."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import errno
+import fcntl
+import json
+import logging
+import os
+import resource
+import socket
+import termios
+from collections.abc import Callable, Collection
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from speccompile.errors import RuntimeFault
+from speccompile.serving.openai.errors import timeout_error
+
+MOST_CONNECTIONS = 1000  # where nothing else is asked for
+_OTHER_FILES = 32  # that a running server may open besides its connections
+_POLL_S = 0.05
+_RETRY_S = 1.0  # after the kernel had no file or memory for a connection
+_WARN_EVERY_S = 60.0
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_log = logging.getLogger("uvicorn.error")
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """How long a connection may hold its socket without doing anything, and how many there may be.
+
+    None of the times cuts off an answer that is being made, or one that is read slowly.
+
+    Args:
+        header_timeout_s: seconds from the first byte of a request (on a new connection: from its start) to the end of
+            its header.
+        keep_alive_s: seconds that a connection may idle after an answer.
+        write_timeout_s: seconds that a client may take no byte of an answer that waits for it alone.
+        max_connections: at once; None: `MOST_CONNECTIONS`, or as many as this process may open files for.
+    """
+
+    header_timeout_s: float = 10.0
+    keep_alive_s: float = 75.0
+    write_timeout_s: float = 60.0
+    max_connections: int | None = None
+
+    def check(self) -> None:
+        """Refuses more connections than this process may open files for.
+
+        Raises:
+            RuntimeFault: there are not so many, or none at all.
+        """
+        room = room_for_connections()
+        asked = 1 if self.max_connections is None else self.max_connections
+        if asked > room:
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            expected = f"at most {max(room, 0)}, because this process may open {soft} files"
+            todo = "Ask for fewer, or raise the limit: ulimit -n."
+            raise RuntimeFault("--max-connections", str(asked), expected, todo)
+
+    def count(self) -> int:
+        """Returns how many connections there may be, from now on: other files that are open now count."""
+        return max(1, min(self.max_connections or MOST_CONNECTIONS, room_for_connections()))
+
+
+def room_for_connections() -> int:
+    """Returns the number of connections that fit the limit on open files, beside those that are open now."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return 1 << 20
+    return soft - len(os.listdir("/dev/fd")) - _OTHER_FILES
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, with limits on the time that a request's header takes and an answer stays unread.
+
+    Args:
+        config: uvicorn's.
+        state: of the server.
+        app_state: of the application's lifespan.
+        limits: the times.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, app_state: dict[str, Any], limits: ConnectionLimits
+    ) -> None:
+        super().__init__(config, state, app_state)
+        self._limits = limits
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self.waits_since = 0.0  # the loop's time
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while no request is being answered: before the first, between two, in the header of one."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Waits for the first request."""
+        super().connection_made(transport)
+        self.waits_since = self.loop.time()
+        self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        """Waits for the rest of a header, not longer than for the whole of it."""
+        super().data_received(data)
+        if not self.is_waiting:
+            self._stop_timer()
+        elif self._header_timer is None:  # uvicorn has ended its keep-alive timer
+            self._start_timer()
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request, with uvicorn's keep-alive timer."""
+        self.waits_since = self.loop.time()
+        super().on_response_complete()
+        self._watch_reader()
+
+    def pause_writing(self) -> None:
+        """Waits for the client to read, but not for ever."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """Goes on: the client has read."""
+        super().resume_writing()
+        self._stop_watching()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the timers."""
+        self._stop_timer()
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def _watch_reader(self) -> None:
+        """Watches an answer of which nothing is written before the client reads."""
+        self._stop_watching()
+        if unread := self._num_unread():
+            self._unread_timer = self.loop.call_later(self._limits.write_timeout_s, self._check_reader, unread)
+
+    def _check_reader(self, num_before: int) -> None:
+        self._unread_timer = None
+        if self._num_unread() >= num_before:
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
+    def _num_unread(self) -> int:
+        """Returns the bytes that the client's machine has not taken."""
+        waiting: int = self.transport.get_write_buffer_size()
+        if waiting == 0:  # the kernel has all, and gives up by itself
+            return 0
+        sent = array.array("i", [0])
+        with suppress(OSError):  # not everywhere is it asked of a socket
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, sent)
+        return waiting + sent[0]
+
+    def _stop_watching(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _start_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _give_up(self) -> None:
+        """Closes the connection; a client that has begun a request is told why."""
+        if self.transport.is_closing():
+            return
+        has_begun, _ = self.conn.trailing_data
+        if has_begun and self.conn.our_state is self.conn.their_state is h11.IDLE:
+            self.transport.write(_late_header_answer())
+        self.transport.close()
+
+
+def _late_header_answer() -> bytes:
+    error = timeout_error("header")
+    body = json.dumps(error.json_from_error()).encode()
+    lines = ("HTTP/1.1 408 Request Timeout", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    return "\r\n".join((*lines, "Connection: close", "", "")).encode() + body
+
+
+class Acceptor:
+    """Accepts connections as long as there is room for them.
+
+    With no room left it closes the connection that has waited longest for a request; with none that waits, new ones
+    stay in the kernel's queue. So the process never runs out of files.
+
+    Args:
+        make: a connection's protocol.
+        connections: those that are open.
+        limits: their number.
+    """
+
+    def __init__(self, make: Callable[[], Connection], connections: Collection[Any], limits: ConnectionLimits) -> None:
+        self._make, self._connections = make, connections
+        self._max = limits.count()
+        self._warned_at: float | None = None
+
+    async def accept(self, bound: socket.socket) -> None:
+        """Accepts connections of a listening socket that does not block, until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(bound)
+            except ConnectionAbortedError:
+                continue
+            except OSError as fault:
+                self._warn(fault, loop.time())
+                if fault.errno in _NO_ROOM:
+                    self._close_oldest()
+                await asyncio.sleep(_RETRY_S)
+                continue
+            with suppress(OSError):  # the client has left already
+                await self._admit(accepted)
+
+    async def _admit(self, accepted: socket.socket) -> None:
+        with ExitStack() as unless_admitted:
+            unless_admitted.callback(accepted.close)
+            # Without it the body of an answer waits for the acknowledgement of its header: 40 ms on Linux.
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while len(self._connections) >= self._max:
+                await asyncio.sleep(0 if self._close_oldest() else _POLL_S)
+            await asyncio.get_running_loop().connect_accepted_socket(self._make, accepted)
+            unless_admitted.pop_all()
+
+    def _close_oldest(self) -> bool:
+        """Closes the connection that has waited longest for a request; False: none waits."""
+        waiting = [connection for connection in self._connections if connection.is_waiting]
+        if waiting:
+            min(waiting, key=lambda connection: connection.waits_since).transport.abort()
+        return bool(waiting)
+
+    def _warn(self, fault: OSError, now: float) -> None:
+        if self._warned_at is None or now - self._warned_at >= _WARN_EVERY_S:
+            self._warned_at = now
+            _log.warning("no connection can be accepted for now: %s", fault)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields that the server does not honour, and the values of them that ask for nothing.
+
+Clients, front ends and their settings files send the defaults of OpenAI's API and of vLLM's server. A value that is the
+documented default, or that has no influence on the text, is let through; any other is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """What asks for nothing in a field that is not honoured. null does so in every field.
+
+    Args:
+        reason: why another value is refused.
+        values: that are let through.
+        kind: any value of this type is let through: the field is a label.
+    """
+
+    reason: str
+    values: tuple[Any, ...] = ()
+    kind: type | None = None
+
+    def holds(self, value: Any) -> bool:
+        """True where the value asks for nothing."""
+        if self.kind is not None and isinstance(value, self.kind):
+            return True
+        # True == 1 in Python, but not in JSON.
+        return any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in self.values)
+
+
+_CACHE = Neutral("prompts are kept in memory as long as there is room", ({}, {"mode": "implicit"}))
+_LOGITS = "verification runs inside the graph and gives tokens, not probabilities"
+_OUTPUT = "the output is not constrained"
+_STORE = "nothing is stored"
+_TEMPLATE = "use chat_template_kwargs where the chat template knows of it"
+_TEXT = "text is all it reads and makes"
+_TOKENS = "answers are texts, without special tokens and stop strings"
+_TOOLS = "the server does not read or write tool calls"
+_USE_BEAMS = "tokens are drawn from the target's distribution alone"
+
+LABEL = Neutral("it is a text", kind=str)
+LABELS = Neutral("it holds labels by name", kind=dict)
+
+BODY: Mapping[str, Neutral] = {
+    # OpenAI's.
+    "logprobs": Neutral(_LOGITS, (False,)),
+    "top_logprobs": Neutral(_LOGITS, (0,)),
+    "best_of": Neutral(_LOGITS, (1,)),
+    "suffix": Neutral("the target continues texts, it does not fill gaps", ("",)),
+    "echo": Neutral("put the prompt in front of the text yourself", (False,)),
+    "response_format": Neutral(_OUTPUT, ({"type": "text"},)),
+    "service_tier": Neutral("there is one tier", ("auto", "default")),
+    "store": Neutral(_STORE, (False,)),
+    "metadata": LABELS,
+    "user": LABEL,
+    "safety_identifier": LABEL,
+    "prompt_cache_key": LABEL,
+    "prompt_cache_options": _CACHE,
+    "prompt_cache_retention": Neutral(_CACHE.reason, ("in_memory",)),
+    "tools": Neutral(_TOOLS, ([],)),
+    "tool_choice": Neutral(_TOOLS, ("none", "auto")),
+    "parallel_tool_calls": Neutral(_TOOLS, (True, False)),
+    "functions": Neutral(_TOOLS, ([],)),
+    "function_call": Neutral(_TOOLS, ("none", "auto")),
+    "modalities": Neutral(_TEXT, (["text"],)),
+    "audio": Neutral(_TEXT),
+    "prediction": Neutral("the bundle's own speculator drafts"),
+    "reasoning_effort": Neutral(_TEMPLATE),
+    "verbosity": Neutral(_TEMPLATE, ("medium",)),
+    "web_search_options": Neutral("nothing is looked up"),
+    "moderation": Neutral("nothing is moderated"),
+    # vLLM's.
+    "prompt_logprobs": Neutral(_LOGITS),
+    "min_tokens": Neutral("use ignore_eos, or forbid the end with logit_bias", (0,)),
+    "use_beam_search": Neutral(_USE_BEAMS, (False,)),
+    "length_penalty": Neutral(_USE_BEAMS, (1,)),
+    "early_stopping": Neutral(_USE_BEAMS, (False,)),
+    "skip_special_tokens": Neutral(_TOKENS, (True,)),
+    "spaces_between_special_tokens": Neutral(_TOKENS, (True,)),
+    "include_stop_str_in_output": Neutral(_TOKENS, (False,)),
+    "detokenize": Neutral(_TOKENS, (True,)),
+    "return_token_ids": Neutral(_TOKENS, (False,)),
+    "return_tokens_as_token_ids": Neutral(_TOKENS, (False,)),
+    "truncate_prompt_tokens": Neutral("shorten the prompt yourself"),
+    "priority": Neutral("requests are answered in their order", (0,)),
+    "cache_salt": Neutral("kept caches are shared by all requests"),
+    "logits_processors": Neutral(_OUTPUT, ([],)),
+    "bad_words": Neutral("forbid tokens with logit_bias", ([],)),
+    "allowed_token_ids": Neutral("forbid tokens with logit_bias"),
+    "structured_outputs": Neutral(_OUTPUT),
+    "guided_json": Neutral(_OUTPUT),
+    "guided_regex": Neutral(_OUTPUT),
+    "guided_choice": Neutral(_OUTPUT),
+    "guided_grammar": Neutral(_OUTPUT),
+    "vllm_xargs": Neutral("there are none of them", ({},)),
+    "continue_final_message": Neutral("use /v1/completions", (False,)),
+    "include_reasoning": Neutral("all of the text is in `content`", (True,)),
+    "documents": Neutral(_TEMPLATE, ([],)),
+    "chat_template": Neutral("the template is the bundle's own"),
+    "mm_processor_kwargs": Neutral(_TEXT, ({},)),
+}
+
+# Texts are encoded with the special tokens that the tokenizer puts around them, chats without: see vLLM's defaults.
+COMPLETION: Mapping[str, Neutral] = {
+    **BODY,
+    "add_special_tokens": Neutral("give token ids instead of a text", (True,)),
+}
+CHAT: Mapping[str, Neutral] = {
+    **BODY,
+    "add_special_tokens": Neutral("the chat template writes them", (False,)),
+}
+
+# An answer's message, sent back as it came.
+MESSAGE: Mapping[str, Neutral] = {
+    "tool_calls": Neutral(_TOOLS, ([],)),
+    "function_call": Neutral(_TOOLS),
+    "refusal": Neutral("put it into `content`", ("",)),
+    "annotations": Neutral("put them into `content`", ([],)),
+    "audio": Neutral(_TEXT),
+    "reasoning": Neutral("put it into `content`", ("",)),
+    "reasoning_content": Neutral("put it into `content`", ("",)),
+}
+
+TEXT_PART: Mapping[str, Neutral] = {
+    "annotations": MESSAGE["annotations"],
+    "cache_control": LABELS,
+    "prompt_cache_breakpoint": LABELS,
+}
+
+STREAM_OPTIONS: Mapping[str, Neutral] = {
+    "include_obfuscation": Neutral("events are not padded", (False,)),
+    "continuous_usage_stats": Neutral("the usage comes once, at the end", (False,)),
+}
+
+
+def drop_neutral(data: Any, fields: Mapping[str, Neutral]) -> Any:
+    """Returns a JSON object without its nulls, and without the fields that ask for nothing.
+
+    Args:
+        data: anything; what is no object comes back as it is.
+        fields: that are not honoured.
+
+    Raises:
+        PydanticCustomError: one of these asks for something.
+    """
+    if not isinstance(data, dict):
+        return data
+    given = {name: value for name, value in data.items() if value is not None}
+    for name in fields.keys() & given.keys():
+        if not fields[name].holds(given[name]):
+            facts = {"param": name, "reason": fields[name].reason}
+            raise PydanticCustomError("unsupported_field", "it is not supported: {reason}", facts)
+        del given[name]
+    return given

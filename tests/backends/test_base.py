@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend is that says no more than it must, and what all engines check."""
+
+import numpy as np
+import pytest
+
+from speccompile.backends.base import Backend, EngineBase
+from speccompile.core import registry
+from speccompile.core.jobs import CompileOptions, WeightCounts
+from speccompile.core.specs import LENGTHS, TOKENS, GraphSpec, TensorSpec
+from speccompile.errors import RuntimeFault
+
+INPUTS = (TensorSpec(TOKENS, ("batch", "nodes"), "int64"), TensorSpec(LENGTHS, ("batch",), "int64"))
+SPEC = GraphSpec("target", INPUTS, (), (), 8)
+
+
+class Smallest(Backend):
+    name = "smallest"
+
+    def compile(self, model, spec, dest, **_):
+        return {}
+
+    def compile_rollback(self, dims, dest, options=None):
+        return SPEC
+
+    def load(self, path, spec, **_):
+        raise NotImplementedError
+
+
+def test_a_backend_that_compiles_and_loads_is_whole(tmp_path):
+    backend = Smallest()
+    assert backend.for_device("cuda") is backend
+    assert backend.check(SPEC, CompileOptions(), "none") is None
+    assert backend.depends_on(CompileOptions()) == {}
+    assert backend.why_unchecked() is None
+    assert backend.tune(tmp_path, SPEC, 2, others_bytes=5) == {}
+    assert backend.predict(WeightCounts(10, 8, 2), "none", "float32").weights_bytes == 40
+    assert not backend.keeps_logits and not backend.runs_code_on_load
+
+
+def test_a_record_stays_as_it_is_by_default_but_is_not_the_same_object(tmp_path):
+    record = {"threads": 2}
+    adapted = Smallest().adapt_tuning(tmp_path, SPEC, record, 1, 7)
+    assert adapted == record and adapted is not record
+
+
+@pytest.mark.parametrize("method", ["compile", "compile_rollback", "load"])
+def test_a_backend_that_lacks_a_method_cannot_be_made(method):
+    lacking = type("Lacking", (Smallest,), {method: getattr(Backend, method)})
+    with pytest.raises(TypeError, match=method):
+        lacking()
+
+
+@pytest.mark.parametrize("name", sorted(registry.BACKENDS))
+def test_every_backend_is_one(name):
+    for device in ("cpu", "cuda"):
+        backend = registry.backend(name, device)
+        assert isinstance(backend, Backend) and backend.name == name
+
+
+class Still(EngineBase[str]):
+    """An engine that notes what it compacts."""
+
+    def compact_with(self, rollback, lengths, path):
+        self.compacted = rollback, lengths, path
+
+
+DRAFT = GraphSpec("draft", INPUTS, (), ("past_key_0",), 8, rows_written_ahead=2)
+
+
+def feeds(batch, nodes, length=0):
+    return {TOKENS: np.zeros((batch, nodes), np.int64), LENGTHS: np.full(batch, length, np.int64)}
+
+
+def test_a_step_may_use_the_last_slot_and_the_last_row():
+    sizes, rows = Still(DRAFT, 4, 16).check_step(feeds(3, 5, 9), first_slot=1)
+    assert (sizes["batch"], sizes["nodes"], rows) == (3, 5, 16)
+    assert Still(SPEC, 4, 0).check_step({TOKENS: np.zeros((4, 5), np.int64)}, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("step", "first_slot", "words"),
+    [
+        (feeds(3, 1), 2, "engine draft: got slots 2 to 4; expected slots below 4. Build with a larger engine.max_b"),
+        (feeds(1, 6, 9), 0, "engine draft: got 17 cache rows; expected at most 16. Shorten the prompt or max_new_tok"),
+    ],
+)
+def test_a_step_beyond_the_caches_is_refused(step, first_slot, words):
+    with pytest.raises(RuntimeFault) as fault:
+        Still(DRAFT, 4, 16).check_step(step, first_slot)
+    assert str(fault.value).startswith(words)
+
+
+def test_an_engine_without_a_rollback_refuses_trees():
+    engine, lengths, path = Still(DRAFT, 4, 16), np.zeros(1, np.int64), np.zeros((1, 2), np.int64)
+    with pytest.raises(RuntimeFault, match=r"engine draft: got a tree to roll back; .*Build the bundle again"):
+        engine.compact(lengths, path)
+    engine.rollback = "rollback"
+    engine.compact(lengths, path)
+    assert engine.compacted == ("rollback", lengths, path)
+
+
+def test_an_engine_whose_caches_keep_their_layout_has_no_view():
+    engine = Still(DRAFT, 4, 16)
+    engine.reset()
+    engine.shrink(3)
+    assert engine.view_rows == 0 and not engine.compacts_in_step

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements beside other work are noticed by the kernel's account of threads that waited."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speccompile.backends import contention
+from speccompile.backends.contention import WaitClock, is_disturbed
+
+
+def write_task(root: Path, name: str, ran: int, waited: int) -> None:
+    (root / name).mkdir(parents=True, exist_ok=True)
+    (root / name / "schedstat").write_text(f"{ran} {waited} 17\n")
+
+
+@pytest.fixture
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(contention, "_TASKS", tmp_path / "task")
+    monkeypatch.setattr(contention, "_STAT", tmp_path / "stat")
+    (tmp_path / "stat").write_text("cpu 100 0 100 800 0 0 0 10 0 0\ncpu0 0\n")
+    write_task(tmp_path / "task", "1", 1000, 500)
+    write_task(tmp_path / "task", "2", 1000, 0)
+    return tmp_path
+
+
+def test_the_share_counts_all_threads_since_the_clock_was_made(proc: Path) -> None:
+    clock = WaitClock()
+    assert clock.share() == 0.0
+    write_task(proc / "task", "1", 1600, 800)  # 600 run, 300 waited
+    write_task(proc / "task", "2", 1300, 100)  # 300 run, 100 waited
+    assert clock.share() == round(400 / 1300, 3)
+
+
+def test_time_that_a_hypervisor_took_counts_too(proc: Path) -> None:
+    clock = WaitClock()
+    write_task(proc / "task", "1", 2000, 500)
+    (proc / "stat").write_text("cpu 130 0 110 830 0 0 0 40 0 0\n")
+    assert clock.share() == 0.3
+
+
+def test_a_kernel_that_does_not_count_gives_zero(proc: Path) -> None:
+    clock = WaitClock()
+    (proc / "task" / "1" / "schedstat").unlink()
+    (proc / "stat").unlink()
+    assert clock.share() == 0.0
+
+
+def test_a_record_is_disturbed_above_the_bound_alone() -> None:
+    most = contention.MAX_WAIT_SHARE
+    assert [is_disturbed(r) for r in ({}, {"wait_share": most}, {"wait_share": most + 0.01})] == [False, False, True]
+
+
+@pytest.mark.parametrize(("load", "busy"), [(0.2, False), (1.0, False), (1.3, True)])
+def test_a_machine_is_busy_above_half_its_cpus(monkeypatch: pytest.MonkeyPatch, load: float, busy: bool) -> None:
+    monkeypatch.setattr(contention.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(contention.os, "cpu_count", lambda: 2)
+    assert contention.is_machine_busy() is busy
+
+
+def test_a_process_that_has_the_machine_against_it_is_told_so() -> None:
+    """The real kernel: twice as many spinning threads as CPUs wait about half of their time."""
+    import os
+    import subprocess
+    import sys
+
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this kernel does not count waiting")
+    code = (
+        "import os, time\n"
+        "from speccompile.backends.contention import WaitClock\n"
+        "clock = WaitClock(); end = time.monotonic() + 0.6\n"
+        "while time.monotonic() < end: pass\n"
+        "print(clock.share())"
+    )
+    cpu = min(os.sched_getaffinity(0))
+    pinned: dict[str, Any] = {"preexec_fn": lambda: os.sched_setaffinity(0, {cpu})}
+    crowd = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, **pinned) for _ in "abcd"
+    ]
+    shares = [float(child.communicate()[0]) for child in crowd]
+    assert sum(shares) / len(shares) > 0.3

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantised form is chosen by speed only among those that are near float32."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from speccompile.backends.onnxruntime import fidelity, tune
+from speccompile.backends.onnxruntime.backend import OnnxRuntimeBackend
+from speccompile.backends.onnxruntime.fidelity import MAX_KL, Distance, choose_form, distance, with_logits
+from speccompile.core.specs import LOGITS, decoder_spec, sampled_spec, verified_spec
+from speccompile.errors import BuildError
+
+FAST, SLOW = {"1": 1.0, "4": 1.0}, {"1": 2.0, "4": 3.0}
+
+
+def test_the_fastest_of_the_near_forms_is_taken() -> None:
+    times = {"coarse": FAST, "fine": SLOW}
+    near, far = Distance(MAX_KL, 1.0), Distance(MAX_KL * 1.01, 0.9)
+    assert choose_form(times, {"coarse": near, "fine": near}) == "coarse"
+    assert choose_form(times, {"coarse": far, "fine": near}) == "fine"
+    assert choose_form({"fine": FAST, "coarse": SLOW}, {"coarse": near, "fine": near}) == "fine"
+
+
+def test_where_no_form_is_near_the_nearest_is_taken_however_slow() -> None:
+    far, further = Distance(0.01, 0.9), Distance(0.02, 0.9)
+    assert choose_form({"coarse": FAST, "fine": SLOW}, {"coarse": further, "fine": far}) == "fine"
+
+
+def test_a_draft_s_form_is_a_matter_of_speed() -> None:
+    assert choose_form({"coarse": FAST, "fine": SLOW}, {}) == "coarse"
+
+
+def test_the_distance_is_the_mean_kl_divergence() -> None:
+    rng = np.random.default_rng(0)
+    wanted, got = rng.normal(size=(2, 5, 7))
+    p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (wanted, got))
+    found = distance(wanted, got)
+    assert found.kl == pytest.approx(float((p * np.log(p / q)).sum(-1).mean()), rel=1e-12)
+    assert found.top1 == float((p.argmax(-1) == q.argmax(-1)).mean())
+    assert distance(wanted, wanted + 3.0).kl == pytest.approx(0.0, abs=1e-15)  # a shift changes no distribution
+
+
+def test_forms_of_a_real_graph_are_measured_and_chosen(
+    neutral: Any, compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both int8 forms are built, `rowq8` is made to look twice as fast, and the one near float32 is taken."""
+    model, dims = neutral
+    monkeypatch.setattr(tune, "measure_graph", lambda path, spec: {"step_ms": FAST if "rowq8" in str(path) else SLOW})
+    spec = verified_spec(decoder_spec("target", dims), keep_logits=True)
+    report = OnnxRuntimeBackend().compile(model, spec, tmp_path, quantization="int8")
+    distances = report["form_distances"]
+    assert set(distances) == set(report["forms_measured"]) == {"rowq8", "blocks32"}
+    assert 0 < distances["blocks32"]["kl"] < distances["rowq8"]["kl"]
+    near = [form for form, row in distances.items() if row["kl"] <= MAX_KL]
+    assert report["form"] == ("rowq8" if "rowq8" in near else "blocks32")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["graph.onnx", "graph.onnx.data"]
+    # As they are when each is measured by itself: nothing but the form differs between what is compared.
+    one = {form: compiled("onnxruntime", "int8", form, "target")[0] for form in ("rowq8", "blocks32")}
+    reference = compiled("onnxruntime", "none", "fp32", "target")[0]
+    again = fidelity.measure_distances(reference, one, spec)
+    assert {form: row.kl for form, row in again.items()} == {form: row["kl"] for form, row in distances.items()}
+
+
+def test_a_target_without_logits_is_measured_with_them_and_written_without(
+    neutral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, dims = neutral
+    seen: list[Any] = []
+    monkeypatch.setattr(tune, "measure_graph", lambda path, spec: {"step_ms": FAST})
+
+    def measure(reference: Path, forms: Any, spec: Any) -> dict[str, Distance]:
+        seen.append(spec)
+        return {"rowq8": Distance(1.0, 0.5), "blocks32": Distance(0.0, 1.0)}
+
+    monkeypatch.setattr(fidelity, "measure_distances", measure)
+    spec = verified_spec(decoder_spec("target", dims))
+    report = OnnxRuntimeBackend().compile(model, spec, tmp_path, quantization="int8")
+    assert report["form"] == "blocks32" and seen == [verified_spec(decoder_spec("target", dims), keep_logits=True)]
+    assert with_logits(seen[0]) == seen[0]
+    OnnxRuntimeBackend().load(tmp_path / "graph.onnx", spec, max_slots=1, max_rows=64, tuning={"threads": 1})
+    assert all(t.name != LOGITS for t in spec.outputs)
+
+
+def test_a_draft_is_not_compared(neutral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, dims = neutral
+    monkeypatch.setattr(tune, "measure_graph", lambda path, spec: {"step_ms": FAST if "rowq8" in str(path) else SLOW})
+    monkeypatch.setattr(fidelity, "measure_distances", None)
+    spec = sampled_spec(decoder_spec("draft", dims))
+    report = OnnxRuntimeBackend().compile(model, spec, tmp_path, quantization="int8")
+    assert report["form"] == "rowq8" and report["form_distances"] == {}
+
+
+def test_a_child_that_dies_is_told_with_its_last_words(compiled: Any, tmp_path: Path) -> None:
+    path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
+    (tmp_path / "graph.onnx").write_bytes(b"no graph")
+    with pytest.raises(BuildError, match=r"distance of .*exit code 1"):
+        fidelity.measure_distances(tmp_path / "graph.onnx", {"a": path}, spec)

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that are incomplete, damaged or of another model are refused before any weight is used."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from speccompile.checkpoints.checkpoint import (
+    check_checkpoint,
+    count_params,
+    list_tensors,
+    read_dims,
+    resolve_checkpoint,
+)
+from speccompile.core.specs import ModelDims
+from speccompile.errors import CheckpointError
+from tests.export.families import CONFIGS, VOCAB
+from tests.export.harness import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete Llama with untied embeddings."""
+    folder = tmp_path_factory.mktemp("whole")
+    make_checkpoint(CONFIGS["llama2"], folder)
+    return folder
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    for file in whole.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, np.ndarray]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def split(folder: Path) -> dict[str, str]:
+    """Spread the weights over two shards with an index; returns the weight map."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for shard, keys in shards.items():
+        save_file({k: tensors[k] for k in keys}, folder / shard, metadata={"format": "pt"})
+    weight_map = {k: shard for shard, keys in shards.items() for k in keys}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return weight_map
+
+
+def refuse(folder: Path, words: str) -> CheckpointError:
+    with pytest.raises(CheckpointError, match=words) as caught:
+        check_checkpoint(folder, read_dims(folder))
+    assert all((caught.value.where, caught.value.got, caught.value.expected)) and caught.value.todo.endswith(".")
+    return caught.value
+
+
+def export(folder: Path) -> None:
+    from speccompile.export.decoder import export_decoder
+
+    export_decoder(folder, max_seq_len=16)
+
+
+def test_a_whole_checkpoint(whole: Path) -> None:
+    dims = read_dims(whole)
+    assert dims == ModelDims("llama", VOCAB, 32, 2, 4, 4, 8, 64)
+    check_checkpoint(whole, dims)
+    assert count_params(whole) == sum(t.size for t in load_file(whole / "model.safetensors").values())
+
+
+def test_a_whole_checkpoint_in_shards(copy: Path) -> None:
+    num_params = count_params(copy)
+    split(copy)
+    check_checkpoint(copy, read_dims(copy))
+    assert count_params(copy) == num_params
+    export(copy)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (CONFIGS["gpt2"], ModelDims("gpt2", VOCAB, 32, 2, 4, 4, 8, 64)),
+        ({**CONFIGS["gpt2"], "multi_query": True}, ModelDims("gpt2", VOCAB, 32, 2, 4, 1, 8, 64)),
+        (CONFIGS["gemma"], ModelDims("gemma", VOCAB, 32, 2, 4, 1, 12, 64)),
+        ({**CONFIGS["qwen2"], "num_key_value_heads": None}, ModelDims("qwen2", VOCAB, 32, 2, 4, 4, 8, 64)),
+    ],
+)
+def test_sizes_under_all_their_names(config: dict[str, Any], expected: ModelDims, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_dims(tmp_path) == expected
+    assert count_params(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "expected a JSON object"),
+        ("[]", "got a list; expected a JSON object"),
+        ('{"model_type": "llama"}', "got None; expected a positive integer under vocab_size"),
+        ('{"vocab_size": 8, "hidden_size": "32"}', "got '32'; expected a positive integer under hidden_size or n_embd"),
+        ('{"vocab_size": 0}', "got 0; expected a positive integer"),
+        ('{"text_config": {"vocab_size": 8}}', "multimodal"),
+    ],
+)
+def test_bad_configs(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=words):
+        read_dims(tmp_path)
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such file"):
+        read_dims(tmp_path)
+
+
+@pytest.mark.parametrize("cut_bytes", [1, 5000])
+def test_a_truncated_file(copy: Path, cut_bytes: int) -> None:
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-cut_bytes])
+    fault = refuse(copy, "the file is truncated")
+    assert fault.where == str(path)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 4, 8, 100])
+def test_a_file_cut_in_its_header(copy: Path, kept_bytes: int) -> None:
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept_bytes])
+    refuse(copy, "a whole safetensors file")
+
+
+def test_a_file_that_is_too_long(copy: Path) -> None:
+    with (copy / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    refuse(copy, "too long")
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (b"no json", "no JSON"),
+        (b"[1]", "no JSON object"),
+        (b'{"a": {"dtype": "F32"}}', "None for shape of a"),
+        (b'{"a": {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]}}', "unknown dtype X9"),
+        (
+            b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+            r"4 bytes for a; expected F32 of shape \[2\]",
+        ),
+    ],
+)
+def test_damaged_headers(copy: Path, header: bytes, words: str) -> None:
+    (copy / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
+    refuse(copy, words)
+
+
+def test_a_git_lfs_pointer_instead_of_weights(copy: Path) -> None:
+    (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    refuse(copy, "a whole safetensors file")
+
+
+def test_no_weights(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    refuse(copy, "got no weights")
+
+
+def test_pickled_weights(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    fault = refuse(copy, r"got pytorch_model.bin; expected model.safetensors")
+    assert "unpickling runs code" in fault.todo
+
+
+def test_a_missing_shard(copy: Path) -> None:
+    shard = next(iter(split(copy).values()))
+    (copy / shard).unlink()
+    fault = refuse(copy, "no such file; expected a shard that")
+    assert fault.where == str(copy / shard)
+
+
+def test_an_index_that_names_weights_its_shard_lacks(copy: Path) -> None:
+    weight_map = split(copy)
+    name = next(iter(weight_map))
+    other = next(s for s in weight_map.values() if s != weight_map[name])
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**weight_map, name: other}}))
+    refuse(copy, f"no {name}")
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b.safetensors"}}'])
+def test_bad_indices(copy: Path, text: str) -> None:
+    split(copy)
+    (copy / "model.safetensors.index.json").write_text(text)
+    refuse(copy, "weight_map|JSON")
+
+
+def test_a_layer_without_a_part(copy: Path) -> None:
+    edit_weights(copy, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
+    refuse(copy, "layer 1 without self_attn.k_proj.weight")
+
+
+def test_a_first_layer_whose_input_is_normed_already(tmp_path: Path) -> None:
+    """As ModernBERT's; any other layer has to have the norm."""
+    names = [f"model.layers.{i}.{part}" for i in range(3) for part in ("attn_norm.weight", "attn.Wqkv.weight")]
+    tensors = {name: np.zeros(4, np.float32) for name in names}
+    for missing, words in (("0.attn_norm", None), ("1.attn_norm", "layer 1 without attn_norm.weight")):
+        save_file({n: t for n, t in tensors.items() if missing not in n}, tmp_path / "model.safetensors")
+        dims = ModelDims("modernbert-decoder", VOCAB, 32, 3, 4, 4, 8, 64)
+        if words is None:
+            check_checkpoint(tmp_path, dims)
+        else:
+            with pytest.raises(CheckpointError, match=words):
+                check_checkpoint(tmp_path, dims)
+
+
+def test_a_missing_layer(copy: Path) -> None:
+    edit_config(copy, num_hidden_layers=3)
+    refuse(copy, "no weights of layer 2; expected layers 0 to 2")
+
+
+def test_a_layer_too_many(copy: Path) -> None:
+    edit_config(copy, num_hidden_layers=1)
+    refuse(copy, "weights of layer 1; expected layers 0 to 0")
+
+
+def test_another_vocabulary(copy: Path) -> None:
+    edit_config(copy, vocab_size=VOCAB + 1)
+    refuse(copy, rf"model.embed_tokens.weight of shape \[{VOCAB}, 32\]; expected {VOCAB + 1} rows")
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda t: t.pop("model.layers.0.mlp.up_proj.weight"), "1 missing weights .model.layers.0.mlp.up_proj.weight"),
+        (lambda t: t.pop("lm_head.weight"), "1 missing weights .lm_head.weight"),
+        (lambda t: t.pop("model.norm.weight"), "1 missing weights .model.norm.weight"),
+        (
+            lambda t: t.update({"model.extra.weight": np.zeros(3, np.float32)}),
+            "1 weights that the architecture does not",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight": np.zeros((49, 32), np.float32)}),
+            "1 weights of another shape .*model.layers.0.mlp.up_proj.weight",
+        ),
+    ],
+)
+def test_what_only_the_architecture_knows(copy: Path, edit: Callable[[dict[str, np.ndarray]], Any], words: str) -> None:
+    """Headers look sound, but transformers would have filled the gap with random numbers."""
+    edit_weights(copy, edit)
+    check_checkpoint(copy, read_dims(copy))
+    with pytest.raises(CheckpointError, match=words):
+        export(copy)
+
+
+def test_buffers_of_old_checkpoints_are_left_alone(copy: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_weights(copy, lambda t: t.update({name: np.zeros(4, np.float32)}))
+    export(copy)
+
+
+def test_tied_embeddings_need_no_head(tmp_path: Path) -> None:
+    make_checkpoint(CONFIGS["llama3"], tmp_path)
+    assert "lm_head.weight" not in list_tensors(tmp_path)
+    check_checkpoint(tmp_path, read_dims(tmp_path))
+    export(tmp_path)
+
+
+def test_a_folder_is_resolved_to_itself(whole: Path) -> None:
+    assert resolve_checkpoint(str(whole)) == whole
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b/c", "two words/x"])
+def test_names_that_are_neither_folder_nor_hub_id(name: str) -> None:
+    with pytest.raises(CheckpointError, match="no such folder; expected a checkpoint folder or a hub id"):
+        resolve_checkpoint(name)
+
+
+def test_a_file_is_no_checkpoint(whole: Path) -> None:
+    with pytest.raises(CheckpointError, match="a file; expected a checkpoint folder"):
+        resolve_checkpoint(str(whole / "config.json"))
+
+
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import errors
+
+    def fail(*args: Any, **kwargs: Any) -> str:
+        raise errors.LocalEntryNotFoundError("the hub cannot be reached")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="no local folder of that name, and the hub said: the hub cannot be"):
+        resolve_checkpoint("some-owner/some-model")
+
+
+def test_a_hub_id_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = {}
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked[name] = allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_checkpoint("some-owner/some-model") == tmp_path
+    assert "*.safetensors" in asked["some-owner/some-model"] and "*.bin" not in asked["some-owner/some-model"]
+
+
+def test_reading_checkpoints_needs_no_torch() -> None:
+    code = (
+        "import sys; import speccompile.checkpoints.checkpoint, speccompile.checkpoints.families;"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'onnx', 'huggingface_hub')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

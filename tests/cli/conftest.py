@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands run in the process of the tests, in a folder of their own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from speccompile.cli.main import main
+from tests.pipeline import fakes
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs a command in a folder of its own, with the fakes in place; (exit code, stdout, stderr)."""
+    fakes.install(monkeypatch.setattr, lambda name, module: monkeypatch.setitem(sys.modules, name, module))
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe for a pair of tiny checkpoints."""
+    return fakes.write_recipe(tmp_path / "in")

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a build prints: paths as they are, a hint that works, values as a recipe has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from speccompile.bundling.report import dotted_keys, text_from_value
+from tests.cli.conftest import Run
+from tests.pipeline import fakes
+
+WHY = "no CUDA device: built on a machine without one, not run"
+
+
+@pytest.mark.parametrize("folder", ["[red]x", "with space", "it's"])
+def test_paths_are_printed_as_they_are_and_quoted_in_the_hint(run: Run, recipe: Path, folder: str) -> None:
+    code, out, err = run("build", recipe, "-o", folder)
+    assert code == 0, err
+    assert out.startswith(f"{folder}: ")
+    quoted = {"it's": "'it'\"'\"'s'"}.get(folder, f"'{folder}'")
+    assert f"Try: speccompile generate {quoted} --prompt" in out
+    code, out, _ = run("inspect", folder)
+    assert out.splitlines()[0].startswith(f"bundle {folder} ")
+
+
+@pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_chat_model_is_served(run: Run, recipe: Path, where: str) -> None:
+    (recipe.parent / "big" / where).write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    out = run("build", recipe, "-o", "made")[1]
+    assert "Try: speccompile serve made," in out and "generate" not in out
+
+
+def test_a_build_for_a_device_that_is_not_here_says_so_first_and_last(
+    run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fakes.FakeBackend, "why_unchecked", lambda self: WHY)
+    code, out, err = run("build", recipe, "-o", "made")
+    assert code == 0
+    first, *others = err.splitlines()
+    assert first.startswith("warning: no CUDA device: nothing is tuned or checked")
+    skipped = [line for line in others if "not run: no CUDA device" in line]
+    assert [line.split()[:3] for line in skipped] == [
+        ["skip", "tune", "target"],
+        ["skip", "tune", "draft"],
+        ["skip", "check", "graphs"],
+    ]
+    assert not any(line.startswith(("done tune", "done check g")) for line in others)
+    assert "Try: speccompile inspect made" in out and "generate" not in out
+    stages = json.loads(Path("made/manifest.json").read_text())["stages"]
+    assert [s["name"] for s in stages if s.get("skipped") == WHY] == ["tune target", "tune draft", "check graphs"]
+    assert "warning: no CUDA device" in run("build", recipe, "--dry-run")[2]
+
+
+def test_a_build_that_runs_here_warns_of_nothing(run: Run, recipe: Path) -> None:
+    err = run("build", recipe, "-o", "made")[2]
+    assert "warning" not in err and "not run" not in err
+
+
+@pytest.mark.parametrize("value", [None, True, False, 3, 0.5, [], ["a", 1], "auto", "true", "null", "3", "a: b", ""])
+def test_shown_values_can_be_put_into_a_recipe(value: object) -> None:
+    assert yaml.safe_load(text_from_value(value)) == value
+
+
+def test_dry_run_and_report_show_values_as_a_recipe_has_them(run: Run, recipe: Path) -> None:
+    out = run("build", recipe, "--dry-run")[1]
+    plan = json.loads(run("build", recipe, "--dry-run", "--json")[1])["plan"]
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines() if len(line.split(maxsplit=1)) == 2)
+    for key, value in dotted_keys(plan):
+        assert yaml.safe_load(rows[key]) == value, key
+    assert run("build", recipe, "-o", "made")[0] == 0
+    page = Path("made/report.html").read_text()
+    assert ">None<" not in page and ">True<" not in page and ">False<" not in page
+    assert "<td>target.num_layers</td><td>null</td>" in page
+
+
+def test_columns_of_numbers_are_aligned_right_with_their_titles(run: Run, recipe: Path) -> None:
+    assert run("build", recipe, "-o", "made")[0] == 0
+    page = Path("made/report.html").read_text()
+    assert "<th>file</th><th class=n>size</th><th>sha256</th>" in page
+    assert "<th>operator</th><th class=n>before the passes</th><th class=n>after</th>" in page
+    assert "<tr><td>A</td><td class=n>2</td><td class=n>0</td></tr>" in page
+
+
+def test_narrow_terminals_do_not_cut_keys(run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    out = run("build", recipe, "--dry-run")[1]
+    assert "…" not in out
+    assert "engine.max_draft_nodes" in out and "speculator.allow_tokenizer_mismatch" in out
+    assert all(len(line) <= 40 for line in out.splitlines())

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor names every layout and finds every planted trap; without the check that is for it, it does not."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from speccompile.checkpoints.tensor_files import TensorFiles
+from speccompile.core.registry import TRAINERS, load_formats, trainer
+from speccompile.core.training import TargetParts
+from speccompile.doctor import doctor
+from speccompile.doctor.doctor import examine
+from speccompile.doctor.findings import Report
+from speccompile.errors import CheckpointError
+from tests.checkpoints import checkpoint_lab as lab
+from tests.doctor.traps import TRAPS
+
+FORMATS = load_formats()
+NUM_TOKENS = 36
+LAYOUT_METHODS = {layout.name.partition("/")[0] for layout in FORMATS}
+# Of what is trained, by method, where the defaults do not fit a tiny target.
+SIZES: dict[str, dict[str, Any]] = {"eagle3": {"layers": (0, 2, 4), "draft_vocab_size": 48}}
+
+
+def look(folder: Path, target: Path, **options: Any) -> Report:
+    return examine(str(folder), str(target), **options)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return lab.write_target(tmp_path / "target")
+
+
+@pytest.mark.parametrize("name", lab.LAYOUTS)
+def test_a_sound_checkpoint_is_named_and_has_no_finding(name: str, tmp_path: Path, target: Path) -> None:
+    make, layout = lab.LAYOUTS[name]
+    report = look(make(tmp_path / "speculator"), target)
+    assert [f.text() for f in report.findings] == []
+    assert (report.format, report.exit_code, report.has_read_values) == (layout, 0, True)
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_a_planted_trap_is_found_by_its_check_alone(name: str, tmp_path: Path) -> None:
+    trap = TRAPS[name]
+    target = lab.write_target(tmp_path / "target", **trap.target)
+    folder = trap.make(tmp_path / "speculator")
+    trap.plant(folder)
+    report = look(folder, target)
+    lines = "\n".join(f.text() for f in report.findings)
+    assert {f.check for f in report.findings} == {trap.check, *trap.also}, lines
+    (found,) = (f for f in report.findings if f.check == trap.check)
+    assert re.search(trap.words, found.text()), lines
+    assert found.severity == trap.severity and report.exit_code == (3 if "error" in lines else 0)
+    assert all((found.where, found.got, found.expected)) and found.todo.endswith("."), lines
+    # A doctor that skips the check does not see it.
+    blind = [replace(f, checks=tuple(c for c in f.checks if c.name != trap.check)) for f in FORMATS]
+    assert {f.check for f in look(folder, target, formats=blind).findings} == set(trap.also)
+
+
+def test_every_check_has_a_trap() -> None:
+    assert {c.name for f in FORMATS for c in f.checks} == {trap.check for trap in TRAPS.values()}
+
+
+@pytest.mark.parametrize(("vocab", "words"), [(38, "convert --target. cuts the rows"), (44, "cannot be made up")])
+def test_a_padded_vocabulary_is_told_from_another(vocab: int, words: str, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    target = lab.write_target(tmp_path / "target", vocab_size=vocab)
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(NUM_TOKENS)}, "w0")).save(str(target / "tokenizer.json"))
+    (found,) = look(lab.medusa_ours(tmp_path / "speculator"), target).findings
+    assert found.check == "target.vocabulary" and "the tokenizer has 36 tokens" in found.got
+    assert words in found.todo.replace("`", ".")
+
+
+def test_without_a_target_its_checks_are_silent(tmp_path: Path) -> None:
+    assert examine(str(lab.glide_ours(tmp_path))).findings == ()
+
+
+def test_an_override_takes_the_place_of_the_config(tmp_path: Path, target: Path) -> None:
+    folder = lab.medusa_ours(tmp_path / "speculator")
+    lab.set_config(folder, medusa_num_heads=2)
+    assert look(folder, target, overrides={"medusa_num_heads": 3}).findings == ()
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("pwned"),))
+
+
+def damage_cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def damage_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with (folder / "medusa_lm_head.pt").open("wb") as file:
+        pickle.dump({"0.0.linear.weight": Payload()}, file, protocol=2)
+
+
+def damage_zip(folder: Path) -> None:
+    torch.save({"0.0.linear.weight": Payload()}, folder / "medusa_lm_head.pt")
+    (folder / "model.safetensors").unlink()
+
+
+def damage_zip_cut(folder: Path) -> None:
+    held = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(held, folder / "pytorch_model.bin")
+    path = folder / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def damage_other_things(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"epoch": 3, "loss": 0.5}, folder / "medusa_lm_head.pt")
+
+
+def damage_twice(folder: Path) -> None:
+    held = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file(held, folder / "a.safetensors")
+    save_file({"0.1.weight": held["0.1.weight"]}, folder / "b.safetensors")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut": (damage_cut, "the file is truncated"),
+    "code": (damage_pickle, "weights-only reader refuses: it asks for getattr"),
+    "code in a zip": (damage_zip, "torch's weights-only reader refuses"),
+    "half a pickle": (damage_zip_cut, "a file that cannot be read"),
+    "no tensors": (damage_other_things, "other things than tensors"),
+    "one key twice": (damage_twice, "got 0.1.weight also in a.safetensors"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "got no weights"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no such file"),
+    "half a config": (lambda folder: (folder / "config.json").write_text("{"), "expected a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_cannot_be_read_is_a_finding(
+    name: str, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    harm, words = DAMAGES[name]
+    folder = lab.medusa_ours(tmp_path / "speculator")
+    harm(folder)
+    report = look(folder, target)
+    (found,) = report.findings
+    assert found.check == "files" and words in found.text(), found.text()
+    assert report.exit_code == 3 and not (tmp_path / "pwned").exists()
+
+
+KNOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "mtp": ({"model_type": "deepseek_v3"}, ["model.layers.61.eh_proj.weight", "model.layers.61.enorm.weight"]),
+    "dflash": (
+        {"dflash_config": {"mask_token_id": 1}},
+        ["fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight"],
+    ),
+    "dspark": ({"markov_rank": 256}, ["fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight"]),
+    "peagle": ({"mask_token_id": 3}, ["midlayer.hidden_norm.weight", "d2t", "mask_hidden"]),
+    "pard": ({"pard_token": 151665, "architectures": ["Qwen2ForCausalLM"]}, ["model.layers.0.input_layernorm.weight"]),
+    "hydra": ({"hydra_num_heads": 4}, ["hydra_mlp.0.0.linear.weight", "hydra_lm_head.0.weight"]),
+    "redrafter": ({}, ["input_proj.weight", "lm_head.0.linear.weight", "rnn_w.weight"]),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_known_and_not_supported_is_named(name: str, tmp_path: Path) -> None:
+    config, keys = KNOWN[name]
+    lab.save(tmp_path, config, lab.draw(dict.fromkeys(keys, (2, 2))))
+    report = examine(str(tmp_path))
+    assert (report.format, report.method, report.exit_code) == (name, "", 3)
+    assert "known but not supported yet" in report.findings[0].todo
+
+
+@pytest.mark.parametrize("kind", ["peagle", "dflash", "dspark", "mtp"])
+def test_other_kinds_of_the_speculators_format_are_named(kind: str, tmp_path: Path) -> None:
+    folder = lab.eagle3_speculators(tmp_path)
+    lab.set_config(folder, speculators_model_type=kind)
+    assert examine(str(folder)).format == kind
+
+
+def test_a_language_model_is_no_speculator(tmp_path: Path) -> None:
+    keys = {
+        "model.embed_tokens.weight": (8, 4),
+        "model.layers.0.input_layernorm.weight": (4,),
+        "lm_head.weight": (8, 4),
+    }
+    (found,) = examine(str(lab.save(tmp_path, lab.LLAMA, lab.draw(keys)))).findings
+    assert found.check == "format" and "a causal language model (LlamaForCausalLM)" in found.got
+
+
+def test_keys_of_nothing_known(tmp_path: Path) -> None:
+    (found,) = examine(str(lab.save(tmp_path, {}, lab.draw({"a.b": (2,)})))).findings
+    assert "1 keys of no known layout (a.b, ...)" in found.got
+
+
+PUBLISHED = {  # hidden, inner, vocabulary, heads, tied, scaled
+    "llama-13b": (5120, 4096, 32000, 3, False, False),
+    "llama-13b-code": (5120, 4096, 32016, 7, False, False),
+    "llama3-8b": (4096, 3072, 128256, 4, False, False),
+    "llama3-70b": (8192, 3584, 128256, 4, True, True),
+    "codellama-34b": (8192, 8192, 32000, 5, True, True),
+    "granite-34b": (6144, 6144, 49152, 5, True, False),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_are_checked_by_their_headers_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: TensorFiles, key: str) -> None:
+        raise AssertionError(f"{key} was read")
+
+    monkeypatch.setattr(TensorFiles, "array", refuse)
+    hidden, inner, vocab, num, tie, scale = PUBLISHED[name]
+    config = lab.mlp_config(hidden, inner, vocab, num, tie, scale)
+    folder = lab.write_sparse(tmp_path / "s", config, lab.mlp_shapes(hidden, inner, vocab, num, first_only=tie))
+    target = lab.write_target(tmp_path / "t", hidden_size=hidden, vocab_size=vocab)
+    report = look(folder, target, values=None if name != "granite-34b" else False)
+    assert [f.text() for f in report.findings] == [] and not report.has_read_values
+    lab.write_target(tmp_path / "t", hidden_size=hidden + 8, vocab_size=vocab)
+    assert [f.check for f in look(folder, target, values=False).findings] == ["target.width"]
+
+
+def test_values_are_read_when_asked_to_be(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = lab.medusa_ours(tmp_path / "speculator")
+    lab.edit(folder, lambda held: held.update({"0.1.weight": held["0.1.weight"] / 0}))
+    assert look(folder, target, values=False).findings == ()
+    monkeypatch.setattr(doctor, "MAX_AUTO_BYTES", 100)
+    assert look(folder, target).findings == ()
+    assert [f.check for f in look(folder, target, values=True).findings] == ["values.finite"]
+
+
+def test_a_folder_in_shards(tmp_path: Path, target: Path) -> None:
+    folder = lab.eagle3_ours(tmp_path / "speculator")
+    held = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(held)
+    shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for shard, keys in shards.items():
+        save_file({k: held[k] for k in keys}, folder / shard)
+    weight_map = {k: shard for shard, keys in shards.items() for k in keys}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    report = look(folder, target)
+    assert report.findings == () and report.num_tensors == len(held)
+
+
+def test_a_method_refuses_with_a_hint_at_the_doctor(tmp_path: Path) -> None:
+    from speccompile.speculators.medusa.formats import read
+
+    folder = lab.medusa_ours(tmp_path)
+    lab.set_config(folder, medusa_num_heads=2)
+    lab.edit(folder, lambda held: held.pop("0.0.linear.weight"))
+    with pytest.raises(CheckpointError, match=r"`speccompile doctor .*` lists every finding \(1 more\)"):
+        read(folder)
+
+
+# What training writes for a draft model is a language model, which has no layout here.
+@pytest.mark.parametrize("method", sorted(set(TRAINERS) & LAYOUT_METHODS))
+def test_what_training_writes_is_sound_and_ours(method: str, tmp_path: Path) -> None:
+    hidden, vocab = 96, 64
+    config = {**lab.LLAMA, "hidden_size": hidden, "vocab_size": vocab, "num_attention_heads": 6, "head_dim": 16}
+    generator = torch.Generator().manual_seed(5)
+    tables = [torch.randn((vocab, hidden), generator=generator) for _ in range(2)]
+    target = lab.write_target(tmp_path / "target", **config)
+    parts = TargetParts(config, target, *tables, torch.ones(vocab, dtype=torch.int64), norm=torch.ones(hidden))
+    made = trainer(method)
+    made.make(made.Config(**SIZES.get(method, {})), parts, None).save(tmp_path)
+    report = look(tmp_path, target)
+    assert [f.text() for f in report.errors] == [] and report.format == f"{method}/ours"

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features that a draft has not read yet: handed on where they lie, brought to the host when they would be lost."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from speccompile.core.acceptance import Verdict
+from speccompile.drafting.features import PendingFeatures
+from speccompile.drafting.state import DraftState
+from tests.speculators.hidden_lm import OnDevice
+
+WIDTH = 2
+
+
+class Target:
+    """Outputs of steps, each number different, on a device; features are twice of them."""
+
+    def __init__(self):
+        self.num_made = 0
+
+    def step(self, batch, nodes):
+        size = batch * nodes * WIDTH
+        self.num_made += size
+        return {"hidden": np.arange(self.num_made, self.num_made + size, dtype=np.float32).reshape(batch, nodes, WIDTH)}
+
+
+def make(outputs):
+    return OnDevice(outputs["hidden"] * 2)
+
+
+def sequences(num):
+    return [SimpleNamespace(draft_state=DraftState(None)) for _ in range(num)]
+
+
+def keep(pending, slots, outputs, paths):
+    nodes = outputs["hidden"].shape[1]
+    path = np.array([row + [-1] * (nodes - len(row)) for row in paths])
+    num = np.array([len(row) - 1 for row in paths])
+    pending.keep(slots, Verdict(path, num, num), outputs)
+
+
+def rows_of(taken, slot, num):
+    features, rows = taken
+    held = features.array if isinstance(features, OnDevice) else features
+    return held[slot, rows[slot, :num]]
+
+
+def test_what_is_read_in_the_next_step_stays_on_the_device():
+    target, pending, slots = Target(), PendingFeatures(WIDTH, make), sequences(3)
+    OnDevice.num_copies = 0
+    for paths in ([[0, 2], [0]], [[0], [0, 1, 2]]):
+        outputs = target.step(2, 3)
+        keep(pending, slots[:2], outputs, paths)
+        assert [pending.count(slot) for slot in slots] == [*map(len, paths), 0]
+        taken = pending.take(slots[:2], max(map(len, paths)))
+        for slot, path in enumerate(paths):
+            assert np.array_equal(rows_of(taken, slot, len(path)), 2 * outputs["hidden"][slot, path])
+        pending.settle()
+        assert [pending.count(slot) for slot in slots] == [0, 0, 0]
+    assert OnDevice.num_copies == 0
+
+
+def test_what_would_be_lost_comes_to_the_host_in_order():
+    target, pending, slots = Target(), PendingFeatures(WIDTH, make), sequences(2)
+    pending.add(slots[0], np.array([[7.0, 8.0]]))
+    first, second = target.step(2, 3), target.step(2, 3)
+    keep(pending, slots, first, [[0, 1], [0]])
+    pending.settle()  # nothing was drafted
+    keep(pending, slots, second, [[0], [0, 2]])
+    assert [pending.count(slot) for slot in slots] == [4, 3]
+    wanted = np.concatenate(([[7, 8]], 2 * first["hidden"][0, :2], 2 * second["hidden"][0, :1]))
+    assert np.array_equal(pending.take_rows(slots[0], 1), wanted[:1])
+    taken = pending.take(slots, 3)
+    assert np.array_equal(rows_of(taken, 0, 3), wanted[1:])
+    assert np.array_equal(rows_of(taken, 1, 3)[:1], 2 * first["hidden"][1, :1])
+    assert np.array_equal(rows_of(taken, 1, 3)[1:], 2 * second["hidden"][1, [0, 2]])
+
+
+def test_rows_go_with_a_sequence_wherever_it_stands():
+    target, pending, (ended, other, last, new) = Target(), PendingFeatures(WIDTH, make), sequences(4)
+    outputs = target.step(3, 2)
+    keep(pending, [ended, other, last], outputs, [[0], [0, 1], [0, 1]])
+    taken = pending.take([last, other], 2)  # the first has ended, the last one stands there now
+    assert np.array_equal(rows_of(taken, 0, 2), 2 * outputs["hidden"][2])
+    assert np.array_equal(rows_of(taken, 1, 2), 2 * outputs["hidden"][1])
+    outputs = target.step(2, 2)
+    keep(pending, [last, other], outputs, [[0], [0, 1]])
+    assert [pending.count(slot) for slot in (last, other, new)] == [1, 2, 0]
+    features, _ = pending.take([last, new], 1)
+    assert np.array_equal(features[:, 0], [2 * outputs["hidden"][0, 0], np.zeros(WIDTH)])
+    assert pending.count(other) == 2

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees of one run of heads: the likeliest products, given parents, fixed shapes, and which engine drafts which."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from speccompile.core.heads_specs import (
+    DraftForm,
+    grown_depth,
+    grown_drafts,
+    guessing_heads_spec,
+    tree_heads_spec,
+)
+from speccompile.core.tree_shape import TreeShape
+from speccompile.drafting.growth import Calibration, Candidates, GrowthPolicy
+from speccompile.drafting.heads_tree import HeadsTreeProposer, add_drafts, grow_product, tree_from_shape
+from speccompile.errors import RecipeError
+
+CHOICES = TreeShape.from_choices([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+
+
+@pytest.mark.parametrize("num", [1, 4, 9, 14, 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_products_are_the_likeliest_paths_of_all(num, seed):
+    rng = np.random.default_rng(seed)
+    depth, ranks = 3, 3
+    probs = -np.sort(-rng.random((depth, ranks)), axis=1)
+    probs = (probs / probs.sum(axis=1, keepdims=True)).tolist()
+    guesses = [[10 * d + r for r in range(ranks)] for d in range(depth)]
+    tree = Candidates.from_root(7)
+    grow_product(tree, guesses, probs, num)
+    every = [p for n in range(1, depth + 1) for p in itertools.product(range(ranks), repeat=n)]
+    products = sorted((np.prod([probs[d][r] for d, r in enumerate(p)]) for p in every), reverse=True)
+    assert len(tree.tokens) == 1 + min(num, len(every))
+    np.testing.assert_allclose(tree.paths[1:], products[:num], rtol=1e-9)
+    seen = set()
+    for node in range(1, len(tree.tokens)):
+        parent = tree.parents[node]
+        assert parent < node and tree.tokens[node] in guesses[tree.depths[parent]]
+        seen.add((parent, tree.tokens[node]))
+    assert len(seen) == len(tree.tokens) - 1
+
+
+def test_one_guess_a_depth_is_a_chain():
+    tree = Candidates.from_root(7)
+    grow_product(tree, [[4], [5], [6]], [[0.5], [0.9], [0.2]], 8)
+    assert tree.tokens == [7, 4, 5, 6] and tree.parents == [-1, 0, 1, 2]
+
+
+def test_drafts_with_parents_become_candidates():
+    tree = Candidates.from_root(7)
+    add_drafts(tree, [3, 4, 5, 6, 8, 9], [0.6, 0.3, 0.5, 0.25, 0.7, 0.1], [0, 0, 2, 2, 1, 1], Calibration())
+    assert tree.tokens == [7, 3, 4, 5, 6, 8, 9] and tree.parents == [-1, 0, 0, 2, 2, 1, 1]
+    np.testing.assert_allclose(tree.paths, [1, 0.6, 0.3, 0.15, 0.075, 0.42, 0.06])
+    assert tree.depths == [0, 1, 1, 2, 2, 2, 2]
+
+
+def test_a_fixed_shape_is_as_deep_as_each_slot_may_go():
+    drafts = np.arange(24).reshape(4, 6)
+    tree = tree_from_shape(CHOICES, np.array([90, 91, 92, 93]), drafts, [3, 2, 1, 0])
+    assert tree.num_nodes.tolist() == [7, 6, 3, 1] and tree.nodes == 7 and not tree.is_chain
+    assert tree.tokens[1].tolist() == [91, 6, 7, 8, 9, 10, 11]
+    assert tree.parents[0].tolist() == CHOICES.parents().tolist()
+    assert tree.parents[1].tolist() == [-1, 0, 0, 1, 1, 2, -1] and tree.parents[3].tolist() == [-1] * 7
+    tree.validate()
+    chain = tree_from_shape(TreeShape.chain(3), np.array([1]), np.array([[2, 3, 4]]), [2])
+    assert chain.is_chain and chain.tokens.tolist() == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize(("depth", "width", "num"), [(1, 4, 8), (3, 4, 8), (4, 2, 3), (3, 9, 2), (6, 1, 1)])
+def test_depth_and_number_of_a_grown_tree_belong_together(depth, width, num):
+    total = grown_drafts(depth, width, num)
+    assert grown_depth(total, width, num) == depth
+    level, expected = 1, 0
+    for _ in range(depth):
+        expected += (level := min(level, width) * num)
+    assert total == expected == DraftForm(depth, width=width, num_guesses=num).num_drafts
+
+
+class Built:
+    """An engine that is never run."""
+
+    max_slots = 1
+
+    def __init__(self, spec):
+        self.spec = spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "fault"),
+    [
+        (tree_heads_spec("h", 4, 9, 6), CHOICES, None),
+        (tree_heads_spec("h", 4, 9, 6), None, "expected the shape of 6 draft tokens"),
+        (tree_heads_spec("h", 4, 9, 5), CHOICES, "got a shape of 6 draft tokens; expected the shape of 5"),
+        (tree_heads_spec("h", 4, 9, 6, gives_parents=True), None, None),
+        (tree_heads_spec("h", 4, 9, 6, gives_parents=True), CHOICES, "expected tree: auto"),
+        (guessing_heads_spec("h", 4, 9, 3, 2), CHOICES, None),
+        (guessing_heads_spec("h", 4, 9, 2, 2), CHOICES, "a depth of at most 2"),
+        (guessing_heads_spec("h", 4, 9, 3, 1), CHOICES, "ranks below 1"),
+    ],
+)
+def test_an_engine_refuses_a_tree_that_it_was_not_built_for(spec, shape, fault):
+    policy = GrowthPolicy(8, 3, 4)
+    if fault is None:
+        HeadsTreeProposer(Built(spec), policy, shape, 0.0)
+        return
+    with pytest.raises(RecipeError, match=fault):
+        HeadsTreeProposer(Built(spec), policy, shape, 0.0)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads count the time of drafts that were not worth scoring, and share what drafts were worth where none are drawn."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.heads_specs import guessing_heads_spec
+from speccompile.core.jobs import StepCosts
+from speccompile.core.sampling import SamplingParams
+from speccompile.core.specs import HIDDEN, heads_spec
+from speccompile.core.tree import TokenTree
+from speccompile.drafting.cutoff import Cutoff
+from speccompile.drafting.growth import GrowthPolicy
+from speccompile.drafting.heads_chain import HeadsChainProposer
+from speccompile.drafting.heads_tree import HeadsTreeProposer
+
+COSTS = StepCosts(((1, 1.0), (8, 1.1)))
+
+
+def make_chain(may_sample=False):
+    engine = SimpleNamespace(spec=heads_spec("heads", 4, 9, 3), max_slots=2)
+    return HeadsChainProposer(engine, Cutoff(3, False, 0.0, COSTS, COSTS), 0.0, may_sample)
+
+
+def make_tree():
+    engine = SimpleNamespace(spec=guessing_heads_spec("heads", 4, 9, 3, 2), max_slots=2)
+    return HeadsTreeProposer(engine, GrowthPolicy(4, 3, 2, COSTS, COSTS), None, 0.0)
+
+
+def commit_roots(proposer, slots, drafting):
+    """A step whose first `drafting` slots drafted, and in which nothing was scored but the roots."""
+    proposer._drafting = list(range(drafting))
+    tree, zeros = TokenTree.roots(np.array([1, 2])), np.zeros(2, np.int64)
+    verdict = Verdict(np.zeros((2, 1), np.int64), zeros, zeros)
+    proposer.commit(SimpleNamespace(slots=slots), tree, verdict, {HIDDEN: np.zeros((2, 1, 4), np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("make", "rate"),
+    [(make_chain, lambda lessons: lessons.rate), (make_tree, lambda lessons: lessons.reach.rate)],
+)
+def test_drafts_that_were_not_worth_scoring_make_drafting_worth_less(make, rate):
+    proposer, slots = make(), [SimpleNamespace(tokens=[1, 2], sampling=SamplingParams()) for _ in range(2)]
+    for place, slot in enumerate(slots):
+        proposer.start(place, slot)
+    first = [rate(slot.draft_state.lessons) for slot in slots]
+    for _ in range(20):
+        commit_roots(proposer, slots, 1)
+    drafted, idle = [rate(slot.draft_state.lessons) for slot in slots]
+    assert drafted < 0.5 * first[0] and drafted < idle
+    assert proposer._home.value < first[0]
+
+
+def test_only_drafts_that_are_never_drawn_share_what_they_were_worth():
+    greedy = SimpleNamespace(tokens=[1, 2], sampling=SamplingParams())
+    hot = SimpleNamespace(tokens=[1, 2], sampling=SamplingParams(temperature=1.0))
+    for may_sample, sequence, is_shared in ((True, greedy, True), (True, hot, False), (False, hot, True)):
+        proposer = make_chain(may_sample)
+        proposer.start(0, sequence)
+        assert (sequence.draft_state.lessons.home is proposer._home) == is_shared

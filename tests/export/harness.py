@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a neutral decoder graph under the reference evaluator, and transformers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx.reference import ReferenceEvaluator
+
+from speccompile.core import specs
+from speccompile.ops.registry import reference_ops
+from speccompile.passes.base import run_pipeline
+from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
+from speccompile.passes.edit import OPS_DOMAIN
+from speccompile.passes.lower_attention import LOWER_ATTENTION
+from speccompile.passes.merge_heads import MERGE_HEADS
+from speccompile.passes.merge_linears import MERGE_LINEARS
+
+
+def chain_parents(count: int, padded: int) -> list[int]:
+    """Parents of a chain of `count` nodes, padded."""
+    return [i - 1 if i < count else -1 for i in range(padded)]
+
+
+def mask_from_parents(parents: np.ndarray) -> np.ndarray:
+    """[batch, nodes] -> [batch, nodes, nodes] bool: each node and its ancestors."""
+    batch, nodes = parents.shape
+    mask = np.zeros((batch, nodes, nodes), bool)
+    for b in range(batch):
+        for n in range(nodes):
+            node = n
+            while node >= 0:
+                mask[b, n, node], node = True, int(parents[b, node])
+    return mask
+
+
+@dataclass
+class Decoder:
+    """A graph with its caches, and the tokens that each cache row stands for.
+
+    A neutral graph runs under the reference evaluator, a lowered one under ONNX Runtime.
+    """
+
+    model: ir.Model
+    dims: specs.ModelDims
+    batch: int
+    max_seq: int = 24
+    history: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        proto = ir.to_proto(self.model)
+        if any(node.domain == OPS_DOMAIN for node in self.model.graph):
+            self.session = ReferenceEvaluator(proto, new_ops=reference_ops())
+        else:
+            options = ort.SessionOptions()
+            options.intra_op_num_threads = 1
+            options.log_severity_level = 3  # the caches are copied here, of which it warns
+            text = proto.SerializeToString()
+            self.session = ort.InferenceSession(text, options, providers=["CPUExecutionProvider"])
+        shape = (self.batch, self.dims.num_kv_heads, self.max_seq, self.dims.head_dim)
+        names = [n for i in range(self.dims.num_layers) for n in specs.cache_names(i)]
+        # Stale rows must never matter, so they are not zero.
+        noise = np.random.default_rng(7)
+        self.caches = {n: noise.standard_normal(shape, np.float32) * 5 for n in names}
+        self.history = [[] for _ in range(self.batch)]
+
+    def step(self, tokens: np.ndarray, parents: np.ndarray, scored: np.ndarray) -> dict[str, np.ndarray]:
+        """One forward pass; the caches hold all nodes behind `history` afterwards."""
+        feeds = {
+            specs.TOKENS: tokens,
+            specs.LENGTHS: np.array([len(h) for h in self.history], np.int64),
+            specs.TREE_MASK: mask_from_parents(parents),
+            specs.SCORED_NODES: scored,
+            **self.caches,
+        }
+        names = [v.name for v in self.model.graph.outputs]
+        outputs = dict(zip(names, self.session.run(None, feeds), strict=True))
+        self.caches = {n: outputs[specs.updated_cache_name(n)] for n in self.caches}
+        return outputs
+
+
+def lowered(graph: ir.Model) -> ir.Model:
+    """The graph as ONNX Runtime gets it, without a tail."""
+    work = graph.clone()
+    run_pipeline(work, (LOWER_ATTENTION, MERGE_LINEARS, MERGE_HEADS, SHARE_COMMON, REMOVE_DEAD))
+    return work
+
+
+def paths_of(history: Sequence[int], tokens: np.ndarray, parents: np.ndarray) -> list[list[int]]:
+    """For each node of one slot: the whole sequence from the first token to that node."""
+    paths = []
+    for n in range(len(tokens)):
+        path, node = [], n
+        while node >= 0:
+            path.append(int(tokens[node]))
+            node = int(parents[node])
+        paths.append([*history, *reversed(path)])
+    return paths
+
+
+def make_checkpoint(config: Mapping[str, Any], folder: Path, seed: int = 0) -> Any:
+    """Save a random model as a checkpoint; returns it with transformers' eager attention.
+
+    Weights are large enough (0.3) for logits of order 1, norms' weights and biases are not trivial.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def logits_of(model: Any, sequence: Sequence[int]) -> np.ndarray:
+    """[vocab] float32: transformers' plain forward at the last position of `sequence`."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor([list(sequence)]), use_cache=False).logits[0, -1].numpy()

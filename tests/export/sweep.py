@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which causal `model_type`s of the installed transformers export: equal to transformers' logits, or refused.
+
+    python -m tests.export.sweep                    # all; writes sweep.json and docs/families.md
+    python -m tests.export.sweep phimoe qwen2_moe   # these alone, verdicts on the terminal; writes nothing
+
+A verdict is kept in build/sweep under a digest of what can change it, so that a sweep may be interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from speccompile.errors import CheckpointError, ExportError
+from tests.export.harness import Decoder, chain_parents, logits_of, lowered, make_checkpoint, paths_of
+from tests.export.sweep_configs import VOCAB, config_of
+
+MAX_SEQ_LEN = 24
+# Of the largest logit. Sums in another order differ by up to 2e-5, a window that is not obeyed by more than 1e-2.
+MAX_RELATIVE_DIFFERENCE = 1e-4
+_LARGEST_WEIGHT = 2**18
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a `model_type`.
+
+    Args:
+        kind: "equal", "refused", "wrong", "fault" (an exception that is no refusal) or "no model" (transformers
+            itself makes or runs none from our config).
+        decided: what a refusal needed: "name", "config" or "model"; "" for other kinds.
+        reason: why it is not equal.
+    """
+
+    kind: str
+    decided: str = ""
+    reason: str = ""
+
+
+def judge(model_type: str) -> Verdict:
+    """Export a tiny model of `model_type` and compare it with transformers, or say why not."""
+    refused = refusal_of_config(model_type)
+    if refused is not None:
+        return refused
+    from speccompile.export.decoder import export_decoder
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            config = config_of(model_type)
+            check_size(config)
+            model = make_checkpoint(config, folder)
+            assert np.isfinite(logits_of(model, [3, 4, 5])).all(), "logits that are not finite"
+        except Exception as fault:  # noqa: BLE001
+            return Verdict("no model", "", _first_line(fault))
+        try:
+            graph, dims = export_decoder(folder, max_seq_len=MAX_SEQ_LEN)
+            difference = largest_difference(Decoder(lowered(graph), dims, batch=2, max_seq=MAX_SEQ_LEN), model)
+        except (ExportError, CheckpointError) as refusal:
+            return Verdict("refused", "model", refusal.got.replace(name, "."))
+        except Exception as fault:  # noqa: BLE001
+            return Verdict("fault", "", _first_line(fault))
+    if not difference <= MAX_RELATIVE_DIFFERENCE:  # NaN is a difference, too
+        return Verdict("wrong", "", f"logits differ by {difference:.1e} of the largest")
+    return Verdict("equal")
+
+
+def refusal_of_config(model_type: str) -> Verdict | None:
+    """The refusal of a type by its name or by its config alone; None where it takes a model to tell."""
+    from speccompile.checkpoints.families import check_architecture, check_config
+
+    try:
+        check_architecture({"model_type": model_type})
+    except ExportError as refusal:
+        return Verdict("refused", "name", refusal.got)
+    try:
+        check_config(config_of(model_type), MAX_SEQ_LEN)
+    except ExportError as refusal:
+        return Verdict("refused", "config", refusal.got)
+    except Exception as fault:  # noqa: BLE001
+        return Verdict("no model", "", _first_line(fault))
+    return None
+
+
+def _first_line(fault: Exception) -> str:
+    return f"{type(fault).__name__}: {(str(fault).strip().splitlines() or ['no message'])[0]}"
+
+
+def check_size(config: dict[str, Any]) -> None:
+    """Fail where a size was left as large as the class has it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager")
+    shape = max((p.shape for p in model.parameters()), key=lambda s: s.numel())
+    assert shape.numel() < _LARGEST_WEIGHT, f"a weight of shape {list(shape)}: sweep_configs leaves a size large"
+
+
+def largest_difference(decoder: Decoder, model: Any) -> float:
+    """The largest difference of a node's logits from transformers', over the largest logit.
+
+    A ragged prefill longer than every window, single steps, a tree for each sequence, and other tokens over the
+    tree's rows after a rollback.
+    """
+    rng = np.random.default_rng(0)
+
+    def step(parents: list[list[int]], kept: tuple[int, int] = (0, 0)) -> float:
+        nodes = np.array(parents)
+        tokens = rng.integers(3, VOCAB, nodes.shape)
+        scored = np.tile(np.arange(nodes.shape[1])[::-1], (2, 1)).copy()
+        logits = decoder.step(tokens, nodes, scored)["logits"]
+        worst = 0.0
+        for slot in range(2):
+            paths = paths_of(decoder.history[slot], tokens[slot], nodes[slot])
+            for index, node in enumerate(scored[slot]):
+                if node == 0 or nodes[slot, node] >= 0:  # padding says nothing
+                    expected = logits_of(model, paths[node])
+                    difference = np.abs(logits[slot, index] - expected).max() / np.abs(expected).max()
+                    worst = max(worst, float(np.nan_to_num(difference, nan=np.inf)))
+            decoder.history[slot] += tokens[slot, : kept[slot]].tolist()
+        return worst
+
+    worst = [step([chain_parents(11, 11), chain_parents(4, 11)], (11, 4))]
+    worst += [step([[-1], [-1]], (1, 1)) for _ in range(3)]
+    worst += [step([[-1, 0, 0, 1, 1, 2, 5], [-1, 0, 1, 1, 0, 4, -1]])]
+    decoder.history = [decoder.history[0][:-3], decoder.history[1][:-1]]
+    return max(*worst, step([[-1, 0, 1, 2], [-1, 0, 1, 1]]))
+
+
+def answer_names() -> None:
+    """Judge the types named on stdin, a JSON line for each; torch and transformers may print to stderr alone."""
+    import os
+
+    import torch
+    from transformers import logging
+
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        print(json.dumps(asdict(judge(line.strip()))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--answer"]:
+        answer_names()
+    else:
+        from tests.export.sweep_all import main
+
+        main(sys.argv[1:])

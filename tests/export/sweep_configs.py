@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny config.json of every causal `model_type` that the installed transformers knows.
+
+A config begins with the defaults of its class; every size that it has is made small, every kind of layer appears
+once, and a sliding window is shorter than the sequences that the sweep runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCAB = 97
+WINDOW = 5
+
+# Sizes by the names that configs have for them.
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "n_positions", "n_ctx"), VOCAB),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "d_inner", "dff"), 48),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "d_head"), 8),
+    **dict.fromkeys(("max_position_embeddings", "max_target_positions", "seq_length"), 64),
+    **dict.fromkeys(("sliding_window", "attention_window"), WINDOW),
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "qk_head_dim": 16,
+    "attention_chunk_size": 8,
+    "use_sliding_window": True,
+    "is_decoder": True,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dropout": 0.0,
+    "rotary_dim": 4,
+    "mamba_n_heads": 8,
+    "use_mla": True,
+    "query_pre_attn_scalar": 10,
+}  # fmt: skip
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+# What the defaults of a class leave out of its checkpoints, or what keeps two sizes in step.
+_OWN: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "helium": {"head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "gpt_bigcode": {"num_key_value_heads": 1},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "qwen2_moe": {"defaults": {"use_sliding_window": True}},
+    "roc_bert": {"shape_vocab_size": VOCAB, "pronunciation_vocab_size": VOCAB, "shape_embed_dim": 8,
+                 "pronunciation_embed_dim": 8},
+    "xmod": {"default_language": "en_XX"},
+}  # fmt: skip
+
+
+def config_of(model_type: str) -> dict[str, Any]:
+    """The config.json of a tiny model of `model_type`.
+
+    Raises:
+        Exception: whatever the class of the config raises; the sweep reports it.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[model_type]
+    own = _OWN.get(model_type, {})
+    defaults = kind(**own.get("defaults", {})).to_dict()
+    own = {name: value for name, value in own.items() if name != "defaults"}
+    small = {name: size for name, size in _SIZES.items() if defaults.get(name) is not None}
+    if "sliding_window" in defaults:
+        small["sliding_window"] = WINDOW
+    if "head_dim" in defaults and defaults["head_dim"] is None:
+        small["head_dim"] = 8
+    pattern = layer_pattern(defaults.get("layer_types"))
+    if pattern and "sliding_window" in small and set(pattern) <= {"full_attention", "sliding_attention"}:
+        pattern = ["sliding_attention", "full_attention"]
+    if pattern:
+        small["layer_types"] = pattern
+        small |= {name: len(pattern) for name in ("num_hidden_layers", "n_layer", "num_layers") if name in small}
+    if defaults.get("mlp_layer_types"):
+        small["mlp_layer_types"] = layer_pattern(defaults["mlp_layer_types"])[:2]
+    config = kind(**{**own.get("defaults", {}), **small, **own}).to_dict()
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def layer_pattern(kinds: list[str] | None) -> list[str]:
+    """Each kind of layer once, in the order of the pattern; two layers at least."""
+    once = list(dict.fromkeys(kinds or ()))
+    return once * 2 if len(once) == 1 else once

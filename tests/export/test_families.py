@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family's graph says what transformers says, node by node, over prefill, a tree and a rollback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.export.families import CONFIGS, VOCAB
+from tests.export.harness import Decoder, chain_parents, logits_of, lowered, make_checkpoint, paths_of
+
+# Logits are of order 1 (std 1.4 to 3.5); float32 sums of two implementations differ by 2e-6 to 1.2e-5 here.
+MAX_ABS_DIFFERENCE = 2e-5
+MAX_SEQ_LEN = 24
+
+
+def compare(decoder: Decoder, compiled: Decoder, model: Any, tokens: np.ndarray, parents: np.ndarray) -> float:
+    """Run one step; the largest difference of a real node's logits from transformers on its path.
+
+    The neutral graph and the lowered one are both compared.
+    """
+    batch, nodes = tokens.shape
+    # Not all nodes are scored, and not in order.
+    scored = np.tile(np.arange(nodes)[::-1][: nodes - 1], (batch, 1)).copy()
+    scored[:, -1] = 0
+    logits = decoder.step(tokens, parents, scored)["logits"]
+    compiled.history = decoder.history
+    both = [logits, compiled.step(tokens, parents, scored)["logits"]]
+    assert logits.shape == (batch, nodes - 1, VOCAB) and logits.dtype == np.float32
+    worst = 0.0
+    for slot in range(batch):
+        paths = paths_of(decoder.history[slot], tokens[slot], parents[slot])
+        for index, node in enumerate(scored[slot]):
+            if node == 0 or parents[slot, node] >= 0:  # padding says nothing
+                expected = logits_of(model, paths[node])
+                worst = max(worst, *(float(np.abs(got[slot, index] - expected).max()) for got in both))
+    return worst
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    from speccompile.export.decoder import export_decoder
+
+    model = make_checkpoint(CONFIGS[name], tmp_path)
+    graph, dims = export_decoder(tmp_path, max_seq_len=MAX_SEQ_LEN)
+    decoder, compiled = (Decoder(g, dims, batch=2, max_seq=MAX_SEQ_LEN) for g in (graph, lowered(graph)))
+    rng = np.random.default_rng(0)
+
+    # A ragged prefill: 7 and 3 tokens.
+    tokens = rng.integers(3, VOCAB, (2, 7))
+    assert (
+        compare(decoder, compiled, model, tokens, np.array([chain_parents(7, 7), chain_parents(3, 7)]))
+        < MAX_ABS_DIFFERENCE
+    )
+    decoder.history = [tokens[0].tolist(), tokens[1, :3].tolist()]
+
+    # A tree for each slot; the keys of its own branch only.
+    trees = np.array([[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 1, 0, 4]])
+    assert compare(decoder, compiled, model, rng.integers(3, VOCAB, (2, 6)), trees) < MAX_ABS_DIFFERENCE
+
+    # Rolled back by 3 and 1: other tokens over rows that hold the old ones.
+    decoder.history = [decoder.history[0][:-3], decoder.history[1][:-1]]
+    assert (
+        compare(decoder, compiled, model, rng.integers(3, VOCAB, (2, 4)), np.array([[-1, 0, 1, 2]] * 2))
+        < MAX_ABS_DIFFERENCE
+    )

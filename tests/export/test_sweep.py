@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `make sweep` found holds still: sweep.json, the page made of it, and what the code says now."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+
+from speccompile.checkpoints.families import check_architecture
+from speccompile.errors import ExportError
+from tests.export import sweep_all
+from tests.export.families import CONFIGS
+from tests.export.sweep import Verdict, judge, refusal_of_config
+
+TRANSFORMERS, VERDICTS = sweep_all.read_result()
+# The others need `make sweep`. These have what no config of tests/checkpoints/families.py has.
+SLICE = {
+    "biogpt": "a table of positions with an offset",
+    "cohere_compass_text": "rope by the kind of layer, none in full layers",
+    "glm4_moe": "a dense layer, then experts in groups with a shared one",
+    "gpt_bigcode": "one key/value head by `multi_query`",
+    "modernbert-decoder": "a window from `local_attention`, a layer without norm",
+    "olmo3": "a window in alternate layers, norms after the blocks",
+    "phimoe": "a window that the layer does not pass to its attention",
+    "qwen2_moe": "a window that the layer does not pass to its attention, in some layers",
+}
+
+same_transformers = pytest.mark.skipif(
+    version("transformers") != TRANSFORMERS, reason=f"sweep.json was written for transformers {TRANSFORMERS}"
+)
+
+
+@same_transformers
+def test_every_causal_type_has_a_verdict() -> None:
+    assert sorted(VERDICTS) == sweep_all.causal_types()
+
+
+def test_every_type_is_equal_or_refused() -> None:
+    assert {v.kind for v in VERDICTS.values()} == {"equal", "refused"}
+    assert all(bool(v.reason) == bool(v.decided) == (v.kind == "refused") for v in VERDICTS.values())
+
+
+def test_families_with_an_equality_test_are_equal() -> None:
+    assert {VERDICTS[config["model_type"]].kind for config in CONFIGS.values()} == {"equal"}
+
+
+@pytest.mark.parametrize("decided", ["name", "config", "model"])
+def test_refusals_are_what_the_code_says_now(decided: str) -> None:
+    if decided != "name":
+        pytest.importorskip("transformers")
+    if decided == "config" and version("transformers") != TRANSFORMERS:
+        pytest.skip("configs of another transformers")
+    found = {name: v for name, v in VERDICTS.items() if v.decided == decided}
+    for name, verdict in found.items():
+        # A model that alone tells is refused only after its config was accepted.
+        expected = None if decided == "model" else verdict
+        assert refusal_of_config(name) == expected, name
+
+
+def test_a_refusal_by_name_says_which_type_and_what_to_do() -> None:
+    for name, verdict in VERDICTS.items():
+        if verdict.decided == "name":
+            with pytest.raises(ExportError) as caught:
+                check_architecture({"model_type": name})
+            fault = caught.value
+            assert (fault.where, fault.got) == (name, verdict.reason)
+            assert fault.expected and fault.todo.endswith(".")
+        else:
+            check_architecture({"model_type": name})
+
+
+def test_the_page_is_made_of_the_result() -> None:
+    assert sweep_all.page_with(sweep_all.block_from_verdicts(TRANSFORMERS, VERDICTS)) == sweep_all.PAGE.read_text()
+
+
+def test_a_wrong_type_would_stand_on_the_page() -> None:
+    block = sweep_all.block_from_verdicts("9", {"a": Verdict("equal"), "b": Verdict("wrong", "", "logits differ")})
+    assert "| wrong: logits differ | `b` |" in block and "1 of 2" in block
+
+
+@pytest.mark.parametrize("model_type", SLICE)
+def test_a_slice_of_the_sweep(model_type: str) -> None:
+    assert judge(model_type) == VERDICTS[model_type] == Verdict("equal")

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache key of a compiled graph holds all sources that can change the graph, and no decode-time ones."""
+
+from pathlib import Path
+
+import grimp
+import pytest
+
+from speccompile.bundling import digests, graphs
+from speccompile.bundling.digests import digest_from_sources
+from speccompile.core import registry
+
+PACKAGE = "speccompile"
+# Imported by exports and lowering, yet nothing of a graph depends on them: errors and readers of documents, look-up
+# tables, protocols, what tries a compiled graph, and the numpy twins of ops with what they compute with.
+NEUTRAL = {
+    f"{PACKAGE}.{name}"
+    for name in (
+        *("core.acceptance", "core.disk", "core.json_reader", "core.registry", "core.sampling", "core.tree"),
+        *("core.tokenizer_file", "core.parameters", "core.older_specs", "core.probes", "core.protocols", "errors"),
+        "core.cache_rows",
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def imports() -> grimp.ImportGraph:
+    return grimp.build_graph(PACKAGE, exclude_type_checking_imports=True, cache_dir=None)
+
+
+def is_covered(module: str, sources: tuple[str, ...]) -> bool:
+    path = module.removeprefix(f"{PACKAGE}.").replace(".", "/")
+    return any(path == source or path.startswith(f"{source}/") for source in sources)
+
+
+def test_what_exports_and_passes_import_is_in_the_key(imports: grimp.ImportGraph) -> None:
+    for package in ("export", "passes", "ops"):
+        roots = [m for m in imports.modules if m.startswith(f"{PACKAGE}.{package}.")]
+        needed = set(roots).union(*(imports.find_upstream_modules(m) for m in roots)) - NEUTRAL - {PACKAGE}
+        missing = sorted(m for m in needed if imports.find_children(m) == set() and not is_covered(m, graphs.SOURCES))
+        assert missing == []
+
+
+@pytest.mark.parametrize("name", sorted(registry.BACKENDS))
+def test_the_sources_of_a_backend_exist_and_run_nothing(name: str) -> None:
+    root = Path(digests.__file__).parents[1]
+    sources = registry.backend(name).graph_sources
+    assert sources and all((root / source).with_suffix(".py").is_file() for source in sources)
+    assert not any(source.endswith(("engine", "loading", "runner", "buffers")) for source in sources)
+
+
+def test_a_decode_time_policy_leaves_the_key_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = (*graphs.SOURCES, *registry.backend("onnxruntime").graph_sources, "speculators/mlp")
+    seen: list[str] = []
+    monkeypatch.setattr(digests, "digest_from_file", lambda file: seen.append(file.as_posix()) or "0")
+    digest_from_sources(sources, leave_out=graphs.NOT_OF_GRAPHS)
+    folders = {Path(file).parent.name for file in seen}
+    assert {"ops", "passes", "export", "mlp"} <= folders and not {"drafting", "runtime", "cuda"} & folders
+    names = {Path(file).stem for file in seen if "/mlp/" in file}
+    assert "heads" in names and not names & set(graphs.NOT_OF_GRAPHS)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels with wrong words, all in one library: a copy of plugins/ where each fragment has its wrong form beside it.
+
+A variable of the library chooses the wrong form that runs; none is chosen at first. The sources themselves have no
+switch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.plugins import host_lab
+
+_CHOICE = "#pragma once\n// The wrong form that runs; 0: none.\n" + 'extern "C" { inline int host_mutant = 0; }\n'
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A fragment of a source and its wrong form: two expressions, or two statements (the fragment ends with `;`).
+
+    Args:
+        file: under plugins/.
+        right: the fragment.
+        wrong: what stands there instead.
+        within: text around the fragment, where the fragment alone stands in the file more than once.
+    """
+
+    file: str
+    right: str
+    wrong: str
+    within: str = ""
+
+    def span(self, text: str) -> tuple[int, int]:
+        """Where the fragment begins and ends in the file's text."""
+        around = self.within or self.right
+        assert text.count(around) == 1, f"{self.file} has {text.count(around)} times: {around}"
+        assert around.count(self.right) == 1, f"{around} has {around.count(self.right)} times: {self.right}"
+        start = text.index(around) + around.index(self.right)
+        return start, start + len(self.right)
+
+    def form(self, number: int) -> str:
+        """The fragment in C++ with both forms."""
+        if self.right.endswith(";"):
+            return f"{{ if (host_mutant == {number}) {{ {self.wrong} }} else {{ {self.right} }} }}"
+        return f"(host_mutant == {number} ? ({self.wrong}) : ({self.right}))"
+
+
+Mutants = Mapping[str, tuple[Swap, ...]]
+
+
+def write_mutants(tree: Path, mutants: Mutants) -> None:
+    """Copies plugins/ to the new folder `tree`, with every mutant in it; their numbers count from 1."""
+    shutil.copytree(host_lab.PLUGINS, tree)
+    (tree / "host/mutant.h").write_text(_CHOICE)
+    common = tree / "common.cuh"
+    common.write_text(common.read_text().replace("#pragma once\n", '#pragma once\n#include "host/mutant.h"\n', 1))
+    numbered = [(number, swap) for number, swaps in enumerate(mutants.values(), 1) for swap in swaps]
+    for name in sorted({swap.file for _, swap in numbered}):
+        text = (tree / name).read_text()
+        spans = sorted((*swap.span(text), swap.form(number)) for number, swap in numbered if swap.file == name)
+        (tree / name).write_text("".join(_spliced(text, spans)))
+
+
+def _spliced(text: str, spans: Iterable[tuple[int, int, str]]) -> Iterator[str]:
+    done = 0
+    for start, end, form in spans:
+        assert start >= done, f"two mutants share a fragment: {text[start:end]}"
+        yield text[done:start]
+        yield form
+        done = end
+    yield text[done:]
+
+
+@contextmanager
+def chosen(library: ctypes.CDLL, mutants: Mutants, name: str) -> Iterator[None]:
+    """The mutant runs inside the block."""
+    choice = ctypes.c_int.in_dll(library, "host_mutant")
+    choice.value = 1 + list(mutants).index(name)
+    try:
+        yield
+    finally:
+        choice.value = 0

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in the place of a recipe, a checkpoint or a bundle is named, with what to type."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from speccompile.checkpoints.checkpoint import list_tensors, resolve_checkpoint
+from speccompile.checkpoints.tensor_files import open_files
+from speccompile.errors import BundleError, CheckpointError, RecipeError
+from speccompile.recipe import load_recipe
+from speccompile.runtime.bundle import read_bundle
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "it's a model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+def test_a_checkpoint_given_as_a_recipe_is_named(checkpoint: Path) -> None:
+    with pytest.raises(RecipeError, match=r"got a checkpoint's folder; expected a recipe") as caught:
+        load_recipe(checkpoint)
+    assert "speccompile build recipe.yaml" in caught.value.todo
+
+
+def test_a_checkpoint_given_as_a_bundle_is_named(checkpoint: Path) -> None:
+    with pytest.raises(BundleError, match=r"got a checkpoint .*; expected the folder of a bundle") as caught:
+        read_bundle(checkpoint)
+    assert "speccompile generate bundle" in caught.value.todo
+
+
+def test_the_command_of_the_hint_writes_a_recipe_that_loads(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError) as caught:
+        read_bundle(checkpoint)
+    command = caught.value.todo.partition(": ")[2].partition("; speccompile build")[0]
+    assert shlex.split(command)[0] == "echo"
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert load_recipe(tmp_path / "recipe.yaml").target.model == str(checkpoint)
+
+
+def test_another_folder_given_as_a_recipe_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"got a folder; .* Give the recipe's file"):
+        load_recipe(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["model.Q4_K_M.gguf", "./m.GGUF", "absent/m.gguf"])
+def test_gguf_is_said_not_to_be_read(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
+    (tmp_path / "r.yaml").write_text(f"target: {{model: {model}}}")
+    if not model.startswith("absent"):
+        with pytest.raises(CheckpointError, match="GGUF is not read"):
+            resolve_checkpoint(model)
+        with pytest.raises(RecipeError, match="GGUF is not read"):
+            load_recipe(tmp_path / "r.yaml")
+
+
+def test_a_folder_with_gguf_alone_is_said_to_have_it(checkpoint: Path) -> None:
+    (checkpoint / "model.gguf").write_bytes(b"GGUF")
+    for read in (list_tensors, open_files):
+        with pytest.raises(CheckpointError, match=r"got model\.gguf; .* GGUF is not read"):
+            read(checkpoint)
+
+
+def test_a_hub_id_without_its_owner_is_told_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text("target: {model: gpt2}")
+    with pytest.raises(RecipeError, match=r"A hub id has an owner before the name: .* OWNER/gpt2"):
+        load_recipe(tmp_path / "r.yaml")
+    with pytest.raises(CheckpointError, match="OWNER/gpt2"):
+        resolve_checkpoint("gpt2")
+
+
+@pytest.mark.parametrize("model", ["/nope", "./nope", "~no-such-user/x"])
+def test_a_path_that_is_not_there_is_not_called_a_key_of_the_recipe(model: str) -> None:
+    with pytest.raises(CheckpointError, match="Check the path") as caught:
+        resolve_checkpoint(model)
+    assert "target.model" not in str(caught.value)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of load that a bundle or a machine cannot meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from speccompile.core import registry
+from speccompile.core.cores import num_usable_cores
+from speccompile.errors import BundleError, RuntimeFault
+from speccompile.runtime import engine
+from speccompile.runtime.bundle import Bundle
+
+SECTION = {"method": "draft_model", "model": "small"}
+
+
+def bundle(backend: str = "onnxruntime", file: str = "graphs/target/graph.onnx") -> Bundle:
+    recipe = {"engine": {"backend": backend, "device": "cpu"}, "speculator": SECTION}
+    return Bundle(Path("made"), {"recipe": recipe, "graphs": {"target": {"file": file}}})
+
+
+def test_a_backend_that_reads_other_files_is_refused():
+    engine._check_backend(bundle(), registry.backend("reference"))
+    with pytest.raises(BundleError, match=r"made: got graph.onnx of backend onnxruntime; expected graph.plan for tens"):
+        engine._check_backend(bundle(), registry.backend("tensorrt"))
+    with pytest.raises(BundleError, match=r"got graph.plan of backend tensorrt; expected graph.onnx for onnxruntime"):
+        engine._check_backend(bundle("tensorrt", "graphs/target/graph.plan"), registry.backend("onnxruntime"))
+
+
+def test_a_method_with_graphs_of_its_own_needs_a_bundle_of_its_own():
+    with pytest.raises(BundleError, match="method medusa: got its name alone; expected its model") as caught:
+        engine._method_config(SECTION, "medusa")
+    assert "recipe has speculator.method: medusa" in caught.value.todo
+    assert engine._method_config(SECTION, "ngram")[0] == "ngram"
+    assert engine._method_config(SECTION, None)[1].model == "small"
+
+
+@pytest.mark.parametrize("form", ["auto", "stepwise"])
+def test_a_bundle_of_an_earlier_build_may_name_the_form_of_its_draft(form):
+    assert engine._method_config({**SECTION, "engine_form": form}, None) == engine._method_config(SECTION, None)
+
+
+def test_a_bundle_whose_draft_was_unrolled_is_refused_with_its_method_alone():
+    section = {**SECTION, "engine_form": "unrolled"}
+    with pytest.raises(BundleError, match=r"speculator\.engine_form: got 'unrolled' in the bundle's recipe") as caught:
+        engine._method_config(section, None)
+    assert caught.value.expected == "auto or stepwise: this version has no other"
+    assert caught.value.todo == "Build the bundle again, without speculator.engine_form."
+    assert engine._method_config(section, "ngram")[0] == "ngram"
+    with pytest.raises(BundleError, match=r"speculator\.engine_form: got an unknown field"):
+        engine._method_config(SECTION, {"method": "draft_model", "engine_form": "auto"})
+
+
+def test_no_more_threads_than_cores_are_used():
+    cores = num_usable_cores()
+    assert engine._usable(cores) == cores
+    with pytest.warns(UserWarning, match=f"{cores + 998} threads asked for, {cores} used"):
+        assert engine._usable(cores + 998) == cores
+    with pytest.raises(RuntimeFault, match="threads: got 0; expected 1 or more"):
+        engine._usable(0)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws that depend on the tokens before, against transformers, by hand, and through the acceptance rule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.sampling import SamplingParams, tree_uniforms
+from speccompile.errors import RuntimeFault
+from speccompile.runtime import logits_processors as processors
+from speccompile.runtime.host_verify import judge_shaped
+from speccompile.runtime.logits_processors import Shaper, TreeLaws, keep_likely
+from speccompile.runtime.slots import Slot
+from tests.core.law_lab import CHAIN, NUM_TOKENS, PROMPT, TREE, VOCAB, p_value, propose, tables
+
+BATCH = 3000
+RIGHT, WRONG = 1e-3, 1e-6  # p-values; the draws are seeded, so neither bound is a matter of luck
+ALL = SamplingParams(
+    temperature=0.9,
+    top_k=4,
+    top_p=0.95,
+    min_p=0.1,
+    repetition_penalty=1.4,
+    presence_penalty=0.5,
+    frequency_penalty=0.7,
+    logit_bias={3: 0.8, 0: -0.5},
+)
+HOT = SamplingParams(temperature=1.3, min_p=0.15, frequency_penalty=-0.9, repetition_penalty=0.8)
+
+
+def naive_law(row: np.ndarray, prompt: list[int], text: list[int], params: SamplingParams) -> list[float]:
+    """The law behind `prompt + text`, token by token."""
+    logits = [float(v) for v in row]
+    for token, bias in dict(params.logit_bias).items():
+        logits[token] += bias
+    for token in set(prompt + text):
+        factor = 1 / params.repetition_penalty if logits[token] > 0 else params.repetition_penalty
+        logits[token] *= factor
+    for token in set(text):
+        logits[token] -= params.frequency_penalty * text.count(token) + params.presence_penalty
+    heated = [v / params.temperature for v in logits]
+    if params.top_k:
+        last = sorted(heated, reverse=True)[params.top_k - 1]
+        heated = [v if v >= last else -math.inf for v in heated]
+    weights = [math.exp(v - max(heated)) for v in heated]
+    probs = [w / sum(weights) for w in weights]
+    mass, kept = 0.0, [0.0] * len(probs)
+    for token in sorted(range(len(probs)), key=lambda t: -probs[t]):
+        kept[token] = probs[token] if mass < params.top_p else 0.0
+        mass += probs[token]
+    kept = [p if p >= params.min_p * max(kept) else 0.0 for p in kept]
+    return [p / sum(kept) for p in kept]
+
+
+def exact_joint(params: SamplingParams) -> np.ndarray:
+    """[VOCAB ** NUM_TOKENS] float64: the law of the text behind PROMPT, by enumeration."""
+    joint = np.ones((VOCAB,) * NUM_TOKENS)
+    for text in np.ndindex(*joint.shape):
+        tokens = [*PROMPT, *map(int, text)]
+        for at, token in enumerate(text):
+            end = len(PROMPT) + at
+            row = tables()[0][tokens[end - 2], tokens[end - 1]]
+            joint[text] *= naive_law(row, list(PROMPT), tokens[len(PROMPT) : end], params)[token]
+    return joint.reshape(-1)
+
+
+def emit(form: tuple[int, ...], sampled: bool, params: SamplingParams, batch: int) -> np.ndarray:
+    """[batch, NUM_TOKENS]: what drafting and judging emit behind PROMPT."""
+    slots = [Slot(i, list(PROMPT), replace(params, seed=i), frozenset(), None) for i in range(batch)]
+    while todo := [slot for slot in slots if len(slot.tokens) < len(PROMPT) + NUM_TOKENS]:
+        ends = np.array([slot.tokens[-2:] for slot in todo])
+        last = np.array([len(slot.tokens) - 1 for slot in todo])
+        seeds = np.array([slot.sampling.seed for slot in todo], dtype=np.uint64)
+        tree, contexts = propose(form, ends[:, 0], ends[:, 1], seeds, last, sampled)
+        logits, draws = tables()[0][contexts[..., 0], contexts[..., 1]], tree_uniforms(seeds, last, tree)
+        graph = Verdict(np.zeros_like(tree.tokens), np.zeros(len(todo), np.int64), np.zeros(len(todo), np.int64))
+        verdict = judge_shaped(graph, tree, todo, range(len(todo)), logits, draws, tree.draft_probs)
+        for place, slot in enumerate(todo):
+            slot.tokens += [*tree.tokens_on(place, verdict.path[place, 1:]), int(verdict.next_token[place])]
+    return np.array([slot.tokens[len(PROMPT) : len(PROMPT) + NUM_TOKENS] for slot in slots])
+
+
+@pytest.mark.distribution
+@pytest.mark.parametrize("params", [ALL, HOT], ids=["all", "hot"])
+@pytest.mark.parametrize(
+    ("form", "sampled"),
+    [((-1,), False), (CHAIN, True), (TREE, True), (TREE, False)],
+    ids=["plain", "chain", "tree", "top"],
+)
+def test_emitted_tokens_follow_the_exact_law(form, sampled, params):
+    assert p_value(emit(form, sampled, params, BATCH), exact_joint(params)) > RIGHT
+
+
+@pytest.mark.distribution
+def test_deterministic_drafts_leave_the_text_as_it_is():
+    plain = emit((-1,), False, ALL, 300)
+    for form in (CHAIN, TREE, (-1, 0, 0, 0)):
+        np.testing.assert_array_equal(emit(form, False, ALL, 300), plain)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_greedy_text_is_the_likeliest_token_after_penalties(sampled):
+    params = replace(ALL, temperature=0.0)
+    tokens = list(PROMPT)
+    for _ in range(NUM_TOKENS):
+        law = naive_law(tables()[0][tokens[-2], tokens[-1]], list(PROMPT), tokens[2:], replace(params, temperature=1.0))
+        tokens.append(int(np.argmax(law)))
+    unshaped = [*PROMPT]
+    for _ in range(NUM_TOKENS):
+        unshaped.append(int(tables()[0][unshaped[-2], unshaped[-1]].argmax()))
+    assert tokens != unshaped
+    for form in ((-1,), CHAIN, TREE):
+        assert emit(form, sampled, params, 3).tolist() == [tokens[2:]] * 3
+
+
+def _blind_to_the_path(shaper, logits, path):
+    return RIGHT_LOGITS(shaper, logits, [])
+
+
+def _counts_the_prompt(shaper, logits, path):
+    return RIGHT_LOGITS(shaper, logits, [*path, *PROMPT])
+
+
+def _path_without_its_end(shaper, logits, path):
+    return RIGHT_LOGITS(shaper, logits, path[:-1])
+
+
+def _bias_behind_penalties(shaper, logits, path):
+    ids, biases = shaper._bias
+    taken = logits.copy()
+    taken[ids] -= biases
+    shaped = RIGHT_LOGITS(shaper, taken, path)
+    shaped[ids] += biases
+    return shaped
+
+
+RIGHT_LOGITS = Shaper.logits
+
+
+@pytest.mark.distribution
+@pytest.mark.parametrize(
+    "wrong", [_blind_to_the_path, _counts_the_prompt, _path_without_its_end, _bias_behind_penalties]
+)
+def test_wrong_shapes_are_noticed(wrong, monkeypatch):
+    # Strong penalties: the law moves far enough for few draws to tell.
+    params = replace(
+        ALL, frequency_penalty=1.8, repetition_penalty=2.5, logit_bias={1: 2.0, 2: -1.0}, top_k=0, min_p=0.0
+    )
+    assert p_value(emit(CHAIN, True, params, BATCH), exact_joint(params)) > RIGHT
+    monkeypatch.setattr(Shaper, "logits", wrong)
+    assert p_value(emit(CHAIN, True, params, BATCH), exact_joint(params)) < WRONG
+
+
+@pytest.mark.distribution
+def test_a_wrong_min_p_is_noticed(monkeypatch):
+    monkeypatch.setattr(processors, "keep_likely", lambda probs, min_p: np.where(probs < min_p, 0, probs))
+    assert p_value(emit(CHAIN, True, HOT, BATCH), exact_joint(HOT)) < WRONG
+
+
+@pytest.mark.export
+def test_laws_are_those_of_transformers():
+    torch = pytest.importorskip("torch")
+    from transformers import generation
+
+    rng, vocab = np.random.default_rng(4), 40
+    for trial in range(60):
+        params = SamplingParams(
+            temperature=float(rng.uniform(0.3, 2.0)),
+            top_k=int(rng.integers(0, 20)),
+            top_p=float(rng.choice([1.0, 0.9, 0.5])),
+            min_p=float(rng.choice([0.0, 0.05, 0.4])),
+            repetition_penalty=float(rng.choice([1.0, 1.3, 0.7])),
+            logit_bias={int(t): float(rng.normal() * 3) for t in rng.integers(0, vocab, size=trial % 4)},
+        )
+        tokens, logits = rng.integers(0, vocab, size=12).tolist(), rng.normal(size=vocab).astype(np.float32) * 3
+        chain = generation.LogitsProcessorList()
+        if params.logit_bias:
+            bias = {(token,): bias for token, bias in params.logit_bias}
+            chain.append(generation.SequenceBiasLogitsProcessor(bias))
+        chain.append(generation.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+        chain.append(generation.TemperatureLogitsWarper(params.temperature))
+        if params.top_k:
+            chain.append(generation.TopKLogitsWarper(params.top_k))
+        chain.append(generation.TopPLogitsWarper(params.top_p))
+        chain.append(generation.MinPLogitsWarper(params.min_p))
+        wanted = torch.softmax(chain(torch.tensor([tokens]), torch.tensor(logits)[None].clone()), -1)[0].numpy()
+        shaper = Shaper(params, 6, vocab)
+        shaper.read(tokens[:5])
+        shaper.read(tokens[:9])
+        np.testing.assert_allclose(shaper.law(logits, tokens[9:]), wanted, atol=2e-6)
+
+
+def test_openai_penalties_count_the_text_alone():
+    params = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
+    shaper = Shaper(params, 2, 5)
+    shaper.read([0, 1, 2, 2, 3])
+    zeros = np.zeros(5, dtype=np.float32)
+    np.testing.assert_allclose(shaper.logits(zeros, []), [0, 0, -1.0, -0.75, 0])
+    np.testing.assert_allclose(shaper.logits(zeros, [3, 4]), [0, 0, -1.0, -1.0, -0.75])
+    np.testing.assert_allclose(shaper.logits(zeros, []), [0, 0, -1.0, -0.75, 0])  # a path is not taken in
+
+
+def test_only_nodes_on_the_way_are_shaped():
+    shaper = Shaper(SamplingParams(temperature=1.0, presence_penalty=2.0), 1, 6)
+    shaper.read([0])
+    laws = TreeLaws(shaper, np.array([0, 4, 5, 3]), np.array([-1, 0, 0, 1]), np.zeros((4, 6), dtype=np.float32))
+    assert laws[3][[3, 4]] == pytest.approx(laws[3][0] * np.exp(-2)) and laws[3][5] == laws[3][0]
+    assert len(laws._laws) == 1
+
+
+def test_min_p_keeps_what_is_near_the_top():
+    probs = np.array([[0.5, 0.3, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25]], dtype=np.float32)
+    np.testing.assert_allclose(
+        keep_likely(probs, 0.3), [[0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0], [0.25] * 4], rtol=1e-6
+    )
+    np.testing.assert_array_equal(keep_likely(probs, 1.0), [[1, 0, 0, 0], [0.25] * 4])
+    assert keep_likely(probs, 0.0) is probs
+
+
+def test_a_bias_is_named_once_and_in_order():
+    assert SamplingParams(logit_bias={7: 1, 2: -3.5}).logit_bias == ((2, -3.5), (7, 1.0))
+    assert SamplingParams(logit_bias=((5, 1.0), (5, 2.0))).logit_bias == ((5, 2.0),)
+    assert hash(SamplingParams(logit_bias={1: 2.0})) == hash(SamplingParams(logit_bias=((1, 2.0),)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_shaped"),
+    [
+        ({}, False),
+        ({"temperature": 1.0, "top_k": 5, "top_p": 0.5}, False),
+        ({"min_p": 0.1}, False),  # greedy: the likeliest token is kept in any case
+        ({"min_p": 0.1, "temperature": 0.5}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"logit_bias": {0: 0.0}}, True),
+    ],
+)
+def test_a_law_is_shaped_where_it_needs_more_than_the_graph_knows(fields, is_shaped):
+    assert SamplingParams(**fields).is_shaped is is_shaped
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_p": 1.5}, "SamplingParams.min_p: got 1.5; expected 0 (off) to 1"),
+        ({"repetition_penalty": 0.0}, "SamplingParams.repetition_penalty: got 0.0; expected above 0"),
+        ({"presence_penalty": 2.5}, "SamplingParams.presence_penalty: got 2.5; expected -2 to 2"),
+        ({"frequency_penalty": float("nan")}, "SamplingParams.frequency_penalty: got nan; expected -2 to 2"),
+        ({"logit_bias": {-1: 1.0}}, "got ((-1, 1.0),); expected token ids, biases of -100 to 100"),
+        ({"logit_bias": {3: 101}}, "got ((3, 101.0),); expected token ids, biases of -100 to 100"),
+        ({"logit_bias": {"a": 1}}, "SamplingParams.logit_bias: got {'a': 1}; expected (token id, bias) pairs"),
+    ],
+)
+def test_values_out_of_range_are_refused(fields, message):
+    with pytest.raises(RuntimeFault) as fault:
+        SamplingParams(**fields)
+    assert message in str(fault.value)
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-45, 1e-20, 1e20, 1e39, 1e300])
+@pytest.mark.parametrize("temperature", [0.0, 1e-19, 0.5, 1e30])
+def test_extreme_penalties_leave_a_law(penalty, temperature):
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
+    shaper = Shaper(params, 3, 5)
+    shaper.read([0, 1, 2])
+    logits = np.array([324.0, -324.0, 0.0, -np.inf, 5.0], dtype=np.float32)
+    law = shaper.law(logits, [4])
+    assert np.isfinite(law).all() and law.sum() == pytest.approx(1, abs=1e-6) and law[3] == 0

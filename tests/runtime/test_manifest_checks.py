@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifests with values of other types, absurd numbers and deep nesting are refused with the key."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from speccompile.cli.main import main
+from speccompile.core.specs import spec_from_json
+from speccompile.errors import BundleError
+from speccompile.runtime.bundle import digest_from_manifest, read_bundle
+from speccompile.runtime.manifest_checks import check_fields, check_types
+
+SPEC = {
+    "name": "target", "inputs": [{"name": "tokens", "dims": ["batch", 1], "dtype": "int64"}], "outputs": [],
+    "caches": ["k"], "vocab_size": 8, "max_rows": 4, "borrowed": [{"name": "a", "cache": "b", "lender": "target"}],
+}  # fmt: skip
+MANIFEST = {
+    "schema_version": 1,
+    "recipe": {
+        "target": {"model": "m"},
+        "engine": {"backend": "onnxruntime", "max_batch_size": 1, "max_seq_len": 32, "max_draft_nodes": 4},
+        "speculator": {"method": "none"},
+    },
+    "versions": {}, "eos_token_ids": [1], "bos_token_id": None, "tokenizer": None,
+    "graphs": {"target": {"file": "g", "spec": SPEC, "tuning": {"threads": 1, "step_ms": {"1": 0.5}}}},
+    "files": {"g": {"sha256": "0" * 64, "size_bytes": 1}},
+    "stages": [{"name": "export", "seconds": 1.0, "peak_rss_bytes": 1}],
+}  # fmt: skip
+WRONG: list[tuple[str, Any]] = [
+    ("recipe", "x"), ("recipe", -1), ("recipe", None), ("recipe.engine", []), ("recipe.engine.max_batch_size", 2**62),
+    ("recipe.engine.max_seq_len", "x"), ("recipe.engine.max_draft_nodes", True), ("recipe.engine.threads", 0),
+    ("recipe.engine.backend", ["onnxruntime"]), ("recipe.speculator.method", None), ("recipe.decoding", [1]),
+    ("graphs", []), ("graphs.target", 1), ("graphs.target.file", None), ("graphs.target.file", "x" * 300),
+    ("graphs.target.spec.inputs", {}), ("graphs.target.spec.inputs.0.dims", "x"),
+    ("graphs.target.spec.inputs.0.dims.1", -1), ("graphs.target.spec.caches.0", 1),
+    ("graphs.target.spec.vocab_size", 1.5), ("graphs.target.spec.borrowed.0", "x"),
+    ("graphs.target.spec.scores", "all"), ("graphs.target.spec.tail", 1), ("graphs.target.spec.reads_prompts", 1),
+    ("graphs.target.spec.rows_written_ahead", -1), ("graphs.target.spec.inputs.0.probe", "x"),
+    ("graphs.target.tuning.threads", 10**6), ("graphs.target.tuning.step_ms", {"x": 1.0}),
+    ("graphs.target.tuning.step_ms.1", float("nan")), ("graphs.target.tuning.step_ms.1", float("inf")),
+    ("files", []), ("files.g", "x"), ("files.g.size_bytes", -1), ("files.g.sha256", 0), ("eos_token_ids", 1),
+    ("eos_token_ids.0", "1"), ("bos_token_id", -1), ("tokenizer", {}), ("stages.0.seconds", "x"),
+]  # fmt: skip
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The manifest with one value, signed."""
+    manifest: Any = copy.deepcopy(MANIFEST)
+    *parents, last = [int(k) if k.isdigit() and "step_ms" not in path else k for k in path.split(".")]
+    place = manifest
+    for key in parents:
+        place = place[key]
+    place[last] = value
+    return {**manifest, "digest": digest_from_manifest(manifest)}
+
+
+def write(folder: Path, text: str) -> Path:
+    folder.mkdir()
+    (folder / "manifest.json").write_text(text)
+    return folder
+
+
+def test_a_whole_manifest_is_taken() -> None:
+    check_types("m", MANIFEST)
+
+
+@pytest.mark.parametrize(("path", "value"), WRONG)
+def test_a_value_of_another_type_is_refused_by_its_key(tmp_path: Path, path: str, value: Any) -> None:
+    folder = write(tmp_path / "b", json.dumps(changed(path, value)))
+    with pytest.raises(BundleError) as caught:
+        read_bundle(folder)
+    assert f"({path}" in caught.value.where
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"recipe":' * 50_000, json.dumps(changed("recipe", "x")), json.dumps(changed("recipe", -1))],
+    ids=["lists", "objects", "text", "number"],
+)
+def test_inspect_ends_with_the_code_of_a_bundle(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "b", text)
+    try:
+        code: Any = main(["inspect", str(folder), "--json"])
+    except SystemExit as leave:
+        code = leave.code
+    assert code == 7
+    assert json.loads(capsys.readouterr().out)["error"]["kind"] == "BundleError"
+
+
+@dataclass(frozen=True)
+class Fields:
+    count: int | Literal["auto"] = 1
+    share: float = 0.5
+    name: str | None = None
+    widths: tuple[int, ...] = ()
+    form: Annotated[Literal["a", "b"], "..."] = "a"
+    is_on: bool = False
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"count": "x"}, {"count": True}, {"count": 10**30}, {"count": [1]}, {"share": "1"}, {"share": float("nan")},
+        {"name": 1}, {"widths": 1}, {"widths": ["x"]}, {"form": "c"}, {"form": []}, {"is_on": 1},
+    ],
+)  # fmt: skip
+def test_fields_of_other_types_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(BundleError) as caught:
+        check_fields("speculator", Fields, values)
+    assert caught.value.where == f"speculator.{next(iter(values))}"
+
+
+def test_fields_of_their_types_are_taken() -> None:
+    check_fields("s", Fields, {"count": "auto", "share": 1, "name": None, "widths": [1, 2], "form": "b", "is_on": True})
+
+
+@pytest.mark.parametrize(
+    "where", ["graphs.target.spec", "graphs.target.spec.inputs.0", "graphs.target.spec.borrowed.0"]
+)
+def test_unknown_keys_of_a_graph_s_spec_are_refused_by_name(where: str) -> None:
+    with pytest.raises(BundleError, match=r"got an unknown key 'probe_'.*expected the keys .*name") as caught:
+        check_types("manifest.json", changed(f"{where}.probe_", "x"))
+    assert where in caught.value.where
+
+
+def test_a_graph_s_spec_with_nulls_has_the_defaults() -> None:
+    row = {**SPEC["inputs"][0], "probe": None}  # type: ignore[index]
+    spec = spec_from_json({**SPEC, "inputs": [row], "max_rows": None, "scores": None, "borrowed": None})
+    assert spec == spec_from_json({**SPEC, "max_rows": 0, "borrowed": []})
+
+
+def test_a_bundle_without_a_target_is_refused(tmp_path: Path) -> None:
+    manifest: Any = copy.deepcopy(MANIFEST)
+    manifest["graphs"]["other"] = manifest["graphs"].pop("target")
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "digest": digest_from_manifest(manifest)}))
+    with pytest.raises(BundleError, match="got no graph 'target'"):
+        read_bundle(tmp_path)

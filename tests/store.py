@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results that many tests use, made once a change of what they depend on: on disk, for all workers and later runs.
+
+For tests that use an exported graph or a built bundle. Tests of the exporter and of the build make their own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import speccompile
+from speccompile.bundling.digests import digest_from_sources, versions_from_environment
+from speccompile.bundling.stage_cache import StageCache
+from speccompile.core.specs import ModelDims
+from speccompile.runtime.bundle import digest_from_json, digests_from_folder
+
+_LIMIT_BYTES = 4 * 2**30
+_MODEL, _DIMS = "model.onnx", "dims.json"
+# Packages that run after the export: whatever else is in speccompile may change a graph.
+_LATER = ("backends", "bundling", "cli", "drafting", "recipe", "runtime", "serving", "training")
+
+
+def root() -> Path:
+    """Returns the folder of the store: $SPECCOMPILE_TEST_CACHE, or one under .pytest_cache."""
+    given = os.environ.get("SPECCOMPILE_TEST_CACHE")
+    return Path(given) if given else Path(__file__).parents[1] / ".pytest_cache/speccompile"
+
+
+def stages() -> StageCache:
+    """Returns the product's cache for builds of tests."""
+    return StageCache(root() / "build", _LIMIT_BYTES)
+
+
+def digest_of_sources(but: tuple[str, ...] = ()) -> str:
+    """Returns the digest of speccompile's sources, the packages `but` excepted."""
+    package = Path(speccompile.__file__).parent
+    names = (p.stem for p in package.iterdir() if p.suffix == ".py" or (p.is_dir() and p.name != "__pycache__"))
+    return digest_from_sources(sorted(set(names) - set(but)))
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """No other worker is in a block of the same name."""
+    folder = root() / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / name).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def fetch(stage: str, depends_on: Mapping[str, Any], dest: Path, make: Callable[[Path], None]) -> None:
+    """Fills the new folder `dest` with what `make` writes into a folder, or wrote for the same `depends_on` before.
+
+    Args:
+        stage: name of the kind of result.
+        depends_on: JSON-ready; all that the result depends on, the versions of packages excepted.
+        dest: does not exist yet.
+        make: writes the result into an existing empty folder.
+    """
+    key = digest_from_json({**depends_on, "versions": versions_from_environment()})
+    with locked(f"{stage}-{key[:16]}"):
+        StageCache(root(), _LIMIT_BYTES).fetch(stage, key, dest, make)
+
+
+def export_decoder(source: Path, **options: Any) -> tuple[Any, ModelDims]:
+    """`speccompile.export.decoder.export_decoder` of a folder whose files are all that it reads."""
+
+    def export() -> tuple[Any, ModelDims]:
+        from speccompile.export.decoder import export_decoder
+
+        return export_decoder(source, **options)
+
+    files = digests_from_folder(source)
+    return _graph({"decoder": files, "options": json.loads(json.dumps(options))}, export, lambda d: ModelDims(**d))
+
+
+def export(source: Any) -> tuple[Any, Any]:
+    """`export` of a `speccompile.core.protocols.GraphSource`."""
+    job, context = source.job, source.context
+    depends_on = {
+        "source": job.source,
+        "class": f"{type(source).__module__}.{type(source).__qualname__}",
+        "job": repr(replace(job, model="", config=None)),
+        "context": repr(replace(context, target_job=None)),
+        "files": source.digests(),
+        "spec": source.spec().json_from_spec(),
+    }
+    return _graph(depends_on, lambda: source.export(lambda stage: None), lambda d: type(source.dims)(**d))
+
+
+def _graph(
+    depends_on: Mapping[str, Any], export: Callable[[], tuple[Any, Any]], dims_from: Callable[[dict[str, Any]], Any]
+) -> tuple[Any, Any]:
+    import onnx_ir as ir
+
+    def make(folder: Path) -> None:
+        model, dims = export()
+        ir.save(model, folder / _MODEL)
+        (folder / _DIMS).write_text(json.dumps(asdict(dims)))
+
+    scratch = Path(tempfile.mkdtemp(prefix="speccompile-graph-"))
+    try:
+        fetch("exports", {**depends_on, "sources": digest_of_sources(_LATER)}, scratch / "graph", make)
+        dims = dims_from(json.loads((scratch / "graph" / _DIMS).read_text()))
+        return ir.load(scratch / "graph" / _MODEL), dims
+    finally:
+        shutil.rmtree(scratch)
