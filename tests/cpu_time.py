@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU time of unmarked tests: above REPORTED_S a test is listed, above REFUSED_S the run fails.
-
-CPU seconds, not wall seconds, and a wide margin between the two bounds: a busy machine makes no test fail.
-"""
+"""CPU time of unmarked tests: those above REPORTED_S are listed after the run. No time makes a run fail."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 
 import pytest
 
-REPORTED_S, REFUSED_S = 0.5, 3.0
+REPORTED_S = 0.5
 _KEY = "cpu_s"
 
 
@@ -47,18 +44,12 @@ class CpuTimes:
         """Returns (CPU seconds, test) of the tests above the bound, the longest first."""
         return sorted(((s, name) for name, s in self.by_test.items() if s > bound_s), reverse=True)
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus == pytest.ExitCode.OK and self.over(REFUSED_S) and not hasattr(session.config, "workerinput"):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if not (long := self.over(REPORTED_S)):
             return
-        terminalreporter.section("unmarked tests that take long")
+        terminalreporter.section("unmarked tests that take long: a marker? (tests/README.md)")
         for seconds, name in long:
-            verdict = "TOO LONG, give it a marker (tests/README.md)" if seconds > REFUSED_S else "long"
-            terminalreporter.line(f"{seconds:6.2f} s CPU  {name}  ({verdict})")
+            terminalreporter.line(f"{seconds:6.2f} s CPU  {name}")
 
 
 _START = pytest.StashKey[float]()
