@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backends and methods promise to the runtime."""
+"""What engines, proposers and graph sources promise to the runtime and the build."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
-from speccompile.core.jobs import GraphJob, MethodContext, SourceContext, WeightCounts
+from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import GraphSpec
 from speccompile.core.tree import Floats, Ints, TokenTree
@@ -261,25 +261,4 @@ class GraphSource(Protocol):
         Raises:
             BuildError: it gives what it must not.
         """
-        ...
-
-
-class Method(Protocol):
-    """A speculation method: what it needs from the build, and its proposer."""
-
-    name: str
-    # Frozen dataclass, the recipe's `speculator:` fields besides `method`; its property `leaves_length` tells whether
-    # they leave it open how much is drafted.
-    Config: type[Any]
-
-    def target_outputs(self, config: Any) -> dict[str, Any]:
-        """Keywords of `decoder_spec` for the target: `hidden`, `hidden_layers`."""
-        ...
-
-    def graph_jobs(self, config: Any) -> tuple[GraphJob, ...]:
-        """The graphs it needs beside the target."""
-        ...
-
-    def make_proposer(self, config: Any, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
-        """A proposer over loaded engines (by the names of `graph_jobs`)."""
         ...

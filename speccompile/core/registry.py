@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends and methods by name. An entry is imported only when it is asked for."""
+"""Backends and methods by name. An entry is imported only when it is asked for.
+
+Other packages add theirs as entry points of the groups `speccompile.backends` and `speccompile.methods`. Those are
+looked up only for a name that is not in the tables, and where all methods are asked for.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from speccompile.core.method import Method
+from speccompile.core.training import Trainer
 from speccompile.errors import RecipeError
 
 BACKENDS = {
@@ -14,82 +21,125 @@ BACKENDS = {
     "reference": "speccompile.backends.reference.backend:ReferenceBackend",
     "tensorrt": "speccompile.backends.tensorrt.backend:TensorRTBackend",
 }
+# The layout of a checkpoint is told by the first method that claims it.
 METHODS = {
     "none": "speccompile.speculators.none.method:NoneMethod",
     "draft_model": "speccompile.speculators.draft_model.method:DraftModelMethod",
-    "early_exit": "speccompile.speculators.early_exit.method:EarlyExitMethod",
-    "eagle": "speccompile.speculators.eagle.method:EagleMethod",
-    "eagle3": "speccompile.speculators.eagle3.method:Eagle3Method",
     "medusa": "speccompile.speculators.medusa.method:MedusaMethod",
-    "glide": "speccompile.speculators.glide.method:GlideMethod",
     "mlp": "speccompile.speculators.mlp.method:MlpMethod",
+    "eagle3": "speccompile.speculators.eagle3.method:Eagle3Method",
+    "eagle": "speccompile.speculators.eagle.method:EagleMethod",
+    "glide": "speccompile.speculators.glide.method:GlideMethod",
+    "early_exit": "speccompile.speculators.early_exit.method:EarlyExitMethod",
     "prophet": "speccompile.speculators.prophet.method:ProphetMethod",
     "ngram": "speccompile.speculators.ngram.method:NgramMethod",
 }
-# Layouts of checkpoints, by method. A layout is told by the first that claims it.
-FORMATS = {
-    "medusa": "speccompile.speculators.medusa.formats:FORMATS",
-    "mlp": "speccompile.speculators.mlp.formats:FORMATS",
-    "eagle3": "speccompile.speculators.eagle3.formats:FORMATS",
-    "eagle": "speccompile.speculators.eagle.formats:FORMATS",
-    "glide": "speccompile.speculators.glide.formats:FORMATS",
-    "early_exit": "speccompile.speculators.early_exit.formats:FORMATS",
-    "prophet": "speccompile.speculators.prophet.formats:FORMATS",
-}
-
-# How a method's speculator is trained (`core.training.Trainer`).
-TRAINERS = {
-    "mlp": "speccompile.speculators.mlp.training:MlpTrainer",
-    "medusa": "speccompile.speculators.medusa.training:MedusaTrainer",
-    "prophet": "speccompile.speculators.prophet.training:ProphetTrainer",
-    "eagle3": "speccompile.speculators.eagle3.training:Eagle3Trainer",
-    "glide": "speccompile.speculators.glide.training:GlideTrainer",
-    "early_exit": "speccompile.speculators.early_exit.training:EarlyExitTrainer",
-    "draft_model": "speccompile.speculators.draft_model.training:DraftModelTrainer",
-}
-
-
-def _load(kind: str, table: dict[str, str], name: str) -> Any:
-    if name not in table:
-        near = difflib.get_close_matches(name, table, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Choose one of these."
-        raise RecipeError(kind, repr(name), f"one of {', '.join(sorted(table))}", hint)
-    return find_class(table[name])()
+BACKEND_GROUP, METHOD_GROUP = "speccompile.backends", "speccompile.methods"
 
 
 def find_class(name: str) -> Any:
-    """The class that an import string "module:Class" names."""
+    """Returns what an import string "module:attribute" names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
+def find_backend(name: str, where: str = "engine.backend") -> str:
+    """Returns the import string of the backend of that name.
+
+    Args:
+        name: of a backend.
+        where: the place that names it, for messages.
+
+    Raises:
+        RecipeError: there is none; the nearest name is suggested.
+    """
+    return _find(where, BACKENDS, BACKEND_GROUP, name)
+
+
+def find_method(name: str, where: str = "speculator.method") -> str:
+    """Returns the import string of the method of that name.
+
+    Args:
+        name: of a method.
+        where: the place that names it, for messages.
+
+    Raises:
+        RecipeError: there is none; the nearest name is suggested.
+    """
+    return _find(where, METHODS, METHOD_GROUP, name)
+
+
 def backend(name: str, device: str = "cpu") -> Any:
-    """The backend of that name (a `speccompile.backends.base.Backend`), as it works on a device.
+    """Returns the backend of that name (a `speccompile.backends.base.Backend`), as it works on a device.
 
     Raises:
         RecipeError: there is none; the nearest name is suggested.
     """
-    return _load("engine.backend", BACKENDS, name).for_device(device)
+    return find_class(find_backend(name))().for_device(device)
 
 
-def method(name: str) -> Any:
-    """The speculation method of that name.
+def method(name: str) -> Method:
+    """Returns the speculation method of that name.
 
     Raises:
         RecipeError: there is none; the nearest name is suggested.
     """
-    return _load("speculator.method", METHODS, name)
+    return _open(find_method(name))
 
 
-def load_formats() -> tuple[Any, ...]:
-    """Layouts of all methods' checkpoints, those of each with ours first."""
-    return tuple(layout for name in FORMATS.values() for layout in find_class(name))
-
-
-def trainer(name: str) -> Any:
-    """How the speculator of the method of that name is trained.
+def trainer(name: str) -> Trainer:
+    """Returns how the speculator of the method of that name is trained.
 
     Raises:
         RecipeError: it cannot be trained, or there is no such method; the nearest name is suggested.
     """
-    return _load("training.method", TRAINERS, name)
+    made: Trainer = find_class(trained_method(name).trainer)()
+    return made
+
+
+def trained_method(name: str) -> Method:
+    """Returns the method of that name, whose speculator can be trained.
+
+    Raises:
+        RecipeError: it cannot be trained, or there is no such method; the nearest name is suggested.
+    """
+    found = _open(find_method(name, "training.method"))
+    if not found.trainer:
+        able = sorted(other.name for other in all_methods() if other.trainer)
+        raise RecipeError("training.method", repr(name), f"one of {', '.join(able)}", "Choose one of these.")
+    return found
+
+
+def all_methods() -> Iterator[Method]:
+    """Yields all methods: those of the table in its order, then those of other packages by name."""
+    plugins = _plugins(METHOD_GROUP)
+    yield from map(_open, METHODS.values())
+    yield from (_open(plugins[name]) for name in sorted(plugins) if name not in METHODS)
+
+
+def load_formats() -> tuple[Any, ...]:
+    """Returns the layouts of all methods' checkpoints (`doctor.layouts.Format`), those of each with ours first."""
+    return tuple(layout for found in all_methods() if found.formats for layout in find_class(found.formats))
+
+
+def _find(where: str, table: Mapping[str, str], group: str, name: str) -> str:
+    if name in table:
+        return table[name]
+    known = {**_plugins(group), **table}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Choose one of these."
+        raise RecipeError(where, repr(name), f"one of {', '.join(sorted(known))}", hint)
+    return known[name]
+
+
+def _plugins(group: str) -> dict[str, str]:
+    """Import strings of the entry points of a group by name; they are read only when somebody asks."""
+    from importlib.metadata import entry_points
+
+    return {point.name: point.value for point in entry_points(group=group)}
+
+
+def _open(name: str) -> Method:
+    found: Method = find_class(name)()
+    return found

@@ -121,16 +121,14 @@ class Trainable(Protocol):
 
 
 class Trainer(Protocol):
-    """How a method's speculator is trained. Importing it needs no torch."""
-
-    Config: type[Any]  # frozen dataclass: the sizes, the recipe's `training.heads`
+    """How a method's speculator is trained. `config` is the method's `TrainingConfig`."""
 
     def needs(self, config: Any, target: Mapping[str, Any]) -> TargetNeeds:
         """What it reads from a target with this config.json."""
         ...
 
-    def make(self, config: Any, parts: TargetParts, start: Path | None) -> Trainable:
-        """New weights, or those of the checkpoint `start`.
+    def make(self, config: Any, parts: TargetParts, start: Path | None) -> Any:
+        """A `Trainable`, which is a torch module, with new weights or those of the checkpoint `start`.
 
         Raises:
             RecipeError: the sizes do not go with the target's.

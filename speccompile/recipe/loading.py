@@ -161,7 +161,7 @@ def validate_recipe(raw: RawRecipe) -> Recipe:
         recipe = model.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         raise _recipe_error(raw, model, error) from error
-    _check_backend(raw, recipe.engine.backend)
+    registry.find_backend(recipe.engine.backend, raw.where(("engine", "backend")))
     return _with_folders(raw, recipe)
 
 
@@ -170,17 +170,8 @@ def _known_method(raw: RawRecipe, method: object) -> str:
     if not isinstance(method, str):
         expected = f"one of {', '.join(sorted(registry.METHODS))}"
         raise RecipeError(where, repr(method), expected, "Write a method's name.")
-    _check_name(where, method, registry.METHODS)
+    registry.find_method(method, where)
     return method
-
-
-def _check_backend(raw: RawRecipe, backend: str) -> None:
-    _check_name(raw.where(("engine", "backend")), backend, registry.BACKENDS)
-
-
-def _check_name(where: str, name: str, table: Mapping[str, str]) -> None:
-    if name not in table:
-        raise RecipeError(where, repr(name), f"one of {', '.join(sorted(table))}", _hint(name, sorted(table)))
 
 
 def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError) -> RecipeError:

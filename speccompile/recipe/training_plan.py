@@ -12,6 +12,8 @@ from typing import Any
 from pydantic import Field, ValidationError, create_model
 
 from speccompile.core import registry
+from speccompile.core.method import Method
+from speccompile.core.training import Trainer
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import Recipe, Section
 from speccompile.recipe.training import TrainingSection
@@ -23,17 +25,22 @@ class TrainingPlan:
 
     Args:
         target: checkpoint folder or hub id of the target.
-        trainer: the method's `core.training.Trainer`.
-        heads: its `Config`.
+        method: whose speculator is trained.
+        heads: the method's `TrainingConfig`.
         output: folder of the result.
         section: the recipe's section, as validated.
     """
 
     target: str
-    trainer: Any
+    method: Method
     heads: Any
     output: Path
     section: TrainingSection
+
+    @property
+    def trainer(self) -> Trainer:
+        """How it is trained; what trains is imported here."""
+        return registry.trainer(self.method.name)
 
     def json_from_plan(self) -> dict[str, Any]:
         """What decides the curve, JSON-ready."""
@@ -61,9 +68,10 @@ def resolve_training(recipe: Recipe, output: Path | None = None) -> TrainingPlan
         raise RecipeError("training.generated.prompt_tokens", got, "room for new tokens", "Lower it.")
     if not section.plain.steps and not generated.steps:
         raise RecipeError("training.plain.steps", "0 in both stages", "at least one step", "Raise one of them.")
-    trainer = registry.trainer(section.method)
-    heads = _heads_config(trainer.Config, section.heads)
-    return TrainingPlan(recipe.target.model, trainer, heads, output or Path(section.output), section)
+    method = registry.trained_method(section.method)
+    assert method.TrainingConfig is not None
+    heads = _heads_config(method.TrainingConfig, section.heads)
+    return TrainingPlan(recipe.target.model, method, heads, output or Path(section.output), section)
 
 
 def _heads_config(config: type[Any], given: dict[str, Any]) -> Any:

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from speccompile.checkpoints.tensor_files import TensorFiles
-from speccompile.core.registry import TRAINERS, load_formats, trainer
+from speccompile.core import registry
+from speccompile.core.registry import load_formats
 from speccompile.core.training import TargetParts
 from speccompile.doctor import doctor
 from speccompile.doctor.doctor import examine
@@ -267,7 +268,7 @@ def test_a_method_refuses_with_a_hint_at_the_doctor(tmp_path: Path) -> None:
 
 
 # What training writes for a draft model is a language model, which has no layout here.
-@pytest.mark.parametrize("method", sorted(set(TRAINERS) & LAYOUT_METHODS))
+@pytest.mark.parametrize("method", sorted({m.name for m in registry.all_methods() if m.trainer} & LAYOUT_METHODS))
 def test_what_training_writes_is_sound_and_ours(method: str, tmp_path: Path) -> None:
     hidden, vocab = 96, 64
     config = {**lab.LLAMA, "hidden_size": hidden, "vocab_size": vocab, "num_attention_heads": 6, "head_dim": 16}
@@ -275,7 +276,7 @@ def test_what_training_writes_is_sound_and_ours(method: str, tmp_path: Path) -> 
     tables = [torch.randn((vocab, hidden), generator=generator) for _ in range(2)]
     target = lab.write_target(tmp_path / "target", **config)
     parts = TargetParts(config, target, *tables, torch.ones(vocab, dtype=torch.int64), norm=torch.ones(hidden))
-    made = trainer(method)
-    made.make(made.Config(**SIZES.get(method, {})), parts, None).save(tmp_path)
+    config = registry.method(method).TrainingConfig
+    registry.trainer(method).make(config(**SIZES.get(method, {})), parts, None).save(tmp_path)
     report = look(tmp_path, target)
     assert [f.text() for f in report.errors] == [] and report.format == f"{method}/ours"

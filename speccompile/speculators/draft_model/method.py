@@ -7,25 +7,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.errors import RecipeError
 from speccompile.speculators.draft_model.config import Config as DraftModelConfig
 from speccompile.speculators.draft_model.policy import LengthPolicy
 from speccompile.speculators.draft_model.proposer import DraftModelProposer
+from speccompile.speculators.draft_model.training import HeadsConfig
 from speccompile.speculators.draft_model.tree import TreeProposer
 
 DRAFT = "draft"  # the graph's name in the bundle
 
 
-class DraftModelMethod:
-    """See `speccompile.core.protocols.Method`."""
+class DraftModelMethod(Method):
+    """See `speccompile.core.method.Method`."""
 
     name = "draft_model"
     Config = DraftModelConfig
-
-    def target_outputs(self, config: DraftModelConfig) -> dict[str, Any]:
-        """Nothing besides the verdicts."""
-        return {}
+    TrainingConfig = HeadsConfig
+    trainer = "speccompile.speculators.draft_model.training:DraftModelTrainer"
 
     def graph_jobs(self, config: DraftModelConfig) -> tuple[GraphJob, ...]:
         """The draft model."""

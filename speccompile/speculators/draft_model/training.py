@@ -46,8 +46,6 @@ class HeadsConfig:
 class DraftModelTrainer:
     """See `speccompile.core.training.Trainer`."""
 
-    Config = HeadsConfig
-
     def needs(self, config: HeadsConfig, target: Mapping[str, Any]) -> TargetNeeds:
         """The laws alone."""
         return TargetNeeds()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import HIDDEN
 from speccompile.drafting.feature_drafts import FeatureProposer
@@ -16,11 +17,12 @@ DRAFT = "draft"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.eagle.source:DraftSource"
 
 
-class EagleMethod:
-    """See `speccompile.core.protocols.Method`."""
+class EagleMethod(Method):
+    """See `speccompile.core.method.Method`."""
 
     name = "eagle"
     Config = EagleConfig
+    formats = "speccompile.speculators.eagle.formats:FORMATS"
 
     def target_outputs(self, config: EagleConfig) -> dict[str, Any]:
         """What the LM head reads, behind the final norm: the drafter's own features stand in its place."""

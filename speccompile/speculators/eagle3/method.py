@@ -7,21 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.method import Method
 from speccompile.core.protocols import Engine, Outputs
 from speccompile.core.specs import FEATURES
 from speccompile.drafting.feature_drafts import FeatureProposer
 from speccompile.speculators.eagle3.config import Config as Eagle3Config
+from speccompile.speculators.eagle3.training import HeadsConfig
 
 DRAFT, FUSION = "draft", "fusion"  # the graphs' names in the bundle
 SOURCES = "speccompile.speculators.eagle3.source"
 LAYERS_RULE = "speccompile.speculators.eagle3.layers:layers_of_target"
 
 
-class Eagle3Method:
-    """See `speccompile.core.protocols.Method`."""
+class Eagle3Method(Method):
+    """See `speccompile.core.method.Method`."""
 
     name = "eagle3"
     Config = Eagle3Config
+    TrainingConfig = HeadsConfig
+    formats = "speccompile.speculators.eagle3.formats:FORMATS"
+    trainer = "speccompile.speculators.eagle3.training:Eagle3Trainer"
 
     def target_outputs(self, config: Eagle3Config) -> dict[str, Any]:
         """Three residual streams; which of them depends on the checkpoint and on the target's number of layers."""

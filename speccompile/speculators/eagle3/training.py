@@ -57,8 +57,6 @@ class HeadsConfig:
 class Eagle3Trainer:
     """See `speccompile.core.training.Trainer`."""
 
-    Config = HeadsConfig
-
     def needs(self, config: HeadsConfig, target: Mapping[str, Any]) -> TargetNeeds:
         """Three residual streams."""
         return TargetNeeds(layers=config.chosen_layers(int(target["num_hidden_layers"])))

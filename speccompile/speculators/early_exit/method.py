@@ -4,28 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from speccompile.core.jobs import AS_TARGET, GraphJob, MethodContext
+from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.drafting.cached_drafts import CachedDraftProposer
 from speccompile.speculators.early_exit.config import Config as ExitConfig
 from speccompile.speculators.early_exit.rows import SharedRows
+from speccompile.speculators.early_exit.training import HeadsConfig
 
 DRAFT = "draft"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.early_exit.source:ExitSource"
 THE_TARGET = "target"
 
 
-class EarlyExitMethod:
-    """See `speccompile.core.protocols.Method`."""
+class EarlyExitMethod(Method):
+    """See `speccompile.core.method.Method`."""
 
     name = "early_exit"
     Config = ExitConfig
-
-    def target_outputs(self, config: ExitConfig) -> dict[str, Any]:
-        """Nothing: the draft's spec says which caches it borrows."""
-        return {}
+    TrainingConfig = HeadsConfig
+    formats = "speccompile.speculators.early_exit.formats:FORMATS"
+    trainer = "speccompile.speculators.early_exit.training:EarlyExitTrainer"
 
     def graph_jobs(self, config: ExitConfig) -> tuple[GraphJob, ...]:
         """The first layers."""

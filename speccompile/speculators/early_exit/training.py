@@ -35,8 +35,6 @@ class HeadsConfig:
 class EarlyExitTrainer:
     """See `speccompile.core.training.Trainer`."""
 
-    Config = HeadsConfig
-
     def needs(self, config: HeadsConfig, target: Mapping[str, Any]) -> TargetNeeds:
         """The stream behind the last layer that runs."""
         num_layers = int(target["num_hidden_layers"])

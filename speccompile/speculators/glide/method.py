@@ -4,27 +4,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.drafting.cached_drafts import CachedDraftProposer
 from speccompile.speculators.glide.config import Config as GlideConfig
 from speccompile.speculators.glide.rows import GlideRows
+from speccompile.speculators.glide.training import HeadsConfig
 
 DRAFT = "draft"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.glide.source:GlideSource"
 
 
-class GlideMethod:
-    """See `speccompile.core.protocols.Method`."""
+class GlideMethod(Method):
+    """See `speccompile.core.method.Method`."""
 
     name = "glide"
     Config = GlideConfig
-
-    def target_outputs(self, config: GlideConfig) -> dict[str, Any]:
-        """Nothing: the draft's spec says which caches it borrows."""
-        return {}
+    TrainingConfig = HeadsConfig
+    formats = "speccompile.speculators.glide.formats:FORMATS"
+    trainer = "speccompile.speculators.glide.training:GlideTrainer"
 
     def graph_jobs(self, config: GlideConfig) -> tuple[GraphJob, ...]:
         """The drafter."""

@@ -38,8 +38,6 @@ class HeadsConfig:
 class GlideTrainer:
     """See `speccompile.core.training.Trainer`."""
 
-    Config = HeadsConfig
-
     def needs(self, config: HeadsConfig, target: Mapping[str, Any]) -> TargetNeeds:
         """The last layer's cache."""
         return TargetNeeds(caches=True)

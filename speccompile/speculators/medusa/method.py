@@ -7,19 +7,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.speculators.medusa.config import Config as MedusaConfig
 from speccompile.speculators.medusa.proposer import MedusaProposer
+from speccompile.speculators.medusa.training import HeadsConfig
 
 HEADS = "heads"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.medusa.source:HeadsSource"
 
 
-class MedusaMethod:
-    """See `speccompile.core.protocols.Method`."""
+class MedusaMethod(Method):
+    """See `speccompile.core.method.Method`."""
 
     name = "medusa"
     Config = MedusaConfig
+    TrainingConfig = HeadsConfig
+    formats = "speccompile.speculators.medusa.formats:FORMATS"
+    trainer = "speccompile.speculators.medusa.training:MedusaTrainer"
 
     def target_outputs(self, config: MedusaConfig) -> dict[str, Any]:
         """What the LM head reads: the state behind the final norm, which the heads were trained on."""

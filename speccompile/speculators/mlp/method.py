@@ -7,18 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.method import Method
 from speccompile.core.protocols import Engine, Proposer
 from speccompile.speculators.mlp.config import Config as MlpConfig
+from speccompile.speculators.mlp.training import HeadsConfig
 
 HEADS = "heads"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.mlp.source:HeadsSource"
 
 
-class MlpMethod:
-    """See `speccompile.core.protocols.Method`."""
+class MlpMethod(Method):
+    """See `speccompile.core.method.Method`."""
 
     name = "mlp"
     Config = MlpConfig
+    TrainingConfig = HeadsConfig
+    formats = "speccompile.speculators.mlp.formats:FORMATS"
+    trainer = "speccompile.speculators.mlp.training:MlpTrainer"
 
     def target_outputs(self, config: MlpConfig) -> dict[str, Any]:
         """What the LM head reads: the state behind the final norm, which the heads were trained on."""

@@ -7,18 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.method import Method
 from speccompile.core.protocols import Engine, Proposer
 from speccompile.speculators.prophet.config import Config as ProphetConfig
+from speccompile.speculators.prophet.training import HeadsConfig
 
 HEADS = "heads"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.prophet.source:ProphetSource"
 
 
-class ProphetMethod:
-    """See `speccompile.core.protocols.Method`."""
+class ProphetMethod(Method):
+    """See `speccompile.core.method.Method`."""
 
     name = "prophet"
     Config = ProphetConfig
+    TrainingConfig = HeadsConfig
+    formats = "speccompile.speculators.prophet.formats:FORMATS"
+    trainer = "speccompile.speculators.prophet.training:ProphetTrainer"
 
     def target_outputs(self, config: ProphetConfig) -> dict[str, Any]:
         """What the LM head reads: the state behind the final norm."""

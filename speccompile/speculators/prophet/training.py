@@ -46,8 +46,6 @@ class HeadsConfig:
 class ProphetTrainer:
     """See `speccompile.core.training.Trainer`."""
 
-    Config = HeadsConfig
-
     def needs(self, config: HeadsConfig, target: Mapping[str, Any]) -> TargetNeeds:
         """The final-normed states."""
         return TargetNeeds(hidden=True)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a speculation method is to the build, the doctor, the training and the runtime: the base class of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.protocols import Engine, Proposer
+
+
+class Method:
+    """A speculation method: what it needs of the build, and its proposer.
+
+    A method is found by name: a line in `core.registry.METHODS`, or an entry point of an installed package. Importing
+    it needs no torch; what does is named by import strings.
+
+    Attributes:
+        name: in recipes.
+        Config: frozen dataclass, the recipe's `speculator:` fields besides `method`; its property `leaves_length`
+            tells whether they leave it open how much is drafted.
+        TrainingConfig: frozen dataclass, the recipe's `training.heads`; None: it cannot be trained.
+        formats: import string of a tuple of `doctor.layouts.Format`, the layouts of its checkpoints; empty: none.
+        trainer: import string of its `core.training.Trainer`; empty: it cannot be trained.
+    """
+
+    name: str
+    Config: type[Any]
+    TrainingConfig: type[Any] | None = None
+    formats: str = ""
+    trainer: str = ""
+
+    def target_outputs(self, config: Any) -> dict[str, Any]:
+        """Keywords of `decoder_spec` for the target, `hidden` and `hidden_layers`: nothing besides the verdicts."""
+        return {}
+
+    def graph_jobs(self, config: Any) -> tuple[GraphJob, ...]:
+        """The graphs it needs beside the target: none."""
+        return ()
+
+    def make_proposer(self, config: Any, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
+        """The proposer over loaded engines.
+
+        Args:
+            config: the method's `Config`.
+            engines: by the names of `graph_jobs`.
+            context: sizes and measured costs.
+
+        Raises:
+            RecipeError: an engine was built for less than the config asks for.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.make_proposer")
