@@ -107,7 +107,7 @@ def compile_options(plan: BuildPlan, max_rows: int) -> CompileOptions:
         max_slots=plan.engine.max_batch_size,
         max_rows=rows,
         max_nodes=nodes,
-        backend=plan.engine.backend_options(),
+        backend=plan.engine.options,
         consumes_model=True,
     )
 

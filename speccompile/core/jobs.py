@@ -100,7 +100,7 @@ class CompileOptions:
         max_slots: sequences decoded at once.
         max_rows: cache rows of each, those of a step's nodes behind the last sequence row included; 0: no cache.
         max_nodes: most nodes of one step that drafts are scored in, the root included.
-        backend: the recipe's fields of the chosen backend, JSON-ready; each backend reads its own.
+        backend: the `Config` of the chosen backend, a frozen dataclass of JSON-ready fields; None: its defaults.
         consumes_model: the caller needs the model no more: its weights may be let go while it is compiled.
     """
 
@@ -108,12 +108,12 @@ class CompileOptions:
     max_slots: int = 1
     max_rows: int = 0
     max_nodes: int = 1
-    backend: Mapping[str, Any] = field(default_factory=dict)
+    backend: Any = None
     consumes_model: bool = False
 
     def json_from_options(self) -> dict[str, Any]:
         """A JSON-ready dict."""
-        return {**asdict(self), "backend": dict(self.backend)}
+        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a field of `SamplingParams` is declared: type, range, meaning, and the surfaces that show it.
+"""How a field of a frozen dataclass is declared: type, range, meaning, and the surfaces that show it.
 
-The recipe's `decoding` section and the checks of `SamplingParams` derive from these declarations.
+The recipe's `decoding` section and the sections of backends, and the checks of `SamplingParams` derive from these
+declarations.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What is declared of a sampling parameter beside its name, type and default.
+    """What is declared of a field beside its name, type and default.
 
     Args:
         kind: type of its values; None: `SamplingParams` converts and checks it by itself.
@@ -41,6 +42,8 @@ class Parameter:
         gt: bound that values are above.
         le: greatest value.
         lt: bound that values are below; infinity: any finite value.
+        check: gives the value as it is kept; raises ValueError with what is expected instead of it.
+        beside_section: of a backend: a key of the recipe's `engine` section itself.
     """
 
     kind: Kind | None = None
@@ -51,6 +54,8 @@ class Parameter:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
+    check: Callable[[Any], Any] | None = None
+    beside_section: bool = False
 
     def contains(self, value: Any) -> bool:
         """Returns whether a value of this type is in the range; NaN is in no range."""

@@ -6,13 +6,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic import Field, create_model
+
 from speccompile.core import registry
-from speccompile.recipe.models import Recipe, speculator_section
+from speccompile.recipe.models import Recipe, engine_section, speculator_section
 
 
 def schema_from_registry() -> dict[str, Any]:
     """The schema of a recipe file; `speculator` is one of the sections of the registered methods."""
-    schema = Recipe.model_json_schema()
+    engine: Any = engine_section()
+    model = create_model("Recipe", __base__=Recipe, engine=(engine, Field(default_factory=engine)))
+    schema = model.model_json_schema()
     definitions = schema.setdefault("$defs", {})
     definitions.pop("SpeculatorSection")
     sections = []
@@ -25,8 +29,8 @@ def schema_from_registry() -> dict[str, Any]:
     for name in ("speculator", "engine", "decoding"):
         schema["properties"][name].pop("default", None)
     schema["properties"]["speculator"] = {"oneOf": sections, "description": "The method and its own keys."}
-    engine = definitions["EngineSection"]["properties"]["backend"]
-    engine["enum"] = sorted(registry.BACKENDS)
+    backend = definitions["EngineSection"]["properties"]["backend"]
+    backend["enum"] = sorted(registry.BACKENDS)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "speccompile recipe",

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sections of a recipe as pydantic models: types, bounds, defaults, and what each key means.
 
-A speculator's own keys are not listed here: they are the fields of its method's `Config` dataclass.
+The keys of a speculator and of a backend are not listed here: they are the fields of their `Config` dataclasses.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import types
 import typing
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
 from speccompile.core import registry
 from speccompile.core.parameters import Parameter, parameters
@@ -18,22 +20,6 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.recipe.training import TrainingSection
 
 Quantization = Literal["none", "int8", "int4", "fp8"]
-Range = tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
-
-
-def _check_range(value: Range | str) -> Range | str:
-    if not isinstance(value, str) and not value[0] <= value[1] <= value[2]:
-        raise ValueError("three sizes in rising order: min, opt, max")
-    return value
-
-
-SizeRange = Annotated[Range | Literal["auto"], AfterValidator(_check_range)]
-# YAML reads 12.0 as a number.
-ComputeCapability = Annotated[
-    str,
-    BeforeValidator(lambda value: str(value) if isinstance(value, float) else value),
-    Field(pattern=r"^[0-9]+\.[0-9]$", json_schema_extra={"type": ["string", "number"]}),
-]
 
 
 class Section(BaseModel):
@@ -63,52 +49,12 @@ class TargetSection(Section):
     )
 
 
-class ProfileSection(Section):
-    """Sizes that one TensorRT optimization profile serves: [min, opt, max], or 'auto' from the model."""
-
-    batch: SizeRange = Field("auto", description="Sequences of a step.")
-    nodes: SizeRange = Field("auto", description="Tokens of a step, per sequence.")
-    kv: SizeRange = Field("auto", description="Cache rows that a step attends to.")
-
-
-class TensorRTSection(Section):
-    """What the TensorRT backend alone reads."""
-
-    compute_capabilities: tuple[ComputeCapability, ...] = Field(
-        (), description="GPUs the plans are for, e.g. [12.0]; empty: as the flavour chooses."
-    )
-    prefill: ProfileSection = Field(
-        default_factory=lambda: ProfileSection.model_validate({}), description="The profile that reads prompts."
-    )
-    decode: ProfileSection = Field(
-        default_factory=lambda: ProfileSection.model_validate({}), description="The profile that scores drafts."
-    )
-    workspace_gib: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | Literal["auto"] = Field(
-        "auto", description="Most GPU memory for the scratch space of kernels; 'auto' leaves it to TensorRT."
-    )
-    weight_streaming: bool = Field(False, description="Stream weights from host memory where the GPU has no room.")
-    optimization_level: Annotated[int, Field(ge=0, le=5)] | Literal["auto"] = Field(
-        "auto", description="How long the builder searches, 0 to 5; full TensorRT only."
-    )
-    timing_cache: bool = Field(True, description="Keep measured kernels for the next build; full TensorRT only.")
-    max_build_gib: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | Literal["auto"] = Field(
-        "auto", description="End a builder that holds more memory than this; 'auto' sets no limit but the machine's."
-    )
-    keep_onnx: bool = Field(False, description="Keep the lowered ONNX beside each plan.")
-
-
 class EngineSection(Section):
     """How the graphs are compiled and what they are sized for."""
 
+    # `engine_section` adds what one backend alone reads, as its `Config` declares it.
+
     backend: str = Field("onnxruntime", description="One of the registered backends.")
-    flavour: Literal["auto", "tensorrt", "tensorrt_rtx"] = Field(
-        "auto", description="Which TensorRT builds; 'auto' is the one that is installed."
-    )
-    plugins: Literal["auto", "native", "aot", "none"] = Field(
-        "auto",
-        description="Custom kernels in TensorRT's plans: 'native', 'aot' to embed them as PTX (full TensorRT only), or "
-        "'none' for standard operators alone.",
-    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the engines run; 'auto' is the backend's first."
     )
@@ -123,9 +69,6 @@ class EngineSection(Section):
         description="The target gives its logits, which requests with min_p, penalties or logit_bias need; 'auto': "
         "where that costs nothing.",
     )
-    tensorrt: TensorRTSection = Field(
-        default_factory=lambda: TensorRTSection.model_validate({}), description="What the TensorRT backend alone reads."
-    )
 
 
 def decoding_section(params: type[SamplingParams] = SamplingParams) -> type[Section]:
@@ -134,23 +77,48 @@ def decoding_section(params: type[SamplingParams] = SamplingParams) -> type[Sect
     Args:
         params: where they are declared.
     """
-    hints = typing.get_type_hints(params)
-    fields: dict[str, Any] = {
-        name: _decoding_field(hints[name], getattr(params, name), declared)
-        for name, declared in parameters(params).items()
-        if declared.in_recipe
-    }
+    declared = {name: p for name, p in parameters(params).items() if p.in_recipe}
     doc = "Defaults of a request; each can be overridden by the request."
-    return create_model("DecodingSection", __base__=Section, __module__=__name__, __doc__=doc, **fields)
+    section: type[Section] = _section("DecodingSection", doc, _declared_fields(params, declared))
+    return section
 
 
-def _decoding_field(hint: Any, default: Any, declared: Parameter) -> tuple[Any, Any]:
+def _section(name: str, doc: str | None, fields: dict[str, Any], base: type[Section] = Section) -> Any:
+    return create_model(name, __base__=base, __module__=__name__, __doc__=doc, **fields)
+
+
+def _declared_fields(owner: type, declared: Mapping[str, Parameter]) -> dict[str, Any]:
+    """Fields of a section, as they are declared in a dataclass."""
+    hints = typing.get_type_hints(owner)
+    defaults = {field.name: field.default for field in dataclasses.fields(owner)}
+    return {name: _declared_field(hints[name], defaults[name], rule) for name, rule in declared.items()}
+
+
+def _declared_field(hint: Any, default: Any, declared: Parameter) -> tuple[Any, Any]:
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        section = _section(hint.__name__, hint.__doc__, _declared_fields(hint, parameters(hint)))
+        return section, Field(default_factory=section, description=declared.description)
     bounds = {"ge": declared.ge, "gt": declared.gt, "le": declared.le, "lt": declared.lt}
     given: dict[str, Any] = {key: bound for key, bound in bounds.items() if bound not in (None, float("inf"))}
     if declared.lt == float("inf"):
         given["allow_inf_nan"] = False
-    hint = tuple[Annotated[str, Field(min_length=1)], ...] if hint == tuple[str, ...] else hint
-    return hint, Field(default, description=declared.description, **given)
+    hint = tuple[Annotated[str, Field(min_length=1)], ...] if hint == tuple[str, ...] else _bounded(hint, given)
+    if declared.check is not None:
+        hint = Annotated[hint, AfterValidator(declared.check)]
+    return hint, Field(default, description=declared.description)
+
+
+def _bounded(hint: Any, bounds: Mapping[str, Any]) -> Any:
+    """A type whose numbers are bounded, be they in a tuple or one of several types."""
+    if not bounds:
+        return hint
+    if hint in (int, float):
+        return Annotated[hint, Field(**bounds)]
+    args: Any = tuple(_bounded(arg, bounds) for arg in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return tuple[args]
+    return typing.Union[args] if typing.get_origin(hint) in (typing.Union, types.UnionType) else hint  # noqa: UP007
 
 
 DecodingSection: Any = decoding_section()
@@ -193,9 +161,56 @@ def speculator_section(method: str) -> type[Section]:
     return create_model(f"{method}_speculator", __base__=Section, __doc__=config.__doc__, **fields)
 
 
+def backend_section(name: str) -> type[Section] | None:
+    """The section `engine.NAME` of a backend, from the fields of its `Config`; None: it has none.
+
+    Raises:
+        RecipeError: there is no such backend.
+    """
+    config = registry.backend(name).Config
+    if config is None:
+        return None
+    declared = {key: rule for key, rule in parameters(config).items() if not rule.beside_section}
+    section: type[Section] = _section(f"{name}_engine", config.__doc__, _declared_fields(config, declared))
+    return section
+
+
+def engine_section() -> type[EngineSection]:
+    """`EngineSection` with the section of every registered backend, and the keys that they have beside it."""
+    fields: dict[str, Any] = {}
+    for name in registry.BACKENDS:
+        config, section = registry.backend(name).Config, backend_section(name)
+        if section is not None:
+            beside = {key: rule for key, rule in parameters(config).items() if rule.beside_section}
+            fields |= _declared_fields(config, beside)
+            fields[name] = section, Field(default_factory=section, description=section.__doc__)
+    model: type[EngineSection] = _section("EngineSection", EngineSection.__doc__, fields, EngineSection)
+    return model
+
+
+def backend_config(config: type[Any], values: Mapping[str, Any]) -> Any:
+    """The `Config` of a backend.
+
+    Args:
+        config: its class, or that of one of its fields.
+        values: of its fields, by name.
+    """
+    hints = typing.get_type_hints(config)
+    names = [field.name for field in dataclasses.fields(config)]
+    return config(
+        **{n: backend_config(hints[n], values[n]) if dataclasses.is_dataclass(hints[n]) else values[n] for n in names}
+    )
+
+
 def recipe_model(method: str) -> type[Recipe]:
-    """`Recipe` with the speculator section of one method."""
+    """`Recipe` with the sections of the backends and of one method."""
     section: Any = speculator_section(method)
+    engine: Any = engine_section()
     required = any(field.is_required() for name, field in section.model_fields.items() if name != "method")
     default = Field() if required else Field(default_factory=lambda: section(method=method))
-    return create_model(f"{method}_recipe", __base__=Recipe, speculator=(section, default))
+    return create_model(
+        f"{method}_recipe",
+        __base__=Recipe,
+        speculator=(section, default),
+        engine=(engine, Field(default_factory=engine)),
+    )

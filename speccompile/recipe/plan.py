@@ -15,7 +15,7 @@ from speccompile.core.jobs import AS_TARGET, GraphJob
 from speccompile.core.parameters import parameters
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RecipeError
-from speccompile.recipe.models import EngineSection, Recipe
+from speccompile.recipe.models import EngineSection, Recipe, backend_config
 
 Weights = Literal["checkpoint", "random"]
 TARGET = "target"
@@ -34,52 +34,32 @@ class Device:
     num_cores: int
 
 
-SizeRange = tuple[int, int, int] | Literal["auto"]
-
-
-@dataclass(frozen=True)
-class ProfilePlan:
-    """See the recipe's profiles."""
-
-    batch: SizeRange
-    nodes: SizeRange
-    kv: SizeRange
-
-
-@dataclass(frozen=True)
-class TensorRTPlan:
-    """See the recipe's engine.tensorrt section."""
-
-    compute_capabilities: tuple[str, ...]
-    prefill: ProfilePlan
-    decode: ProfilePlan
-    workspace_gib: float | Literal["auto"]
-    weight_streaming: bool
-    optimization_level: int | Literal["auto"]
-    timing_cache: bool
-    max_build_gib: float | Literal["auto"]
-    keep_onnx: bool
-
-
 @dataclass(frozen=True)
 class EnginePlan:
-    """Backend and sizes; see the recipe's engine section."""
+    """Backend and sizes; see the recipe's engine section.
+
+    Args:
+        options: the backend's `Config`; None: it has none. The others are keys of the section.
+    """
 
     backend: str
-    flavour: str
-    plugins: str
     device: str
     max_batch_size: int
     max_seq_len: int
     max_draft_nodes: int
     threads: int | Literal["auto"]
     logits: bool
-    tensorrt: TensorRTPlan
+    options: Any = None
 
-    def backend_options(self) -> dict[str, Any]:
-        """What `CompileOptions.backend` holds: the section of the backend's own name, flavour and plugins with it."""
-        own = getattr(self, self.backend, None)
-        return {} if own is None else {"flavour": self.flavour, "plugins": self.plugins, **asdict(own)}
+    def keys(self) -> dict[str, Any]:
+        """The recipe's engine section with nothing left to default; sections of other backends are not in it."""
+        keys = asdict(self)
+        own = keys.pop("options")
+        if self.options is not None:
+            beside = {key for key, rule in parameters(type(self.options)).items() if rule.beside_section}
+            keys |= {key: own.pop(key) for key in sorted(beside)}
+            keys[self.backend] = own
+        return dict(json.loads(json.dumps(keys)))
 
 
 @dataclass(frozen=True)
@@ -124,18 +104,13 @@ class BuildPlan:
                 "num_layers": dict(self.target.options).get("num_layers"),
             },
             "speculator": {"method": self.method, **asdict(self.speculator)},
-            "engine": self._engine_keys(),
+            "engine": self.engine.keys(),
             "decoding": self._decoding_keys(),
         }
 
     def _decoding_keys(self) -> dict[str, Any]:
         """The sampling parameters that a recipe has."""
         keys = {name: getattr(self.decoding, name) for name, p in parameters(SamplingParams).items() if p.in_recipe}
-        return dict(json.loads(json.dumps(keys)))
-
-    def _engine_keys(self) -> dict[str, Any]:
-        """The section of another backend is not read: it is left out."""
-        keys = {k: v for k, v in asdict(self.engine).items() if not isinstance(v, dict) or k == self.engine.backend}
         return dict(json.loads(json.dumps(keys)))
 
 
@@ -196,14 +171,15 @@ def _decided(job: GraphJob, recipe: Recipe) -> GraphJob:
 
 def _engine_plan(section: EngineSection, backend: Backend) -> EnginePlan:
     values = section.model_dump()
-    own = values.pop("tensorrt")
-    for name in ("prefill", "decode"):
-        own[name] = ProfilePlan(**own[name])
     if section.device == "auto":
         values["device"] = backend.devices[0]
     if section.logits == "auto":
         values["logits"] = backend.for_device(values["device"]).keeps_logits
-    return EnginePlan(**values, tensorrt=TensorRTPlan(**own))
+    names = {field.name for field in fields(EnginePlan)} - {"options"}
+    own = None
+    if backend.Config is not None:
+        own = backend_config(backend.Config, {**values, **values[backend.name]})
+    return EnginePlan(**{name: values[name] for name in names}, options=own)
 
 
 def _check_forms(backend: Backend, recipe: Recipe, drafts: Sequence[GraphJob]) -> None:

@@ -11,11 +11,10 @@ from speccompile.core import registry
 from speccompile.core.registry import METHODS
 from speccompile.recipe.models import (
     DecodingSection,
-    EngineSection,
-    ProfileSection,
     Section,
     TargetSection,
-    TensorRTSection,
+    backend_section,
+    engine_section,
 )
 from speccompile.recipe.training import (
     GeneratedSection,
@@ -25,14 +24,15 @@ from speccompile.recipe.training import (
     TrainingSection,
 )
 
+TENSORRT = backend_section("tensorrt")
 PAGE = (Path(__file__).parents[2] / "docs/recipe.md").read_text()
 ROWS = dict(re.findall(r"^\| `([a-z_.]+)` \| (.*) \|$", PAGE, re.MULTILINE))
 SECTIONS = {
     "target": TargetSection,
-    "engine": EngineSection,
-    "engine.tensorrt": TensorRTSection,
-    "engine.tensorrt.prefill": ProfileSection,
-    "engine.tensorrt.decode": ProfileSection,
+    "engine": engine_section(),
+    "engine.tensorrt": TENSORRT,
+    "engine.tensorrt.prefill": TENSORRT.model_fields["prefill"].annotation,
+    "engine.tensorrt.decode": TENSORRT.model_fields["decode"].annotation,
     "decoding": DecodingSection,
     "training": TrainingSection,
     "training.text": TextSection,

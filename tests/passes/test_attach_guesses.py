@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from speccompile.backends.tensorrt.config import Config
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import registry, specs
 from speccompile.core.jobs import CompileOptions
@@ -82,7 +83,7 @@ def test_a_plan_builds(neutral, tmp_path: Path, laws: bool) -> None:
     load_rtx()
     model, dims = neutral
     spec = guessing_spec(decoder_spec("draft", dims), NUM, laws)
-    options = CompileOptions("float16", 2, ROWS, 9, {"flavour": "tensorrt_rtx", "plugins": "none"})
+    options = CompileOptions("float16", 2, ROWS, 9, Config(flavour="tensorrt_rtx", plugins="none"))
     backend, folder = registry.backend("tensorrt"), tmp_path / "plan"
     backend.compile(model, spec, folder, quantization="none", options=options)
     assert (folder / backend.graph_file).stat().st_size > 0

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from speccompile.backends.tensorrt.backend import LOWERED_FILE, PLAN_FILE, TensorRTBackend
+from speccompile.backends.tensorrt.config import Config
 from speccompile.backends.tensorrt.plan_file import PlanFacts, read_plan
 from speccompile.backends.tensorrt.sizes import predicted_weight_bytes
 from speccompile.core.jobs import CompileOptions, WeightCounts
@@ -43,7 +44,7 @@ def export(config: dict[str, Any], folder: Path) -> tuple[ir.Model, ModelDims]:
 def compile_target(
     model: ir.Model, dims: ModelDims, dest: Path, quantization: str, dtype: str, plugins: str = "auto"
 ) -> tuple[dict[str, Any], PlanFacts]:
-    options = CompileOptions(dtype, 2, 56, 8, {"plugins": plugins, "flavour": "tensorrt_rtx", "keep_onnx": True})
+    options = CompileOptions(dtype, 2, 56, 8, Config(plugins=plugins, flavour="tensorrt_rtx", keep_onnx=True))
     spec = verified_spec(decoder_spec("target", dims))
     report = TensorRTBackend().compile(model.clone(), spec, dest, quantization=quantization, options=options)
     return report, read_plan(dest / PLAN_FILE)

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
+from speccompile.backends.tensorrt.config import Config, ProfileConfig
 from speccompile.core.jobs import GraphJob
 from speccompile.errors import RecipeError
 from speccompile.recipe import BuildPlan, Device, find_device, load_recipe, resolve
+from speccompile.recipe.models import engine_section
 
 CPU = Device("cpu", 4)
 
@@ -118,7 +121,15 @@ def test_only_the_section_of_the_chosen_backend_is_in_the_recipe_of_a_plan(tmp_p
     made = plan(tmp_path, "engine.backend=tensorrt", "engine.tensorrt.decode.nodes=[1,4,17]")
     section = made.recipe_from_plan()["engine"]["tensorrt"]
     assert section["decode"] == {"batch": "auto", "nodes": [1, 4, 17], "kv": "auto"}
-    options = made.engine.backend_options()
-    assert (options["flavour"], options["plugins"]) == ("auto", "auto")
-    assert options["decode"]["nodes"] == (1, 4, 17)
-    assert plan(tmp_path).engine.backend_options() == {}
+    assert made.recipe_from_plan()["engine"]["flavour"] == "auto"
+    assert made.engine.options == Config(decode=ProfileConfig(nodes=(1, 4, 17)))
+    assert plan(tmp_path).engine.options is None
+
+
+def test_what_a_backend_reads_beside_its_section_is_its_own(tmp_path: Path) -> None:
+    made = plan(tmp_path, "engine.backend=tensorrt", "engine.plugins=none")
+    assert made.engine.options == Config(plugins="none") and not made.engine.options.has_plugins
+    assert made.recipe_from_plan()["engine"]["plugins"] == "none"
+    again = made.recipe_from_plan()["engine"]
+    assert engine_section().model_validate_json(json.dumps(again)).model_dump(mode="json") == again
+    assert not {"flavour", "plugins", "tensorrt"} & set(plan(tmp_path).recipe_from_plan()["engine"])

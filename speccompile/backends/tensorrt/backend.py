@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.backends.base import Backend
+from speccompile.backends.tensorrt.config import Config, config_from_options
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
@@ -28,6 +29,7 @@ class TensorRTBackend(Backend):
     """Neutral graphs in, plans and engines out."""
 
     name = "tensorrt"
+    Config = Config
     devices = ("cuda",)
     dtypes = ("float16", "bfloat16")
     quantizations = ("none", "int8", "int4", "fp8")
@@ -38,7 +40,17 @@ class TensorRTBackend(Backend):
         *(
             f"backends/tensorrt/{module}"
             for module in (
-                *("aot_plugins", "backend", "build_child", "builder", "flavours", "kernels", "launches", "network"),
+                *(
+                    "aot_plugins",
+                    "backend",
+                    "build_child",
+                    "builder",
+                    "config",
+                    "flavours",
+                    "kernels",
+                    "launches",
+                    "network",
+                ),
                 *("plan_file", "plugin_names", "plugins", "profiles", "records", "settings", "shim", "sizes", "specs"),
             )
         ),
@@ -82,13 +94,13 @@ class TensorRTBackend(Backend):
 
         del form
         options = options or CompileOptions("float16", max_rows=spec.max_rows)
-        plugin_form = options.backend.get("plugins", "auto")
-        plugins = PLUGIN_OPS if plugin_form != "none" else ()
+        config = config_from_options(options)
+        plugins = PLUGIN_OPS if config.has_plugins else ()
         own = tensorrt_spec(spec, options.dtype, options.max_rows, compacts=_verifies(spec) and bool(plugins))
         table = tensorrt_table(own, quantization, dtype=options.dtype, plugins=plugins)
         source = dest / LOWERED_FILE
         # The ahead-of-time form loses against a body; the others win where the parser is told so.
-        finish = (drop_bodies_pass(plugins),) if plugin_form == "aot" else ()
+        finish = (drop_bodies_pass(plugins),) if config.plugins == "aot" else ()
         bodies: dict[str, Any] = {"dialect": "tensorrt", "max_nodes": options.max_nodes, "finish": finish}
         report = lower_and_save(model, table, source, progress, **bodies)
         if options.consumes_model:
@@ -117,7 +129,7 @@ class TensorRTBackend(Backend):
 
         options = options or CompileOptions("float16", max_rows=dims.max_positions)
         own = tensorrt_spec(rollback_spec(dims), options.dtype, options.max_rows)
-        plugins = [KV_ROLLBACK] if options.backend.get("plugins", "auto") != "none" else []
+        plugins = [KV_ROLLBACK] if config_from_options(options).has_plugins else []
         model = build_rollback(own, joined=bool(plugins))
         if not plugins:
             attach_functions(model, "tensorrt", options.max_nodes)
@@ -141,7 +153,8 @@ class TensorRTBackend(Backend):
         from speccompile.backends.tensorrt.records import make_record, write_record
         from speccompile.backends.tensorrt.shim import load_tensorrt
 
-        flavour = load_tensorrt(options.backend.get("flavour", "auto"))
+        config = config_from_options(options)
+        flavour = load_tensorrt(config.flavour)
         profiles = make_profiles(spec, options)
         wanted = settings.settings_from_options(flavour.can, spec, options, profiles, plugins, quantization)
         cache, limit = settings.timing_cache_file(flavour, options), settings.memory_limit(options)
@@ -149,7 +162,7 @@ class TensorRTBackend(Backend):
         built = build_plan(request, dest / PLAN_FILE, progress)
         record = make_record(source, dest / PLAN_FILE, wanted, profiles, built)
         write_record(dest / PLAN_FILE, record)
-        if not options.backend.get("keep_onnx", False):
+        if not config.keep_onnx:
             for file in (source, source.with_name(f"{source.name}.data")):
                 file.unlink(missing_ok=True)
         return record
@@ -165,10 +178,11 @@ class TensorRTBackend(Backend):
         from speccompile.backends.tensorrt.profiles import make_profiles
         from speccompile.backends.tensorrt.shim import load_tensorrt
 
-        flavour = load_tensorrt(options.backend.get("flavour", "auto"))
+        config = config_from_options(options)
+        flavour = load_tensorrt(config.flavour)
         own = tensorrt_spec(spec, options.dtype, options.max_rows)
         profiles = make_profiles(own, options)
-        plugins = [SPEC_VERIFY] if _verifies(spec) and options.backend.get("plugins", "auto") != "none" else []
+        plugins = [SPEC_VERIFY] if _verifies(spec) and config.has_plugins else []
         settings.settings_from_options(flavour.can, own, options, profiles, plugins, quantization)
 
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
@@ -182,14 +196,14 @@ class TensorRTBackend(Backend):
         from speccompile.backends.tensorrt.records import plugin_abi_of
         from speccompile.backends.tensorrt.shim import find_compute_capabilities, load_tensorrt
 
-        flavour = load_tensorrt(options.backend.get("flavour", "auto"))
+        config = config_from_options(options)
+        flavour = load_tensorrt(config.flavour)
         gpus = [list(pair) for pair in find_compute_capabilities()] if flavour.can.needs_gpu_to_build else []
-        has_plugins = options.backend.get("plugins", "auto") != "none"
         return {
             "flavour": flavour.name,
             "version": flavour.version,
             "gpus": gpus,
-            "plugins": plugin_abi_of(has_plugins),
+            "plugins": plugin_abi_of(config.has_plugins),
             "options": options.json_from_options(),
         }
 

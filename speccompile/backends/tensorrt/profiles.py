@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from speccompile.backends.tensorrt.config import ProfileConfig, SizeRange, config_from_options
 from speccompile.core.feature_specs import STATES
 from speccompile.core.jobs import PREFILL_CHUNK, CompileOptions
 from speccompile.core.specs import Dim, GraphSpec, TensorSpec
@@ -80,8 +81,10 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
     # A draft reads one token at a time once it has caught up; a target scores whole drafts.
     nodes_best = 1 if scores_one and not is_prefill else needed["nodes"][1]
     best = {"batch": num_slots, "nodes": nodes_best, "kv": max(rows // 2, 1)}
-    wishes = options.backend.get(name, {})
-    sizes = {dim: _fit(name, dim, wishes.get(dim, "auto"), needed[dim], best[dim]) for dim in needed}
+    config = config_from_options(options)
+    profile = {"prefill": config.prefill, "decode": config.decode}.get(name, ProfileConfig())
+    wishes: dict[str, SizeRange] = {"batch": profile.batch, "nodes": profile.nodes, "kv": profile.kv}
+    sizes = {dim: _fit(name, dim, wishes[dim], needed[dim], best[dim]) for dim in needed}
     if sizes["kv"][2] > rows:
         got, where = f"{list(sizes['kv'])}", f"{_SECTION}.{name}.kv"
         todo = "Lower it, or raise engine.max_seq_len."
@@ -99,7 +102,7 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
     )
 
 
-def _fit(name: str, dim: str, wish: Sequence[int] | str, needed: tuple[int, int], best: int) -> Range:
+def _fit(name: str, dim: str, wish: SizeRange, needed: tuple[int, int], best: int) -> Range:
     low, high = needed
     if isinstance(wish, str):
         return low, best, high

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from speccompile.backends.tensorrt.config import config_from_options
 from speccompile.backends.tensorrt.flavours import Capabilities, Flavour
 from speccompile.backends.tensorrt.launches import MAX_NODES, MAX_VOCAB
 from speccompile.backends.tensorrt.plugin_names import SPEC_VERIFY
@@ -43,25 +44,24 @@ def settings_from_options(
     Raises:
         BuildError: the flavour or a plugin does not do what a field asks for.
     """
-    fields = options.backend
-    level = fields.get("optimization_level", "auto")
+    config = config_from_options(options)
+    level = config.optimization_level
     if level != "auto" and not flavour.supports_optimization_level:
         got, expected = f"{level} with flavour {flavour.name}", "auto, as this flavour has no such levels"
         raise BuildError("engine.tensorrt.optimization_level", got, expected, "Leave it out.")
-    form = fields.get("plugins", "auto")
-    if form == "aot" and not flavour.supports_aot_plugins:
+    if config.plugins == "aot" and not flavour.supports_aot_plugins:
         todo = "Write native, or build with engine.flavour: tensorrt."
         raise BuildError("engine.plugins", f"aot with flavour {flavour.name}", "native or none", todo)
     if SPEC_VERIFY in plugins:
         _check_plugin("engine.max_draft_nodes", options.max_nodes - 1, MAX_NODES - 1)
         _check_plugin(f"the vocabulary of {spec.name}", spec.vocab_size, MAX_VOCAB)
     return {
-        "flags": ["WEIGHT_STREAMING"] if fields.get("weight_streaming", False) else [],
-        "compute_capabilities": _capabilities(flavour, fields.get("compute_capabilities", ()), quantization),
-        "workspace_gib": fields.get("workspace_gib", "auto"),
+        "flags": ["WEIGHT_STREAMING"] if config.weight_streaming else [],
+        "compute_capabilities": _capabilities(flavour, [str(c) for c in config.compute_capabilities], quantization),
+        "workspace_gib": config.workspace_gib,
         "optimization_level": level,
         "plugins": list(plugins),
-        "plugin_form": "aot" if form == "aot" else "python",
+        "plugin_form": "aot" if config.plugins == "aot" else "python",
         "profiles": [profile.shapes(spec) for profile in profiles],
     }
 
@@ -95,7 +95,7 @@ def _capabilities(flavour: Capabilities, wanted: Sequence[str], quantization: st
 
 def timing_cache_file(flavour: Flavour, options: CompileOptions) -> Path | None:
     """Where kernels measured on this GPU are kept between builds; None where the flavour or the recipe has none."""
-    if not flavour.can.supports_timing_cache or not options.backend.get("timing_cache", True):
+    if not flavour.can.supports_timing_cache or not config_from_options(options).timing_cache:
         return None
     folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile")
     mark = hashlib.sha256(f"{flavour.name} {flavour.version} {find_gpus()[:1]}".encode()).hexdigest()[:16]
@@ -104,5 +104,5 @@ def timing_cache_file(flavour: Flavour, options: CompileOptions) -> Path | None:
 
 def memory_limit(options: CompileOptions) -> int | None:
     """Bytes that the builder's process may hold; None: what the machine has."""
-    gib = options.backend.get("max_build_gib", "auto")
+    gib = config_from_options(options).max_build_gib
     return None if gib == "auto" else int(gib * GIB)

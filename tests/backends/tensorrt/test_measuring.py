@@ -8,6 +8,7 @@ import pytest
 
 from speccompile.backends import measuring
 from speccompile.backends.measuring import NODE_COUNTS
+from speccompile.backends.tensorrt.config import Config, ProfileConfig
 from speccompile.backends.tensorrt.engine import load_engine
 from speccompile.backends.tensorrt.profiles import make_profiles
 from speccompile.backends.tensorrt.records import write_record
@@ -68,7 +69,7 @@ def write(lab: Lab, name: str, max_draft_nodes: int, **fields: Any) -> tuple[Any
     nodes = max_draft_nodes + 1
     max_rows = -(-(MAX_SEQ + nodes) // 8) * 8 if SPECS[name].caches else 0
     spec = tensorrt_spec(SPECS[name], "float16", max_rows)
-    profiles = make_profiles(spec, CompileOptions("float16", 8, max_rows, nodes, fields))
+    profiles = make_profiles(spec, CompileOptions("float16", 8, max_rows, nodes, Config(**fields)))
     bounds = [{dim: (low, high) for dim, (low, _, high) in p.sizes.items()} for p in profiles]
     plan = lab.plan(None, spec, bounds)
     record = {"flavour": "tensorrt", "version": "0.0", "plugins": []}
@@ -99,5 +100,5 @@ def test_a_plan_is_measured_and_checked_inside_its_profiles(lab, name, max_draft
 
 
 def test_wider_steps_of_the_recipe_are_not_all_scored(lab):
-    plan, spec = write(lab, "target", 4, decode={"nodes": (1, 5, 32)})
+    plan, spec = write(lab, "target", 4, decode=ProfileConfig(nodes=(1, 5, 32)))
     assert list(measure_plan(plan, spec)["step_ms"]) == ["1", "2", "3", "4"]

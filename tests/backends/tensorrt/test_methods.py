@@ -10,12 +10,13 @@ import pytest
 if importlib.util.find_spec("tensorrt_rtx") is None:
     pytest.skip("TensorRT-RTX is not installed: NO PLAN IS BUILT", allow_module_level=True)
 
+from speccompile.backends.tensorrt.config import Config
 from speccompile.core import registry
 from speccompile.core.jobs import CompileOptions
 from tests import store
 from tests.method_rows import MAX_NODES, MAX_ROWS, ROWS, forms, sources
 
-OPTIONS = {"flavour": "tensorrt_rtx", "plugins": "none"}
+OPTIONS = Config(flavour="tensorrt_rtx", plugins="none")
 
 
 @pytest.fixture(scope="module")

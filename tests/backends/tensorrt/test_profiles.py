@@ -3,6 +3,7 @@
 
 import pytest
 
+from speccompile.backends.tensorrt.config import Config, ProfileConfig
 from speccompile.backends.tensorrt.profiles import make_profiles
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core.jobs import CompileOptions
@@ -22,7 +23,7 @@ ROWS = 500
 
 
 def options(**fields):
-    return CompileOptions("float16", max_slots=8, max_rows=ROWS, max_nodes=17, backend=fields)
+    return CompileOptions("float16", max_slots=8, max_rows=ROWS, max_nodes=17, backend=Config(**fields))
 
 
 def target():
@@ -59,10 +60,14 @@ def test_a_graph_without_tokens_has_one_profile():
     (step,) = make_profiles(tensorrt_spec(rollback_spec(DIMS), "float16", ROWS), options())
     assert step.name == "step"
     assert step.sizes["scored"] == (1, 17, 17)
+    narrow = options(decode=ProfileConfig(batch=(2, 4, 8)))
+    assert make_profiles(tensorrt_spec(rollback_spec(DIMS), "float16", ROWS), narrow) == (
+        step,
+    )  # of steps of nodes alone
 
 
 def test_the_recipe_may_widen_and_choose():
-    wished = options(decode={"batch": (1, 4, 16), "nodes": (1, 5, 32), "kv": "auto"})
+    wished = options(decode=ProfileConfig(batch=(1, 4, 16), nodes=(1, 5, 32)))
     decode = make_profiles(target(), wished)[1]
     assert (decode.sizes["batch"], decode.sizes["nodes"]) == ((1, 4, 16), (1, 5, 32))
 
@@ -78,7 +83,7 @@ def test_the_recipe_may_widen_and_choose():
 )
 def test_a_profile_that_the_runtime_would_leave_is_refused(profile, dim, wish, expected):
     with pytest.raises(BuildError) as caught:
-        make_profiles(target(), options(**{profile: {dim: wish}}))
+        make_profiles(target(), options(**{profile: ProfileConfig(**{dim: wish})}))
     assert caught.value.where == f"engine.tensorrt.{profile}.{dim}"
     assert caught.value.got == str(list(wish))
     assert caught.value.expected == expected

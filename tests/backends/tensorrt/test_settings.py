@@ -7,6 +7,7 @@ import pytest
 
 from speccompile.backends.tensorrt import settings as settings_module
 from speccompile.backends.tensorrt import shim
+from speccompile.backends.tensorrt.config import Config
 from speccompile.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX, Flavour
 from speccompile.backends.tensorrt.network import load_timing_cache, save_timing_cache
 from speccompile.backends.tensorrt.settings import memory_limit, settings_from_options, timing_cache_file
@@ -19,7 +20,7 @@ SPEC = GraphSpec("g", (), ())
 
 
 def settings(flavour, quantization="none", **fields):
-    return settings_from_options(flavour, SPEC, CompileOptions(backend=fields), (), (), quantization)
+    return settings_from_options(flavour, SPEC, CompileOptions(backend=Config(**fields)), (), (), quantization)
 
 
 def test_defaults_leave_everything_to_the_flavour():
@@ -73,7 +74,7 @@ def test_more_than_the_plugin_holds_is_refused_before_anything_is_built(monkeypa
     decoder = decoder_spec("target", ModelDims("llama", vocab, 64, 1, 2, 1, 16, 1024))
 
     def check(spec, max_nodes=max_nodes, **fields):
-        options = CompileOptions("float16", max_rows=1024, max_nodes=max_nodes, backend=fields)
+        options = CompileOptions("float16", max_rows=1024, max_nodes=max_nodes, backend=Config(**fields))
         registry.backend("tensorrt").check(spec, options, "none")
 
     with pytest.raises(BuildError, match=f"{where}; expected {expected}.*engine.plugins: none"):
@@ -89,7 +90,7 @@ def test_fp8_is_built_for_the_gpus_that_have_it():
 
 
 def test_a_limit_of_memory_is_in_bytes():
-    assert memory_limit(CompileOptions(backend={"max_build_gib": 1.5})) == 3 << 29
+    assert memory_limit(CompileOptions(backend=Config(max_build_gib=1.5))) == 3 << 29
     assert memory_limit(CompileOptions()) is None
 
 
@@ -102,7 +103,7 @@ def test_measured_kernels_are_kept_by_gpu(monkeypatch):
         monkeypatch.setattr(settings_module, "find_gpus", lambda gpus=gpus: gpus)
         files[gpus] = timing_cache_file(FULL, CompileOptions())
     assert len(set(files.values())) == 4  # the builder takes the first GPU
-    assert timing_cache_file(FULL, CompileOptions(backend={"timing_cache": False})) is None
+    assert timing_cache_file(FULL, CompileOptions(backend=Config(timing_cache=False))) is None
     assert timing_cache_file(Flavour(TENSORRT_RTX, SimpleNamespace(), "1", None), CompileOptions()) is None
 
 
