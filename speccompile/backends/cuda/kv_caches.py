@@ -32,25 +32,41 @@ class Caches:
 
     Args:
         device: where they lie.
-        spec: of the graph; its cache inputs have static dims but the first.
+        spec: of the graph; its cache inputs have static dims but the first, and the rows where `max_rows` is given.
         max_slots: sequences.
+        max_rows: rows where the graph leaves them open.
+
+    Attributes:
+        dims: (kv_heads, rows, head_dim) of a slot as it is laid out.
+        alignment: bytes that the address of a slot is a multiple of.
 
     Raises:
         BundleError: addresses of slots would not be aligned as TensorRT needs them.
         RuntimeFault: there is not so much memory.
     """
 
-    def __init__(self, device: Device, spec: GraphSpec, max_slots: int) -> None:
+    alignment: int = ALIGNMENT
+
+    def __init__(self, device: Device, spec: GraphSpec, max_slots: int, max_rows: int | None = None) -> None:
         self.device, self.names, self.max_slots = device, spec.caches, max_slots
         first = spec.input(spec.caches[0])
-        self.dims = cast(tuple[int, ...], first.dims[1:])
+        _, kv_heads, rows, head_dim = first.dims
+        self.dims = cast(tuple[int, int, int], (kv_heads, rows if max_rows is None else max_rows, head_dim))
         self.dtype = first.dtype
-        self.rows = self.dims[1]
-        self.slot_bytes = _slot_bytes(first)
-        if max_slots > 1 and self.slot_bytes % ALIGNMENT:
-            got, expected = f"{self.slot_bytes} bytes a slot", f"a multiple of {ALIGNMENT}"
+        if max_slots > 1 and self.slot_bytes % self.alignment:
+            got, expected = f"{self.slot_bytes} bytes a slot", f"a multiple of {self.alignment}"
             raise BundleError(f"engine {spec.name}", got, expected, "Build with a number of cache rows divisible by 8.")
         self._memories = [device.allocate_zeroed(max_slots * self.slot_bytes) for _ in self.names]
+
+    @property
+    def rows(self) -> int:
+        """Of each slot, as it is laid out."""
+        return self.dims[1]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot of one cache, as it is laid out."""
+        return math.prod(self.dims) * item_bytes(self.dtype)
 
     @property
     def num_bytes(self) -> int:

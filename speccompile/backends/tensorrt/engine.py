@@ -4,31 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
-
-from speccompile.backends.base import EngineBase
 from speccompile.backends.cuda.device import open_device, ordinal_from_name
-from speccompile.backends.cuda.kv_caches import Caches, bind_caches, cache_bytes, rollback_spec_of
-from speccompile.backends.cuda.runner import Runner
+from speccompile.backends.cuda.engine import CudaEngine
+from speccompile.backends.cuda.kv_caches import Caches, cache_bytes, rollback_spec_of
 from speccompile.backends.kv_rows import bucket_rows
 from speccompile.backends.tensorrt.flavours import Flavour
 from speccompile.backends.tensorrt.loading import Plan
 from speccompile.backends.tensorrt.shim import load_tensorrt
-from speccompile.core import specs
 from speccompile.core.specs import GraphSpec, compacted_cache_name
 from speccompile.errors import BundleError
 
 KV = "kv"  # the dim of `kv_rows`
 
 
-class TrtEngine(EngineBase[Runner]):
-    """See `speccompile.core.protocols.Engine`.
-
-    `run` gives numpy arrays where outputs are small and `DeviceArray`s where they are not.
+class TrtEngine(CudaEngine[Plan, Caches]):
+    """See `CudaEngine`: caches keep their layout, steps tell by `kv_rows` how much of them they attend to.
 
     Args:
         plan: the deserialised plan.
@@ -47,59 +40,17 @@ class TrtEngine(EngineBase[Runner]):
         rollback: Plan | None = None,
         lenders: Mapping[str, TrtEngine] | None = None,
     ) -> None:
-        super().__init__(plan.spec, max_slots, max_rows)
-        self.plan, self.device = plan, plan.device
-
         def allocate(spec: GraphSpec) -> Caches:
             return Caches(plan.device, spec, max_slots)
 
-        own = self.spec.own_caches
-        self.caches = allocate(replace(self.spec, caches=own)) if own else None
-        lent = {name: engine.caches for name, engine in (lenders or {}).items()}
-        bound = bind_caches(self.spec, self.caches, lent, max_slots, allocate)
-        written = () if bound is None else bound.written(self.spec.caches)
-        self._num_rows = written[0].rows if written else 0
-        self._kv_rows = plan.device.allocate_zeroed(self._num_rows)
-        self.runner = Runner(plan, bound, self._kv_rows.address, settings)
-        self.rollback = None if rollback is None else Runner(rollback, bound, 0, settings)
+        super().__init__(plan, max_slots, max_rows, settings, allocate, rollback, lenders)
         names = {t.name for t in plan.spec.outputs}
         self.compacts_in_step = any(compacted_cache_name(c) in names for c in plan.spec.caches)
-        self._reads_kv = any(t.name == specs.KV_ROWS for t in plan.spec.inputs)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the caches."""
-        return 0 if self.caches is None else self.caches.num_bytes
-
-    def run(self, feeds: Mapping[str, Any], first_slot: int = 0) -> Mapping[str, np.ndarray]:
-        """See `speccompile.core.protocols.Engine.run`."""
-        sizes, rows = self.check_step(feeds, first_slot)
-        if self._num_rows and self._reads_kv:
-            sizes[KV] = bucket_rows(rows, self._num_rows)
-        return cast(Mapping[str, np.ndarray], self.runner.run(feeds, sizes, first_slot))
-
-    def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
-        """See `speccompile.core.protocols.Engine.move_slot`."""
-        if source != dest and self.caches is not None:
-            self.device.activate()
-            self.caches.move_slot(source, dest, rows)
-
-    def swap_slots(self, first: int, second: int, rows: int) -> None:
-        """See `speccompile.core.protocols.Engine.swap_slots`."""
-        if self.caches is not None:
-            self.device.activate()
-            self.caches.swap_slots(first, second, rows)
-
-    def clear_slot(self, slot: int) -> None:
-        """See `speccompile.core.protocols.Engine.clear_slot`."""
-        if self.caches is not None:
-            self.device.activate()
-            self.caches.clear_slot(slot)
-
-    def compact_with(self, rollback: Runner, lengths: np.ndarray, path: np.ndarray) -> None:
-        """See `speccompile.backends.base.EngineBase.compact_with`."""
-        sizes = {"batch": path.shape[0], "scored": path.shape[1]}
-        rollback.run({specs.LENGTHS: lengths, specs.PATH: path}, sizes)
+    def make_view(self, sizes: dict[str, int], rows: int) -> None:
+        """See `CudaEngine.make_view`."""
+        if self.kv_rows:
+            sizes[KV] = bucket_rows(rows, self.kv_rows)
 
 
 def load_engine(
