@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.core import registry
-from speccompile.core.jobs import GraphJob, SourceContext
+from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext
 from tests.speculators.heads_lab import write_medusa, write_prophet
 
 MAX_SEQ, MAX_NODES = 60, 10
@@ -149,7 +149,7 @@ def sources(method: str, form: str, target: Path, model: Path) -> Iterator[Any]:
 
     config, chosen = config_of(method, form, model), registry.method(method)
     # One target that gives all that any method wants: it is exported once.
-    job = GraphJob("target", str(target), options=(("hidden", True), ("hidden_layers", STREAMS)))
+    job = GraphJob("target", str(target), options=DecoderOptions(hidden=True, hidden_layers=STREAMS))
     first = DecoderSource(job, SourceContext("checkpoint", MAX_SEQ, MAX_NODES))
     yield first
     for wanted in chosen.graph_jobs(config):

@@ -15,7 +15,7 @@ from speccompile.bundling.digests import digest_from_sources, versions_from_envi
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
 from speccompile.core import registry
-from speccompile.core.jobs import CompileOptions, GraphJob, SourceContext
+from speccompile.core.jobs import CompileOptions, GraphJob, SourceContext, json_from_options
 from speccompile.core.protocols import GraphSource
 from speccompile.core.specs import GraphSpec, ModelDims
 from speccompile.errors import BuildError
@@ -129,7 +129,7 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
         "weights": plan.weights,
         "quantization": job.quantization,
         "role": source.role,
-        "options": {k: list(v) if isinstance(v, tuple) else v for k, v in job.options},
+        "options": json_from_options(job.options),
         "spec": source.spec().json_from_spec(),
         "backend": plan.engine.backend,
         "device": plan.engine.device,

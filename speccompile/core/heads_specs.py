@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from speccompile.core.specs import (
     CONFIDENCES,
@@ -59,6 +57,25 @@ def guessing_heads_spec(name: str, hidden_size: int, vocab_size: int, num_heads:
 
 
 @dataclass(frozen=True)
+class FormOptions:
+    """What a job asks of heads that draft in one run.
+
+    Args:
+        depth: draft tokens on the longest path; None: as many as the heads are made for.
+        max_depth: most of these; 0: without limit.
+        choices: see `DraftForm`.
+        width: see `DraftForm`.
+        num_candidates: of a grown tree: most probable tokens after each node; 0 otherwise.
+    """
+
+    depth: int | None = None
+    max_depth: int = 0
+    choices: tuple[tuple[int, ...], ...] = ()
+    width: int = 0
+    num_candidates: int = 0
+
+
+@dataclass(frozen=True)
 class DraftForm:
     """What heads draft in one run that each read the drafts before: a chain, a fixed shape, or a grown tree.
 
@@ -75,18 +92,17 @@ class DraftForm:
     num_guesses: int = 0
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any], most: int) -> DraftForm:
+    def from_options(cls, options: FormOptions, most: int) -> DraftForm:
         """From a job's options.
 
         Args:
-            options: `depth` (None: as deep as the heads go), `choices`, `width`, `num_guesses` and `tree_depth`.
+            options: of the job.
             most: depth that the heads go to.
         """
-        choices = tuple(tuple(path) for path in options["choices"])
-        depth = options["depth"] or most
-        if options["width"]:
-            depth = min(depth, options["tree_depth"])
-        return cls(depth, choices, options["width"], options["num_guesses"])
+        depth = options.depth or most
+        if options.max_depth:
+            depth = min(depth, options.max_depth)
+        return cls(depth, options.choices, options.width, options.num_candidates)
 
     @property
     def num_drafts(self) -> int:

@@ -5,14 +5,77 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Protocol
 
 from speccompile.core.specs import ModelDims
 
 PREFILL_CHUNK = 128  # tokens of a prompt that are read at once
 AS_TARGET = "as target"  # quantization of a job that is the target's own, whatever that is
 DECODER = "speccompile.export.decoder_source:DecoderSource"
+
+
+class LayersRule(Protocol):
+    """A frozen dataclass that chooses layers of the target once their number is known."""
+
+    def layers(self, num_layers: int, weights: str) -> tuple[int, ...]:
+        """The decoder layers of the target, from 0, whose residual streams are wanted.
+
+        Args:
+            num_layers: of the target.
+            weights: "checkpoint" or "random".
+
+        Raises:
+            CheckpointError, RecipeError: the target does not have them.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TargetOutputs:
+    """What a method reads of the target besides verdicts.
+
+    Args:
+        hidden: what the LM head reads, behind the final norm.
+        hidden_layers: residual streams behind these decoder layers, or what chooses them.
+    """
+
+    hidden: bool = False
+    hidden_layers: tuple[int, ...] | LayersRule = ()
+
+
+@dataclass(frozen=True)
+class CandidateOptions:
+    """Of a draft that gives candidate tokens after every scored node.
+
+    Args:
+        num_candidates: most probable tokens after each.
+        gives_probs: the distribution after each as well, for drafts that are drawn.
+    """
+
+    num_candidates: int
+    gives_probs: bool
+
+
+@dataclass(frozen=True)
+class DecoderOptions(TargetOutputs):
+    """Of a decoder; the defaults are those of a draft that samples one token a step.
+
+    Args:
+        keep_logits: of the target: logits come out as well.
+        num_layers: build with fewer layers; None: all.
+        candidates: of a draft: it gives candidates after every node.
+    """
+
+    keep_logits: bool = False
+    num_layers: int | None = None
+    candidates: CandidateOptions | None = None
+
+
+def json_from_options(options: Any) -> dict[str, Any]:
+    """What of a job's options can change its graph; fields that cannot are declared with `compare=False`."""
+    held = asdict(options)
+    return {f.name: held[f.name] for f in fields(options) if f.compare}
 
 
 @dataclass(frozen=True)
@@ -24,7 +87,8 @@ class GraphJob:
         model: checkpoint folder or hub id.
         quantization: `none`, `int8` or `int4`; or `AS_TARGET`.
         source: import string of the `core.protocols.GraphSource` that makes it; a decoder by default.
-        options: what the source shall know besides, as (key, value); values are JSON-ready, or tuples.
+        options: what the source shall know besides: a frozen dataclass, the kind that the source reads. Fields of
+            decoding alone do not belong in it, as every field is a part of the graph's cache key.
         config: folder whose config.json stands in for that of `model` where no weights are read.
     """
 
@@ -32,7 +96,7 @@ class GraphJob:
     model: str
     quantization: str = "none"
     source: str = DECODER
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Any = DecoderOptions()
     config: str | None = None
 
 

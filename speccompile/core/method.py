@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.protocols import Engine, Proposer
 
 
@@ -31,9 +31,9 @@ class Method:
     formats: str = ""
     trainer: str = ""
 
-    def target_outputs(self, config: Any) -> dict[str, Any]:
-        """Keywords of `decoder_spec` for the target, `hidden` and `hidden_layers`: nothing besides the verdicts."""
-        return {}
+    def target_outputs(self, config: Any) -> TargetOutputs:
+        """What it reads of the target: nothing besides the verdicts."""
+        return TargetOutputs()
 
     def graph_jobs(self, config: Any) -> tuple[GraphJob, ...]:
         """The graphs it needs beside the target: none."""

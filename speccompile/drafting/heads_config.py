@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from speccompile.core.heads_specs import grown_depth
+from speccompile.core.heads_specs import FormOptions, grown_depth
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine, Proposer
 from speccompile.drafting.cutoff import Cutoff
@@ -63,17 +63,14 @@ class HeadsFields(TreeFields):
         """See `TreeFields.leaves_length`."""
         return super().leaves_length and (self.tree == "auto" or "auto" == self.num_draft_tokens == self.min_confidence)
 
-    def form_options(self) -> tuple[tuple[str, Any], ...]:
-        """Options of the heads' job: see `heads_specs.DraftForm.from_options`."""
+    def form_options(self) -> FormOptions:
+        """Options of the heads' job."""
         shape, length = self.shape, None if self.num_draft_tokens == "auto" else self.num_draft_tokens
-        is_grown = self.tree == "auto"
-        return (
-            ("depth", length if shape is None else shape.max_depth),
-            ("choices", () if shape is None else shape.choices),
-            ("width", self.tree_width if is_grown else 0),
-            ("num_guesses", self.num_guesses if is_grown else 0),
-            ("tree_depth", self.tree_depth),
-        )
+        if shape is not None:
+            return FormOptions(depth=shape.max_depth, choices=shape.choices)
+        if self.tree == "auto":
+            return FormOptions(length, self.tree_depth, width=self.tree_width, num_candidates=self.num_guesses)
+        return FormOptions(length)
 
     def make_proposer(self, engine: Engine, graph: str, context: MethodContext) -> Proposer:
         """The proposer over the heads' engine, for what the engine was built to draft.

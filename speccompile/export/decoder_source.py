@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from speccompile.checkpoints.checkpoint import check_checkpoint, layers_key, read_config, read_dims
 from speccompile.checkpoints.families import check_architecture
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
-from speccompile.core import registry
-from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import (
     GraphSpec,
@@ -36,13 +35,8 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "generation_config.
 class DecoderSource:
     """See `speccompile.core.protocols.GraphSource`.
 
-    Options of the job are keywords of `decoder_spec`, `num_layers` (build with fewer layers), and for a draft
-    `num_guesses` with `laws` (`guessing_spec`), for the target `keep_logits` (`verified_spec`).
-    Instead of `hidden_layers` a `hidden_layers_rule` may be given, where they depend on the number of layers: the
-    import string of a function and its arguments, to which that number and the kind of weights are added.
-
     Args:
-        job: its model.
+        job: its model, with `DecoderOptions`.
         context: what it is made for; without a target it is the target.
     """
 
@@ -51,22 +45,17 @@ class DecoderSource:
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         self.job, self.context = job, context
-        options = dict(job.options)
-        self.num_layers: int | None = options.pop("num_layers", None)
-        self.num_guesses: int | None = options.pop("num_guesses", None)
-        self.laws: bool = options.pop("laws", False)
-        self.keep_logits: bool = options.pop("keep_logits", False)
-        rule = options.pop("hidden_layers_rule", None)
-        self.outputs: dict[str, Any] = options
+        self.options: DecoderOptions = job.options
         self.role = "target" if context.target is None else "draft"
         self.folder = find_folder(job, context.weights)
         check_architecture(read_config(self.folder))
         self.dims: ModelDims = read_dims(self.folder)
-        if self.num_layers is not None:
-            self.dims = self._with_layers(self.num_layers)
-        if rule is not None:
-            name, *arguments = rule
-            options["hidden_layers"] = registry.find_class(name)(*arguments, self.dims.num_layers, context.weights)
+        if self.options.num_layers is not None:
+            self.dims = self._with_layers(self.options.num_layers)
+        layers = self.options.hidden_layers
+        if not isinstance(layers, tuple):
+            layers = layers.layers(self.dims.num_layers, context.weights)
+        self.outputs: dict[str, Any] = {"hidden": self.options.hidden, "hidden_layers": layers}
         self.max_rows = min(context.max_seq_len, self.dims.max_positions)
         if context.target is None and self.max_rows < context.max_seq_len:
             got, expected = f"{context.max_seq_len}", f"at most {self.max_rows}, the positions of {job.model}"
@@ -99,9 +88,10 @@ class DecoderSource:
         dims = self.dims if target is None else replace(self.dims, vocab_size=target.vocab_size)
         plain = replace(decoder_spec(self.job.name, dims, **self.outputs), max_rows=self.max_rows)
         if target is None:
-            return verified_spec(plain, self.keep_logits)
-        if self.num_guesses is not None:
-            return guessing_spec(plain, min(self.num_guesses, self.dims.vocab_size, target.vocab_size), self.laws)
+            return verified_spec(plain, self.options.keep_logits)
+        if (candidates := self.options.candidates) is not None:
+            num = min(candidates.num_candidates, self.dims.vocab_size, target.vocab_size)
+            return guessing_spec(plain, num, candidates.gives_probs)
         return sampled_spec(plain)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
@@ -119,7 +109,7 @@ class DecoderSource:
         from speccompile.export.decoder import export_decoder
 
         with tempfile.TemporaryDirectory() as scratch:
-            source = self.folder if self.num_layers is None else self._write_config(Path(scratch))
+            source = self.folder if self.options.num_layers is None else self._write_config(Path(scratch))
             weights: Any = self.context.weights
             model, dims = export_decoder(
                 source, weights=weights, max_seq_len=self.max_rows, prepare=prepare, progress=progress, **self.outputs

@@ -44,7 +44,7 @@ class FeatureSource:
     needs_tables = True  # of the target
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
-        self.job, self.context, self.options = job, context, dict(job.options)
+        self.job, self.context = job, context
         self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
         self.config = config_of(self.folder, self.formats, has_weights=context.weights == "checkpoint")
         _check_window(self.folder, read_config(self.folder))

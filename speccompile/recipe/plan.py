@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from speccompile.backends.base import Backend
 from speccompile.core import registry
 from speccompile.core.cores import num_usable_cores
-from speccompile.core.jobs import AS_TARGET, GraphJob
+from speccompile.core.jobs import AS_TARGET, DecoderOptions, GraphJob, TargetOutputs
 from speccompile.core.parameters import parameters
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RecipeError
@@ -101,7 +101,7 @@ class BuildPlan:
                 "dtype": self.dtype,
                 "quantization": self.target.quantization,
                 "weights": self.weights,
-                "num_layers": dict(self.target.options).get("num_layers"),
+                "num_layers": self.target.options.num_layers,
             },
             "speculator": {"method": self.method, **asdict(self.speculator)},
             "engine": self.engine.keys(),
@@ -196,16 +196,11 @@ def _check_forms(backend: Backend, recipe: Recipe, drafts: Sequence[GraphJob]) -
             raise RecipeError(where, repr(got), expected, "Choose one of these, or another backend.")
 
 
-def _target_job(recipe: Recipe, outputs: Mapping[str, Any], keeps_logits: bool) -> GraphJob:
-    target, options = recipe.target, dict(outputs)
-    if keeps_logits:
-        options["keep_logits"] = True
-    if target.num_layers is not None:
-        if target.weights != "random":
-            got = f"{target.num_layers} with target.weights: {target.weights}"
-            todo = "A checkpoint is built whole: build with --weights random, or leave num_layers out."
-            raise RecipeError("target.num_layers", got, "target.weights: random", todo)
-        options["num_layers"] = target.num_layers
-    return GraphJob(
-        TARGET, target.model, target.quantization, options=tuple(sorted(options.items())), config=target.config
-    )
+def _target_job(recipe: Recipe, outputs: TargetOutputs, keeps_logits: bool) -> GraphJob:
+    target = recipe.target
+    if target.num_layers is not None and target.weights != "random":
+        got = f"{target.num_layers} with target.weights: {target.weights}"
+        todo = "A checkpoint is built whole: build with --weights random, or leave num_layers out."
+        raise RecipeError("target.num_layers", got, "target.weights: random", todo)
+    options = DecoderOptions(outputs.hidden, outputs.hidden_layers, keeps_logits, target.num_layers)
+    return GraphJob(TARGET, target.model, target.quantization, options=options, config=target.config)

@@ -17,7 +17,7 @@ from speccompile.backends.tensorrt import engine as trt_engine
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import registry, specs
 from speccompile.core.borrowed_specs import sharing_spec
-from speccompile.core.jobs import GraphJob, SourceContext
+from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext
 from speccompile.core.specs import BorrowedCache, decoder_spec, guessing_spec, spec_from_json, verified_spec
 from speccompile.errors import BundleError
 from speccompile.speculators.glide.source import GlideSource
@@ -41,7 +41,7 @@ def graphs(neutral, tmp_path_factory):
     model, dims = neutral
     folder = tmp_path_factory.mktemp("drafter")
     (folder / "config.json").write_text(json.dumps(DRAFTER))
-    job = GraphJob("reader", str(folder), options=(("num_guesses", 3), ("laws", False)))
+    job = GraphJob("reader", str(folder), options=CandidateOptions(3, gives_probs=False))
     source = GlideSource(job, SourceContext("random", ROWS - 17, 16, dims))
     sharer = guessing_spec(sharing_spec(decoder_spec("sharer", dims)), 3, False)
     return {

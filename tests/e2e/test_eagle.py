@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import chisquare
 
 from speccompile.core import registry
-from speccompile.core.jobs import GraphJob, MethodContext, SourceContext
+from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
@@ -41,7 +41,7 @@ def engines(place):
     from speccompile.export.decoder_source import DecoderSource
     from tests.speculators import eagle_lab as lab
 
-    target = GraphJob("target", str(place / "target"), options=(("hidden", True), ("hidden_layers", lab.STREAMS)))
+    target = GraphJob("target", str(place / "target"), options=DecoderOptions(hidden=True, hidden_layers=lab.STREAMS))
     source = DecoderSource(target, SourceContext("checkpoint", MAX_SEQ, MAX_NODES))
     context = SourceContext("checkpoint", MAX_SEQ, MAX_NODES, source.dims, target)
     made = {"target": lab.compiled(source, place, *BACKENDS, slots=8, rows=MAX_SEQ + MAX_NODES + 1)}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache key of a compiled graph holds all sources that can change the graph, and no decode-time ones."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 import grimp
@@ -9,6 +11,8 @@ import pytest
 from speccompile.bundling import digests, graphs
 from speccompile.bundling.digests import digest_from_sources
 from speccompile.core import registry
+from speccompile.core.jobs import json_from_options
+from tests.method_rows import ROWS, config_of
 
 PACKAGE = "speccompile"
 # Imported by exports and lowering, yet nothing of a graph depends on them: errors and readers of documents, look-up
@@ -58,3 +62,37 @@ def test_a_decode_time_policy_leaves_the_key_as_it_is(monkeypatch: pytest.Monkey
     assert {"ops", "passes", "export", "mlp"} <= folders and not {"drafting", "runtime", "cuda"} & folders
     names = {Path(file).stem for file in seen if "/mlp/" in file}
     assert "heads" in names and not names & set(graphs.NOT_OF_GRAPHS)
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+@pytest.mark.parametrize("form", ["chain", "tree"])
+def test_a_recipe_field_of_decoding_alone_leaves_the_key_as_it_is(name: str, form: str) -> None:
+    if form == "tree" and ROWS[name].tree is None:
+        return
+    method, config = registry.method(name), config_of(name, form, Path("model"))
+    other = {"confidence_odds": 3.0, "min_confidence": 0.5, "tokens_per_match": 3}
+    if form == "chain":
+        other["tree_depth"] = 4
+    known = {field.name for field in dataclasses.fields(config)}
+    changed = dataclasses.replace(config, **{key: value for key, value in other.items() if key in known})
+    assert config != changed
+    keys = [[json_from_options(job.options) for job in method.graph_jobs(c)] for c in (config, changed)]
+    assert keys[0] == keys[1] == json.loads(json.dumps(keys[0]), object_hook=_tuples)
+    jobs = [[dataclasses.replace(job, options=None) for job in method.graph_jobs(c)] for c in (config, changed)]
+    assert jobs[0] == jobs[1]
+
+
+def _tuples(record: dict[str, object]) -> dict[str, object]:
+    def tupled(value: object) -> object:
+        return tuple(map(tupled, value)) if isinstance(value, list) else value
+
+    return {key: tupled(value) for key, value in record.items()}
+
+
+def test_what_only_checks_a_graph_is_no_part_of_its_key() -> None:
+    method = registry.method("medusa")
+    config = dataclasses.replace(config_of("medusa", "tree", Path("model")), num_heads=4)
+    shapes = ([[0], [0, 0]], [[0], [0, 0], [0, 0, 0]])
+    options = [method.graph_jobs(dataclasses.replace(config, tree=tree))[0].options for tree in shapes]
+    assert [o.least_heads for o in options] == [2, 3] and options[0] == options[1]
+    assert json_from_options(options[0]) == {"num_heads": 4, "num_candidates": 1}

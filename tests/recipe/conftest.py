@@ -6,12 +6,13 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
 from speccompile.core import registry
-from speccompile.core.jobs import GraphJob
+from speccompile.core.jobs import GraphJob, TargetOutputs
+from speccompile.core.method import Method
 from speccompile.recipe.models import Quantization
 
 
@@ -34,26 +35,20 @@ class GuessConfig:
             raise ValueError(f"num_draft_tokens is {self.num_draft_tokens}, at least 1 is needed")
 
 
-class PlainMethod:
+class PlainMethod(Method):
     name = "none"
     Config = PlainConfig
 
-    def graph_jobs(self, config: PlainConfig) -> tuple[GraphJob, ...]:
-        return ()
 
-    def target_outputs(self, config: PlainConfig) -> dict[str, Any]:
-        return {"hidden": False, "hidden_layers": ()}
-
-
-class GuessMethod:
+class GuessMethod(Method):
     name = "guess"
     Config = GuessConfig
 
     def graph_jobs(self, config: GuessConfig) -> tuple[GraphJob, ...]:
         return (GraphJob("draft", config.model, config.quantization),)
 
-    def target_outputs(self, config: GuessConfig) -> dict[str, Any]:
-        return {"hidden": True, "hidden_layers": (1,)}
+    def target_outputs(self, config: GuessConfig) -> TargetOutputs:
+        return TargetOutputs(hidden=True, hidden_layers=(1,))
 
 
 @pytest.fixture(autouse=True)

@@ -71,7 +71,7 @@ def _no_network(*_: object, **__: object) -> str:
 
 def test_fewer_layers_are_built_with_random_weights(tmp_path: Path) -> None:
     made = plan(tmp_path, HUB, "target.num_layers=3")
-    assert dict(made.target.options)["num_layers"] == 3
+    assert made.target.options.num_layers == 3
     source = DecoderSource(made.target, SourceContext("random", 48, 8))
     assert source.dims.num_layers == 3 and len(source.spec().caches) == 6
     assert made != plan(tmp_path, HUB)

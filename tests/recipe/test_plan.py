@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from speccompile.backends.tensorrt.config import Config, ProfileConfig
-from speccompile.core.jobs import GraphJob
+from speccompile.core.jobs import DecoderOptions, GraphJob
 from speccompile.errors import RecipeError
 from speccompile.recipe import BuildPlan, Device, find_device, load_recipe, resolve
 from speccompile.recipe.models import engine_section
@@ -27,7 +27,7 @@ def plan(folder: Path, *overrides: str) -> BuildPlan:
 
 def test_the_plan_holds_every_decision(tmp_path: Path) -> None:
     made = plan(tmp_path, "target.quantization=int8", "decoding.stop=[a]")
-    outputs = (("hidden", True), ("hidden_layers", (1,)), ("keep_logits", True))
+    outputs = DecoderOptions(hidden=True, hidden_layers=(1,), keep_logits=True)
     assert made.target == GraphJob("target", "org/gpt2", "int8", options=outputs)
     assert made.drafts == (GraphJob("draft", "org/small", "none"),)
     assert made.decoding.stop == ("a",)
@@ -82,7 +82,7 @@ def test_contradictions_are_refused(tmp_path: Path, override: str, where: str) -
 def test_logits_are_kept_where_that_costs_nothing_or_is_asked_for(tmp_path, overrides, keeps) -> None:  # type: ignore[no-untyped-def]
     made = plan(tmp_path, *overrides)
     assert made.engine.logits is keeps
-    assert dict(made.target.options).get("keep_logits", False) is keeps
+    assert made.target.options.keep_logits is keeps
 
 
 def test_this_machine_has_a_core() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from speccompile.core.jobs import MethodContext, StepCosts
+from speccompile.core.jobs import CandidateOptions, DecoderOptions, MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.drafting import static_tree as static_trees
 from speccompile.drafting.growth import draw_siblings
@@ -243,9 +243,9 @@ def test_trees_that_the_draft_cannot_make_are_refused():
 
 def test_the_draft_is_built_for_what_the_tree_needs():
     jobs = {
-        "chain": (),
-        "auto": (("laws", False), ("num_guesses", 8)),
-        ((0,), (1,)): (("laws", True), ("num_guesses", 2)),
+        "chain": None,
+        "auto": CandidateOptions(8, gives_probs=False),
+        ((0,), (1,)): CandidateOptions(2, gives_probs=True),
     }
-    for tree, options in jobs.items():
-        assert DraftModelMethod().graph_jobs(Config("d", tree=tree))[0].options == options
+    for tree, candidates in jobs.items():
+        assert DraftModelMethod().graph_jobs(Config("d", tree=tree))[0].options == DecoderOptions(candidates=candidates)

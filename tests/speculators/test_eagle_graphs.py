@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from speccompile.checkpoints.checkpoint import read_dims
-from speccompile.core.jobs import GraphJob, SourceContext
+from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext
 from speccompile.core.specs import (
     FEATURE_NODES,
     FEATURES,
@@ -49,19 +49,20 @@ def context(folder, weights="checkpoint"):
     return SourceContext(weights, 64, 6, read_dims(target), GraphJob("target", str(target)))
 
 
-def eagle3_source(folder, name, kind="Draft", weights="checkpoint", **options):
+def eagle3_source(folder, name, kind="Draft", weights="checkpoint", layers=None, laws=False):
     from speccompile.speculators.eagle3 import source
+    from speccompile.speculators.eagle3.config import DraftOptions, FusionOptions
 
-    given = {"layers": None, "num_guesses": 4, "laws": False, **options}
-    job = GraphJob(kind.lower(), str(folder / name), options=tuple(given.items()))
+    made = DraftOptions(4, laws, layers) if kind == "Draft" else FusionOptions(layers)
+    job = GraphJob(kind.lower(), str(folder / name), options=made)
     return getattr(source, f"{kind}Source")(job, context(folder, weights))
 
 
-def eagle_source(folder, name, weights="checkpoint", **options):
+def eagle_source(folder, name, weights="checkpoint"):
     from speccompile.speculators.eagle.source import DraftSource
 
-    given = {"num_guesses": 4, "laws": False, **options}
-    return DraftSource(GraphJob("draft", str(folder / name), options=tuple(given.items())), context(folder, weights))
+    job = GraphJob("draft", str(folder / name), options=CandidateOptions(4, gives_probs=False))
+    return DraftSource(job, context(folder, weights))
 
 
 def assert_close(got, wanted):

@@ -15,7 +15,7 @@ from speccompile.core.jobs import GraphJob, MethodContext, SourceContext
 from speccompile.errors import CheckpointError, ExportError, RecipeError
 from speccompile.export.heads_file import write_heads
 from speccompile.export.weights import load_model
-from speccompile.speculators.early_exit.config import Config
+from speccompile.speculators.early_exit.config import Config, ExitOptions
 from speccompile.speculators.early_exit.first_layers import cut_model
 from speccompile.speculators.early_exit.heads import ExitHead, ExitSizes
 from speccompile.speculators.early_exit.method import DRAFT, EarlyExitMethod
@@ -46,7 +46,7 @@ def folders(tmp_path_factory):
 
 
 def source_of(folders, head, asked=None, weights="checkpoint", model=None):
-    options = (("has_head", head), ("laws", True), ("num_exit_layers", asked), ("num_guesses", 4))
+    options = ExitOptions(4, gives_probs=True, has_head=head, num_exit_layers=asked)
     job = GraphJob(DRAFT, str(model or folders[1]) if head else "target", options=options)
     context = SourceContext(weights, 64, 8, read_dims(folders[0]), GraphJob("target", str(folders[0])))
     return ExitSource(job, context)

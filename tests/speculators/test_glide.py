@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from speccompile.core import registry, specs
-from speccompile.core.jobs import GraphJob, MethodContext, SourceContext
+from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import ModelDims
 from speccompile.core.training import TrainingBatch
@@ -52,7 +52,7 @@ def context(weights="checkpoint", target=TARGET):
 
 
 def job(folder, num_guesses=3, laws=True):
-    return GraphJob(DRAFT, str(folder), options=(("laws", laws), ("num_guesses", num_guesses)))
+    return GraphJob(DRAFT, str(folder), options=CandidateOptions(num_guesses, laws))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import chisquare
 
 from speccompile.core import registry
-from speccompile.core.heads_specs import DraftForm
+from speccompile.core.heads_specs import DraftForm, FormOptions
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.core.specs import HIDDEN, START_NODES
@@ -35,11 +35,10 @@ def make(method, tree, costs=None, slots=8, chunk=5):
     config = made.Config("heads", tree=tree, num_guesses=3, tree_width=2)
     target = MockTarget(TARGET, slots, MAX_SEQ, headroom=MAX_DRAFTS + 1)
     (job,) = made.graph_jobs(config)
-    options = dict(job.options)
-    if "num_heads" in options:
-        heads = MockGuessingHeads(DRAFT, target, NUM_HEADS, options["num_guesses"], slots)
+    if isinstance(job.options, FormOptions):
+        heads = MockTreeHeads(DRAFT, target, DraftForm.from_options(job.options, NUM_HEADS), slots)
     else:
-        heads = MockTreeHeads(DRAFT, target, DraftForm.from_options(options, NUM_HEADS), slots)
+        heads = MockGuessingHeads(DRAFT, target, NUM_HEADS, job.options.num_candidates, slots)
     context = MethodContext(slots, MAX_SEQ, MAX_DRAFTS, costs or {})
     return Verifier(target, MAX_SEQ, chunk), made.make_proposer(config, {job.name: heads}, context), heads
 

@@ -152,7 +152,7 @@ def test_what_the_graph_guesses_follows_the_tree():
     def guesses(**config):
         (job,) = MedusaMethod().graph_jobs(Config("m", **config))
         assert isinstance(job, GraphJob)
-        return dict(job.options)["num_guesses"], dict(job.options)["least_heads"]
+        return job.options.num_candidates, job.options.least_heads
 
     assert guesses(tree="chain") == (1, 0) and guesses() == (8, 0) and guesses(num_guesses=3) == (3, 0)
     assert guesses(tree=[[0], [1], [0, 4]]) == (5, 2) and guesses(tree={"widths": [4, 2, 1]}) == (4, 3)

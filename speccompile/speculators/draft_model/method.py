@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.jobs import CandidateOptions, DecoderOptions, GraphJob, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.errors import RecipeError
@@ -29,9 +28,8 @@ class DraftModelMethod(Method):
 
     def graph_jobs(self, config: DraftModelConfig) -> tuple[GraphJob, ...]:
         """The draft model."""
-        options: tuple[tuple[str, Any], ...] = ()
-        if config.has_tree:
-            options = (("laws", config.has_laws), ("num_guesses", config.guesses_needed))
+        candidates = CandidateOptions(config.guesses_needed, config.has_laws) if config.has_tree else None
+        options = DecoderOptions(candidates=candidates)
         return (GraphJob(DRAFT, config.model, config.quantization, options=options, config=config.config),)
 
     def make_proposer(

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import HIDDEN
@@ -24,13 +23,13 @@ class EagleMethod(Method):
     Config = EagleConfig
     formats = "speccompile.speculators.eagle.formats:FORMATS"
 
-    def target_outputs(self, config: EagleConfig) -> dict[str, Any]:
+    def target_outputs(self, config: EagleConfig) -> TargetOutputs:
         """What the LM head reads, behind the final norm: the drafter's own features stand in its place."""
-        return {"hidden": True}
+        return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: EagleConfig) -> tuple[GraphJob, ...]:
         """The drafter."""
-        options = config.spec_options()
+        options = CandidateOptions(config.guesses_needed, config.has_laws)
         return (GraphJob(DRAFT, config.model, config.quantization, SOURCE, options, config.config),)
 
     def make_proposer(

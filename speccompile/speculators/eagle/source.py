@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from speccompile.core.feature_specs import FeatureDims, feature_draft_spec
-from speccompile.core.jobs import WeightCounts
+from speccompile.core.jobs import CandidateOptions, WeightCounts
 from speccompile.core.specs import GraphSpec
 from speccompile.export.feature_source import FeatureSource, count_weights
 from speccompile.speculators.eagle.formats import FORMATS, read
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DraftSource(FeatureSource):
-    """See `speccompile.core.protocols.GraphSource`. Options of the job: `num_guesses`, `laws`."""
+    """See `speccompile.core.protocols.GraphSource`. The job has `CandidateOptions`."""
 
     formats = FORMATS
 
@@ -29,8 +29,9 @@ class DraftSource(FeatureSource):
 
     def spec(self) -> GraphSpec:
         """Inputs and outputs of the graph."""
-        num = min(self.options["num_guesses"], self.dims.vocab_size)
-        return feature_draft_spec(self.job.name, self.dims, num, self.options["laws"], self.max_rows)
+        options: CandidateOptions = self.job.options
+        num = min(options.num_candidates, self.dims.vocab_size)
+        return feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
         """Read or make the weights, and trace."""

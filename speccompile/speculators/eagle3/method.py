@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine, Outputs
 from speccompile.core.specs import FEATURES
 from speccompile.drafting.feature_drafts import FeatureProposer
 from speccompile.speculators.eagle3.config import Config as Eagle3Config
+from speccompile.speculators.eagle3.config import DraftOptions, FusedLayers, FusionOptions
 from speccompile.speculators.eagle3.training import HeadsConfig
 
 DRAFT, FUSION = "draft", "fusion"  # the graphs' names in the bundle
 SOURCES = "speccompile.speculators.eagle3.source"
-LAYERS_RULE = "speccompile.speculators.eagle3.layers:layers_of_target"
 
 
 class Eagle3Method(Method):
@@ -28,18 +28,17 @@ class Eagle3Method(Method):
     formats = "speccompile.speculators.eagle3.formats:FORMATS"
     trainer = "speccompile.speculators.eagle3.training:Eagle3Trainer"
 
-    def target_outputs(self, config: Eagle3Config) -> dict[str, Any]:
+    def target_outputs(self, config: Eagle3Config) -> TargetOutputs:
         """Three residual streams; which of them depends on the checkpoint and on the target's number of layers."""
-        return {"hidden_layers_rule": (LAYERS_RULE, config.model, config.config, config.chosen_layers)}
+        return TargetOutputs(hidden_layers=FusedLayers(config.model, config.config, config.chosen_layers))
 
     def graph_jobs(self, config: Eagle3Config) -> tuple[GraphJob, ...]:
         """Drafter and fusion."""
-        layers = (("layers", config.chosen_layers),)
-        own = config.model, config.quantization
-        options = (*config.spec_options(), *layers)
+        own, layers = (config.model, config.quantization), config.chosen_layers
+        options = DraftOptions(config.guesses_needed, config.has_laws, layers)
         return (
             GraphJob(DRAFT, *own, f"{SOURCES}:DraftSource", options, config.config),
-            GraphJob(FUSION, *own, f"{SOURCES}:FusionSource", layers, config.config),
+            GraphJob(FUSION, *own, f"{SOURCES}:FusionSource", FusionOptions(layers), config.config),
         )
 
     def make_proposer(

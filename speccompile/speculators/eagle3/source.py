@@ -22,18 +22,20 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
+    from speccompile.speculators.eagle3.config import DraftOptions
+
 EMBEDDINGS = "embed_tokens.weight"
 
 
 class _Eagle3Source(FeatureSource):
-    """What both graphs share. Option of the job: `layers`, those of the target that are read; None: the default's."""
+    """What both graphs share."""
 
     formats = FORMATS
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
         assert context.target is not None
-        num, asked = context.target.num_layers, self.options["layers"]
+        num, asked = context.target.num_layers, job.options.layers
         layers = layers_of_target(job.model, job.config, asked, num, context.weights)
         self.dims: FeatureDims = replace(self.dims, layers=layers)
         nested = read_config(self.folder).get("eagle_config")
@@ -48,7 +50,7 @@ class _Eagle3Source(FeatureSource):
 
 
 class DraftSource(_Eagle3Source):
-    """See `speccompile.core.protocols.GraphSource`. Options besides: `num_guesses`, `laws`."""
+    """See `speccompile.core.protocols.GraphSource`. The job has `DraftOptions`."""
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
@@ -61,8 +63,9 @@ class DraftSource(_Eagle3Source):
 
     def spec(self) -> GraphSpec:
         """Inputs and outputs of the graph."""
-        num = min(self.options["num_guesses"], self.dims.draft_vocab_size)
-        return feature_draft_spec(self.job.name, self.dims, num, self.options["laws"], self.max_rows)
+        options: DraftOptions = self.job.options
+        num = min(options.num_candidates, self.dims.draft_vocab_size)
+        return feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
         """Read or make the weights, and trace."""
@@ -78,7 +81,7 @@ class DraftSource(_Eagle3Source):
 
 
 class FusionSource(_Eagle3Source):
-    """See `speccompile.core.protocols.GraphSource`."""
+    """See `speccompile.core.protocols.GraphSource`. The job has `FusionOptions`."""
 
     role = "fusion"
     needs_tables = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from speccompile.core.jobs import CandidateOptions
 from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.errors import RecipeError
 
@@ -36,3 +37,16 @@ class Config(CachedDraftFields):
         if self.num_exit_layers is not None and self.num_exit_layers < 1:
             got = f"{self.num_exit_layers}"
             raise RecipeError("speculator.num_exit_layers", got, "1 or more", "Correct the recipe.")
+
+
+@dataclass(frozen=True)
+class ExitOptions(CandidateOptions):
+    """Of the graph of the first layers.
+
+    Args:
+        has_head: the job's model is a trained head; otherwise it is not read.
+        num_exit_layers: see `Config`.
+    """
+
+    has_head: bool
+    num_exit_layers: int | None

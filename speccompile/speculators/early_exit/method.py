@@ -10,6 +10,7 @@ from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.drafting.cached_drafts import CachedDraftProposer
 from speccompile.speculators.early_exit.config import Config as ExitConfig
+from speccompile.speculators.early_exit.config import ExitOptions
 from speccompile.speculators.early_exit.rows import SharedRows
 from speccompile.speculators.early_exit.training import HeadsConfig
 
@@ -30,11 +31,8 @@ class EarlyExitMethod(Method):
     def graph_jobs(self, config: ExitConfig) -> tuple[GraphJob, ...]:
         """The first layers."""
         quantization = AS_TARGET if config.quantization == THE_TARGET else config.quantization
-        options = (
-            *config.spec_options(),
-            ("has_head", config.model is not None),
-            ("num_exit_layers", config.num_exit_layers),
-        )
+        head = (config.model is not None, config.num_exit_layers)
+        options = ExitOptions(config.guesses_needed, config.has_laws, *head)
         return (GraphJob(DRAFT, config.model or THE_TARGET, quantization, SOURCE, options, config.config),)
 
     def make_proposer(

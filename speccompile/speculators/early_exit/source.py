@@ -12,7 +12,7 @@ from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.borrowed_specs import sharing_spec
-from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, guessing_spec
 from speccompile.doctor.doctor import check_speculator
@@ -23,6 +23,8 @@ from speccompile.speculators.early_exit.formats import FORMATS, read
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from speccompile.speculators.early_exit.config import ExitOptions
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,7 @@ class ExitDims(ModelDims):
 
 
 class ExitSource:
-    """See `speccompile.core.protocols.GraphSource`.
-
-    Options of the job: `num_guesses` and `laws` (see `guessing_spec`); `has_head`: its model is a trained head;
-    `num_exit_layers` or None.
+    """See `speccompile.core.protocols.GraphSource`. The job has `ExitOptions`.
 
     Args:
         job: what was asked for.
@@ -55,15 +54,15 @@ class ExitSource:
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         self.job, self.context = job, context
-        options = dict(job.options)
+        options: ExitOptions = job.options
         assert context.target is not None and context.target_job is not None
-        self.num_guesses, self.laws = min(options["num_guesses"], context.target.vocab_size), options["laws"]
-        kept = tuple((key, value) for key, value in context.target_job.options if key == "num_layers")
+        self.num_candidates = min(options.num_candidates, context.target.vocab_size)
+        kept = DecoderOptions(num_layers=context.target_job.options.num_layers)
         self.target = DecoderSource(replace(context.target_job, options=kept), replace(context, target=None))
         self.folder, self.max_rows = self.target.folder, self.target.max_rows
-        self.head_folder = find_folder(job, context.weights, SPECULATOR_FILES) if options["has_head"] else None
+        self.head_folder = find_folder(job, context.weights, SPECULATOR_FILES) if options.has_head else None
         head = {} if self.head_folder is None else _read_head(self.head_folder, context.target)
-        self.dims = self._read_dims(options["num_exit_layers"], head)
+        self.dims = self._read_dims(options.num_exit_layers, head)
 
     def _read_dims(self, asked: int | None, head: dict[str, Any]) -> ExitDims:
         target = self.context.target
@@ -100,7 +99,7 @@ class ExitSource:
     def spec(self) -> GraphSpec:
         """Inputs and outputs of the graph: its caches are the target's."""
         plain = replace(decoder_spec(self.job.name, self.dims), max_rows=self.max_rows)
-        return guessing_spec(sharing_spec(plain), self.num_guesses, self.laws)
+        return guessing_spec(sharing_spec(plain), self.num_candidates, self.job.options.gives_probs)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
         """See `speccompile.export.checks.check_candidates`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.drafting.cached_drafts import CachedDraftProposer
@@ -28,7 +28,8 @@ class GlideMethod(Method):
 
     def graph_jobs(self, config: GlideConfig) -> tuple[GraphJob, ...]:
         """The drafter."""
-        return (GraphJob(DRAFT, config.model, config.quantization, SOURCE, config.spec_options(), config.config),)
+        options = CandidateOptions(config.guesses_needed, config.has_laws)
+        return (GraphJob(DRAFT, config.model, config.quantization, SOURCE, options, config.config),)
 
     def make_proposer(
         self, config: GlideConfig, engines: Mapping[str, Engine], context: MethodContext

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
-from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, guessing_spec
 from speccompile.doctor.doctor import check_speculator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GlideSource:
-    """See `speccompile.core.protocols.GraphSource`. Options of the job: `num_guesses` and `laws`, see `guessing_spec`.
+    """See `speccompile.core.protocols.GraphSource`. The job has `CandidateOptions`.
 
     Args:
         job: the drafter.
@@ -36,9 +36,8 @@ class GlideSource:
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         self.job, self.context = job, context
-        options = dict(job.options)
+        self.options: CandidateOptions = job.options
         assert context.target is not None
-        self.num_guesses, self.laws = min(options["num_guesses"], context.target.vocab_size), options["laws"]
         self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
         self.dims: GlideDims = read_sizes(self.folder, context.target)
         # As many as the target has: its rows are read where they lie.
@@ -76,7 +75,8 @@ class GlideSource:
 
     def spec(self) -> GraphSpec:
         """Inputs and outputs of the graph."""
-        return guessing_spec(self._plain_spec(), self.num_guesses, self.laws)
+        num = min(self.options.num_candidates, self.dims.vocab_size)
+        return guessing_spec(self._plain_spec(), num, self.options.gives_probs)
 
     def _plain_spec(self) -> GraphSpec:
         assert self.context.target is not None

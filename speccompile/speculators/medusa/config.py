@@ -45,3 +45,18 @@ class Config(TreeFields):
         for name, is_right, got, expected in checks:
             if not is_right:
                 raise RecipeError(f"speculator.{name}", repr(got), expected, "Correct the recipe.")
+
+
+@dataclass(frozen=True)
+class HeadsOptions:
+    """Of the heads' graph.
+
+    Args:
+        num_heads: heads in the graph; None: all.
+        num_candidates: most probable tokens of each.
+        least_heads: heads that the recipe's tree needs: fewer are refused.
+    """
+
+    num_heads: int | None
+    num_candidates: int
+    least_heads: int = field(default=0, compare=False)

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.speculators.medusa.config import Config as MedusaConfig
+from speccompile.speculators.medusa.config import HeadsOptions
 from speccompile.speculators.medusa.proposer import MedusaProposer
 from speccompile.speculators.medusa.training import HeadsConfig
 
@@ -26,16 +26,16 @@ class MedusaMethod(Method):
     formats = "speccompile.speculators.medusa.formats:FORMATS"
     trainer = "speccompile.speculators.medusa.training:MedusaTrainer"
 
-    def target_outputs(self, config: MedusaConfig) -> dict[str, Any]:
+    def target_outputs(self, config: MedusaConfig) -> TargetOutputs:
         """What the LM head reads: the state behind the final norm, which the heads were trained on."""
-        return {"hidden": True}
+        return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: MedusaConfig) -> tuple[GraphJob, ...]:
         """The heads."""
-        options = (
-            ("num_heads", None if config.num_heads == "auto" else config.num_heads),
-            ("num_guesses", 1 if config.tree == "chain" else config.guesses_needed),
-            ("least_heads", 0 if config.shape is None else config.shape.max_depth),
+        options = HeadsOptions(
+            num_heads=None if config.num_heads == "auto" else config.num_heads,
+            num_candidates=1 if config.tree == "chain" else config.guesses_needed,
+            least_heads=0 if config.shape is None else config.shape.max_depth,
         )
         return (GraphJob(HEADS, config.model, config.quantization, SOURCE, options, config.config),)
 

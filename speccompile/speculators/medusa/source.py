@@ -22,12 +22,11 @@ from speccompile.speculators.medusa.sizes import GraphSizes, read_sizes
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from speccompile.speculators.medusa.config import HeadsOptions
+
 
 class HeadsSource:
-    """See `speccompile.core.protocols.GraphSource`.
-
-    Options of the job: `num_heads`, heads in the graph, None for all; `num_guesses` of each; `least_heads`, how many
-    the recipe's tree needs.
+    """See `speccompile.core.protocols.GraphSource`. The job has `HeadsOptions`.
 
     Args:
         job: the heads.
@@ -41,19 +40,19 @@ class HeadsSource:
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         self.job, self.context = job, context
-        options = dict(job.options)
+        options: HeadsOptions = job.options
         self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
         assert context.target is not None
         # Published configs state a wrong number of heads; who states the number in the recipe has looked.
-        self.num_heads: int | None = options["num_heads"]
+        self.num_heads = options.num_heads
         self.dims: GraphSizes = read_sizes(
             self.folder,
             context.target,
             has_weights=context.weights == "checkpoint",
             num_drafts=self.num_heads,
-            num_guesses=min(options["num_guesses"], context.target.vocab_size),
+            num_guesses=min(options.num_candidates, context.target.vocab_size),
         )
-        self._check_sizes(options["least_heads"])
+        self._check_sizes(options.least_heads)
 
     def _check_sizes(self, least_heads: int) -> None:
         sizes, target = self.dims, self.context.target

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine, Proposer
 from speccompile.speculators.mlp.config import Config as MlpConfig
@@ -25,9 +24,9 @@ class MlpMethod(Method):
     formats = "speccompile.speculators.mlp.formats:FORMATS"
     trainer = "speccompile.speculators.mlp.training:MlpTrainer"
 
-    def target_outputs(self, config: MlpConfig) -> dict[str, Any]:
+    def target_outputs(self, config: MlpConfig) -> TargetOutputs:
         """What the LM head reads: the state behind the final norm, which the heads were trained on."""
-        return {"hidden": True}
+        return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: MlpConfig) -> tuple[GraphJob, ...]:
         """The heads."""

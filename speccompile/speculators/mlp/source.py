@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class HeadsSource:
-    """See `speccompile.core.protocols.GraphSource`. Options of the job: see `DraftForm.from_options`.
+    """See `speccompile.core.protocols.GraphSource`. The job has `FormOptions`.
 
     Args:
         job: the speculator.
@@ -40,7 +40,7 @@ class HeadsSource:
         self.job, self.context = job, context
         self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
         sizes = read_sizes(self.folder)
-        self.form = DraftForm.from_options(dict(job.options), sizes.num_heads)
+        self.form = DraftForm.from_options(job.options, sizes.num_heads)
         self.dims: HeadsSizes = replace(sizes, num_drafts=self.form.depth)
         self._check_sizes()
 

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from speccompile.core.jobs import GraphJob, MethodContext
+from speccompile.core.heads_specs import FormOptions
+from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine, Proposer
 from speccompile.speculators.prophet.config import Config as ProphetConfig
@@ -25,13 +25,15 @@ class ProphetMethod(Method):
     formats = "speccompile.speculators.prophet.formats:FORMATS"
     trainer = "speccompile.speculators.prophet.training:ProphetTrainer"
 
-    def target_outputs(self, config: ProphetConfig) -> dict[str, Any]:
+    def target_outputs(self, config: ProphetConfig) -> TargetOutputs:
         """What the LM head reads: the state behind the final norm."""
-        return {"hidden": True}
+        return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: ProphetConfig) -> tuple[GraphJob, ...]:
         """The transformer."""
-        options = (*config.form_options(), ("max_drafts", config.max_draft_tokens))
+        options = config.form_options()
+        if options == FormOptions():  # a chain whose length the recipe leaves open
+            options = FormOptions(max_depth=config.max_draft_tokens)
         return (GraphJob(HEADS, config.model, config.quantization, SOURCE, options, config.config),)
 
     def make_proposer(self, config: ProphetConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:

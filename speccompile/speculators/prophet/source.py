@@ -75,9 +75,7 @@ def read_sizes(folder: Path) -> GraphSizes:
 
 
 class ProphetSource:
-    """See `speccompile.core.protocols.GraphSource`.
-
-    Options of the job: see `DraftForm.from_options`; `max_drafts` of a chain whose length the recipe leaves open.
+    """See `speccompile.core.protocols.GraphSource`. The job has `FormOptions`.
 
     Args:
         job: the transformer.
@@ -91,11 +89,9 @@ class ProphetSource:
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         self.job, self.context = job, context
-        options: dict[str, Any] = dict(job.options)
         self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
         self.dims: GraphSizes = read_sizes(self.folder)
-        most = options["tree_depth"] if options["width"] else options["max_drafts"]
-        self.form = DraftForm.from_options(options, min(most, context.max_draft_nodes))
+        self.form = DraftForm.from_options(job.options, context.max_draft_nodes)
         self._check_sizes()
 
     def _check_sizes(self) -> None:
