@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Share of the time that threads were ready to run and did not, above which a measurement is not trusted. Alone on a
-# machine 0.00 to 0.02 was seen, beside one other busy process 0.2 and more.
+# Share of the time that threads were ready to run and did not, above which a measurement is not trusted. Chosen, not
+# measured: threads that have the CPUs to themselves hardly wait, and one that shares its CPU waits half of its time.
 MAX_WAIT_SHARE = 0.1
 WAIT_SHARE = "wait_share"
 _TASKS, _STAT = Path("/proc/self/task"), Path("/proc/stat")
@@ -27,17 +27,19 @@ class WaitClock:
     """
 
     def __init__(self) -> None:
-        self._ran, self._waited = _read_threads()
+        self._before = _read_threads()
         self._all, self._stolen = _read_steal()
 
     def share(self) -> float:
         """Returns waited / (ran + waited) of all threads alive now, or the share that a hypervisor took, if larger."""
-        ran, waited = _read_threads()
+        ran = waited = 0
+        for name, (here, there) in _read_threads().items():
+            ran_before, waited_before = self._before.get(name, (0, 0))
+            ran, waited = ran + here - ran_before, waited + there - waited_before
         every, stolen = _read_steal()
-        ran, waited = ran - self._ran, waited - self._waited
-        here = waited / (ran + waited) if ran + waited > 0 else 0.0
+        held = waited / (ran + waited) if ran + waited > 0 else 0.0
         taken = (stolen - self._stolen) / (every - self._all) if every > self._all else 0.0
-        return round(max(here, taken), 3)
+        return round(max(held, taken), 3)
 
 
 def is_disturbed(record: Mapping[str, Any]) -> bool:
@@ -50,15 +52,20 @@ def is_machine_busy() -> bool:
     return os.getloadavg()[0] > (os.cpu_count() or 1) / 2
 
 
-def _read_threads() -> tuple[int, int]:
-    ran = waited = 0
+def _read_threads() -> dict[str, tuple[int, int]]:
+    """Nanoseconds that each thread ran and waited, by its id."""
+    found: dict[str, tuple[int, int]] = {}
     try:
-        for task in _TASKS.iterdir():
-            here, there, *_ = (task / "schedstat").read_text(encoding="ascii").split()
-            ran, waited = ran + int(here), waited + int(there)
-    except (OSError, ValueError):  # a thread that ended, or a kernel that does not count
-        return 0, 0
-    return ran, waited
+        tasks = list(_TASKS.iterdir())
+    except OSError:  # no Linux
+        return found
+    for task in tasks:
+        try:
+            ran, waited, *_ = (task / "schedstat").read_text(encoding="ascii").split()
+            found[task.name] = int(ran), int(waited)
+        except (OSError, ValueError):  # a thread that ended meanwhile, or a kernel that does not count
+            continue
+    return found
 
 
 def _read_steal() -> tuple[int, int]:

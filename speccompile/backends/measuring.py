@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,6 +17,7 @@ MAX_OTHERS_BYTES = 256 << 20  # more than a cache that two graphs could share
 NODE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
 CONTEXT = 192  # rows in use while measuring: a typical short context, inside one cache bucket with 16 nodes
 SECONDS_PER_SETTING = 1.5
+SECONDS_OF_CHECK, MIN_STEPS_OF_CHECK = 0.05, 6
 MIN_REPEATS, MAX_REPEATS = 5, 40
 
 
@@ -39,15 +41,12 @@ def measure_steps(engine: Engine, others_bytes: int = 0, max_nodes: int = sys.ma
     Returns:
         {nodes: milliseconds at batch 1}; for a graph without caches, slots take the place of nodes.
     """
-    spec, max_rows = engine.spec, engine.max_rows - engine.spec.rows_written_ahead
-    most = min(max_rows, max_nodes) if spec.caches else engine.max_slots
-    node_counts = [n for n in NODE_COUNTS if n <= most]
-    context = max_rows - node_counts[-1]
-    feeds = {n: _feeds(spec, n, context, max_nodes) for n in node_counts}
+    feeds = _feeds_by_nodes(engine, max_nodes)
+    node_counts = list(feeds)
     times: dict[int, list[float]] = {n: [] for n in node_counts}
     for n in node_counts:
         engine.run(feeds[n])
-    others = np.ones(min(others_bytes, MAX_OTHERS_BYTES) // 8, dtype=np.int64)
+    others = _others(others_bytes)
     start = time.perf_counter()
     while len(times[1]) < MAX_REPEATS:
         if len(times[1]) >= MIN_REPEATS and time.perf_counter() - start > SECONDS_PER_SETTING:
@@ -59,6 +58,41 @@ def measure_steps(engine: Engine, others_bytes: int = 0, max_nodes: int = sys.ma
             times[n].append((time.perf_counter() - begin) * 1e3)
     # Noise of a shared machine only adds: a low quantile is nearer to the step itself than the median is.
     return {str(n): round(float(np.quantile(times[n], 0.2)), 4) for n in node_counts}
+
+
+def typical_step_ms(engine: Engine, others_bytes: int = 0, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Times a few steps of one node: those of 50 ms, but 6 at least.
+
+    Args:
+        engine: of `measured_sizes`.
+        others_bytes: see `measure_steps`.
+        clock: seconds.
+
+    Returns:
+        The median in milliseconds; the first step, which allocates, does not count.
+    """
+    feeds = _feeds_by_nodes(engine, sys.maxsize)[1]
+    engine.run(feeds)
+    others, seconds = _others(others_bytes), list[float]()
+    while len(seconds) < MIN_STEPS_OF_CHECK or (sum(seconds) < SECONDS_OF_CHECK and len(seconds) < MAX_REPEATS):
+        others.sum()
+        begin = clock()
+        engine.run(feeds)
+        seconds.append(clock() - begin)
+    return float(np.median(seconds)) * 1e3
+
+
+def _others(num_bytes: int) -> np.ndarray:
+    return np.ones(min(num_bytes, MAX_OTHERS_BYTES) // 8, dtype=np.int64)
+
+
+def _feeds_by_nodes(engine: Engine, max_nodes: int) -> dict[int, dict[str, np.ndarray]]:
+    """Inputs of steps of each number of nodes that the engine takes."""
+    spec, max_rows = engine.spec, engine.max_rows - engine.spec.rows_written_ahead
+    most = min(max_rows, max_nodes) if spec.caches else engine.max_slots
+    node_counts = [n for n in NODE_COUNTS if n <= most]
+    context = max_rows - node_counts[-1]
+    return {n: _feeds(spec, n, context, max_nodes) for n in node_counts}
 
 
 def _feeds(spec: GraphSpec, num: int, context: int, max_nodes: int) -> dict[str, np.ndarray]:

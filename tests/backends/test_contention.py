@@ -33,6 +33,14 @@ def test_the_share_counts_all_threads_since_the_clock_was_made(proc: Path) -> No
     assert clock.share() == round(400 / 1300, 3)
 
 
+def test_threads_that_end_and_begin_meanwhile_hide_nothing_of_the_others(proc: Path) -> None:
+    clock = WaitClock()
+    (proc / "task" / "2" / "schedstat").unlink()  # as it is while a thread ends
+    write_task(proc / "task", "1", 1600, 800)  # 600 run, 300 waited
+    write_task(proc / "task", "3", 90, 10)
+    assert clock.share() == 0.31
+
+
 def test_time_that_a_hypervisor_took_counts_too(proc: Path) -> None:
     clock = WaitClock()
     write_task(proc / "task", "1", 2000, 500)
@@ -42,7 +50,8 @@ def test_time_that_a_hypervisor_took_counts_too(proc: Path) -> None:
 
 def test_a_kernel_that_does_not_count_gives_zero(proc: Path) -> None:
     clock = WaitClock()
-    (proc / "task" / "1" / "schedstat").unlink()
+    for name in "12":
+        (proc / "task" / name / "schedstat").unlink()
     (proc / "stat").unlink()
     assert clock.share() == 0.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from speccompile.backends import measuring
 from speccompile.backends.measuring import NODE_COUNTS
-from speccompile.backends.onnxruntime import tune
+from speccompile.backends.onnxruntime import adapt, tune
 from speccompile.backends.onnxruntime.engine import session_options
 from speccompile.errors import BuildError
 from speccompile.runtime.bundle import weights_beside
@@ -43,15 +43,15 @@ def test_a_record_of_another_cpu_is_measured_anew_once(
         calls.append(graph)
         return {"cpu": tune.cpu_name(), "threads": 2, "step_ms": {"1": 3.0}}
 
-    monkeypatch.setattr(tune, "measure_graph", measure)
+    monkeypatch.setattr(adapt, "measure_graph", measure)
     here = {"cpu": tune.cpu_name(), "threads": 1}
-    assert tune.adapt_tuning(path, spec, here) == here
-    assert tune.adapt_tuning(path, spec, {}) == {}
+    assert adapt.adapt_tuning(path, spec, here) == here
+    assert adapt.adapt_tuning(path, spec, {}) == {}
     elsewhere = {"cpu": "Z80 x1", "threads": 64}
-    assert tune.adapt_tuning(path, spec, elsewhere)["threads"] == 2
-    assert tune.adapt_tuning(path, spec, elsewhere)["step_ms"] == {"1": 3.0}
+    assert adapt.adapt_tuning(path, spec, elsewhere)["threads"] == 2
+    assert adapt.adapt_tuning(path, spec, elsewhere)["step_ms"] == {"1": 3.0}
     assert calls == [path]
-    assert tune.adapt_tuning(path, spec, elsewhere, others_bytes=7)["threads"] == 2 and calls == [path] * 2
+    assert adapt.adapt_tuning(path, spec, elsewhere, others_bytes=7)["threads"] == 2 and calls == [path] * 2
     next(tmp_path.glob("tuning/*.json")).unlink()
     (kept,) = tmp_path.glob("tuning/*.json")
     assert json.loads(kept.read_text())["threads"] == 2
@@ -113,9 +113,90 @@ def test_a_disturbed_record_is_measured_again_at_load_once_the_machine_is_quiet(
 ) -> None:
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
-    monkeypatch.setattr(tune, "is_machine_busy", lambda: is_busy)
+    monkeypatch.setattr(adapt, "is_machine_busy", lambda: is_busy)
     found = iter([disturbed(0.2, threads=2), disturbed(0.01, threads=4)])
-    monkeypatch.setattr(tune, "measure_graph", lambda *_, tries: next(found))
+    monkeypatch.setattr(adapt, "measure_graph", lambda *_, tries: next(found))
     built = disturbed(0.5)
-    threads = [tune.adapt_tuning(path, spec, built)["threads"] for _ in range(4)]
+    threads = [adapt.adapt_tuning(path, spec, built)["threads"] for _ in range(4)]
     assert threads == ([1, 1, 1, 1] if is_busy else [2, 4, 4, 4])
+
+
+class Ticking:
+    """An engine whose steps take so many seconds each, and the clock that tells it."""
+
+    def __init__(self, spec: Any, *seconds: float) -> None:
+        self.spec, self.max_rows, self.max_slots = spec, 64, 1
+        self.seconds, self.now, self.num_runs = list(seconds), 0.0, 0
+
+    def run(self, feeds: Any) -> None:
+        self.now += self.seconds[min(self.num_runs, len(self.seconds) - 1)]
+        self.num_runs += 1
+
+    def clock(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ms", "num_runs"),
+    [
+        ((9.0, 1.0), 1000.0, 7),  # long steps: six, and one before them
+        ((9.0, 0.005, 0.004, 0.003), 3.0, 1 + 16),  # 50 ms of short ones: 5 + 4 + 14 times 3
+        ((9.0, 1e-4), 0.1, 1 + measuring.MAX_REPEATS),
+        ((9.0, 7.0, 0.01, 0.01), 10.0, 7),  # one slow step is not typical
+    ],
+)
+def test_a_few_steps_tell_what_one_takes(compiled: Any, seconds: Any, ms: float, num_runs: int) -> None:
+    _, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
+    engine = Ticking(spec, *seconds)
+    assert measuring.typical_step_ms(engine, clock=engine.clock) == pytest.approx(ms)  # type: ignore[arg-type]
+    assert engine.num_runs == num_runs
+
+
+class Drift:
+    """A machine whose steps take `ms` now, and what is measured on it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ms: float, share: float = 0.0, is_busy: bool = False) -> None:
+        self.checked = self.measured = 0
+        self.ms, self.wait_share = ms, share
+        monkeypatch.setattr(adapt, "is_machine_busy", lambda: is_busy)
+        monkeypatch.setattr(adapt, "WaitClock", lambda: self)
+        monkeypatch.setattr(adapt, "typical_step_ms", self.check)
+        monkeypatch.setattr(adapt, "measure_graph", self.measure)
+
+    def share(self) -> float:
+        return self.wait_share
+
+    def check(self, engine: Any, others_bytes: int) -> float:
+        self.checked += 1
+        assert engine.session.get_session_options().intra_op_num_threads == 1  # the recorded choice
+        return self.ms
+
+    def measure(self, *_: Any, tries: int) -> dict[str, Any]:
+        self.measured += 1
+        return {"cpu": tune.cpu_name(), "threads": 2, "step_ms": {"1": self.ms}, "wait_share": 0.0}
+
+
+@pytest.mark.parametrize(("ms", "is_wrong"), [(3.0, False), (5.9, False), (1.6, False), (6.1, True), (1.4, True)])
+def test_a_record_is_compared_once_with_what_steps_take_now(
+    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ms: float, is_wrong: bool
+) -> None:
+    path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
+    machine, built = Drift(monkeypatch, ms), disturbed(0.0)
+    records = [adapt.adapt_tuning(path, spec, built) for _ in range(3)]
+    assert (machine.checked, machine.measured) == (1, int(is_wrong))
+    assert records == [records[0]] * 3 and records[0]["threads"] == (2 if is_wrong else 1)
+    assert built == disturbed(0.0)
+    adapt.adapt_tuning(path, spec, {**built, "step_ms": {"1": 3.0, "4": 5.0}})  # built again, measured again
+    assert machine.checked == 2
+
+
+@pytest.mark.parametrize(("share", "is_busy", "checked"), [(0.2, False, 3), (0.0, True, 0)])
+def test_a_record_is_not_judged_beside_other_work(
+    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, is_busy: bool, checked: int
+) -> None:
+    path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
+    machine, built = Drift(monkeypatch, 99.0, share, is_busy), disturbed(0.0)
+    assert [adapt.adapt_tuning(path, spec, built) for _ in range(3)] == [built] * 3
+    assert (machine.checked, machine.measured, list(tmp_path.iterdir())) == (checked, 0, [])

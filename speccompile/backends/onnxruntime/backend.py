@@ -152,8 +152,8 @@ class OnnxRuntimeBackend(Backend):
         threads: int | None = None,
         others_bytes: int = 0,
     ) -> dict[str, Any]:
-        """The record for this machine: see `speccompile.backends.onnxruntime.tune.adapt_tuning`."""
-        from speccompile.backends.onnxruntime.tune import adapt_tuning
+        """The record for this machine: see `speccompile.backends.onnxruntime.adapt.adapt_tuning`."""
+        from speccompile.backends.onnxruntime.adapt import adapt_tuning
 
         return adapt_tuning(path, spec, tuning, threads, others_bytes)
 

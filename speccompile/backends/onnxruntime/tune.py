@@ -7,9 +7,7 @@ one, and the first session of a process decides how denormals are treated.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import os
 import platform
 import subprocess
@@ -18,13 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from speccompile.backends.contention import WAIT_SHARE, WaitClock, is_disturbed, is_machine_busy
+from speccompile.backends.contention import WAIT_SHARE, WaitClock, is_disturbed
 from speccompile.backends.measuring import measure_steps, measured_sizes
 from speccompile.core.cores import num_usable_cores
 from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.errors import BuildError
-
-_log = logging.getLogger(__name__)
 
 TRIES = 3  # of a measurement that other work disturbs
 
@@ -86,52 +82,6 @@ def _measure_once(path: Path, spec: GraphSpec, threads: int | None, others_bytes
         raise BuildError(f"tuning {path}", f"exit code {done.returncode}: {tail}", "a measurement", "See the message.")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
-
-
-def adapt_tuning(
-    path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None, others_bytes: int = 0
-) -> dict[str, Any]:
-    """The tuning record for the machine at hand.
-
-    A record made on another CPU is measured anew, once: the result is kept in the user's cache folder
-    ($SPECCOMPILE_CACHE or ~/.cache/speccompile) by graph and CPU. So is one that was made beside other work, as soon
-    as the machine is quiet.
-
-    Args:
-        path: the lowered graph.
-        spec: its inputs and outputs.
-        tuning: the record in the bundle.
-        threads: measure with this many only.
-        others_bytes: see `measure_steps`.
-
-    Raises:
-        BuildError: see `measure_graph`.
-    """
-    cpu = cpu_name()
-    is_here = bool(tuning) and tuning.get("cpu") == cpu
-    if not tuning or (is_here and not is_disturbed(tuning)):
-        return dict(tuning)
-    digest = hashlib.sha256(path.read_bytes() + f"{cpu} {threads} {others_bytes}".encode()).hexdigest()[:32]
-    folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "tuning"
-    kept = folder / f"{digest}.json"
-    known: dict[str, Any] | None = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
-    if known is None and is_here:
-        known = dict(tuning)
-    if known is not None and (not is_disturbed(known) or is_machine_busy()):
-        return known
-    reason = "beside other work" if is_here else f"on another CPU ({tuning.get('cpu')})"
-    _log.log(
-        logging.INFO if is_here else logging.WARNING,
-        "%s was measured %s: it is measured again, once",
-        path.name,
-        reason,
-    )
-    record = measure_graph(path, spec, threads, others_bytes, tries=1)
-    folder.mkdir(parents=True, exist_ok=True)
-    fresh = kept.with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_text(json.dumps(record), encoding="utf-8")
-    fresh.replace(kept)
-    return record
 
 
 def _measure(path: Path, spec: GraphSpec, settings: Mapping[str, Any], others_bytes: int) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from speccompile.backends.kept_records import digest_of, keep, read_kept, record_file
 from speccompile.backends.measuring import measure_steps, measured_sizes
 from speccompile.backends.tensorrt.records import needs_registration, read_record
 from speccompile.core.specs import GraphSpec
@@ -57,20 +55,9 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict
     gpu = open_device(0).properties()["name"]
     if tuning.get("gpu") == gpu:
         return dict(tuning)
-    digest = hashlib.sha256(f"{_digest_of(path)} {gpu}".encode()).hexdigest()[:32]
-    folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "tuning"
-    kept = folder / f"{digest}.json"
-    if kept.exists():
-        record: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
-        return record
-    record = measure_plan(path, spec)
-    folder.mkdir(parents=True, exist_ok=True)
-    fresh = kept.with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_text(json.dumps(record), encoding="utf-8")
-    fresh.replace(kept)
+    kept = record_file(digest_of(path), gpu)
+    record = read_kept(kept)
+    if record is None:
+        record = measure_plan(path, spec)
+        keep(kept, record)
     return record
-
-
-def _digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning records that this machine has made, in the user's cache folder: $SPECCOMPILE_CACHE or ~/.cache/speccompile."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def record_file(*depends_on: object) -> Path:
+    """Returns the file of the record of a graph on this machine; any other text of the arguments has another file."""
+    digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]
+    folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile")
+    return folder / "tuning" / f"{digest}.json"
+
+
+def read_kept(file: Path) -> dict[str, Any] | None:
+    """Returns the record that was kept; None: there is none."""
+    if not file.exists():
+        return None
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return record
+
+
+def keep(file: Path, record: Mapping[str, Any]) -> None:
+    """Keeps a record; another process that reads meanwhile sees the old one or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_suffix(f".{os.getpid()}.tmp")
+    fresh.write_text(json.dumps(record), encoding="utf-8")
+    fresh.replace(file)
+
+
+def digest_of(path: Path) -> str:
+    """Returns the SHA-256 of a compiled graph, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tuning record of a bundle on the machine that loads it: used as it is, checked once, or measured anew."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from speccompile.backends.contention import MAX_WAIT_SHARE, WaitClock, is_disturbed, is_machine_busy
+from speccompile.backends.kept_records import digest_of, keep, read_kept, record_file
+from speccompile.backends.measuring import measured_sizes, typical_step_ms
+from speccompile.backends.onnxruntime.tune import cpu_name, measure_graph
+from speccompile.core.jobs import StepCosts
+from speccompile.core.specs import GraphSpec
+
+_log = logging.getLogger(__name__)
+
+# A step that now takes so many times longer or shorter than the record says: the record is of another state of the
+# machine. Not less, as neighbours that hold the memory bandwidth, which nothing here sees, were seen to make a step
+# 1.86 times longer (docs/benchmarks.md); a wrong number of threads costs about a factor of 2 and more.
+MAX_DRIFT = 2.0
+
+
+def adapt_tuning(
+    path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None, others_bytes: int = 0
+) -> dict[str, Any]:
+    """The tuning record for the machine at hand.
+
+    What is found out is kept in the user's cache folder by graph, record, CPU and version of ONNX Runtime; the bundle
+    stays as it is. The first load on a machine measures anew
+
+    - a record made on another CPU;
+    - one made beside other work, as soon as the machine is quiet;
+    - one whose steps take more than `MAX_DRIFT` times longer or shorter now, on a quiet machine.
+
+    Threads and step times are measured; the kernel form was chosen by the build and is part of the graph.
+
+    Args:
+        path: the lowered graph.
+        spec: its inputs and outputs.
+        tuning: the record in the bundle.
+        threads: measure with this many only.
+        others_bytes: see `measure_steps`.
+
+    Raises:
+        BuildError: see `measure_graph`.
+        BundleError: the graph cannot be opened.
+    """
+    import onnxruntime
+
+    if not tuning:
+        return {}
+    cpu, built = cpu_name(), json.dumps(tuning, sort_keys=True)
+    kept = record_file(digest_of(path), cpu, onnxruntime.__version__, threads, others_bytes, built)
+    known = read_kept(kept)
+    record = dict(tuning) if known is None and tuning.get("cpu") == cpu else known
+    level, reason = logging.INFO, "was measured beside other work"
+    if record is None:
+        level, reason = logging.WARNING, f"was measured on another CPU ({tuning.get('cpu')})"
+    elif known is not None and not is_disturbed(known):
+        return known
+    elif is_machine_busy():
+        return record
+    elif not is_disturbed(record):
+        recorded_ms, ms = StepCosts.from_json(record).ms(1), _step_ms_now(path, spec, record, others_bytes)
+        if ms is None or recorded_ms == 0:
+            return record
+        if 1 / MAX_DRIFT <= ms / recorded_ms <= MAX_DRIFT:
+            keep(kept, record)
+            return record
+        reason = f"has {recorded_ms:.3f} ms for a step that takes {ms:.3f} ms now"
+    _log.log(level, "%s %s: it is measured again, once", path.name, reason)
+    fresh = measure_graph(path, spec, threads, others_bytes, tries=1)
+    keep(kept, fresh)
+    return fresh
+
+
+def _step_ms_now(path: Path, spec: GraphSpec, record: Mapping[str, Any], others_bytes: int) -> float | None:
+    """Milliseconds of a step of one node with the recorded threads; None where other work held the CPUs meanwhile."""
+    from speccompile.backends.onnxruntime.engine import load_engine
+
+    max_slots, max_rows = measured_sizes(spec)
+    engine = load_engine(path, spec, max_slots=max_slots, max_rows=max_rows, settings=record)
+    clock = WaitClock()
+    ms = typical_step_ms(engine, others_bytes)
+    return ms if clock.share() <= MAX_WAIT_SHARE else None
