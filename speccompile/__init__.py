@@ -26,7 +26,7 @@ __all__ = [
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
-    from speccompile.core.sampling import SamplingParams
+    from speccompile.core.sampling_params import SamplingParams
     from speccompile.errors import SpecCompileError
     from speccompile.pipeline import build
     from speccompile.recipe import find_device, load_recipe, resolve
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Bundle": "speccompile.runtime.bundle",
     "Generation": "speccompile.runtime.engine",
-    "SamplingParams": "speccompile.core.sampling",
+    "SamplingParams": "speccompile.core.sampling_params",
     "SpecCompileError": "speccompile.errors",
     "SpecEngine": "speccompile.runtime.engine",
     "build": "speccompile.pipeline",

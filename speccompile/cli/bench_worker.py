@@ -19,7 +19,7 @@ Decode = Callable[[list[int], int], dict[str, Any]]
 
 
 def _speccompile(job: dict[str, Any]) -> Decode:
-    from speccompile.core.sampling import SamplingParams
+    from speccompile.core.sampling_params import SamplingParams
     from speccompile.runtime.engine import load
 
     speculative = job["mode"] == "speculative"

@@ -13,14 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speccompile.cli.options import MAX_THREADS, check_sampling, usable_threads
+from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.output import print_warning
 from speccompile.cli.progress import open_display
 from speccompile.cli.prompts import Request, check_results, read_requests, write_results
+from speccompile.cli.sampling_options import check_sampling, with_sampling_options
 from speccompile.errors import RuntimeFault
 
 if TYPE_CHECKING:
-    from speccompile.core.sampling import SamplingParams
+    from speccompile.core.sampling_params import SamplingParams
     from speccompile.runtime.slots import Step
     from speccompile.runtime.spec_engine import Generation, SpecEngine, Stream
     from speccompile.runtime.text import TextSink
@@ -30,23 +31,15 @@ STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": 
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command(name="generate")(generate_command)
+    app.command(name="generate")(with_sampling_options(generate_command))
 
 
 def generate_command(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="One prompt.")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with one JSON object a line.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens to emit.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Keep the k most probable tokens; 0 is off.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the smallest set with this mass; 1 is off.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Keep tokens this near to the likeliest; 0 is off.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="On tokens of prompt and text; 1 is off.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="On tokens that the text has; 0 is off.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="As often as the text has them; 0 is off.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
+    *,
+    sampling: dict[str, Any],
     stats: Annotated[bool, typer.Option("--stats", help="Print counts and times.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without drafts.")] = False,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write results to this file; - is stdout.")] = None,
@@ -64,20 +57,7 @@ def generate_command(
     """
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either --prompt or --prompts")
-    flags = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "seed": seed,
-        "stop": tuple(stop) if stop else None,
-    }
-    given: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
-    check_sampling(given)
+    check_sampling(sampling)
     check_results(json_out)
     requests = [Request(prompt, {})] if prompt is not None else read_requests(prompts or Path())
     from speccompile.runtime.engine import load
@@ -86,9 +66,9 @@ def generate_command(
     if batch_size is not None and batch_size > engine.context.max_slots:
         expected = f"at most {engine.context.max_slots}, the bundle's engine.max_batch_size"
         raise typer.BadParameter(f"got {batch_size}; expected {expected}", param_hint="--batch-size")
-    defaults = replace(engine.defaults, **given)
-    sampling = [_sampling(index, defaults, request) for index, request in enumerate(requests)]
-    results = _generate(engine, requests, sampling, not plain, batch_size, json_out)
+    defaults = replace(engine.defaults, **sampling)
+    params = [_sampling(index, defaults, request) for index, request in enumerate(requests)]
+    results = _generate(engine, requests, params, not plain, batch_size, json_out)
     if json_out is not None:
         write_results(json_out, [result.json_from_generation() for result in results])
         if str(json_out) != "-":

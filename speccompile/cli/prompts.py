@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speccompile.core.sampling_params import SAMPLING_PARAMETERS
+from speccompile.core.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
 from speccompile.errors import BuildError, RuntimeFault
 
 
@@ -44,6 +46,18 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _tokens(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise ValueError("a list of token ids")
+    return tuple(_whole(token) for token in value)
+
+
 def _biases(value: Any) -> dict[int, float]:
     """JSON has no numbers as keys: token ids are strings of digits, as in the OpenAI API."""
     if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
@@ -51,18 +65,13 @@ def _biases(value: Any) -> dict[int, float]:
     return {int(token): _number(bias) for token, bias in value.items()}
 
 
-READERS: Mapping[str, Callable[[Any], Any]] = {
-    "seed": _whole,
-    "temperature": _number,
-    "top_k": _whole,
-    "top_p": _number,
-    "min_p": _number,
-    "repetition_penalty": _number,
-    "presence_penalty": _number,
-    "frequency_penalty": _number,
-    "logit_bias": _biases,
-    "max_new_tokens": _whole,
-    "stop": _stops,
+_READERS: Mapping[Kind, Callable[[Any], Any]] = {
+    INTEGER: _whole,
+    NUMBER: _number,
+    STRINGS: _stops,
+    BIASES: _biases,
+    FLAG: _truth,
+    TOKENS: _tokens,
 }
 
 
@@ -97,10 +106,10 @@ def _read_line(where: str, line: str) -> Request:
     if not isinstance(prompt, str) and not is_ids:
         raise RuntimeFault(where, line[:60], "an object with `prompt`, a text or token ids", todo)
     overrides = {}
-    for key, read in READERS.items():
-        if data.get(key) is not None:
+    for key, declared in SAMPLING_PARAMETERS.items():
+        if declared.in_prompts and data.get(key) is not None:
             try:
-                overrides[key] = read(data[key])
+                overrides[key] = _READERS[declared.kind](data[key])
             except ValueError as fault:
                 raise RuntimeFault(f"{where} ({key})", repr(data[key]), str(fault), todo) from fault
     return Request(prompt, overrides)

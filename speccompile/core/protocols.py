@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
-from speccompile.core.sampling import SamplingParams
+from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import GraphSpec
 from speccompile.core.tree import Floats, Ints, TokenTree
 

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from speccompile.core.parameters import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind, parameter, parameters
+from speccompile.core.sampling_params import COLDEST, SamplingParams
 from speccompile.core.tree import Floats, Ints, TokenTree
-from speccompile.errors import RuntimeFault
 
 Words = NDArray[np.uint64]
 
@@ -22,11 +19,7 @@ DRAFT_LANE = 2  # the draft's own draw
 SIBLING_LANE = 16
 DRAFT_SIBLING_LANE = 1 << 20  # the draft's draws of later siblings: this + rank
 
-# Below it a slot is greedy. Logits differ by more than this, so the law is the same; a logit below 2^63 stays finite.
-COLDEST = 2.0**-64
-_HOTTEST = 1e30  # every token is as likely as any other there; 1 / temperature must not underflow
 _LEAST_TOP_P = 1e-30  # the likeliest token alone; a smaller one could be 0 in float32
-MAX_TOP_K = 2**31 - 1  # far above any vocabulary
 
 # Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
@@ -34,167 +27,6 @@ _KEY_STEPS = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
 _NUM_ROUNDS = 10
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """What one request asks of decoding.
-
-    Each field is declared once, with its range: the recipe's `decoding` section derives from here.
-    Ranges and meanings of the penalties are those of the OpenAI API and of vLLM, see `runtime.logits_processors`.
-
-    Args:
-        max_new_tokens: upper bound of tokens to emit.
-        temperature: 0 = greedy; below 2**-64 it becomes 0, above 1e30 it becomes 1e30: float32 holds no more.
-        top_k: keep the k most probable tokens, at most 2**31 - 1; 0 = off.
-        top_p: keep the smallest set of tokens with this mass; 1 = off.
-        seed: 0 to 2**64 - 1. The same seed gives the same text in any batch composition.
-        min_p: keep the tokens that are at least this times as probable as the likeliest; 0 = off.
-        repetition_penalty: divides the positive logits of tokens of prompt and text, multiplies the negative ones;
-            1 = off.
-        presence_penalty: taken off the logit of each token that the text has; 0 = off.
-        frequency_penalty: taken off the logit of each token as often as the text has it; 0 = off.
-        logit_bias: added to logits, as (token, bias) pairs or as a mapping, which becomes pairs in order of tokens.
-        stop: end the text before the first of these strings.
-        stop_token_ids: end at these tokens, besides the model's own.
-        ignore_eos: do not end at the model's own end-of-sequence tokens.
-
-    Raises:
-        RuntimeFault: a value is out of range, or of another type.
-    """
-
-    max_new_tokens: int = parameter(
-        128, INTEGER, "at least 1", ge=1, in_recipe=True, description="Most tokens to emit."
-    )
-    temperature: float = parameter(
-        0.0, NUMBER, "0 (greedy) or above", ge=0.0, lt=float("inf"), in_recipe=True, description="0 is greedy."
-    )
-    top_k: int = parameter(
-        0,
-        INTEGER,
-        "0 (off) or above, at most 2**31 - 1",
-        ge=0,
-        le=MAX_TOP_K,
-        in_recipe=True,
-        description="Keep the k most probable tokens; 0 is off.",
-    )
-    top_p: float = parameter(
-        1.0,
-        NUMBER,
-        "above 0, at most 1 (off)",
-        gt=0.0,
-        le=1.0,
-        in_recipe=True,
-        description="Keep the smallest set with this mass; 1 is off.",
-    )
-    seed: int = parameter(
-        0, INTEGER, "0 to 2**64 - 1", ge=0, lt=2**64, in_recipe=True, description="Same seed, same text."
-    )
-    min_p: float = parameter(
-        0.0,
-        NUMBER,
-        "0 (off) to 1",
-        ge=0.0,
-        le=1.0,
-        in_recipe=True,
-        description="Keep tokens this near to the likeliest; 0 is off.",
-    )
-    repetition_penalty: float = parameter(
-        1.0,
-        NUMBER,
-        "above 0",
-        gt=0.0,
-        lt=float("inf"),
-        in_recipe=True,
-        description="Above 1: tokens of prompt and text become less likely; 1 is off.",
-    )
-    presence_penalty: float = parameter(
-        0.0,
-        NUMBER,
-        "-2 to 2",
-        ge=-2.0,
-        le=2.0,
-        in_recipe=True,
-        description="Taken off the logits of tokens that the text has; 0 is off.",
-    )
-    frequency_penalty: float = parameter(
-        0.0,
-        NUMBER,
-        "-2 to 2",
-        ge=-2.0,
-        le=2.0,
-        in_recipe=True,
-        description="Taken off as often as the text has the token; 0 is off.",
-    )
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    stop: tuple[str, ...] = parameter((), STRINGS, in_recipe=True, description="End the text before these strings.")
-    stop_token_ids: tuple[int, ...] = parameter((), TOKENS)
-    ignore_eos: bool = parameter(False, FLAG)
-
-    def __post_init__(self) -> None:
-        bias = self._pairs()
-        declared = parameters(type(self))
-        for name, rule in declared.items():
-            if rule.kind is not None:
-                self._set(name, _converted(name, getattr(self, name), rule.kind))
-        self._set("logit_bias", bias)
-        for name, rule in declared.items():
-            if not rule.contains(getattr(self, name)):
-                raise _refusal(name, getattr(self, name), rule.expected)
-        if not all(t >= 0 and -100 <= b <= 100 for t, b in bias):
-            raise _refusal("logit_bias", bias, "token ids, biases of -100 to 100")
-        if not all(self.stop):
-            raise _refusal("stop", self.stop, STRINGS.expected)
-        self._set("temperature", min(self.temperature, _HOTTEST) if self.temperature >= COLDEST else 0.0)
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
-    def _pairs(self) -> tuple[tuple[int, float], ...]:
-        """The biases in order of tokens; a token that is named twice keeps its last."""
-        given = self.logit_bias
-        try:
-            pairs = given.items() if isinstance(given, Mapping) else given
-            named = {int(token): float(bias) for token, bias in pairs}
-        except (TypeError, ValueError, OverflowError) as fault:
-            raise _refusal("logit_bias", given, "(token id, bias) pairs, or a mapping") from fault
-        return tuple(sorted(named.items()))
-
-    @property
-    def is_greedy(self) -> bool:
-        """True when no random number is needed."""
-        return self.temperature == 0.0
-
-    @property
-    def is_shaped(self) -> bool:
-        """True when the law needs more than temperature, top-k and top-p: see `runtime.logits_processors`."""
-        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
-        return any(penalties) or bool(self.logit_bias) or (self.min_p > 0 and not self.is_greedy)
-
-
-def _converted(name: str, value: Any, kind: Kind) -> object:
-    """Returns the value in the type of its field.
-
-    Raises:
-        RuntimeFault: it is of another type.
-    """
-    try:
-        return kind.convert(value)
-    except (TypeError, ValueError, OverflowError) as fault:
-        raise _refusal(name, value, kind.expected) from fault
-
-
-def _refusal(name: str, value: object, expected: str) -> RuntimeFault:
-    return RuntimeFault(f"SamplingParams.{name}", _shown(value), expected, "Correct the request.")
-
-
-def _shown(value: object) -> str:
-    """The value as an error message shows it: whatever it is, and not at any length."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no integer of more than 4300 digits
-        return "a number of thousands of digits"
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def warp_inputs(params: Sequence[SamplingParams]) -> tuple[Floats, Ints, Floats]:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from speccompile.core.sampling import COLDEST, warp
+from speccompile.core.sampling import warp
+from speccompile.core.sampling_params import COLDEST
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P, TensorSpec
 from speccompile.core.tree import Floats, Ints
 from speccompile.ops.laws import ROWS

@@ -16,7 +16,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
 from speccompile.core import registry
 from speccompile.core.parameters import Parameter, parameters
-from speccompile.core.sampling import SamplingParams
+from speccompile.core.sampling_params import SamplingParams
+from speccompile.core.surfaces import sampling_parameters
 from speccompile.recipe.training import TrainingSection
 
 Quantization = Literal["none", "int8", "int4", "fp8"]
@@ -77,7 +78,7 @@ def decoding_section(params: type[SamplingParams] = SamplingParams) -> type[Sect
     Args:
         params: where they are declared.
     """
-    declared = {name: p for name, p in parameters(params).items() if p.in_recipe}
+    declared = {name: p for name, p in sampling_parameters(params).items() if p.in_recipe}
     doc = "Defaults of a request; each can be overridden by the request."
     section: type[Section] = _section("DecodingSection", doc, _declared_fields(params, declared))
     return section

@@ -13,7 +13,7 @@ from speccompile.core import registry
 from speccompile.core.cores import num_usable_cores
 from speccompile.core.jobs import AS_TARGET, DecoderOptions, GraphJob, TargetOutputs
 from speccompile.core.parameters import parameters
-from speccompile.core.sampling import SamplingParams
+from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import EngineSection, Recipe, backend_config
 
@@ -110,7 +110,7 @@ class BuildPlan:
 
     def _decoding_keys(self) -> dict[str, Any]:
         """The sampling parameters that a recipe has."""
-        keys = {name: getattr(self.decoding, name) for name, p in parameters(SamplingParams).items() if p.in_recipe}
+        keys = {name: getattr(self.decoding, name) for name, p in SAMPLING_PARAMETERS.items() if p.in_recipe}
         return dict(json.loads(json.dumps(keys)))
 
 

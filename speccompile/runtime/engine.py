@@ -14,7 +14,7 @@ from speccompile.core import registry
 from speccompile.core.cores import num_usable_cores
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine
-from speccompile.core.sampling import SamplingParams
+from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tokenizer_file import load_tokenizer
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.bundle import TARGET, Bundle, check_files, read_bundle, weights_beside
@@ -210,6 +210,6 @@ def _defaults(decoding: Mapping[str, Any]) -> SamplingParams:
     given = {key: value for key, value in decoding.items() if key in known and value is not None}
     check_fields("recipe.decoding", SamplingParams, given)
     try:
-        return SamplingParams(**{**given, "stop": tuple(given.get("stop", ()))})
+        return SamplingParams(**given)
     except (RuntimeFault, TypeError, ValueError) as fault:
         raise BundleError("recipe.decoding", str(fault), "defaults of a request", "Build the bundle again.") from fault

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.sampling import SamplingParams, warp
+from speccompile.core.sampling import warp
+from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tree import Floats, Ints
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from speccompile.core.sampling import SamplingParams
+from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 
 Speculation = Literal["auto", "on", "off"]

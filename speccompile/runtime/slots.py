@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core import sampling as laws
-from speccompile.core.sampling import DRAFT_SIBLING_LANE, SIBLING_LANE, SamplingParams, uniforms, warp_inputs
+from speccompile.core.sampling import DRAFT_SIBLING_LANE, SIBLING_LANE, uniforms, warp_inputs
+from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.runtime.faults import FAULTS, text_from_fault

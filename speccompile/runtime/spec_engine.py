@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Proposer
-from speccompile.core.sampling import SamplingParams
+from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.bundle import Bundle
 from speccompile.runtime.loop import decode

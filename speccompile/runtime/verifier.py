@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
 from speccompile.core.protocols import Engine, Outputs
-from speccompile.core.sampling import SamplingParams
+from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import (
     DRAFT_PROBS,
     LENGTHS,

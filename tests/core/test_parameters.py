@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 from pydantic import ValidationError
 
-from speccompile.core.parameters import INTEGER, NUMBER, parameter, parameters
 from speccompile.core.sampling import SamplingParams
+from speccompile.core.surfaces import INTEGER, NUMBER, sampling_parameter, sampling_parameters
 from speccompile.errors import RuntimeFault
 from speccompile.recipe.models import DecodingSection, decoding_section
 
@@ -16,8 +16,8 @@ from speccompile.recipe.models import DecodingSection, decoding_section
 class ToyParams(SamplingParams):
     """The sampling parameters with two more."""
 
-    toy: float = parameter(0.5, NUMBER, "0 to below 1", ge=0.0, lt=1.0, in_recipe=True, description="A toy.")
-    hidden_toy: int = parameter(1, INTEGER, "above 0", gt=0)
+    toy: float = sampling_parameter(0.5, NUMBER, "0 to below 1", "A toy.", ge=0.0, lt=1.0)
+    hidden_toy: int = sampling_parameter(1, INTEGER, "above 0", gt=0, in_recipe=False)
 
 
 def test_a_new_parameter_is_checked_and_is_a_recipe_key_by_its_declaration_alone():
@@ -37,7 +37,7 @@ def test_a_new_parameter_is_checked_and_is_a_recipe_key_by_its_declaration_alone
 def edges():
     """Each bound of a recipe's parameter: (name, the bound, a step outwards, whether the bound is in the range)."""
     found = []
-    for name, p in parameters(SamplingParams).items():
+    for name, p in sampling_parameters(SamplingParams).items():
         step = 1 if p.kind is INTEGER else 0.25
         for bound, sign, is_in in ((p.ge, -1, True), (p.gt, -1, False), (p.le, 1, True), (p.lt, 1, False)):
             if bound is not None and p.in_recipe:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from speccompile.core.sampling import COLDEST
+from speccompile.core.sampling_params import COLDEST
 from speccompile.core.specs import TensorSpec
 from speccompile.core.tree import Floats, Ints
 from speccompile.ops.laws import DRAW, ROWS

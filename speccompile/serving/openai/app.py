@@ -139,9 +139,10 @@ async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
         ApiError: it is not what the API takes.
     """
     try:
-        return kind.model_validate_json(await http.body())
+        body: Body = kind.model_validate_json(await http.body())
     except ValidationError as fault:
         raise error_from_validation(fault) from fault
+    return body
 
 
 def api_routes(server: OpenAIServer) -> APIRouter:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Busy, Piece
 
@@ -18,7 +19,11 @@ RETRY_AFTER_S = 1  # a queue place comes free with every request that ends
 
 # What the runtime calls it, and what the request called it.
 _PARAMS: Mapping[str, str] = {
-    "SamplingParams.max_new_tokens": "max_tokens",
+    **{
+        f"SamplingParams.{name}": declared.body.name or name
+        for name, declared in SAMPLING_PARAMETERS.items()
+        if declared.body is not None
+    },
     "Request.num_outputs": "n",
 }
 _COUNT = re.compile(r"\d+ tokens")

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from speccompile.core.sampling_params import SAMPLING_PARAMETERS
+from speccompile.core.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, BodyField, Kind
 from speccompile.runtime.requests import Speculation
 from speccompile.serving.openai.neutral import (
     BODY,
@@ -25,8 +27,14 @@ from speccompile.serving.openai.neutral import (
 )
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0)]
+_TYPES: Mapping[Kind, Any] = {
+    INTEGER: int,
+    NUMBER: float,
+    STRINGS: str | list[str],
+    TOKENS: list[TokenId],
+    BIASES: dict[str, Bias],
+}
 
 
 class _Body(BaseModel):
@@ -47,29 +55,39 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
-class Sampled(_Body):
-    """What completions and chat completions have in common. None: the bundle's default."""
+def _sampling_field(kind: Kind, field: BodyField) -> tuple[Any, Any]:
+    """The type and the field of a sampling parameter. None, and a false flag: the bundle's default."""
+    if kind is FLAG:
+        return bool, Field(False, description=field.description or None)
+    bounds: dict[str, Any] = {"ge": field.ge, "le": field.le}
+    given = {name: bound for name, bound in bounds.items() if bound is not None}
+    kind_type: Any = _TYPES[kind]
+    if given:
+        kind_type = Annotated[kind_type, Field(**given)]
+    return kind_type | None, Field(None, description=field.description or None)
+
+
+def _sampling_fields() -> Any:
+    fields: dict[str, Any] = {
+        declared.body.name or name: _sampling_field(declared.kind, declared.body)
+        for name, declared in SAMPLING_PARAMETERS.items()
+        if declared.body is not None
+    }
+    return create_model("_SamplingFields", __base__=_Body, __module__=__name__, **fields)
+
+
+_SamplingFields: Any = _sampling_fields()
+
+
+class Sampled(_SamplingFields):  # type: ignore[misc]
+    """What completions and chat completions have in common: the sampling parameters, and these fields."""
 
     neutral: ClassVar = BODY
 
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     n: int = 1
-    stop: str | list[str] | None = None
-    seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    logit_bias: dict[str, Bias] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    # As vLLM names them.
-    top_k: int | None = Field(None, ge=-1, description="-1 and 0: off.")
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool = False
     # Our own.
     speculation: Speculation = Field("auto", description="on, off, or auto: as the server was started.")
     timeout_s: float | None = Field(None, gt=0, description="Seconds until the request is given up.")
@@ -126,6 +144,7 @@ class ChatBody(Sampled):
     neutral: ClassVar = CHAT
 
     messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = None  # the same by its older name
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

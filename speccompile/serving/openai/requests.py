@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from speccompile.core.sampling import SamplingParams
+from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
+from speccompile.core.surfaces import BIASES, FLAG, STRINGS, Kind
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Request
 from speccompile.runtime.spec_engine import SpecEngine
@@ -33,26 +34,28 @@ def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParam
     Raises:
         ApiError: a value is out of range.
     """
-    given: dict[str, Any] = {
-        "max_new_tokens": body.max_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": None if body.top_k is None else max(body.top_k, 0),
-        "min_p": body.min_p,
-        "repetition_penalty": body.repetition_penalty,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "stop": (body.stop,) if isinstance(body.stop, str) else None if body.stop is None else tuple(body.stop),
-        "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
-        "ignore_eos": body.ignore_eos or None,
-        "logit_bias": None if not body.logit_bias else _biases(body.logit_bias),
-        # A negative seed is as good as any: its two's complement.
-        "seed": secrets.randbits(63) if body.seed is None else body.seed & (2**64 - 1),
-    }
+    given: dict[str, Any] = {}
+    for name, declared in SAMPLING_PARAMETERS.items():
+        if declared.body is not None:
+            value = _value(getattr(body, declared.body.name or name), declared.kind)
+            if value is not None:
+                given[name] = declared.body.convert(value)
+    given.setdefault("seed", secrets.randbits(63))
     try:
-        return replace(defaults, **{name: value for name, value in given.items() if value is not None})
+        return replace(defaults, **given)
     except RuntimeFault as fault:
         raise error_from_fault(fault) from fault
+
+
+def _value(value: Any, kind: Kind) -> Any:
+    """A field's value in its parameter's type; None where the bundle's default holds."""
+    if kind is BIASES:
+        return _biases(value) if value else None
+    if kind is FLAG:
+        return value or None
+    if kind is STRINGS and isinstance(value, str):
+        return (value,)
+    return value
 
 
 def _biases(biases: dict[str, float]) -> dict[int, float]:

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.sampling import SamplingParams
+from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
+from speccompile.core.surfaces import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Request
 from speccompile.serving.triton.contract import (
@@ -21,25 +22,14 @@ from speccompile.serving.triton.contract import (
     INPUT_IDS,
     INPUT_LENGTHS,
     OUTPUT_IDS,
+    SAMPLING,
     SEQUENCE_LENGTH,
     SYNONYMS,
     TEXT_INPUT,
 )
 from speccompile.serving.triton.old_rules import Arrays, check_old_inputs, old_sampling, words_from_lists
 
-# Inputs that are fields of SamplingParams, under the field's name.
-_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "max_tokens": ("max_new_tokens", int),
-    "temperature": ("temperature", float),
-    "top_k": ("top_k", int),
-    "top_p": ("top_p", float),
-    "min_p": ("min_p", float),
-    "repetition_penalty": ("repetition_penalty", float),
-    "presence_penalty": ("presence_penalty", float),
-    "frequency_penalty": ("frequency_penalty", float),
-    "seed": ("seed", int),
-    "ignore_eos": ("ignore_eos", bool),
-}
+_Row = Mapping[str, NDArray[Any]]
 
 
 class Decoder(Protocol):
@@ -164,15 +154,20 @@ def _renamed(arrays: Arrays) -> dict[str, NDArray[Any]]:
     return found
 
 
-def _row(row: Mapping[str, NDArray[Any]], rules: Rules) -> tuple[Request, bool, bool]:
+def _row(row: _Row, rules: Rules) -> tuple[Request, bool, bool]:
     prompt = _prompt(row)
-    given = {field_name: read(_one(row, name)) for name, (field_name, read) in _FIELDS.items() if name in row}
+    given = {
+        name: _READERS[declared.kind](row, SAMPLING[name].name)
+        for name, declared in SAMPLING_PARAMETERS.items()
+        if name in SAMPLING and SAMPLING[name].name in row
+    }
     if "embedding_bias" in row:
         bias = row["embedding_bias"].reshape(-1)
         given["logit_bias"] = {int(token): float(bias[token]) for token in np.flatnonzero(bias)}
     ends = {} if "end_id" not in row else _ends(int(_one(row, "end_id")), rules.eos_token_ids)
-    stops = {"stop": stop} if (stop := _stops(row, rules.tokenizer)) is not None else {}
-    fields = {**(old_sampling(given) if rules.is_old else given), **ends, **stops}
+    if "stop_words_list" in row:
+        given["stop"] = _joined(given.get("stop", ()), words_from_lists(row["stop_words_list"]), rules.tokenizer)
+    fields = {**(old_sampling(given) if rules.is_old else given), **ends}
     limit = float(_one(row, "timeout_s")) if "timeout_s" in row else None
     request = Request(
         prompt=prompt,
@@ -187,14 +182,14 @@ def _row(row: Mapping[str, NDArray[Any]], rules: Rules) -> tuple[Request, bool, 
     return request, "stream" in row and bool(_one(row, "stream")), echoes
 
 
-def _one(row: Mapping[str, NDArray[Any]], name: str) -> Any:
+def _one(row: _Row, name: str) -> Any:
     values = row[name].reshape(-1)
     if len(values) != 1:
         raise RuntimeFault(name, f"shape {list(row[name].shape)}", "one value", "Correct the request.")
     return values[0]
 
 
-def _prompt(row: Mapping[str, NDArray[Any]]) -> str | list[int]:
+def _prompt(row: _Row) -> str | list[int]:
     text, ids = row.get(TEXT_INPUT.name), row.get(INPUT_IDS.name)
     if (text is None) == (ids is None):
         got = "neither" if text is None else "both"
@@ -230,20 +225,21 @@ def _ends(end_id: int, eos_token_ids: Collection[int]) -> dict[str, Any]:
     return {"ignore_eos": True, "stop_token_ids": (end_id,) if end_id >= 0 else ()}
 
 
-def _stops(row: Mapping[str, NDArray[Any]], tokenizer: Decoder | None) -> tuple[str, ...] | None:
-    """Stop strings; None where the request has none of the inputs. Empty ones, which old clients send, are none."""
-    if "stop_words" not in row and "stop_words_list" not in row:
-        return None
-    words = [_text(word, "stop_words") for word in row["stop_words"].reshape(-1)] if "stop_words" in row else []
-    if "stop_words_list" in row:
-        lists = words_from_lists(row["stop_words_list"])
-        if lists and tokenizer is None:
-            raise RuntimeFault("stop_words_list", "words", "a bundle with a tokenizer", "Use end_id.")
-        words += [tokenizer.decode(ids) for ids in lists if tokenizer is not None]
+def _texts(row: _Row, name: str) -> tuple[str, ...]:
+    """Each text once. Empty ones, which old clients send, are none."""
+    words = [_text(word, name) for word in row[name].reshape(-1)]
     return tuple(dict.fromkeys(word for word in words if word))
 
 
-def _speculation(row: Mapping[str, NDArray[Any]], default: str) -> str:
+def _joined(words: Sequence[str], lists: Sequence[list[int]], tokenizer: Decoder | None) -> tuple[str, ...]:
+    """Stop strings, and those that came as token ids."""
+    if lists and tokenizer is None:
+        raise RuntimeFault("stop_words_list", "words", "a bundle with a tokenizer", "Use end_id.")
+    decoded = [tokenizer.decode(ids) for ids in lists if tokenizer is not None]
+    return tuple(dict.fromkeys(word for word in (*words, *decoded) if word))
+
+
+def _speculation(row: _Row, default: str) -> str:
     if "speculation" in row:
         return _text(_one(row, "speculation"), "speculation")
     if "num_draft_tokens" in row:
@@ -251,9 +247,7 @@ def _speculation(row: Mapping[str, NDArray[Any]], default: str) -> str:
     return default
 
 
-def _wanted(
-    row: Mapping[str, NDArray[Any]], requested: Collection[str], known: Collection[str], is_one: bool
-) -> frozenset[str]:
+def _wanted(row: _Row, requested: Collection[str], known: Collection[str], is_one: bool) -> frozenset[str]:
     """Names of the outputs to send: those the client names, or those that its flags and prompt ask for."""
     if set(requested) != set(known):
         return frozenset(requested)
@@ -263,3 +257,12 @@ def _wanted(
     if is_one:
         unasked |= {tensor.name for tensor in INDEXES}
     return frozenset(known) - unasked
+
+
+_READERS: Mapping[Kind, Callable[[_Row, str], Any]] = {
+    INTEGER: lambda row, name: int(_one(row, name)),
+    NUMBER: lambda row, name: float(_one(row, name)),
+    FLAG: lambda row, name: bool(_one(row, name)),
+    STRINGS: _texts,
+    TOKENS: lambda row, name: tuple(int(token) for token in row[name].reshape(-1)),
+}

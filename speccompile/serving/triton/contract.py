@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names, dtypes and dims of every input and output that our Triton models have, declared once.
 
+The inputs of sampling parameters are declared with these, see `core.sampling_params`.
 The names of the `trtllm` layout are those that clients of the removed TensorRT-LLM engine backend send and read.
 Dims leave out the batch dim, which Triton puts in front where `max_batch_size` is above 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+from speccompile.core.sampling_params import SAMPLING_PARAMETERS
+from speccompile.core.surfaces import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind, TensorInput
 
 TRITON_TYPES = {
     "string": "TYPE_STRING",
@@ -48,20 +53,35 @@ TEXT_INPUT = Tensor("text_input", "string")
 INPUT_IDS = Tensor("input_ids", "int32", (-1,))
 INPUT_LENGTHS = Tensor("input_lengths", "int32")
 
+_BY_KIND: Mapping[Kind, tuple[str, tuple[int, ...]]] = {
+    INTEGER: ("int32", (1,)),
+    NUMBER: ("float32", (1,)),
+    FLAG: ("bool", (1,)),
+    STRINGS: ("string", (-1,)),
+    TOKENS: ("int32", (-1,)),
+}
+_DECLARED = {
+    name: (declared.kind, declared.tensor)
+    for name, declared in SAMPLING_PARAMETERS.items()
+    if declared.tensor is not None
+}
+
+
+def _sampling_input(name: str, kind: Kind, given: TensorInput) -> Tensor:
+    dtype, dims = _BY_KIND[kind]
+    return Tensor(given.name or name, given.dtype or dtype, dims)
+
+
+# Sampling parameter -> its input.
+SAMPLING = {name: _sampling_input(name, kind, given) for name, (kind, given) in _DECLARED.items()}
+# Second name of an input -> the input.
+_SECOND = {given.second_name: SAMPLING[name] for name, (_, given) in _DECLARED.items() if given.second_name}
 # What a request may say about decoding, in every text model.
 _DECODING = (
-    Tensor("max_tokens", "int32"),
+    *SAMPLING.values(),
+    *(replace(tensor, name=name) for name, tensor in _SECOND.items()),
     Tensor("num_return_sequences", "int32"),
-    Tensor("stop_words", "string", (-1,)),
     Tensor("end_id", "int32"),
-    Tensor("temperature", "float32"),
-    Tensor("top_k", "int32"),
-    Tensor("top_p", "float32"),
-    Tensor("repetition_penalty", "float32"),
-    Tensor("presence_penalty", "float32"),
-    Tensor("frequency_penalty", "float32"),
-    Tensor("seed", "uint64"),
-    Tensor("random_seed", "uint64"),
     Tensor("stream", "bool"),
     Tensor("exclude_input_in_output", "bool"),
     Tensor("num_draft_tokens", "int32"),
@@ -74,8 +94,6 @@ _WISHES = (
 )
 # Ours alone.
 _OWN = (
-    Tensor("min_p", "float32"),
-    Tensor("ignore_eos", "bool"),
     Tensor("speculation", "string"),
     Tensor("timeout_s", "float32"),
 )
@@ -123,14 +141,16 @@ FLAGS = {
     "return_finish_reason": (FINISH_REASON.name,),
 }
 
-# Names of `tensorrt_llm`'s inputs that mean the same as a text model's.
+# A text model's input -> the same of `tensorrt_llm`, where that has another name.
+ENGINE_NAMES = {
+    **{SAMPLING[name].name: given.engine_name for name, (_, given) in _DECLARED.items() if given.engine_name},
+    "length_penalty": "len_penalty",
+    "stream": "streaming",
+}
+# Every other name -> the text model's own.
 SYNONYMS = {
-    "request_output_len": "max_tokens",
-    "runtime_top_k": "top_k",
-    "runtime_top_p": "top_p",
-    "len_penalty": "length_penalty",
-    "streaming": "stream",
-    "random_seed": "seed",
+    **{old: name for name, old in ENGINE_NAMES.items()},
+    **{name: tensor.name for name, tensor in _SECOND.items()},
 }
 
 PREPROCESSING_INPUTS = (
@@ -163,7 +183,7 @@ POSTPROCESSING_OUTPUTS = (Tensor("OUTPUT", "string", (-1,)),)
 
 def text_inputs(has_tokenizer: bool) -> tuple[Tensor, ...]:
     """Inputs of the one decoupled model. Without a tokenizer prompts are token ids and there are no stop strings."""
-    decoding = tuple(t for t in _DECODING if has_tokenizer or t.name != "stop_words")
+    decoding = tuple(t for t in _DECODING if has_tokenizer or t.dtype != "string")
     prompts = (TEXT_INPUT, INPUT_IDS) if has_tokenizer else (required(INPUT_IDS),)
     return (*prompts, *decoding, *_OWN, *_WISHES)
 
@@ -186,8 +206,7 @@ def old_text_outputs() -> tuple[Tensor, ...]:
 
 def old_engine_inputs() -> tuple[Tensor, ...]:
     """Inputs of `tensorrt_llm`: the text model's by their names there, and the prompt as ids."""
-    names = {old: new for new, old in SYNONYMS.items() if new != "random_seed"}
-    renamed = tuple(replace(t, name=names.get(t.name, t.name)) for t in (*_DECODING, *_OLD_EXTRAS))
+    renamed = tuple(replace(t, name=ENGINE_NAMES.get(t.name, t.name)) for t in (*_DECODING, *_OLD_EXTRAS))
     prompt = (required(INPUT_IDS), required(INPUT_LENGTHS))
     lists = (
         Tensor("stop_words_list", "int32", (2, -1)),

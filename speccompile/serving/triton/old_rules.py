@@ -50,8 +50,7 @@ def old_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     top_k, top_p = int(given.get("top_k", 0)), float(given.get("top_p", 0.0))
     is_greedy = top_k == 1 or (top_k <= 0 and top_p == 0.0)
-    neutral = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": 0}
-    rest = {**neutral, **{key: value for key, value in given.items() if key not in ("temperature", "top_k", "top_p")}}
+    rest = {key: value for key, value in given.items() if key not in ("temperature", "top_k", "top_p")}
     if is_greedy:
         return {**rest, "temperature": 0.0, "top_k": 0, "top_p": 1.0}
     heat = float(given.get("temperature", 1.0))

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from speccompile.serving.triton.config_text import ModelConfig, Step
 from speccompile.serving.triton.contract import (
+    ENGINE_NAMES,
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
     PREPROCESSING_INPUTS,
     PREPROCESSING_OUTPUTS,
-    SYNONYMS,
     old_engine_inputs,
     old_engine_outputs,
     old_text_inputs,
@@ -77,10 +77,9 @@ def trtllm_models(settings: Settings, max_batch_size: int, kind: str) -> dict[st
 
 def engine_names() -> dict[str, str]:
     """A text model's input -> the engine's, for those that need no preprocessing."""
-    old = {new: name for name, new in SYNONYMS.items() if name not in ("random_seed",)}
     texts = {tensor.name for tensor in old_text_inputs()}
     engine = {tensor.name for tensor in old_engine_inputs()}
-    names = {name: old.get(name, name) for name in texts}
+    names = {name: ENGINE_NAMES.get(name, name) for name in texts}
     return {name: there for name, there in sorted(names.items()) if there in engine - set(FROM_PREPROCESSING)}
 
 

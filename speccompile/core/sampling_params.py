@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one request asks of decoding. Each parameter is declared here alone, with its range and its surfaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from speccompile.core.surfaces import (
+    BIASES,
+    FLAG,
+    INTEGER,
+    NUMBER,
+    STRINGS,
+    TOKENS,
+    BodyField,
+    Flag,
+    Kind,
+    TensorInput,
+    sampling_parameter,
+    sampling_parameters,
+)
+from speccompile.errors import RuntimeFault
+
+# Below it a slot is greedy. Logits differ by more than this, so the law is the same; a logit below 2^63 stays finite.
+COLDEST = 2.0**-64
+_HOTTEST = 1e30  # every token is as likely as any other there; 1 / temperature must not underflow
+_MAX_TOP_K = 2**31 - 1  # far above any vocabulary
+_INFINITY = float("inf")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What one request asks of decoding.
+
+    Each field is declared once: its recipe key, its option, its field in bodies and its tensor derive from here.
+    Ranges and meanings of the penalties are those of the OpenAI API and of vLLM, see `runtime.logits_processors`.
+
+    Args:
+        max_new_tokens: upper bound of tokens to emit.
+        temperature: 0 = greedy; below 2**-64 it becomes 0, above 1e30 it becomes 1e30: float32 holds no more.
+        top_k: keep the k most probable tokens, at most 2**31 - 1; 0 = off.
+        top_p: keep the smallest set of tokens with this mass; 1 = off.
+        seed: 0 to 2**64 - 1. The same seed gives the same text in any batch composition.
+        min_p: keep the tokens that are at least this times as probable as the likeliest; 0 = off.
+        repetition_penalty: divides the positive logits of tokens of prompt and text, multiplies the negative ones;
+            1 = off.
+        presence_penalty: taken off the logit of each token that the text has; 0 = off.
+        frequency_penalty: taken off the logit of each token as often as the text has it; 0 = off.
+        logit_bias: added to logits, as (token, bias) pairs or as a mapping, which becomes pairs in order of tokens.
+        stop: end the text before the first of these strings.
+        stop_token_ids: end at these tokens, besides the model's own.
+        ignore_eos: do not end at the model's own end-of-sequence tokens.
+
+    Raises:
+        RuntimeFault: a value is out of range, or of another type.
+    """
+
+    max_new_tokens: int = sampling_parameter(
+        128,
+        INTEGER,
+        "at least 1",
+        "Most tokens to emit.",
+        ge=1,
+        body=BodyField("max_tokens"),
+        tensor=TensorInput("max_tokens", engine_name="request_output_len"),
+    )
+    temperature: float = sampling_parameter(0.0, NUMBER, "0 (greedy) or above", "0 is greedy.", ge=0.0, lt=_INFINITY)
+    top_k: int = sampling_parameter(
+        0,
+        INTEGER,
+        "0 (off) or above, at most 2**31 - 1",
+        "Keep the k most probable tokens; 0 is off.",
+        ge=0,
+        le=_MAX_TOP_K,
+        body=BodyField(description="-1 and 0: off.", ge=-1, convert=lambda k: max(k, 0)),
+        tensor=TensorInput(engine_name="runtime_top_k"),
+    )
+    top_p: float = sampling_parameter(
+        1.0,
+        NUMBER,
+        "above 0, at most 1 (off)",
+        "Keep the smallest set with this mass; 1 is off.",
+        gt=0.0,
+        le=1.0,
+        tensor=TensorInput(engine_name="runtime_top_p"),
+    )
+    seed: int = sampling_parameter(
+        0,
+        INTEGER,
+        "0 to 2**64 - 1",
+        "Same seed, same text.",
+        ge=0,
+        lt=2**64,
+        # A negative seed is as good as any: its two's complement.
+        body=BodyField(convert=lambda seed: seed & (2**64 - 1)),
+        tensor=TensorInput(dtype="uint64", second_name="random_seed"),
+    )
+    min_p: float = sampling_parameter(
+        0.0, NUMBER, "0 (off) to 1", "Keep tokens this near to the likeliest; 0 is off.", ge=0.0, le=1.0
+    )
+    repetition_penalty: float = sampling_parameter(
+        1.0,
+        NUMBER,
+        "above 0",
+        "Above 1: tokens of prompt and text become less likely; 1 is off.",
+        gt=0.0,
+        lt=_INFINITY,
+        flag=Flag("On tokens of prompt and text; 1 is off."),
+    )
+    presence_penalty: float = sampling_parameter(
+        0.0,
+        NUMBER,
+        "-2 to 2",
+        "Taken off the logits of tokens that the text has; 0 is off.",
+        ge=-2.0,
+        le=2.0,
+        flag=Flag("On tokens that the text has; 0 is off."),
+        body=BodyField(ge=-2, le=2),
+    )
+    frequency_penalty: float = sampling_parameter(
+        0.0,
+        NUMBER,
+        "-2 to 2",
+        "Taken off as often as the text has the token; 0 is off.",
+        ge=-2.0,
+        le=2.0,
+        flag=Flag("As often as the text has them; 0 is off."),
+        body=BodyField(ge=-2, le=2),
+    )
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = sampling_parameter(
+        (),
+        BIASES,
+        "token ids, biases of -100 to 100",
+        in_recipe=False,
+        flag=None,
+        tensor=None,
+        holds=lambda pairs: all(token >= 0 and -100 <= bias <= 100 for token, bias in pairs),
+    )
+    stop: tuple[str, ...] = sampling_parameter(
+        (),
+        STRINGS,
+        STRINGS.expected,
+        "End the text before these strings.",
+        holds=all,
+        flag=Flag("End the text before this string; repeatable."),
+        tensor=TensorInput("stop_words"),
+    )
+    stop_token_ids: tuple[int, ...] = sampling_parameter(
+        (), TOKENS, in_recipe=False, in_prompts=False, flag=None, tensor=None
+    )
+    ignore_eos: bool = sampling_parameter(False, FLAG, in_recipe=False, in_prompts=False, flag=None)
+
+    def __post_init__(self) -> None:
+        declared = sampling_parameters(type(self))
+        for name, rule in declared.items():
+            object.__setattr__(self, name, _converted(name, getattr(self, name), rule.kind))
+        for name, rule in declared.items():
+            if not rule.contains(getattr(self, name)):
+                raise _refusal(name, getattr(self, name), rule.expected)
+        heat = min(self.temperature, _HOTTEST) if self.temperature >= COLDEST else 0.0
+        object.__setattr__(self, "temperature", heat)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when no random number is needed."""
+        return self.temperature == 0.0
+
+    @property
+    def is_shaped(self) -> bool:
+        """True when the law needs more than temperature, top-k and top-p: see `runtime.logits_processors`."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties) or bool(self.logit_bias) or (self.min_p > 0 and not self.is_greedy)
+
+
+SAMPLING_PARAMETERS = sampling_parameters(SamplingParams)
+
+
+def _converted(name: str, value: Any, kind: Kind) -> object:
+    """Returns the value in the type of its field.
+
+    Raises:
+        RuntimeFault: it is of another type.
+    """
+    try:
+        return kind.convert(value)
+    except (TypeError, ValueError, OverflowError) as fault:
+        raise _refusal(name, value, kind.expected) from fault
+
+
+def _refusal(name: str, value: object, expected: str) -> RuntimeFault:
+    return RuntimeFault(f"SamplingParams.{name}", _shown(value), expected, "Correct the request.")
+
+
+def _shown(value: object) -> str:
+    """The value as an error message shows it: whatever it is, and not at any length."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 200 else f"{text[:200]}..."

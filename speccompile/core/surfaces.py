@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a field of `SamplingParams` is declared: type, range, meaning, and its names where users meet it.
+
+These derive from the declarations: the checks of `SamplingParams`, the recipe's `decoding` section, the options of
+`speccompile generate`, the keys of prompt files, the fields of the OpenAI server's bodies, the inputs of Triton models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+from speccompile.core.parameters import METADATA_KEY, Parameter
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of values.
+
+    Args:
+        convert: gives the value in this type; raises TypeError, ValueError or OverflowError where it has another.
+        expected: the type in words, for messages.
+    """
+
+    convert: Callable[[Any], Any]
+    expected: str
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option of `speccompile generate`; its name is the parameter's.
+
+    Args:
+        help: what `--help` says of it; empty: the parameter's description.
+    """
+
+    help: str = ""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class BodyField:
+    """A field of the OpenAI server's bodies.
+
+    Args:
+        name: empty: the parameter's.
+        description: as the server's schema shows it; empty: not at all.
+        ge: least value that the body takes, where it checks that itself.
+        le: the greatest.
+        convert: gives the parameter's value for the field's.
+    """
+
+    name: str = ""
+    description: str = ""
+    ge: float | None = None
+    le: float | None = None
+    convert: Callable[[Any], Any] = _same
+
+
+@dataclass(frozen=True)
+class TensorInput:
+    """An input of the Triton models.
+
+    Args:
+        name: of the text models' input; empty: the parameter's.
+        dtype: a key of `contract.TRITON_TYPES`; empty: the one of the parameter's kind.
+        engine_name: of the input of `tensorrt_llm`; empty: the same.
+        second_name: of one more input with the same meaning, in every model; empty: there is none.
+    """
+
+    name: str = ""
+    dtype: str = ""
+    engine_name: str = ""
+    second_name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParameter(Parameter):
+    """What is declared of a sampling parameter beside its name and default.
+
+    Where nothing else is said, it is shown everywhere by its own name.
+
+    Args:
+        kind: type of its values.
+        expected: its range in words, for messages; empty: every value of its type is right.
+        holds: whether a value is right, where bounds do not say it; None: they do.
+        in_recipe: it is a key of the recipe's `decoding` section.
+        in_prompts: it is a key of the lines of a prompt file.
+        flag: its option; None: there is none.
+        body: its field; None: there is none.
+        tensor: its input; None: there is none.
+    """
+
+    kind: Kind
+    expected: str = ""
+    holds: Callable[[Any], bool] | None = None
+    in_recipe: bool = True
+    in_prompts: bool = True
+    flag: Flag | None = Flag()
+    body: BodyField | None = BodyField()
+    tensor: TensorInput | None = TensorInput()
+
+    def contains(self, value: Any) -> bool:
+        """Returns whether a value of this type is right."""
+        return super().contains(value) and (self.holds is None or self.holds(value))
+
+
+def sampling_parameter(default: Any, kind: Kind, expected: str = "", description: str = "", **more: Any) -> Any:
+    """Returns a dataclass field with this default and a `SamplingParameter` of the other arguments."""
+    declared = SamplingParameter(kind=kind, expected=expected, description=description, **more)
+    return dataclasses.field(default=default, metadata={METADATA_KEY: declared})
+
+
+def sampling_parameters(owner: type) -> dict[str, SamplingParameter]:
+    """Returns the declarations of `SamplingParams`, or of a subclass, by the names of its fields, in their order."""
+    return {field.name: field.metadata[METADATA_KEY] for field in dataclasses.fields(owner)}
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str):
+        raise TypeError("a string")
+    return float(value)
+
+
+def _strings(values: Any) -> tuple[str, ...]:
+    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+        raise TypeError("not a sequence of strings")
+    return tuple(values)
+
+
+def _flag(value: Any) -> bool:
+    if index(value) not in (0, 1):
+        raise ValueError("neither true nor false")
+    return bool(value)
+
+
+def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
+    """The biases in order of tokens; a token that is named twice keeps its last."""
+    pairs = given.items() if isinstance(given, Mapping) else given
+    return tuple(sorted({int(token): float(bias) for token, bias in pairs}.items()))
+
+
+INTEGER = Kind(index, "an integer")
+NUMBER = Kind(_number, "a number")
+STRINGS = Kind(_strings, "a tuple of non-empty strings")
+FLAG = Kind(_flag, "true or false")
+TOKENS = Kind(lambda ids: tuple(index(token) for token in ids), "a tuple of token ids")
+BIASES = Kind(_pairs, "(token id, bias) pairs, or a mapping")
