@@ -38,19 +38,18 @@ async def ask(service: Service, rng: random.Random, prompt: list[int], text: lis
     tokens = [10**9] if kind == "wrong" else [*prompt, *text[:known]]
     request = Request(tokens, params, timeout_s=rng.uniform(0.001, 0.2) if kind == "late" else None)
     got, reason, most = [], None, rng.randint(0, 3) if kind == "abandoned" else 10**9
-    stream = service.stream(request)
     try:
-        async for piece in stream:
+        stream = service.stream(request)
+    except RuntimeFault:
+        assert kind == "wrong"
+        return "refused"
+    async with stream:
+        async for _, piece in stream:
             got += piece.tokens
             reason = piece.finish_reason
             most -= 1
             if most < 0:
                 break
-    except RuntimeFault:
-        assert kind == "wrong"
-        return "refused"
-    finally:
-        await stream.aclose()
     assert got == wanted[: len(got)], f"mixed: {got} is not {wanted}"
     assert kind != "whole" or (got == wanted and reason == "length"), (kind, reason, got, wanted)
     return reason or "abandoned"

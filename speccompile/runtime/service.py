@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -18,6 +16,7 @@ from speccompile.errors import RuntimeFault
 from speccompile.runtime.controller import Controller
 from speccompile.runtime.engine import load
 from speccompile.runtime.faults import FAULTS
+from speccompile.runtime.piece_stream import Completion, PieceStream
 from speccompile.runtime.planner import Planner
 from speccompile.runtime.requests import SPECULATION, Busy, Piece, Request, Speculation
 from speccompile.runtime.scheduler import Event, Scheduler
@@ -60,27 +59,6 @@ class ServiceOptions:
         for name, is_right, got, expected in checks:
             if not is_right:
                 raise RuntimeFault(f"ServiceOptions.{name}", repr(got), expected, "Correct the options.")
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One whole output of a request.
-
-    Args:
-        index: of the output.
-        text: of the new tokens, cut before a stop string.
-        tokens: new token ids.
-        finish_reason: see `Piece.finish_reason`.
-        stats: see `Piece.stats`.
-        error: with `error`, what happened.
-    """
-
-    index: int
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    stats: dict[str, Any]
-    error: str | None = None
 
 
 class _Add(NamedTuple):
@@ -194,48 +172,22 @@ class Service:
         """End a request's open outputs, each with a piece `cancelled`. Any thread, any moment, any number of times."""
         self._commands.put(_Cancel(ticket))
 
-    async def stream(self, request: Request) -> AsyncGenerator[Piece, None]:
-        """The pieces of a request as they come, in the running event loop. To close the iterator cancels it.
+    def stream(self, *requests: Request) -> PieceStream:
+        """Submit requests in the running event loop, and iterate over their pieces: see `PieceStream`.
 
         Raises:
-            RuntimeFault, Busy: as `submit`.
+            RuntimeFault, Busy: as `submit`; then none of the requests is taken.
         """
-        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
-
-        def on_piece(piece: Piece) -> None:
-            with suppress(RuntimeError):  # the loop was closed under the request: nobody waits for the piece
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
-        num_open = request.num_outputs
-        ticket = self.submit(request, on_piece)
-        try:
-            while num_open:
-                piece = await pieces.get()
-                num_open -= piece.finish_reason is not None
-                yield piece
-        finally:
-            if num_open:
-                self.cancel(ticket)
+        return PieceStream(self, requests)
 
     async def generate(self, request: Request) -> list[Completion]:
-        """All outputs of a request, in their order.
+        """All outputs of a request, in their order. Where the task is cancelled, so is the request.
 
         Raises:
             RuntimeFault, Busy: as `submit`.
         """
-        texts = [""] * request.num_outputs
-        tokens: list[list[int]] = [[] for _ in texts]
-        ends: dict[int, Piece] = {}
-        async for piece in self.stream(request):
-            texts[piece.output_index] += piece.text
-            tokens[piece.output_index] += piece.tokens
-            if piece.finish_reason is not None:
-                ends[piece.output_index] = piece
-        return [
-            Completion(index, text, tokens[index], str(end.finish_reason), end.stats or {}, end.error)
-            for index, text in enumerate(texts)
-            for end in (ends[index],)
-        ]
+        async with self.stream(request) as stream:
+            return await stream.completions()
 
     def stats(self) -> dict[str, Any]:
         """A snapshot, JSON-ready; see the page on the scheduler. Any thread; waits for the step that is running."""

@@ -27,12 +27,12 @@ def tokens_of(pieces):
 
 async def take(service, request, most=None):
     """The pieces of a request; leaves it behind `most` of them."""
-    pieces, stream = [], service.stream(request)
-    async for piece in stream:
-        pieces.append(piece)
-        if most is not None and len(pieces) >= most:
-            break
-    await stream.aclose()
+    pieces = []
+    async with service.stream(request) as stream:
+        async for _, piece in stream:
+            pieces.append(piece)
+            if most is not None and len(pieces) >= most:
+                break
     return pieces
 
 

@@ -72,7 +72,7 @@ def test_streams_and_completions_in_an_event_loop(serve):
     async def all_of_it():
         one = service.generate(Request("abc", greedy(20)))
         three = service.generate(Request("dab", greedy(9, temperature=1.0, seed=5), num_outputs=3))
-        pieces = [piece async for piece in service.stream(Request("xx", greedy(7)))]
+        pieces = [piece async for _, piece in service.stream(Request("xx", greedy(7)))]
         return await one, await three, pieces
 
     [one], three, pieces = asyncio.run(all_of_it())
@@ -90,10 +90,8 @@ def test_a_stream_that_is_closed_cancels_its_request(serve):
     service = serve(max_seq=4096)
 
     async def first_piece():
-        stream = service.stream(Request("abc", greedy(4000)))
-        piece = await anext(stream)
-        await stream.aclose()
-        return piece
+        async with service.stream(Request("abc", greedy(4000))) as stream:
+            return (await anext(stream))[1]
 
     assert asyncio.run(first_piece()).finish_reason is None
     while service.stats()["num_active"]:

@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse, Response
 
 import speccompile
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.piece_stream import PieceStream
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
-from speccompile.serving.openai.answer import Answer, unless_disconnected
 from speccompile.serving.openai.chat import ChatTemplate, read_chat_template
 from speccompile.serving.openai.errors import (
     INVALID,
@@ -36,7 +36,7 @@ from speccompile.serving.openai.metrics import Metrics
 from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
 from speccompile.serving.openai.requests import request_from_chat, requests_from_completion
 from speccompile.serving.openai.responses import CHAT, COMPLETION, Form, Head, Usage, chunks, whole_answer
-from speccompile.serving.openai.stream import EventStream
+from speccompile.serving.openai.stream import EventStream, unless_disconnected
 
 Body = TypeVar("Body", bound=Sampled)
 _HUNG_UP = 499  # nobody reads it; the log does
@@ -98,18 +98,16 @@ class OpenAIServer:
             message = f"The model `{name}` is not served here; `{self.model_name}` is."
             raise ApiError(404, message, NOT_FOUND, "model", "model_not_found")
 
-    def answer(self, requests: Sequence[Request]) -> Answer:
+    def submit(self, requests: Sequence[Request]) -> PieceStream:
         """Submit requests.
 
         Raises:
             ApiError: they were not taken.
         """
-        answer = Answer(self.service, requests)
         try:
-            answer.submit()
+            return self.service.stream(*requests)
         except RuntimeFault as fault:
             raise error_from_fault(fault) from fault
-        return answer
 
     async def respond(self, http: HttpRequest, form: Form, body: Sampled, requests: Sequence[Request]) -> Response:
         """Answer a request, at once or as a stream."""
@@ -121,14 +119,14 @@ class OpenAIServer:
         }
         with_usage = body.stream_options is not None and body.stream_options.include_usage
         head = Head(form, identity, with_usage, body.return_stats)
-        answer = self.answer(requests)
+        pieces = self.submit(requests)
         usage = Usage(sum(len(request.prompt) for request in requests))
         if body.stream:
-            return EventStream(chunks(head, answer, usage), answer.close)
+            return EventStream(chunks(head, pieces, usage), pieces.close)
         try:
-            whole = await unless_disconnected(http, whole_answer(head, answer, usage))
+            whole = await unless_disconnected(http, whole_answer(head, pieces, usage))
         finally:
-            answer.close()
+            pieces.close()
         return Response(status_code=_HUNG_UP) if whole is None else JSONResponse(whole)
 
 

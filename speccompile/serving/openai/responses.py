@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from speccompile.runtime.piece_stream import PieceStream
 from speccompile.runtime.requests import Piece
-from speccompile.serving.openai.answer import Answer
 from speccompile.serving.openai.errors import error_from_piece
 from speccompile.serving.openai.stream import DONE, event_from_json
 
@@ -125,14 +125,14 @@ class _Choice:
     last: Piece | None = None
 
 
-async def whole_answer(head: Head, answer: Answer, usage: Usage) -> dict[str, Any]:
+async def whole_answer(head: Head, pieces: PieceStream, usage: Usage) -> dict[str, Any]:
     """The answer once all choices have ended.
 
     Raises:
         ApiError: one of them did not come to its end.
     """
-    choices = [_Choice() for _ in range(answer.num_choices)]
-    async for index, piece in answer.pieces():
+    choices = [_Choice() for _ in range(pieces.num_outputs)]
+    async for index, piece in pieces:
         usage.add(piece)
         choices[index].parts.append(piece.text)
         if piece.finish_reason is not None:
@@ -144,12 +144,12 @@ async def whole_answer(head: Head, answer: Answer, usage: Usage) -> dict[str, An
     return {**head.identity, "object": head.form.whole, "choices": made, "usage": usage.json_from_usage()}
 
 
-async def chunks(head: Head, answer: Answer, usage: Usage) -> AsyncGenerator[bytes, None]:
+async def chunks(head: Head, pieces: PieceStream, usage: Usage) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events. A choice that fails ends the stream with an event that holds the error."""
     if head.form.opening is not None:
-        for index in range(answer.num_choices):
+        for index in range(pieces.num_outputs):
             yield head.chunk_from_choice(head.choice(index, head.form.opening, None))
-    async for index, piece in answer.pieces():
+    async for index, piece in pieces:
         usage.add(piece)
         is_last = piece.finish_reason is not None
         if is_last and (error := error_from_piece(piece)):

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server-sent events that end their request when the client hangs up."""
+"""Answers that end their request when the client hangs up: server-sent events, and whole ones."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from speccompile.serving.openai.answer import disconnection
-
+Result = TypeVar("Result")
 DONE = b"data: [DONE]\n\n"
 
 
@@ -57,3 +57,26 @@ class EventStream(Response):
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of some work; None when the client hangs up before it is there: then the work is cancelled.
+
+    Args:
+        http: its body has been read.
+        work: what to do.
+    """
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnection(http.receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for future in (task, watch):
+            future.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def disconnection(receive: Callable[[], Coroutine[Any, Any, Any]] | Any) -> None:
+    """Returns when the client has hung up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
+from speccompile.runtime.piece_stream import PieceStream
 from speccompile.runtime.requests import Piece, StepTrace
-from speccompile.serving.openai.answer import Answer
 from speccompile.serving.openai.errors import error_from_piece
 from speccompile.serving.openai.stream import event_from_json
 
@@ -37,19 +37,19 @@ def json_from_trace(trace: StepTrace, next_text: str) -> dict[str, Any]:
 
 
 async def events(
-    answer: Answer, painter: Painter | None, tokenizer: Any, num_prompt: int
+    pieces: PieceStream, painter: Painter | None, tokenizer: Any, num_prompt: int
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events: `start`, a `step` for each step, `end` or `error`.
 
     Args:
-        answer: of one request with one output and a trace; submitted.
+        pieces: of one request with one output and a trace.
         painter: makes text of single tokens; None without a tokenizer.
         tokenizer: of the bundle, or None.
         num_prompt: tokens of the prompt.
     """
     start_s = perf_counter()
     yield event_from_json({"kind": "start", "num_prompt_tokens": num_prompt})
-    async for _, piece in answer.pieces():
+    async for _, piece in pieces:
         if piece.tokens:
             yield event_from_json(_step(piece, painter, tokenizer, (perf_counter() - start_s) * 1e3))
         if piece.finish_reason is None:
