@@ -25,13 +25,13 @@ BACKENDS = {
 METHODS = {
     "none": "speccompile.speculators.none.method:NoneMethod",
     "draft_model": "speccompile.speculators.draft_model.method:DraftModelMethod",
-    "medusa": "speccompile.speculators.medusa.method:MedusaMethod",
-    "mlp": "speccompile.speculators.mlp.method:MlpMethod",
-    "eagle3": "speccompile.speculators.eagle3.method:Eagle3Method",
-    "eagle": "speccompile.speculators.eagle.method:EagleMethod",
-    "glide": "speccompile.speculators.glide.method:GlideMethod",
-    "early_exit": "speccompile.speculators.early_exit.method:EarlyExitMethod",
-    "prophet": "speccompile.speculators.prophet.method:ProphetMethod",
+    "medusa": "speccompile.speculators.medusa.config:MedusaMethod",
+    "mlp": "speccompile.speculators.mlp.config:MlpMethod",
+    "eagle3": "speccompile.speculators.eagle3.config:Eagle3Method",
+    "eagle": "speccompile.speculators.eagle.config:EagleMethod",
+    "glide": "speccompile.speculators.glide.config:GlideMethod",
+    "early_exit": "speccompile.speculators.early_exit.config:EarlyExitMethod",
+    "prophet": "speccompile.speculators.prophet.config:ProphetMethod",
     "ngram": "speccompile.speculators.ngram.method:NgramMethod",
 }
 BACKEND_GROUP, METHOD_GROUP = "speccompile.backends", "speccompile.methods"

@@ -20,7 +20,7 @@ from speccompile.core.borrowed_specs import sharing_spec
 from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext
 from speccompile.core.specs import BorrowedCache, decoder_spec, guessing_spec, spec_from_json, verified_spec
 from speccompile.errors import BundleError
-from speccompile.speculators.glide.source import GlideSource
+from speccompile.speculators.glide.checkpoint import GlideSource
 from tests import store
 from tests.backends.fake_ort import FakeOrt
 from tests.backends.tensorrt.fake_cuda import FakeCuda

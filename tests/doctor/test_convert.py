@@ -32,7 +32,7 @@ PAIRS = [
 
 def read_ours(method: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     found: tuple[dict[str, Any], dict[str, torch.Tensor]]
-    found = importlib.import_module(f"speccompile.speculators.{method}.formats").read(folder)
+    found = importlib.import_module(f"speccompile.speculators.{method}.checkpoint").read(folder)
     return found
 
 

@@ -258,7 +258,7 @@ def test_a_folder_in_shards(tmp_path: Path, target: Path) -> None:
 
 
 def test_a_method_refuses_with_a_hint_at_the_doctor(tmp_path: Path) -> None:
-    from speccompile.speculators.medusa.formats import read
+    from speccompile.speculators.medusa.checkpoint import read
 
     folder = lab.medusa_ours(tmp_path)
     lab.set_config(folder, medusa_num_heads=2)

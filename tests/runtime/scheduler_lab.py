@@ -14,8 +14,8 @@ from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.tickets import Ticket, open_outputs
 from speccompile.speculators.draft_model.config import Config as DraftConfig
 from speccompile.speculators.draft_model.method import DraftModelMethod
-from speccompile.speculators.mlp.config import Config as MlpConfig
-from speccompile.speculators.mlp.method import HEADS, MlpMethod
+from speccompile.speculators.mlp.config import HEADS, MlpMethod
+from speccompile.speculators.mlp.config import MlpConfig as MlpConfig
 from tests.mock_lm import VOCAB, MockEngine
 from tests.runtime.test_spec_engine import TARGET, Letters, make_engine
 from tests.speculators.hidden_lm import MockHeads, MockTarget

@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional
 
 from speccompile.export.heads_file import write_heads
-from speccompile.speculators.early_exit.heads import ExitHead, ExitSizes
-from speccompile.speculators.glide.heads import Glide, GlideSizes
-from speccompile.speculators.glide.trainable import config_from_sizes
+from speccompile.speculators.early_exit.model import ExitHead, ExitSizes
+from speccompile.speculators.glide.model import Glide, GlideSizes
+from speccompile.speculators.glide.trainer import config_from_sizes
 from tests.speculators.eagle_lab import HIDDEN, VOCAB, texts_of
 
 NUM_EXIT_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 4, 2, 8  # heads of `eagle_lab.write_target`

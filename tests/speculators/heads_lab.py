@@ -99,7 +99,7 @@ def write_medusa(folder: Path, target: Path, num_heads: int = 3) -> None:
     from torch.nn.functional import cross_entropy
     from transformers import LlamaForCausalLM
 
-    from speccompile.speculators.medusa.heads import HeadsSizes, MedusaHeads
+    from speccompile.speculators.medusa.model import HeadsSizes, MedusaHeads
     from tests.speculators.eagle_lab import HIDDEN, PROMPTS, VOCAB
 
     model, states, labels = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), [], []
@@ -129,7 +129,7 @@ def write_prophet(folder: Path, target: Path) -> None:
     from transformers import LlamaForCausalLM
 
     from speccompile.export.heads_file import write_heads
-    from speccompile.speculators.prophet.heads import Prophet, ProphetSizes
+    from speccompile.speculators.prophet.model import Prophet, ProphetSizes
     from tests.speculators.eagle_lab import HIDDEN, PROMPTS, VOCAB
 
     model, counts = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), torch.zeros(VOCAB, VOCAB)

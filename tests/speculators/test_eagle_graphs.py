@@ -50,7 +50,7 @@ def context(folder, weights="checkpoint"):
 
 
 def eagle3_source(folder, name, kind="Draft", weights="checkpoint", layers=None, laws=False):
-    from speccompile.speculators.eagle3 import source
+    from speccompile.speculators.eagle3 import checkpoint as source
     from speccompile.speculators.eagle3.config import DraftOptions, FusionOptions
 
     made = DraftOptions(4, laws, layers) if kind == "Draft" else FusionOptions(layers)
@@ -59,7 +59,7 @@ def eagle3_source(folder, name, kind="Draft", weights="checkpoint", layers=None,
 
 
 def eagle_source(folder, name, weights="checkpoint"):
-    from speccompile.speculators.eagle.source import DraftSource
+    from speccompile.speculators.eagle.checkpoint import DraftSource
 
     job = GraphJob("draft", str(folder / name), options=CandidateOptions(4, gives_probs=False))
     return DraftSource(job, context(folder, weights))
@@ -238,8 +238,8 @@ def test_wide_drafters_have_embeddings_of_their_own(folder, tmp_path):
 
 
 def test_weights_are_counted_before_they_are_read(folder, reduced):
-    from speccompile.speculators.eagle import drafter as eagle
-    from speccompile.speculators.eagle3 import drafter as eagle3
+    from speccompile.speculators.eagle import model as eagle
+    from speccompile.speculators.eagle3 import model as eagle3
 
     lab.write_eagle(folder / "counted", num_layers=2, bias=False)
     draft, fusion = eagle3_source(folder, "reduced"), eagle3_source(folder, "reduced", "Fusion")
@@ -274,7 +274,7 @@ RULE_CASES = [
 
 @pytest.mark.parametrize(("config", "num_layers", "layers"), RULE_CASES)
 def test_layers_are_read_in_either_way_of_counting(tmp_path, config, num_layers, layers):
-    from speccompile.speculators.eagle3.layers import layers_of_target
+    from speccompile.speculators.eagle3.checkpoint import layers_of_target
 
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert layers_of_target(str(tmp_path), None, None, num_layers, "checkpoint") == layers
@@ -291,7 +291,7 @@ REFUSED_LAYERS = [
 
 @pytest.mark.parametrize(("config", "asked", "error", "message"), REFUSED_LAYERS)
 def test_layers_that_cannot_be_are_refused(tmp_path, config, asked, error, message):
-    from speccompile.speculators.eagle3.layers import layers_of_target
+    from speccompile.speculators.eagle3.checkpoint import layers_of_target
 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=message):
@@ -299,7 +299,7 @@ def test_layers_that_cannot_be_are_refused(tmp_path, config, asked, error, messa
 
 
 def test_too_few_layers_are_refused_but_for_random_weights(tmp_path):
-    from speccompile.speculators.eagle3.layers import layers_of_target
+    from speccompile.speculators.eagle3.checkpoint import layers_of_target
 
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RecipeError, match="a target of 4 layers; expected 7 layers or more"):

@@ -15,11 +15,10 @@ from speccompile.core.jobs import GraphJob, MethodContext, SourceContext
 from speccompile.errors import CheckpointError, ExportError, RecipeError
 from speccompile.export.heads_file import write_heads
 from speccompile.export.weights import load_model
-from speccompile.speculators.early_exit.config import Config, ExitOptions
-from speccompile.speculators.early_exit.first_layers import cut_model
-from speccompile.speculators.early_exit.heads import ExitHead, ExitSizes
-from speccompile.speculators.early_exit.method import DRAFT, EarlyExitMethod
-from speccompile.speculators.early_exit.source import ExitSource
+from speccompile.speculators.early_exit.checkpoint import ExitSource
+from speccompile.speculators.early_exit.config import DRAFT, EarlyExitMethod, ExitOptions
+from speccompile.speculators.early_exit.config import ExitConfig as Config
+from speccompile.speculators.early_exit.model import ExitHead, ExitSizes, cut_model
 from tests.mock_lm import MockEngine
 from tests.speculators.borrower_lab import MAX_SEQ, Lab, check_greedy, check_law, check_seeds
 

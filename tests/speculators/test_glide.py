@@ -18,12 +18,12 @@ from speccompile.drafting.expansion import Level
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.runtime.slots import Slot
-from speccompile.speculators.glide.config import Config
-from speccompile.speculators.glide.heads import Glide, GlideSizes
-from speccompile.speculators.glide.method import DRAFT, GlideMethod
-from speccompile.speculators.glide.rows import GlideRows
-from speccompile.speculators.glide.source import GlideSource
-from speccompile.speculators.glide.trainable import TrainableGlide, config_from_sizes
+from speccompile.speculators.glide.checkpoint import GlideSource
+from speccompile.speculators.glide.config import DRAFT, GlideMethod
+from speccompile.speculators.glide.config import GlideConfig as Config
+from speccompile.speculators.glide.model import Glide, GlideSizes
+from speccompile.speculators.glide.proposer import GlideRows
+from speccompile.speculators.glide.trainer import TrainableGlide, config_from_sizes
 from tests.mock_lm import MockEngine
 from tests.speculators.borrower_lab import MAX_SEQ, Lab, check_greedy, check_law, check_seeds
 

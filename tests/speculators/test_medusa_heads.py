@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 from speccompile.core import specs  # noqa: E402
 from speccompile.core.jobs import GraphJob  # noqa: E402
 from speccompile.errors import CheckpointError, RecipeError  # noqa: E402
-from speccompile.speculators.medusa.config import Config  # noqa: E402
-from speccompile.speculators.medusa.method import MedusaMethod  # noqa: E402
-from speccompile.speculators.medusa.source import HeadsSource  # noqa: E402
+from speccompile.speculators.medusa.checkpoint import HeadsSource  # noqa: E402
+from speccompile.speculators.medusa.config import MedusaConfig as Config  # noqa: E402
+from speccompile.speculators.medusa.config import MedusaMethod  # noqa: E402
 from tests.pipeline import fakes  # noqa: E402
 from tests.speculators import heads_lab  # noqa: E402
 

@@ -13,8 +13,8 @@ from speccompile.errors import RecipeError
 from speccompile.runtime.loop import decode, decode_one
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
-from speccompile.speculators.mlp.config import Config
-from speccompile.speculators.mlp.method import HEADS, MlpMethod
+from speccompile.speculators.mlp.config import HEADS, MlpMethod
+from speccompile.speculators.mlp.config import MlpConfig as Config
 from tests.mock_lm import VOCAB, MockLM
 from tests.speculators.hidden_lm import MockHeads, MockTarget, OnDevice
 

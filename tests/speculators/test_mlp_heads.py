@@ -19,10 +19,14 @@ from speccompile.core.specs import ModelDims  # noqa: E402
 from speccompile.errors import CheckpointError, RecipeError  # noqa: E402
 from speccompile.export.heads import export_heads  # noqa: E402
 from speccompile.export.tree_drafters import Chain  # noqa: E402
-from speccompile.speculators.mlp.config import Config  # noqa: E402
-from speccompile.speculators.mlp.heads import MlpExpander, MlpHeads, random_heads  # noqa: E402
-from speccompile.speculators.mlp.sizes import PREFIX, HeadsSizes, read_sizes  # noqa: E402
-from speccompile.speculators.mlp.source import HeadsSource  # noqa: E402
+from speccompile.speculators.mlp.checkpoint import (  # noqa: E402
+    PREFIX,
+    HeadsSizes,
+    HeadsSource,
+    read_sizes,
+)
+from speccompile.speculators.mlp.config import MlpConfig as Config  # noqa: E402
+from speccompile.speculators.mlp.model import MlpExpander, MlpHeads, random_heads  # noqa: E402
 from tests.speculators import heads_lab  # noqa: E402
 
 VOCAB, HIDDEN, INNER = 97, 20, 12

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 from speccompile.core import specs  # noqa: E402
 from speccompile.core.sampling import draw, warp  # noqa: E402
 from speccompile.errors import CheckpointError, RecipeError  # noqa: E402
-from speccompile.speculators.prophet.config import Config  # noqa: E402
-from speccompile.speculators.prophet.method import ProphetMethod  # noqa: E402
-from speccompile.speculators.prophet.source import ProphetSource  # noqa: E402
+from speccompile.speculators.prophet.checkpoint import ProphetSource  # noqa: E402
+from speccompile.speculators.prophet.config import ProphetConfig as Config  # noqa: E402
+from speccompile.speculators.prophet.config import ProphetMethod  # noqa: E402
 from tests.pipeline import fakes  # noqa: E402
 from tests.speculators import heads_lab  # noqa: E402
 

@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe fields of drafting with an EAGLE-1 or EAGLE-2 drafter."""
+"""Drafting with an EAGLE-1 or EAGLE-2 drafter: recipe fields, and what the build and the runtime ask."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, TargetOutputs
+from speccompile.core.method import Method
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import HIDDEN
 from speccompile.drafting.feature_config import FeatureFields
+from speccompile.drafting.feature_drafts import FeatureProposer
+
+DRAFT = "draft"  # the graph's name in the bundle
+SOURCE = "speccompile.speculators.eagle.checkpoint:DraftSource"
 
 
 @dataclass(frozen=True)
-class Config(FeatureFields):
+class EagleConfig(FeatureFields):
     """An EAGLE-1 or 2 drafter; the two differ in how trees are drafted, not in what is trained.
 
     Args:
@@ -20,3 +29,26 @@ class Config(FeatureFields):
     """
 
     model: str
+
+
+class EagleMethod(Method):
+    """See `speccompile.core.method.Method`."""
+
+    name = "eagle"
+    Config = EagleConfig
+    formats = "speccompile.speculators.eagle.checkpoint:FORMATS"
+
+    def target_outputs(self, config: EagleConfig) -> TargetOutputs:
+        """What the LM head reads, behind the final norm: the drafter's own features stand in its place."""
+        return TargetOutputs(hidden=True)
+
+    def graph_jobs(self, config: EagleConfig) -> tuple[GraphJob, ...]:
+        """The drafter."""
+        options = CandidateOptions(config.guesses_needed, config.has_laws)
+        return (GraphJob(DRAFT, config.model, config.quantization, SOURCE, options, config.config),)
+
+    def make_proposer(
+        self, config: EagleConfig, engines: Mapping[str, Engine], context: MethodContext
+    ) -> FeatureProposer:
+        """The proposer; the target's states are handed on as they come."""
+        return config.make_proposer(engines[DRAFT], lambda outputs: outputs[HIDDEN], DRAFT, context)

@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe fields of drafting with an EAGLE-3 drafter."""
+"""Drafting with an EAGLE-3 drafter: recipe fields, and what the build and the runtime ask."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from speccompile.core.jobs import CandidateOptions
+from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, TargetOutputs
+from speccompile.core.method import Method
+from speccompile.core.protocols import Engine, Outputs
 from speccompile.core.registry import find_class
+from speccompile.core.specs import FEATURES
 from speccompile.drafting.feature_config import FeatureFields
+from speccompile.drafting.feature_drafts import FeatureProposer
 from speccompile.errors import RecipeError
 
-# Needs the checkpoint, which this module does not: it is imported where a graph is made.
-RULE = "speccompile.speculators.eagle3.layers:layers_of_target"
+DRAFT, FUSION = "draft", "fusion"  # the graphs' names in the bundle
+SOURCES = "speccompile.speculators.eagle3.checkpoint"
+RULE = f"{SOURCES}:layers_of_target"  # reads the checkpoint, which decoding does not need
 
 
 @dataclass(frozen=True)
-class Config(FeatureFields):
+class Eagle3Config(FeatureFields):
     """An EAGLE-3 drafter. Its other fields are `FeatureFields`.
 
     Args:
@@ -51,7 +57,7 @@ class DraftOptions(CandidateOptions):
     """Of the drafter's graph.
 
     Args:
-        layers: of the target, see `Config.chosen_layers`.
+        layers: of the target, see `Eagle3Config.chosen_layers`.
     """
 
     layers: tuple[int, ...] | None
@@ -62,7 +68,7 @@ class FusionOptions:
     """Of the graph that fuses the target's states.
 
     Args:
-        layers: of the target, see `Config.chosen_layers`.
+        layers: of the target, see `Eagle3Config.chosen_layers`.
     """
 
     layers: tuple[int, ...] | None
@@ -75,7 +81,7 @@ class FusedLayers:
     Args:
         model: of the drafter.
         config: see `GraphJob`.
-        asked: see `Config.chosen_layers`.
+        asked: see `Eagle3Config.chosen_layers`.
     """
 
     model: str
@@ -86,3 +92,80 @@ class FusedLayers:
         """Three of them."""
         layers: tuple[int, ...] = find_class(RULE)(self.model, self.config, self.asked, num_layers, weights)
         return layers
+
+
+@dataclass(frozen=True)
+class Eagle3Training:
+    """What is trained.
+
+    Args:
+        layers: decoder layers of the target, from 0, whose residual streams are fused; empty: an early one, the
+            middle one and a late one.
+        draft_vocab_size: the most frequent tokens of the text, which alone can be drafted; 0: all.
+        intermediate_size: of the MLP; 0: the target's.
+        unrolled_steps: drafts of a chain that are trained on the drafter's own features.
+        starts: share of the text's positions from which chains are unrolled in a step, drawn anew each time.
+    """
+
+    layers: tuple[int, ...] = ()
+    draft_vocab_size: int = 0
+    intermediate_size: int = 0
+    unrolled_steps: int = 5
+    starts: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.layers and len(self.layers) != 3:
+            raise RecipeError("training.heads.layers", f"{self.layers}", "three layers", "Correct the recipe.")
+        if not 0 < self.starts <= 1:
+            raise RecipeError("training.heads.starts", f"{self.starts}", "above 0, at most 1", "Correct the recipe.")
+        if self.unrolled_steps < 1:
+            got = f"{self.unrolled_steps}"
+            raise RecipeError("training.heads.unrolled_steps", got, "1 or more", "Correct the recipe.")
+
+    def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layers, at a target of that many.
+
+        Raises:
+            RecipeError: the target has no such layer, or too few.
+        """
+        # The published choice: the states in front of layers 2, n / 2 and n - 3.
+        layers = self.layers or (1, num_layers // 2 - 1, num_layers - 4)
+        if len(set(layers)) < 3 or min(layers) < 0 or max(layers) >= num_layers:
+            expected = f"three different layers of the target's {num_layers}"
+            raise RecipeError("training.heads.layers", f"{layers}", expected, "Name three layers.")
+        return layers
+
+
+class Eagle3Method(Method):
+    """See `speccompile.core.method.Method`."""
+
+    name = "eagle3"
+    Config = Eagle3Config
+    TrainingConfig = Eagle3Training
+    formats = "speccompile.speculators.eagle3.checkpoint:FORMATS"
+    trainer = "speccompile.speculators.eagle3.trainer:Eagle3Trainer"
+
+    def target_outputs(self, config: Eagle3Config) -> TargetOutputs:
+        """Three residual streams; which of them depends on the checkpoint and on the target's number of layers."""
+        return TargetOutputs(hidden_layers=FusedLayers(config.model, config.config, config.chosen_layers))
+
+    def graph_jobs(self, config: Eagle3Config) -> tuple[GraphJob, ...]:
+        """Drafter and fusion."""
+        own, layers = (config.model, config.quantization), config.chosen_layers
+        options = DraftOptions(config.guesses_needed, config.has_laws, layers)
+        return (
+            GraphJob(DRAFT, *own, f"{SOURCES}:DraftSource", options, config.config),
+            GraphJob(FUSION, *own, f"{SOURCES}:FusionSource", FusionOptions(layers), config.config),
+        )
+
+    def make_proposer(
+        self, config: Eagle3Config, engines: Mapping[str, Engine], context: MethodContext
+    ) -> FeatureProposer:
+        """The proposer over both engines."""
+        fusion = engines[FUSION]
+        names = [t.name for t in fusion.spec.inputs]
+
+        def fuse(outputs: Outputs) -> Any:
+            return fusion.run({name: outputs[name] for name in names})[FEATURES]
+
+        return config.make_proposer(engines[DRAFT], fuse, DRAFT, context)

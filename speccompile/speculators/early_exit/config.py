@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe fields of drafting with the target's own first layers."""
+"""Drafting with the target's own first layers: recipe fields, and what the build and the runtime ask."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from speccompile.core.jobs import CandidateOptions
-from speccompile.drafting.cached_drafts import CachedDraftFields
+from speccompile.core.jobs import AS_TARGET, CandidateOptions, GraphJob, MethodContext
+from speccompile.core.method import Method
+from speccompile.core.protocols import Engine
+from speccompile.drafting.cached_drafts import CachedDraftFields, CachedDraftProposer
 from speccompile.errors import RecipeError
+from speccompile.speculators.early_exit.proposer import SharedRows
+
+DRAFT = "draft"  # the graph's name in the bundle
+SOURCE = "speccompile.speculators.early_exit.checkpoint:ExitSource"
+THE_TARGET = "target"
 
 
 @dataclass(frozen=True)
-class Config(CachedDraftFields):
+class ExitConfig(CachedDraftFields):
     """The target's own first layers draft, with a trained head behind them or with the target's final norm.
 
     Args:
@@ -45,8 +53,53 @@ class ExitOptions(CandidateOptions):
 
     Args:
         has_head: the job's model is a trained head; otherwise it is not read.
-        num_exit_layers: see `Config`.
+        num_exit_layers: see `ExitConfig`.
     """
 
     has_head: bool
     num_exit_layers: int | None
+
+
+@dataclass(frozen=True)
+class ExitTraining:
+    """What is trained.
+
+    Args:
+        num_exit_layers: decoder layers of the target that run before the head.
+        intermediate_size: of the adapter; 0: the target's.
+        chain: drafts of a chain, for the estimated acceptance.
+    """
+
+    num_exit_layers: int = 2
+    intermediate_size: int = 0
+    chain: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("num_exit_layers", "chain"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"training.heads.{name}", f"{getattr(self, name)}", "1 or more", "Raise it.")
+
+
+class EarlyExitMethod(Method):
+    """See `speccompile.core.method.Method`."""
+
+    name = "early_exit"
+    Config = ExitConfig
+    TrainingConfig = ExitTraining
+    formats = "speccompile.speculators.early_exit.checkpoint:FORMATS"
+    trainer = "speccompile.speculators.early_exit.trainer:EarlyExitTrainer"
+
+    def graph_jobs(self, config: ExitConfig) -> tuple[GraphJob, ...]:
+        """The first layers."""
+        quantization = AS_TARGET if config.quantization == THE_TARGET else config.quantization
+        head = (config.model is not None, config.num_exit_layers)
+        options = ExitOptions(config.guesses_needed, config.has_laws, *head)
+        return (GraphJob(DRAFT, config.model or THE_TARGET, quantization, SOURCE, options, config.config),)
+
+    def make_proposer(
+        self, config: ExitConfig, engines: Mapping[str, Engine], context: MethodContext
+    ) -> CachedDraftProposer:
+        """The proposer over the first layers; how far it drafts depends on the measured costs."""
+        engine = engines[DRAFT]
+        rows = SharedRows(engine, context.max_seq_len)
+        return CachedDraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))

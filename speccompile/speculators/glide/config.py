@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe fields of drafting with GLIDE."""
+"""Drafting with GLIDE: recipe fields, and what the build and the runtime ask."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from speccompile.drafting.cached_drafts import CachedDraftFields
+from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext
+from speccompile.core.method import Method
+from speccompile.core.protocols import Engine
+from speccompile.drafting.cached_drafts import CachedDraftFields, CachedDraftProposer
+from speccompile.errors import RecipeError
+from speccompile.speculators.glide.proposer import GlideRows
+
+DRAFT = "draft"  # the graph's name in the bundle
+SOURCE = "speccompile.speculators.glide.checkpoint:GlideSource"
 
 
 @dataclass(frozen=True)
-class Config(CachedDraftFields):
+class GlideConfig(CachedDraftFields):
     """A GLIDE drafter: a small decoder that also reads the cache of the target's last layer.
 
     Args:
@@ -24,3 +33,49 @@ class Config(CachedDraftFields):
 
     model: str
     config: str | None = None
+
+
+@dataclass(frozen=True)
+class GlideTraining:
+    """What is trained.
+
+    Args:
+        num_layers: of the drafter.
+        intermediate_size: of its MLPs; 0: the target's.
+        block: drafts of a block: a draft at depth d sees no rows of the target's cache from its block's root on.
+    """
+
+    num_layers: int = 1
+    intermediate_size: int = 0
+    block: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "block"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"training.heads.{name}", f"{getattr(self, name)}", "1 or more", "Raise it.")
+        if self.intermediate_size < 0:
+            got = f"{self.intermediate_size}"
+            raise RecipeError("training.heads.intermediate_size", got, "0 or more", "Correct the recipe.")
+
+
+class GlideMethod(Method):
+    """See `speccompile.core.method.Method`."""
+
+    name = "glide"
+    Config = GlideConfig
+    TrainingConfig = GlideTraining
+    formats = "speccompile.speculators.glide.checkpoint:FORMATS"
+    trainer = "speccompile.speculators.glide.trainer:GlideTrainer"
+
+    def graph_jobs(self, config: GlideConfig) -> tuple[GraphJob, ...]:
+        """The drafter."""
+        options = CandidateOptions(config.guesses_needed, config.has_laws)
+        return (GraphJob(DRAFT, config.model, config.quantization, SOURCE, options, config.config),)
+
+    def make_proposer(
+        self, config: GlideConfig, engines: Mapping[str, Engine], context: MethodContext
+    ) -> CachedDraftProposer:
+        """The proposer over the drafter's engine; how far it drafts depends on the measured costs."""
+        engine, max_rows = engines[DRAFT], context.seq_lens.get(DRAFT, context.max_seq_len)
+        rows = GlideRows(engine, max_rows, context.max_draft_nodes)
+        return CachedDraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe fields of drafting with Medusa heads."""
+"""Drafting with Medusa heads: recipe fields, and what the build and the runtime ask."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
+from speccompile.core.method import Method
+from speccompile.core.protocols import Engine
 from speccompile.drafting.tree_config import Tree, TreeFields
 from speccompile.errors import RecipeError
+from speccompile.speculators.medusa.proposer import MedusaProposer
+
+HEADS = "heads"  # the graph's name in the bundle
+SOURCE = "speccompile.speculators.medusa.checkpoint:HeadsSource"
 
 
 @dataclass(frozen=True)
-class Config(TreeFields):
+class MedusaConfig(TreeFields):
     """Medusa heads. What they draft is never drawn: the text is the target's at any temperature.
 
     Args:
@@ -60,3 +68,55 @@ class HeadsOptions:
     num_heads: int | None
     num_candidates: int
     least_heads: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class MedusaTraining:
+    """What is trained.
+
+    Args:
+        num_heads: tokens guessed behind the root.
+        num_layers: residual blocks of a head.
+        lm_head: `target`: all heads end in the target's own LM head, frozen and not stored; `own`: each has its own.
+    """
+
+    num_heads: int = 4
+    num_layers: int = 1
+    lm_head: str = "own"
+
+    def __post_init__(self) -> None:
+        if self.lm_head not in ("own", "target"):
+            raise RecipeError("training.heads.lm_head", repr(self.lm_head), "own or target", "Correct the recipe.")
+        for name in ("num_heads", "num_layers"):
+            if not 1 <= getattr(self, name) <= 64:
+                raise RecipeError(f"training.heads.{name}", f"{getattr(self, name)}", "1 to 64", "Correct the recipe.")
+
+
+class MedusaMethod(Method):
+    """See `speccompile.core.method.Method`."""
+
+    name = "medusa"
+    Config = MedusaConfig
+    TrainingConfig = MedusaTraining
+    formats = "speccompile.speculators.medusa.checkpoint:FORMATS"
+    trainer = "speccompile.speculators.medusa.trainer:MedusaTrainer"
+
+    def target_outputs(self, config: MedusaConfig) -> TargetOutputs:
+        """What the LM head reads: the state behind the final norm, which the heads were trained on."""
+        return TargetOutputs(hidden=True)
+
+    def graph_jobs(self, config: MedusaConfig) -> tuple[GraphJob, ...]:
+        """The heads."""
+        options = HeadsOptions(
+            num_heads=None if config.num_heads == "auto" else config.num_heads,
+            num_candidates=1 if config.tree == "chain" else config.guesses_needed,
+            least_heads=0 if config.shape is None else config.shape.max_depth,
+        )
+        return (GraphJob(HEADS, config.model, config.quantization, SOURCE, options, config.config),)
+
+    def make_proposer(
+        self, config: MedusaConfig, engines: Mapping[str, Engine], context: MethodContext
+    ) -> MedusaProposer:
+        """The proposer over the heads' engine."""
+        costs = context.costs
+        return MedusaProposer(config, engines[HEADS], context.max_draft_nodes, costs.get("target"), costs.get(HEADS))

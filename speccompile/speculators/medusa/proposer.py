@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from speccompile.core.jobs import StepCosts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GUESSES
 from speccompile.drafting.growth import GrowthPolicy
 from speccompile.drafting.heads_tree import HeadsTreeProposer
-from speccompile.speculators.medusa.config import Config
+
+if TYPE_CHECKING:
+    from speccompile.speculators.medusa.config import MedusaConfig
 
 
 class MedusaProposer(HeadsTreeProposer):
@@ -28,7 +31,12 @@ class MedusaProposer(HeadsTreeProposer):
     """
 
     def __init__(
-        self, config: Config, engine: Engine, max_draft_nodes: int, target: StepCosts | None, heads: StepCosts | None
+        self,
+        config: MedusaConfig,
+        engine: Engine,
+        max_draft_nodes: int,
+        target: StepCosts | None,
+        heads: StepCosts | None,
     ) -> None:
         num_heads, num_guesses = engine.spec.output(GUESSES).dims[1:]
         assert isinstance(num_heads, int) and isinstance(num_guesses, int)

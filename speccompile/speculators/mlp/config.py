@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe fields of drafting with an MLP speculator."""
+"""Drafting with an MLP speculator: recipe fields, and what the build and the runtime ask."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
+from speccompile.core.method import Method
+from speccompile.core.protocols import Engine, Proposer
 from speccompile.drafting.heads_config import HeadsFields
+from speccompile.errors import RecipeError
+
+HEADS = "heads"  # the graph's name in the bundle
+SOURCE = "speccompile.speculators.mlp.checkpoint:HeadsSource"
 
 
 @dataclass(frozen=True)
-class Config(HeadsFields):
+class MlpConfig(HeadsFields):
     """An MLP speculator as IBM trains and publishes them.
 
     Args:
@@ -20,3 +28,50 @@ class Config(HeadsFields):
     """
 
     model: str
+
+
+@dataclass(frozen=True)
+class MlpTraining:
+    """What is trained.
+
+    Args:
+        num_heads: tokens drafted.
+        inner_size: width of the heads' state; 0: the target's.
+        tie_weights: heads share embedding, LM head and norm; all projections but the first are one.
+        scale_input: the target's state is normalised first.
+    """
+
+    num_heads: int = 4
+    inner_size: int = 0
+    tie_weights: bool = True
+    scale_input: bool = True
+
+    def __post_init__(self) -> None:
+        least = 2 if self.tie_weights else 1
+        if not least <= self.num_heads <= 64:
+            where, expected = "training.heads.num_heads", f"{least} to 64"
+            raise RecipeError(where, f"{self.num_heads}", expected, "Correct the recipe.")
+        if self.inner_size < 0:
+            raise RecipeError("training.heads.inner_size", f"{self.inner_size}", "0 or more", "Correct the recipe.")
+
+
+class MlpMethod(Method):
+    """See `speccompile.core.method.Method`."""
+
+    name = "mlp"
+    Config = MlpConfig
+    TrainingConfig = MlpTraining
+    formats = "speccompile.speculators.mlp.checkpoint:FORMATS"
+    trainer = "speccompile.speculators.mlp.trainer:MlpTrainer"
+
+    def target_outputs(self, config: MlpConfig) -> TargetOutputs:
+        """What the LM head reads: the state behind the final norm, which the heads were trained on."""
+        return TargetOutputs(hidden=True)
+
+    def graph_jobs(self, config: MlpConfig) -> tuple[GraphJob, ...]:
+        """The heads."""
+        return (GraphJob(HEADS, config.model, config.quantization, SOURCE, config.form_options(), config.config),)
+
+    def make_proposer(self, config: MlpConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
+        """The proposer over the heads' engine."""
+        return config.make_proposer(engines[HEADS], HEADS, context)

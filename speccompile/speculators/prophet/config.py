@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe fields of drafting with a Prophet transformer."""
+"""Drafting with a Prophet transformer: recipe fields, and what the build and the runtime ask."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from speccompile.core.heads_specs import FormOptions
+from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
+from speccompile.core.method import Method
+from speccompile.core.protocols import Engine, Proposer
 from speccompile.drafting.heads_config import HeadsFields
 from speccompile.errors import RecipeError
 
+HEADS = "heads"  # the graph's name in the bundle
+SOURCE = "speccompile.speculators.prophet.checkpoint:ProphetSource"
+
 
 @dataclass(frozen=True)
-class Config(HeadsFields):
+class ProphetConfig(HeadsFields):
     """A small causal transformer that starts from the target's hidden state.
 
     Args:
@@ -29,3 +37,59 @@ class Config(HeadsFields):
         if not 1 <= self.max_draft_tokens <= 64:
             got = repr(self.max_draft_tokens)
             raise RecipeError("speculator.max_draft_tokens", got, "1 to 64", "Correct the recipe.")
+
+
+@dataclass(frozen=True)
+class ProphetTraining:
+    """What is trained.
+
+    Args:
+        num_layers: of the transformer.
+        num_heads: attention heads of a layer.
+        num_kv_heads: key heads of a layer.
+        intermediate_size: of its MLPs.
+        horizon: drafts trained from every start; longer than the drafts that will be used.
+        starts: share of the text's positions that are starts in a step, drawn anew each time.
+    """
+
+    num_layers: int = 2
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    intermediate_size: int = 1024
+    horizon: int = 8
+    starts: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            got = f"{self.num_kv_heads} for {self.num_heads} heads"
+            raise RecipeError("training.heads.num_kv_heads", got, "a divisor of num_heads", "Correct the recipe.")
+        if not 0 < self.starts <= 1:
+            raise RecipeError("training.heads.starts", f"{self.starts}", "above 0, at most 1", "Correct the recipe.")
+        for name in ("num_layers", "horizon", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"training.heads.{name}", f"{getattr(self, name)}", "1 or more", "Raise it.")
+
+
+class ProphetMethod(Method):
+    """See `speccompile.core.method.Method`."""
+
+    name = "prophet"
+    Config = ProphetConfig
+    TrainingConfig = ProphetTraining
+    formats = "speccompile.speculators.prophet.checkpoint:FORMATS"
+    trainer = "speccompile.speculators.prophet.trainer:ProphetTrainer"
+
+    def target_outputs(self, config: ProphetConfig) -> TargetOutputs:
+        """What the LM head reads: the state behind the final norm."""
+        return TargetOutputs(hidden=True)
+
+    def graph_jobs(self, config: ProphetConfig) -> tuple[GraphJob, ...]:
+        """The transformer."""
+        options = config.form_options()
+        if options == FormOptions():  # a chain whose length the recipe leaves open
+            options = FormOptions(max_depth=config.max_draft_tokens)
+        return (GraphJob(HEADS, config.model, config.quantization, SOURCE, options, config.config),)
+
+    def make_proposer(self, config: ProphetConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
+        """The proposer over the transformer's engine."""
+        return config.make_proposer(engines[HEADS], HEADS, context)

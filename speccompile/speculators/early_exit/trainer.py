@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from speccompile.core.training import Drafted, TargetParts, TrainingBatch
-from speccompile.export.heads_file import write_heads
-from speccompile.speculators.early_exit.heads import ExitHead
+from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
+from speccompile.errors import RecipeError
+from speccompile.export.heads_file import read_heads, write_heads
+from speccompile.speculators.early_exit.config import ExitTraining
+from speccompile.speculators.early_exit.model import ExitHead, ExitSizes
 
 
 class TrainableExit(nn.Module):
@@ -64,3 +67,27 @@ class TrainableExit(nn.Module):
     def save(self, folder: Path) -> None:
         """Our layout: config.json with `ExitSizes`, parameters under their names here."""
         write_heads(folder, self.head.sizes.config_from_sizes(), self.head.state_dict())
+
+
+class EarlyExitTrainer:
+    """See `speccompile.core.training.Trainer`."""
+
+    def needs(self, config: ExitTraining, target: Mapping[str, Any]) -> TargetNeeds:
+        """The stream behind the last layer that runs."""
+        num_layers = int(target["num_hidden_layers"])
+        if config.num_exit_layers >= num_layers:
+            got, expected = f"{config.num_exit_layers}", f"less than the target's {num_layers}"
+            raise RecipeError("training.heads.num_exit_layers", got, expected, "Lower it.")
+        return TargetNeeds(layers=(config.num_exit_layers - 1,))
+
+    def make(self, config: ExitTraining, parts: TargetParts, start: Path | None) -> Any:
+        """An adapter that changes little and the target's final norm, or `start`."""
+        vocab, hidden = parts.lm_head.shape
+        inner = config.intermediate_size or int(parts.config.get("intermediate_size") or 4 * hidden)
+        eps = float(parts.config.get("rms_norm_eps", 1e-5))
+        head = ExitHead(ExitSizes(hidden, vocab, config.num_exit_layers, inner, eps))
+        if parts.norm is not None:
+            head.norm.weight.data.copy_(parts.norm)
+        if start is not None:
+            head.load_state_dict(read_heads(start, head.state_dict()))
+        return TrainableExit(head, parts, config.chain)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's first layers as the source of a draft's graph. Needs no torch before the export."""
+"""Early-exit heads on disk, and the target's first layers as the source of a draft's graph.
+
+The layout is our own: an adapter and a norm. Needs no torch before the export.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +18,65 @@ from speccompile.core.borrowed_specs import sharing_spec
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, guessing_spec
-from speccompile.doctor.doctor import check_speculator
+from speccompile.doctor.doctor import check_speculator, read_speculator
+from speccompile.doctor.findings import Finding
+from speccompile.doctor.key_checks import COMMON
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Target, finding
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_candidates
 from speccompile.export.decoder_source import WEIGHT_FILES, DecoderSource
-from speccompile.speculators.early_exit.formats import FORMATS, read
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+    import torch
 
     from speccompile.speculators.early_exit.config import ExitOptions
+
+MODEL_TYPE = "early_exit"
+
+
+def _check_layers(case: Case) -> Iterator[Finding]:
+    """The head stands behind a layer that the target has, and not behind its last."""
+    asked, target = case.sizes.get("num_exit_layers"), case.target
+    if target is not None and asked is not None and not 1 <= asked < target.dims.num_layers:
+        expected = f"1 to {target.dims.num_layers - 1}, the layers of {target.name} but its last"
+        todo = "It was trained for another target: give the model that it belongs to."
+        yield finding("error", case.config_place("num_exit_layers"), str(asked), expected, todo)
+
+
+def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
+    return dict(config)
+
+
+FORMATS = (
+    Format(
+        "early_exit/ours",
+        "Early-exit head",
+        "early_exit",
+        (
+            Size("hidden", ("hidden_size",), stored=((r"^norm\.weight$", 0),)),
+            Size("vocab", ("vocab_size",)),
+            Size("inner", ("intermediate_size",), stored=((r"^adapter\.up_proj\.weight$", 0),)),
+            Size("num_exit_layers", ("num_exit_layers",)),
+        ),
+        (
+            Row("adapter_norm.weight", ("hidden",)),
+            Row("adapter.gate_proj.weight", ("inner", "hidden")),
+            Row("adapter.up_proj.weight", ("inner", "hidden")),
+            Row("adapter.down_proj.weight", ("hidden", "inner")),
+            Row("norm.weight", ("hidden",)),
+        ),
+        (*COMMON, Check("early_exit.layers", _check_layers)),
+        marks=(r"^adapter_norm\.weight$",),
+        config_marks=(("model_type", MODEL_TYPE),),
+        config=_config,
+    ),
+)
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
+    return read_speculator(folder, FORMATS)
 
 
 @dataclass(frozen=True)
@@ -107,8 +159,7 @@ class ExitSource:
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ExitDims]:
         """Read the target, keep its first layers, and trace them."""
-        from speccompile.speculators.early_exit.first_layers import cut_model, make_head
-        from speccompile.speculators.early_exit.heads import ExitSizes
+        from speccompile.speculators.early_exit.model import ExitSizes, cut_model, make_head
 
         dims, head = self.dims, None
         if self.head_folder is not None:

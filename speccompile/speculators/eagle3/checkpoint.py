@@ -1,23 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of EAGLE-3 drafters: the first release's (ours), numbered layers, and vLLM's speculators format.
+"""EAGLE-3 drafters on disk, and as the source of two graphs. Needs no torch before the export.
 
-`d2t` holds offsets: draft token i is the target's token i + d2t[i]. `t2d` marks the target's tokens that are drafted.
-Both are absent where the vocabularies are one. Needs no torch but where weights are read.
+Layouts: the first release's (ours), numbered layers, and vLLM's speculators format. `d2t` holds offsets: draft token i
+is the target's token i + d2t[i]. `t2d` marks the target's tokens that are drafted. Both are absent where the
+vocabularies are one.
+
+Layers of the target are counted from 0, and what is read is the residual stream behind them. The published choice for
+n layers are the streams in front of layers 2, n / 2 and n - 3. A checkpoint that names others means "behind" if its
+first number is 1, and "in front of" if it is 2 or more (SGLang reads them by the same rule).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.folders import find_folder
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
+from speccompile.core.feature_specs import FeatureDims, feature_draft_spec, fusion_spec
+from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import GraphSpec
 from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
 from speccompile.doctor.doctor import read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.errors import CheckpointError, RecipeError
+from speccompile.export.checks import check_features
+from speccompile.export.feature_source import FeatureSource, count_weights, holds
 from speccompile.speculators.eagle3.speculators_config import (
     SCOPE,
     check_config,
@@ -27,20 +43,24 @@ from speccompile.speculators.eagle3.speculators_config import (
 )
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     import torch
 
-NUM_STATES = 3  # residual streams of the target that are fused
+    from speccompile.speculators.eagle3.config import DraftOptions
+
+EMBEDDINGS = "embed_tokens.weight"
+NUM_STREAMS = 3  # residual streams of the target that are fused
 _IDS = ("eagle_aux_hidden_state_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids")
 
 
 def _derive(sizes: Sizes) -> None:
     derive_decoder(sizes)
     sizes["target_hidden"] = sizes["target_hidden"] or sizes["hidden"]
-    sizes["fused"] = times(NUM_STATES, sizes["target_hidden"])
+    sizes["fused"] = times(NUM_STREAMS, sizes["target_hidden"])
     sizes["two_hidden"] = times(2, sizes["hidden"])
     sizes["is_reduced"] = int(sizes["draft_vocab"] != sizes["vocab"])
     sizes["has_own_embedding"] = int(sizes["hidden"] != sizes["target_hidden"])
-    sizes["num_states"] = NUM_STATES
+    sizes["num_states"] = NUM_STREAMS
 
 
 def _check_maps(case: Case) -> Iterator[Finding]:
@@ -89,9 +109,9 @@ def _check_layers(case: Case) -> Iterator[Finding]:
     where = case.config_place(_IDS[0])
     last = case.target.dims.num_layers if case.target else None
     is_list = isinstance(ids, list) and all(type(i) is int for i in ids)
-    if not is_list or len(ids) != NUM_STATES or len(set(ids)) != len(ids):
+    if not is_list or len(ids) != NUM_STREAMS or len(set(ids)) != len(ids):
         todo = "Correct config.json; other loaders fall back to layers of their own choice."
-        yield finding("error", where, repr(ids), f"{NUM_STATES} different layers", todo)
+        yield finding("error", where, repr(ids), f"{NUM_STREAMS} different layers", todo)
     elif min(ids) < 0 or (last is not None and max(ids) > last):
         most = "" if last is None else f" to {last}"
         todo = "It was trained for another target: give the model that it belongs to."
@@ -224,3 +244,155 @@ FORMATS = (
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
     return read_speculator(folder, FORMATS)
+
+
+def layers_of_target(
+    model: str, config: str | None, asked: Sequence[int] | None, num_layers: int, weights: str
+) -> tuple[int, ...]:
+    """The layers of a target, for its own graph and the speculator's.
+
+    Args:
+        model: of the speculator.
+        config: see `GraphJob`.
+        asked: by the recipe; None: as the checkpoint says, else the published choice.
+        num_layers: of the target.
+        weights: "checkpoint" or "random"; a random target may have fewer layers than the checkpoint's, which are then
+            chosen anew.
+
+    Raises:
+        CheckpointError: the checkpoint names layers that the target does not have.
+        RecipeError: the recipe does, or the target has too few.
+    """
+    if asked is not None:
+        if len(set(asked)) != NUM_STREAMS or not all(0 <= i < num_layers for i in asked):
+            expected = f"{NUM_STREAMS} different layers of the target's {num_layers}"
+            raise RecipeError("speculator.layers", f"{list(asked)}", expected, "Correct the recipe.")
+        return tuple(asked)
+    folder = find_folder(GraphJob("draft", model, config=config), weights, SPECULATOR_FILES)
+    named = layers_from_config(folder, read_config(folder))
+    if named is None:
+        return default_layers(num_layers, is_random=weights == "random")
+    if max(named) < num_layers:
+        return named
+    if weights == "random":
+        return default_layers(num_layers, is_random=True)
+    got, expected = f"the stream behind layer {max(named)}", f"one of the target's {num_layers} layers"
+    todo = "It was trained for another target: give the model that it belongs to."
+    raise CheckpointError(str(folder / "config.json"), got, expected, todo)
+
+
+def layers_from_config(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The layers that a config names; None where it names none.
+
+    Raises:
+        CheckpointError: they are not three different layers.
+    """
+    ids = layer_ids(config)
+    if not ids:
+        return None
+    is_list = isinstance(ids, list) and all(type(i) is int and i >= 1 for i in ids)
+    if not is_list or len(set(ids)) != NUM_STREAMS or len(ids) != NUM_STREAMS:
+        expected = f"{NUM_STREAMS} different numbers from 1 on"
+        todo = "Name the layers with speculator.layers; the embeddings themselves cannot be read."
+        raise CheckpointError(f"{folder / 'config.json'} (eagle_aux_hidden_state_layer_ids)", repr(ids), expected, todo)
+    return tuple(ids) if ids[0] == 1 else tuple(i - 1 for i in ids)
+
+
+def default_layers(num_layers: int, *, is_random: bool = False) -> tuple[int, ...]:
+    """The published choice; small random targets have the first, a middle and the last layer.
+
+    Raises:
+        RecipeError: there are too few layers.
+    """
+    published = (1, num_layers // 2 - 1, num_layers - 4)
+    if published[0] < published[1] < published[2]:
+        return published
+    if is_random and num_layers >= NUM_STREAMS:
+        return (0, num_layers // 2, num_layers - 1)
+    expected = f"{NUM_STREAMS if is_random else 7} layers or more"
+    raise RecipeError("speculator.layers", f"a target of {num_layers} layers", expected, "Name three layers.")
+
+
+class _Eagle3Source(FeatureSource):
+    """What both graphs share."""
+
+    formats = FORMATS
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        super().__init__(job, context)
+        assert context.target is not None
+        num, asked = context.target.num_layers, job.options.layers
+        layers = layers_of_target(job.model, job.config, asked, num, context.weights)
+        self.dims: FeatureDims = replace(self.dims, layers=layers)
+        nested = read_config(self.folder).get("eagle_config")
+        if isinstance(nested, dict) and nested.get("use_aux_hidden_state") is False:
+            where = f"{self.folder / 'config.json'} (eagle_config.use_aux_hidden_state)"
+            todo = "This variant reads the last state alone and is not supported."
+            raise CheckpointError(where, "false", "true: three states are fused", todo)
+
+    def _weights(self, progress: Callable[[str], None]) -> dict[str, torch.Tensor] | None:
+        progress("load weights")
+        return None if self.context.weights == "random" else read(self.folder)[1]
+
+
+class DraftSource(_Eagle3Source):
+    """See `speccompile.core.protocols.GraphSource`. The job has `DraftOptions`."""
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        super().__init__(job, context)
+        self.needs_tables = context.weights == "random" or not holds(self.folder, EMBEDDINGS)
+
+    def counts(self) -> WeightCounts | None:
+        """From the sizes."""
+        return count_weights(self.dims, 2 * self.dims.hidden_size, 2 + 2 * self.dims.num_layers)
+
+    def spec(self) -> GraphSpec:
+        """Inputs and outputs of the graph."""
+        options: DraftOptions = self.job.options
+        num = min(options.num_candidates, self.dims.draft_vocab_size)
+        return feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
+        """Read or make the weights, and trace."""
+        from speccompile.checkpoints.target_tables import read_tables
+        from speccompile.export.feature_draft import export_feature_draft
+        from speccompile.speculators.eagle3.model import make_body
+
+        weights = self._weights(progress)
+        embeddings: Any = read_tables(self.context).embeddings if self.needs_tables else None
+        body = make_body(self.config, self.dims, weights, embeddings)
+        graph = export_feature_draft(body, self.spec(), self.max_rows, progress)
+        return graph, replace(self.dims, num_params=sum(p.numel() for p in body.parameters()))
+
+
+class FusionSource(_Eagle3Source):
+    """See `speccompile.core.protocols.GraphSource`. The job has `FusionOptions`."""
+
+    role = "fusion"
+    needs_tables = False
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        super().__init__(job, context)
+        self.max_rows = 0
+
+    def counts(self) -> WeightCounts | None:
+        """From the sizes; norms are left out."""
+        num = NUM_STREAMS * self.dims.target_hidden_size * self.dims.hidden_size
+        return WeightCounts(num, num, 0)
+
+    def spec(self) -> GraphSpec:
+        """Inputs and outputs of the graph."""
+        return fusion_spec(self.job.name, self.dims)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_features`."""
+        return check_features(engine)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
+        """Read or make the weights, and trace."""
+        from speccompile.export.feature_draft import export_fusion
+        from speccompile.speculators.eagle3.model import make_fusion
+
+        fusion = make_fusion(self.config, self.dims, self._weights(progress))
+        graph = export_fusion(fusion, self.spec(), progress)
+        return graph, replace(self.dims, num_params=sum(p.numel() for p in fusion.parameters()))

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from speccompile.core.training import Drafted, TrainingBatch
-from speccompile.export.heads_file import write_heads
-from speccompile.speculators.medusa.heads import MedusaHeads
+from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
+from speccompile.export.heads_file import read_heads, write_heads
+from speccompile.speculators.medusa.config import MedusaTraining
+from speccompile.speculators.medusa.model import HeadsSizes, MedusaHeads
 
 
 class TrainableMedusa(nn.Module):
@@ -43,3 +46,23 @@ class TrainableMedusa(nn.Module):
     def save(self, folder: Path) -> None:
         """The published layout of Medusa v1 in safetensors."""
         write_heads(folder, self.heads.sizes.config_from_sizes(), self.heads.state_dict())
+
+
+class MedusaTrainer:
+    """See `speccompile.core.training.Trainer`."""
+
+    def needs(self, config: MedusaTraining, target: Mapping[str, Any]) -> TargetNeeds:
+        """The final-normed states."""
+        return TargetNeeds(hidden=True)
+
+    def make(self, config: MedusaTraining, parts: TargetParts, start: Path | None) -> Any:
+        """Blocks that change nothing at first, LM heads as the target's."""
+        vocab, hidden = parts.lm_head.shape
+        heads = MedusaHeads(HeadsSizes(hidden, vocab, config.num_heads, config.num_layers, config.lm_head == "target"))
+        for name, parameter in heads.named_parameters():
+            parameter.data.zero_()
+            if parameter.shape[0] == vocab and name.endswith(f"{config.num_layers}.weight"):
+                parameter.data.copy_(parts.lm_head)
+        if start is not None:
+            heads.load_state_dict(read_heads(start, heads.state_dict()))
+        return TrainableMedusa(heads, parts.lm_head)

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from speccompile.core.training import Drafted, TargetParts, TrainingBatch
+from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
 from speccompile.export.heads_file import read_heads, write_heads
-from speccompile.speculators.mlp.heads import MlpHeads, heads_from_weights, random_heads
-from speccompile.speculators.mlp.sizes import MODEL_TYPE, PREFIX, HeadsSizes
+from speccompile.speculators.mlp.checkpoint import MODEL_TYPE, PREFIX, HeadsSizes
+from speccompile.speculators.mlp.config import MlpTraining
+from speccompile.speculators.mlp.model import MlpHeads, heads_from_weights, random_heads
 
 
 class TrainableMlp(nn.Module):
@@ -90,3 +92,21 @@ def load_heads(sizes: HeadsSizes, folder: Path) -> MlpHeads:
     heads = random_heads(sizes)
     held = read_heads(folder, {PREFIX + name: tensor for name, tensor in heads.named_parameters()})
     return heads_from_weights(sizes, {name.removeprefix(PREFIX): tensor for name, tensor in held.items()})
+
+
+class MlpTrainer:
+    """See `speccompile.core.training.Trainer`."""
+
+    def needs(self, config: MlpTraining, target: Mapping[str, Any]) -> TargetNeeds:
+        """The final-normed states."""
+        return TargetNeeds(hidden=True)
+
+    def make(self, config: MlpTraining, parts: TargetParts, start: Path | None) -> Any:
+        """Embeddings and LM heads as the target's, in their best `inner_size` directions, or `start`."""
+        vocab, hidden = parts.lm_head.shape
+        inner = config.inner_size or hidden
+        sizes = HeadsSizes(
+            MODEL_TYPE, vocab, hidden, inner, config.num_heads, config.num_heads, config.tie_weights, config.scale_input
+        )
+        heads = begin_heads(sizes, parts) if start is None else load_heads(sizes, start)
+        return TrainableMlp(heads)

@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of EAGLE-1 and EAGLE-2 drafters, which is ours. Needs no torch but where weights are read.
+"""EAGLE-1 and EAGLE-2 drafters on disk, and as the source of a graph. Needs no torch before the export.
 
 The first layer has no norm before its attention, and there is no LM head: the target's is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speccompile.core.feature_specs import FeatureDims, feature_draft_spec
+from speccompile.core.jobs import CandidateOptions, WeightCounts
+from speccompile.core.specs import GraphSpec
 from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
 from speccompile.doctor.doctor import read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.export.feature_source import FeatureSource, count_weights
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     import torch
 
 _LAYER = "layers.{layer}"
@@ -92,3 +98,32 @@ FORMATS = (
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
     return read_speculator(folder, FORMATS)
+
+
+class DraftSource(FeatureSource):
+    """See `speccompile.core.protocols.GraphSource`. The job has `CandidateOptions`."""
+
+    formats = FORMATS
+
+    def counts(self) -> WeightCounts | None:
+        """From the sizes."""
+        hidden = self.dims.hidden_size
+        return count_weights(self.dims, hidden, 2 * self.dims.num_layers - 1, 2 * hidden * hidden)
+
+    def spec(self) -> GraphSpec:
+        """Inputs and outputs of the graph."""
+        options: CandidateOptions = self.job.options
+        num = min(options.num_candidates, self.dims.vocab_size)
+        return feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
+        """Read or make the weights, and trace."""
+        from speccompile.checkpoints.target_tables import read_tables
+        from speccompile.export.feature_draft import export_feature_draft
+        from speccompile.speculators.eagle.model import make_body
+
+        progress("load weights")
+        weights = None if self.context.weights == "random" else read(self.folder)[1]
+        body = make_body(self.config, self.dims, weights, read_tables(self.context).lm_head)
+        graph = export_feature_draft(body, self.spec(), self.max_rows, progress)
+        return graph, replace(self.dims, num_params=sum(p.numel() for p in body.parameters()))

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from speccompile.core.training import Drafted, TargetParts, TrainingBatch
-from speccompile.export.heads_file import write_heads
+from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
+from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.export.layers import take_over
-from speccompile.speculators.glide.heads import Glide, GlideSizes
+from speccompile.speculators.glide.config import GlideTraining
+from speccompile.speculators.glide.model import Glide, GlideSizes
 
 
 class TrainableGlide(nn.Module):
@@ -124,3 +126,40 @@ def begin_drafter(sizes: GlideSizes, parts: TargetParts) -> Glide:
         })  # fmt: skip
         take_over(drafter.model.layers[0].input_layernorm, {"weight": parts.layers[0]["input_layernorm.weight"]})
     return drafter
+
+
+class GlideTrainer:
+    """See `speccompile.core.training.Trainer`."""
+
+    def needs(self, config: GlideTraining, target: Mapping[str, Any]) -> TargetNeeds:
+        """The last layer's cache."""
+        return TargetNeeds(caches=True)
+
+    def make(self, config: GlideTraining, parts: TargetParts, start: Path | None) -> Any:
+        """Embeddings and last layers as the target's, or `start`."""
+        vocab, hidden = parts.lm_head.shape
+        target = parts.config
+        heads = int(target["num_attention_heads"])
+        kv_heads = int(target.get("num_key_value_heads") or heads)
+        head_dim = int(target.get("head_dim") or hidden // heads)
+        theta = float((target.get("rope_parameters") or target).get("rope_theta", 10000.0))
+        sizes = GlideSizes(
+            hidden_size=hidden,
+            intermediate_size=config.intermediate_size or int(target.get("intermediate_size") or 4 * hidden),
+            num_layers=config.num_layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=vocab,
+            target_hidden_size=hidden,
+            target_heads=heads,
+            target_kv_heads=kv_heads,
+            target_head_dim=head_dim,
+            rms_norm_eps=float(target.get("rms_norm_eps", 1e-5)),
+            rope_theta=theta,
+            target_rope_theta=theta,
+        )
+        drafter = begin_drafter(sizes, parts)
+        if start is not None:
+            drafter.load_state_dict(read_heads(start, drafter.state_dict()))
+        return TrainableGlide(drafter, config.block)

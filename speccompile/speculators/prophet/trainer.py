@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Prophet transformer under training: drawn positions of the text are starts of short sequences of their own."""
+"""A Prophet transformer under training: drawn positions are starts of short sequences of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from speccompile.core.training import Drafted, TargetParts, TrainingBatch
-from speccompile.export.heads_file import write_heads
+from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
+from speccompile.errors import RecipeError
+from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.export.layers import take_over
-from speccompile.speculators.prophet.heads import Prophet, ProphetSizes
+from speccompile.speculators.prophet.config import ProphetTraining
+from speccompile.speculators.prophet.model import Prophet, ProphetSizes
 
 
 class TrainableProphet(nn.Module):
@@ -68,3 +72,33 @@ def begin_prophet(sizes: ProphetSizes, parts: TargetParts) -> Prophet:
     for layer, weights in zip(heads.layers, parts.layers[-len(heads.layers) :], strict=False):
         take_over(layer, weights)
     return heads
+
+
+class ProphetTrainer:
+    """See `speccompile.core.training.Trainer`."""
+
+    def needs(self, config: ProphetTraining, target: Mapping[str, Any]) -> TargetNeeds:
+        """The final-normed states."""
+        return TargetNeeds(hidden=True)
+
+    def make(self, config: ProphetTraining, parts: TargetParts, start: Path | None) -> Any:
+        """The target's last layers, where the sizes allow it, between its embeddings and its LM head; or `start`."""
+        vocab, hidden = parts.lm_head.shape
+        if hidden % config.num_heads or hidden // config.num_heads % 2:
+            expected = f"a divisor of the target's hidden size {hidden} that leaves an even head size"
+            raise RecipeError("training.heads.num_heads", f"{config.num_heads}", expected, "Correct the recipe.")
+        sizes = ProphetSizes(
+            vocab_size=vocab,
+            target_hidden_size=hidden,
+            hidden_size=hidden,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=hidden // config.num_heads,
+            horizon=config.horizon,
+        )
+        heads = begin_prophet(sizes, parts)
+        if start is not None:
+            heads.load_state_dict(read_heads(start, heads.state_dict()))
+        return TrainableProphet(heads, parts, config.starts)

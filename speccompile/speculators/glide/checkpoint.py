@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLIDE drafters (ColossalAI's layout) on disk, and as the source of a graph. Needs no torch before the export.
+
+A small Llama whose layers have a cross-attention with no keys and values of its own: it reads the target's cache, so
+that its queries have the target's heads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
+from speccompile.core.borrowed_specs import reading_spec
+from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import GraphSpec, ModelDims, cache_names, decoder_spec, guessing_spec
+from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
+from speccompile.doctor.doctor import check_speculator, read_speculator
+from speccompile.doctor.findings import Finding
+from speccompile.doctor.key_checks import COMMON
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag, lookup
+from speccompile.errors import CheckpointError, RecipeError
+from speccompile.export.checks import check_candidates
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import torch
+
+_LAYER, _OVER = "model.layers.{layer}", (("layer", "num_layers", 0),)
+PUBLISHED_THETA = 10000.0  # of the queries' positions, whatever the target's is
+_OWN_KEYS = r"cross_attn\.(k|v)_proj\."
+
+
+def _derive(sizes: Sizes) -> None:
+    derive_decoder(sizes)
+    heads, hidden = sizes["large_heads"], sizes["target_hidden"]
+    if not sizes["large_head_dim"]:
+        sizes["large_head_dim"] = hidden // heads if hidden and heads else None
+    sizes["large_width"] = times(heads, sizes["large_head_dim"])
+
+
+def _check_own_keys(case: Case) -> Iterator[Finding]:
+    """Keys and values in the cross-attention, which would not be the target's."""
+    keys = [k for k in case.files.headers if re.search(_OWN_KEYS, k)]
+    if keys:
+        todo = "It is not a GLIDE drafter: its cross-attention does not read the target's cache."
+        got = f"keys and values of its own ({len(keys)} keys)"
+        yield finding("error", case.place(keys[0]), got, "none: the target's last cache is read", todo)
+
+
+def _check_heads(case: Case) -> Iterator[Finding]:
+    """The cross-attention's queries go with the heads of the target's cache."""
+    target, sizes = case.target, case.sizes
+    if target is None:
+        return
+    todo = "It was trained for another target: give the model that it belongs to."
+    for key, name, want in (
+        ("large_num_attention_heads", "large_heads", target.dims.num_heads),
+        ("large_head_dim", "large_head_dim", target.dims.head_dim),
+    ):
+        if sizes.get(name) not in (None, want):
+            yield finding("error", case.config_place(key), str(sizes[name]), f"{want}, as {target.name} has", todo)
+
+
+def _check_groups(case: Case) -> Iterator[Finding]:
+    """A target with fewer key heads than query heads, which published code does not handle."""
+    target, stated = case.target, case.sizes.get("large_kv_heads")
+    if target is None or (target.dims.num_kv_heads == target.dims.num_heads and not stated):
+        return
+    want, where = target.dims.num_kv_heads, case.config_place("large_num_key_value_heads")
+    if stated and stated != want:
+        todo = "It was trained for another target: give the model that it belongs to."
+        yield finding("error", where, str(stated), f"{want}, as {target.name} has", todo)
+    elif not stated:
+        got, expected = "nothing", f"{want}, the key heads of {target.name}"
+        todo = "Published code takes one key head a query head. Say so in config.json if it was trained with groups."
+        yield finding("warning", where, got, expected, todo)
+
+
+def _check_positions(case: Case) -> Iterator[Finding]:
+    """The queries are rotated as the keys in the target's cache are."""
+    config = case.target.config if case.target is not None else {}
+    want = lookup(config, "rope_parameters.rope_theta") or config.get("rope_theta")
+    stated, where = case.config.get("large_rope_theta"), case.config_place("large_rope_theta")
+    if case.target is None or want is None or float(want) == float(stated or PUBLISHED_THETA):
+        return
+    expected = f"{want}, the rope_theta of {case.target.name}"
+    if stated is not None:
+        todo = "It was trained for another target: give the model that it belongs to."
+        yield finding("error", where, str(stated), expected, todo)
+    else:
+        todo = (
+            f"Published code rotates queries by {PUBLISHED_THETA:g}. Say so in config.json if it was trained otherwise."
+        )
+        yield finding("warning", where, "nothing", expected, todo)
+
+
+def _ours(case: Case) -> dict[str, Any]:
+    sizes = case.sizes
+    large_kv_heads = sizes["large_kv_heads"] or (case.target.dims.num_kv_heads if case.target else 0)
+    return {
+        **decoder_config(case.config),
+        "model_type": "llama",
+        "num_hidden_layers": sizes["num_layers"],
+        "vocab_size": sizes["vocab"],
+        "tie_word_embeddings": bool(sizes["is_tied"]),
+        "large_hidden_size": sizes["target_hidden"],
+        "large_num_attention_heads": sizes["large_heads"],
+        "large_head_dim": sizes["large_head_dim"],
+        "large_rope_theta": case.config.get("large_rope_theta", PUBLISHED_THETA),
+        **({"large_num_key_value_heads": large_kv_heads} if large_kv_heads else {}),
+    }
+
+
+def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
+    return dict(config)
+
+
+FORMATS = (
+    Format(
+        "glide/ours",
+        "GLIDE drafter (ColossalAI)",
+        "glide",
+        (
+            *decoder_sizes(),
+            Size("vocab", ("vocab_size",), stored=((r"embed_tokens\.weight$", 0),)),
+            Size("num_layers", ("num_hidden_layers",), count=r"^model\.layers\.(\d+)\."),
+            Size("target_hidden", ("large_hidden_size",)),
+            Size("large_heads", ("large_num_attention_heads",)),
+            Size("large_head_dim", ("large_head_dim",), default=0, least=0),
+            Size("large_kv_heads", ("large_num_key_value_heads",), default=0, least=0),
+            flag("is_tied", "tie_word_embeddings"),
+        ),
+        (
+            Row("model.embed_tokens.weight", ("vocab", "hidden")),
+            *decoder_rows(_LAYER, _OVER),
+            Row(f"{_LAYER}.cross_attn.q_proj.weight", ("large_width", "hidden"), _OVER),
+            Row(f"{_LAYER}.cross_attn.o_proj.weight", ("hidden", "large_width"), _OVER),
+            Row("model.norm.weight", ("hidden",)),
+            Row("lm_head.weight", ("vocab", "hidden"), need="!is_tied"),
+            Row("lm_head.weight", ("vocab", "hidden"), need="is_tied", fallback="model.embed_tokens.weight"),
+        ),
+        (
+            *COMMON,
+            Check("glide.own_keys", _check_own_keys),
+            Check("glide.heads", _check_heads),
+            Check("glide.groups", _check_groups),
+            Check("glide.positions", _check_positions),
+        ),
+        marks=(r"cross_attn\.",),
+        config_marks=(),
+        ignored=(r"rotary_emb\.inv_freq$", _OWN_KEYS),
+        derive=_derive,
+        ours=_ours,
+        config=_config,
+    ),
+)
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
+    return read_speculator(folder, FORMATS)
+
+
+@dataclass(frozen=True)
+class GlideDims(ModelDims):
+    """Sizes of a drafter; the fields before are those of its self-attention, and `max_positions` is the target's.
+
+    Args:
+        intermediate_size: of its MLPs.
+        target_heads: query heads of its cross-attention.
+        target_kv_heads: key heads of the target's caches.
+        target_head_dim: of these.
+        target_layer: layer of the target whose caches are read.
+        is_tied: the LM head is the embedding.
+        rms_norm_eps: of the norms.
+        rope_theta: base of its own positions.
+        target_rope_theta: base of the positions in the target's caches.
+    """
+
+    intermediate_size: int = 0
+    target_heads: int = 0
+    target_kv_heads: int = 0
+    target_head_dim: int = 0
+    target_layer: int = 0
+    is_tied: bool = True
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    target_rope_theta: float = PUBLISHED_THETA
+
+    def decoder_spec(self, name: str, target: ModelDims) -> GraphSpec:
+        """Inputs and outputs without a tail."""
+        return reading_spec(decoder_spec(name, self), target, cache_names(self.target_layer))
+
+    def counts(self) -> WeightCounts:
+        """Weights of the graph."""
+        hidden, cross = self.hidden_size, self.target_heads * self.target_head_dim
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        layer = hidden * (attention + 2 * cross + 3 * self.intermediate_size)
+        table = self.vocab_size * hidden
+        plain = (2 * self.num_layers + 1) * hidden + table
+        linear = self.num_layers * layer + table
+        num_params = linear + plain - (table if self.is_tied else 0)
+        return WeightCounts(num_params, linear, plain, num_head=table, is_tied=self.is_tied)
+
+
+def read_sizes(folder: Path, target: ModelDims) -> GlideDims:
+    """The sizes in a folder's config.json.
+
+    Args:
+        folder: of the drafter.
+        target: sizes of the target.
+
+    Raises:
+        CheckpointError: a size is missing or wrong, or the config asks for what a drafter cannot have.
+    """
+    path, config = folder / "config.json", read_config(folder)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    hidden, inner, layers, heads, vocab = (_size(path, config, name) for name in names)
+    for name, plain in (("attention_bias", False), ("mlp_bias", False), ("rope_scaling", None)):
+        if config.get(name, plain) not in (plain, None):
+            todo = "Train it without, or report its config."
+            raise CheckpointError(f"{path} ({name})", repr(config[name]), f"{plain!r}: GLIDE drafters have none", todo)
+    rope = config.get("rope_parameters") or config
+    return GlideDims(
+        model_type="glide",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        max_positions=target.max_positions,
+        intermediate_size=inner,
+        target_heads=target.num_heads,
+        target_kv_heads=target.num_kv_heads,
+        target_head_dim=target.head_dim,
+        target_layer=target.num_layers - 1,
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-5)),
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        target_rope_theta=float(config.get("large_rope_theta") or PUBLISHED_THETA),
+    )
+
+
+def with_params(dims: GlideDims) -> GlideDims:
+    """With the number of parameters."""
+    return replace(dims, num_params=dims.counts().num_params)
+
+
+def stated_target(path: Path) -> tuple[int | None, int | None]:
+    """(hidden size, query heads) of the target that a config.json names; None where it does not."""
+    config = read_config(path)
+    return config.get("large_hidden_size"), config.get("large_num_attention_heads")
+
+
+def _size(path: Path, config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{path} ({name})", repr(value), "a positive integer", "Download the file again.")
+    return value
+
+
+class GlideSource:
+    """See `speccompile.core.protocols.GraphSource`. The job has `CandidateOptions`.
+
+    Args:
+        job: the drafter.
+        context: the target's sizes must be those that it was trained for.
+    """
+
+    role = "draft"
+    has_tokenizer = False
+    shares_weights = False
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        self.job, self.context = job, context
+        self.options: CandidateOptions = job.options
+        assert context.target is not None
+        self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
+        self.dims: GlideDims = read_sizes(self.folder, context.target)
+        # As many as the target has: its rows are read where they lie.
+        self.max_rows = min(context.max_seq_len, context.target.max_positions)
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        target, where = self.context.target, f"speculator: {self.job.model}"
+        assert target is not None
+        hidden, heads = stated_target(self.folder)
+        todo = "Choose the drafter that was trained for this target; `speccompile doctor --target` compares them."
+        for got, want, what in (
+            (self.dims.vocab_size, target.vocab_size, "a vocabulary"),
+            (hidden, target.hidden_size, "a target's hidden size"),
+            (heads, target.num_heads, "a number of the target's heads"),
+        ):
+            if got is not None and got != want and not (self._is_random and what != "a vocabulary"):
+                raise RecipeError(where, f"{what} of {got}", f"{want}, as the target has", todo)
+
+    @property
+    def _is_random(self) -> bool:
+        return self.context.weights == "random"
+
+    def check(self) -> None:
+        """Every key and shape, from the files' headers."""
+        check_speculator(self.folder, FORMATS, self.context.target)
+
+    def digests(self) -> dict[str, str]:
+        """Of config and weights."""
+        return digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
+
+    def counts(self) -> WeightCounts | None:
+        """From the sizes."""
+        return self.dims.counts()
+
+    def spec(self) -> GraphSpec:
+        """Inputs and outputs of the graph."""
+        num = min(self.options.num_candidates, self.dims.vocab_size)
+        return guessing_spec(self._plain_spec(), num, self.options.gives_probs)
+
+    def _plain_spec(self) -> GraphSpec:
+        assert self.context.target is not None
+        return replace(self.dims.decoder_spec(self.job.name, self.context.target), max_rows=self.max_rows)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_candidates`."""
+        return check_candidates(engine)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GlideDims]:
+        """Read or make the weights, and trace."""
+        from speccompile.export.cached_draft import export_cached_draft
+        from speccompile.speculators.glide.model import make_drafter, sizes_from_dims
+
+        progress("load weights")
+        assert self.context.target is not None
+        weights = None if self._is_random else read(self.folder)[1]
+        # Padding stands behind the last row that a sequence may use.
+        num_positions = self.max_rows + self.context.max_draft_nodes + 1
+        sizes = sizes_from_dims(self.dims, self.context.target)
+        graph = export_cached_draft(make_drafter(sizes, weights, num_positions), self._plain_spec(), progress)
+        return graph, with_params(self.dims)

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Medusa heads on disk, and as the source of a graph. Needs no torch before the export.
+
+Layouts: the first release (ours), inside a base model's files, ModelOpt's and vLLM's. Head i has `num_layers` blocks
+x + SiLU(W x + b) and an LM head behind them. An old release builds the blocks of a head as one module repeated, so
+that copies may be stored or left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.target_tables import digests_from_target, read_tables
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
+from speccompile.core.heads_specs import guessing_heads_spec
+from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import GraphSpec, ModelDims
+from speccompile.doctor.doctor import check_speculator, open_known, read_speculator
+from speccompile.doctor.findings import Finding
+from speccompile.doctor.key_checks import COMMON
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.errors import CheckpointError, RecipeError
+from speccompile.export.checks import check_head_candidates
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import torch
+
+    from speccompile.speculators.medusa.config import HeadsOptions
+
+_OVER_HEADS = (("head", "num_heads", 0),)
+_LATER = (*_OVER_HEADS, ("layer", "num_layers", 1))
+_TARGET_HEAD = "lm_head.weight"  # not of the heads: the target has it
+_NAMES = "{head}.{layer}.linear."  # of a block in our layout
+
+
+def _derive(sizes: Sizes) -> None:
+    sizes["target_hidden"] = sizes["hidden"]
+
+
+def _check_copies(case: Case) -> Iterator[Finding]:
+    """Blocks of a head that are one block repeated."""
+    num_layers = case.sizes.get("num_layers") or 1
+    later = [e for e in case.expected.values() if e.row.may_differ and e.name.endswith(".weight")]
+    gone = [e for e in later if e.key not in case.files.headers]
+    if gone:
+        got = f"no {gone[0].key} ({len(gone)} missing)"
+        todo = "Nothing, if the heads were trained by the first release, which repeats the first block."
+        yield finding("warning", case.place(), got, f"{num_layers} blocks a head; the first stands in", todo)
+    elif later and case.reads_values and all(_is_copy(case, e.key, e.fallback) for e in later):
+        got, expected = f"{num_layers} blocks a head with the same weights", "blocks of their own"
+        todo = "Nothing, if the heads were trained by the first release, which repeats the first block."
+        yield finding("warning", case.place(later[0].key), got, expected, todo)
+
+
+def _is_copy(case: Case, key: str, name: str) -> bool:
+    first = case.key_of(name)
+    return first is not None and case.files.array(key).tobytes() == case.files.array(first).tobytes()
+
+
+def _check_map(case: Case) -> Iterator[Finding]:
+    """A reduced vocabulary, which the heads' graph does not have."""
+    if "token_map" in case.files.headers or case.config.get("truncated_vocab_size") not in (None, case.sizes["vocab"]):
+        got = f"a vocabulary cut to {case.config.get('truncated_vocab_size')} tokens"
+        todo = "Use heads over the target's whole vocabulary; a token map is not read yet."
+        yield finding("error", case.config_place("truncated_vocab_size"), got, "no token_map", todo)
+
+
+def _ours(case: Case) -> dict[str, Any]:
+    sizes, config = case.sizes, case.config
+    return {
+        "model_type": "medusa",
+        "medusa_num_heads": sizes["num_heads"],
+        "medusa_num_layers": sizes["num_layers"],
+        "hidden_size": sizes["hidden"],
+        "vocab_size": sizes["vocab"],
+        "original_lm_head": bool(sizes["uses_target_head"]),
+        "base_model_name_or_path": config.get("base_model_name_or_path") or config.get("_name_or_path") or "",
+    }
+
+
+def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
+    return {**config, "base_model_name_or_path": target.name if target else config.get("base_model_name_or_path", "")}
+
+
+def _drop_target_head(config: Mapping[str, Any], tensors: dict[str, Any]) -> None:
+    tensors.pop(_TARGET_HEAD, None)
+
+
+def _vllm_config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
+    return {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "num_heads": config["medusa_num_heads"],
+        "num_hidden_layers": config["medusa_num_layers"],
+        "hidden_size": config["hidden_size"],
+        "vocab_size": config["vocab_size"],
+        "medusa_fc_bias": True,
+        "original_lm_head": bool(config.get("original_lm_head", False)),
+        "base_model_name_or_path": _config(config, target)["base_model_name_or_path"],
+    }
+
+
+def _sizes(head: str, block: str, lm_head: str, num_layers: Size) -> tuple[Size, ...]:
+    """Sizes of a layout; the arguments are patterns of keys, `head` with its number as a group."""
+    return (
+        Size("num_heads", ("medusa_num_heads", "num_heads"), count=head),
+        num_layers,
+        Size("hidden", ("hidden_size",), stored=((block, 1), (lm_head, 1))),
+        Size("vocab", ("vocab_size",), stored=((lm_head, 0),)),
+        flag("uses_target_head", "original_lm_head"),
+    )
+
+
+def _rows(block: str, lm_head: str) -> tuple[Row, ...]:
+    """Rows of a layout; the arguments are templates of the beginnings of keys."""
+    parts: tuple[tuple[str, tuple[str, ...], bool], ...] = (
+        ("weight", ("hidden", "hidden"), False),
+        ("bias", ("hidden",), True),
+    )
+    first, ours = block.replace("{layer}", "0"), _NAMES.replace("{layer}", "0")
+    return (
+        *(Row(first + tail, dims, _OVER_HEADS, ours + tail, is_zero=zero) for tail, dims, zero in parts),
+        *(
+            Row(block + tail, dims, _LATER, _NAMES + tail, fallback=ours + tail, may_differ=True)
+            for tail, dims, _ in parts
+        ),
+        Row(lm_head, ("vocab", "hidden"), _OVER_HEADS, "{head}.{num_layers}.weight", need="!uses_target_head"),
+    )
+
+
+_HEAD, _BLOCK, _LM_HEAD = r"^(\d+)\.\d+\.", r"^\d+\.\d+\.linear\.weight$", r"^\d+\.\d+\.weight$"
+# An LM head is numbered behind its blocks, whether their copies are stored or not.
+_V1_SIZES = _sizes(
+    _HEAD,
+    _BLOCK,
+    _LM_HEAD,
+    Size("num_layers", ("medusa_num_layers",), count=r"^\d+\.(\d+)\.weight$", count_first=1, default=1),
+)
+_V1_ROWS = _rows(_NAMES, "{head}.{num_layers}.weight")
+_CHECKS = (*COMMON, Check("medusa.copies", _check_copies))
+
+
+def _v1(name: str, label: str, prefixes: tuple[str, ...], *, has_others: bool) -> Format:
+    """The first release's keys behind a prefix."""
+    return Format(
+        f"medusa/{name}",
+        label,
+        "medusa",
+        _V1_SIZES,
+        _V1_ROWS,
+        _CHECKS,
+        marks=(_BLOCK, _LM_HEAD),
+        prefixes=prefixes,
+        has_others=has_others,
+        derive=_derive,
+        ours=_ours,
+        config=_config,
+    )
+
+
+_VLLM_BLOCK, _VLLM_HEAD = r"^blocks\.\d+\.layers\.\d+\.weight$", r"^lm_heads\.\d+\.weight$"
+FORMATS = (
+    _v1("ours", "Medusa heads (first release)", ("",), has_others=False),
+    _v1("hf", "Medusa heads inside a base model's files", ("medusa_head.", "model.medusa_head."), has_others=True),
+    _v1("modelopt", "Medusa heads (ModelOpt)", ("medusa_heads.",), has_others=True),
+    Format(
+        "medusa/vllm",
+        "Medusa heads (vLLM)",
+        "medusa",
+        _sizes(
+            r"^blocks\.(\d+)\.",
+            _VLLM_BLOCK,
+            _VLLM_HEAD,
+            Size(
+                "num_layers",
+                ("num_hidden_layers", "medusa_num_layers"),
+                count=r"^blocks\.\d+\.layers\.(\d+)\.weight$",
+                default=1,
+            ),
+        ),
+        (
+            *_rows("blocks.{head}.layers.{layer}.", "lm_heads.{head}.weight"),
+            # vLLM wants the target's head beside them.
+            Row("lm_heads.0.weight", ("vocab", "hidden"), name=_TARGET_HEAD, need="uses_target_head"),
+        ),
+        (*_CHECKS, Check("medusa.token_map", _check_map)),
+        marks=(_VLLM_BLOCK, _VLLM_HEAD),
+        prefixes=("", "medusa_heads."),
+        derive=_derive,
+        ignored=(r"^token_map$",),
+        ours=_ours,
+        config=_vllm_config,
+        complete=_drop_target_head,
+    ),
+)
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
+    return read_speculator(folder, FORMATS)
+
+
+_HEADS, _LAYERS = ("medusa_num_heads", "num_heads"), ("medusa_num_layers", "num_hidden_layers")
+
+
+@dataclass(frozen=True)
+class GraphSizes:
+    """Sizes of the heads in a graph.
+
+    Args:
+        model_type: of the checkpoint's layout.
+        vocab_size: of the target.
+        hidden_size: of the target.
+        num_heads: heads in the checkpoint.
+        num_layers: residual blocks of a head.
+        uses_target_lm_head: all heads end in the target's LM head.
+        num_drafts: heads in the graph.
+        num_guesses: tokens that each guesses.
+        num_params: parameters in the graph.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_layers: int
+    uses_target_lm_head: bool
+    num_drafts: int
+    num_guesses: int
+    num_params: int = 0
+
+    def spec(self, name: str) -> GraphSpec:
+        """Inputs and outputs of the graph."""
+        return guessing_heads_spec(name, self.hidden_size, self.vocab_size, self.num_drafts, self.num_guesses)
+
+    def counts(self) -> WeightCounts:
+        """Weights of the graph, in which heads that share an LM head have one copy of it."""
+        blocks = self.num_drafts * self.num_layers
+        heads = 1 if self.uses_target_lm_head else self.num_drafts
+        linear = blocks * self.hidden_size**2 + heads * self.vocab_size * self.hidden_size
+        return WeightCounts(linear + blocks * self.hidden_size, linear, blocks * self.hidden_size)
+
+
+def read_sizes(
+    folder: Path, target: ModelDims, *, has_weights: bool, num_drafts: int | None, num_guesses: int
+) -> GraphSizes:
+    """The sizes of a checkpoint; what its config leaves out, its weights or the target tell.
+
+    Args:
+        folder: of the checkpoint, or with a config.json alone.
+        target: sizes of the target.
+        has_weights: the folder has weights, whose headers are read. Their number of heads is believed: published
+            configs are known to state another.
+        num_drafts: heads wanted in the graph; None: all.
+        num_guesses: tokens that each guesses.
+
+    Raises:
+        CheckpointError: no Medusa heads, or nothing tells how many.
+    """
+    known: dict[str, Any] = {}
+    if has_weights:
+        case = open_known(folder, FORMATS, None)
+        known = {name: size for name, size in case.sizes.items() if size is not None}
+    config = read_config(folder)
+    num_heads = known.get("num_heads") or _first(config, _HEADS)
+    if not isinstance(num_heads, int):
+        todo = "Give the speculator's own config."
+        raise CheckpointError(f"{folder / 'config.json'} ({_HEADS[0]})", "nothing", "a number of heads", todo)
+    uses_target = known.get("uses_target_head", config.get("original_lm_head", False))
+    return GraphSizes(
+        model_type="medusa",
+        vocab_size=known.get("vocab") or config.get("vocab_size") or target.vocab_size,
+        hidden_size=known.get("hidden") or config.get("hidden_size") or target.hidden_size,
+        num_heads=num_heads,
+        num_layers=known.get("num_layers") or _first(config, _LAYERS) or 1,
+        uses_target_lm_head=bool(uses_target),
+        num_drafts=num_drafts or num_heads,
+        num_guesses=num_guesses,
+    )
+
+
+def _first(config: dict[str, Any], names: tuple[str, ...]) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+class HeadsSource:
+    """See `speccompile.core.protocols.GraphSource`. The job has `HeadsOptions`.
+
+    Args:
+        job: the heads.
+        context: the target's sizes must be their own.
+    """
+
+    role = "heads"
+    max_rows = 0
+    has_tokenizer = False
+    shares_weights = False
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        self.job, self.context = job, context
+        options: HeadsOptions = job.options
+        self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
+        assert context.target is not None
+        # Published configs state a wrong number of heads; who states the number in the recipe has looked.
+        self.num_heads = options.num_heads
+        self.dims: GraphSizes = read_sizes(
+            self.folder,
+            context.target,
+            has_weights=context.weights == "checkpoint",
+            num_drafts=self.num_heads,
+            num_guesses=min(options.num_candidates, context.target.vocab_size),
+        )
+        self._check_sizes(options.least_heads)
+
+    def _check_sizes(self, least_heads: int) -> None:
+        sizes, target = self.dims, self.context.target
+        assert target is not None
+        where = f"speculator: {self.job.model}"
+        todo = "Choose the heads that were trained for this target; `speccompile doctor --target` compares them."
+        if sizes.hidden_size != target.hidden_size:
+            expected = f"{target.hidden_size}, as the target has"
+            raise RecipeError(where, f"a hidden size of {sizes.hidden_size}", expected, todo)
+        if sizes.vocab_size != target.vocab_size:
+            expected = f"{target.vocab_size}, as the target has"
+            raise RecipeError(where, f"a vocabulary of {sizes.vocab_size} tokens", expected, todo)
+        held = f"the heads of {self.job.model}"
+        if sizes.num_drafts > sizes.num_heads:
+            expected = f"at most {sizes.num_heads}, {held}"
+            raise RecipeError("speculator.num_heads", str(sizes.num_drafts), expected, "Lower it.")
+        if least_heads > sizes.num_drafts:
+            expected = f"a depth of at most {sizes.num_drafts}, {held}"
+            raise RecipeError("speculator.tree", f"a depth of {least_heads}", expected, "Leave the deeper nodes out.")
+
+    def _overrides(self) -> dict[str, int]:
+        return {} if self.num_heads is None else {"medusa_num_heads": self.dims.num_heads}
+
+    def check(self) -> None:
+        """Every key and shape, from the files' headers."""
+        check_speculator(self.folder, FORMATS, overrides=self._overrides())
+
+    def digests(self) -> dict[str, str]:
+        """Of config and weights; of the target's as well, where the heads end in its LM head."""
+        own = digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
+        return {**own, **digests_from_target(self.context)} if self.dims.uses_target_lm_head else own
+
+    def counts(self) -> WeightCounts | None:
+        """From the sizes."""
+        return self.dims.counts()
+
+    def spec(self) -> GraphSpec:
+        """Inputs and outputs of the graph."""
+        return self.dims.spec(self.job.name)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_head_candidates`."""
+        return check_head_candidates(engine)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GraphSizes]:
+        """Read or make the weights, and trace."""
+        from speccompile.export.heads import export_heads
+        from speccompile.speculators.medusa.model import make_drafter
+
+        progress("load weights")
+        is_random = self.context.weights == "random"
+        weights = None if is_random else read_speculator(self.folder, FORMATS, overrides=self._overrides())[1]
+        lm_head = read_tables(self.context).lm_head if self.dims.uses_target_lm_head else None
+        graph = export_heads(make_drafter(self.dims, weights, lm_head), self.spec(), progress)
+        return graph, replace(self.dims, num_params=self.dims.counts().num_params)

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""IBM's MLP speculators on disk, and as the source of the heads' graph. Needs no torch before the export.
+
+With `tie_weights` the heads share embedding, LM head and norm, and the projections from the second on are one; the
+files may hold the first copies only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
+from speccompile.core.heads_specs import DraftForm
+from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import GraphSpec, heads_spec
+from speccompile.doctor.doctor import check_speculator, read_speculator
+from speccompile.doctor.findings import Finding
+from speccompile.doctor.key_checks import COMMON
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.errors import CheckpointError, RecipeError
+from speccompile.export.checks import check_heads
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import torch
+
+MODEL_TYPE = "mlp_speculator"
+PREFIX = "speculator."
+# (template, dims of all heads but the first of the projections, the first head of those that may share it)
+WEIGHTS: tuple[tuple[str, tuple[str, ...], int], ...] = (
+    ("emb.{}.weight", ("vocab", "inner"), 0),
+    ("proj.{}.weight", ("inner", "inner"), 1),
+    ("head.{}.weight", ("vocab", "inner"), 0),
+    ("ln.{}.weight", ("inner",), 0),
+    ("ln.{}.bias", ("inner",), 0),
+)
+
+
+@dataclass(frozen=True)
+class HeadsSizes:
+    """Sizes and switches of a speculator.
+
+    Args:
+        model_type: as config.json says.
+        vocab_size: of the target.
+        hidden_size: of the target (`emb_dim`).
+        inner_size: of the heads' own state (`inner_dim`).
+        num_heads: heads in the checkpoint (`n_predict`); the state's weight depends on it.
+        num_drafts: heads in the graph.
+        is_tied: heads share embedding, LM head and norm; projections from the second on are one.
+        scales_input: the target's state is normalised first.
+        num_params: parameters in the graph.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    inner_size: int
+    num_heads: int
+    num_drafts: int
+    is_tied: bool
+    scales_input: bool
+    num_params: int = 0
+
+    def spec(self, name: str) -> GraphSpec:
+        """Inputs and outputs of the graph."""
+        return heads_spec(name, self.hidden_size, self.vocab_size, self.num_drafts)
+
+    def weights(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+        """(kind, head, shape) of every weight of all heads, shared ones included."""
+        known = {"vocab": self.vocab_size, "inner": self.inner_size}
+        for head in range(self.num_heads):
+            for kind, dims, first in WEIGHTS:
+                shape = tuple(known[d] for d in dims)
+                yield kind, head, shape if head >= first else (self.inner_size, self.hidden_size)
+
+    def shares(self, kind: str, head: int) -> int:
+        """The head whose weight of that kind `head` uses."""
+        first = 1 if kind.startswith("proj") else 0
+        return first if self.is_tied and head > first else head
+
+    def counts(self) -> WeightCounts:
+        """Weights of the graph. An LM head is a linear of its own even where heads share it."""
+        used = {(k, self.shares(k, h)): s for k, h, s in self.weights() if h < self.num_drafts}
+        sizes = {key: shape[0] * (shape[1] if len(shape) > 1 else 1) for key, shape in used.items()}
+        linear = sum(size for (kind, _), size in sizes.items() if kind.startswith(("proj", "head")))
+        return WeightCounts(sum(sizes.values()), linear, sum(sizes.values()) - linear)
+
+
+def read_sizes(folder: Path, num_drafts: int | None = None) -> HeadsSizes:
+    """The sizes in a folder's config.json.
+
+    Args:
+        folder: of the checkpoint.
+        num_drafts: heads wanted in the graph; None: all.
+
+    Raises:
+        CheckpointError: not the config of an MLP speculator, or a size is missing or wrong.
+    """
+    path, config = folder / "config.json", read_config(folder)
+    kind = config.get("model_type")
+    if kind != MODEL_TYPE:
+        todo = "Give the speculator's own checkpoint, not the target's."
+        raise CheckpointError(f"{path} (model_type)", repr(kind), repr(MODEL_TYPE), todo)
+    sizes = {name: _size(path, config, name) for name in ("emb_dim", "vocab_size", "n_predict")}
+    inner = _size(path, {**config, "inner_dim": config.get("inner_dim") or sizes["emb_dim"]}, "inner_dim")
+    flags = {name: _flag(path, config, name) for name in ("tie_weights", "scale_input")}
+    if flags["tie_weights"] and sizes["n_predict"] < 2:
+        raise CheckpointError(f"{path} (n_predict)", "1 with tie_weights", "at least 2", "Download the file again.")
+    return HeadsSizes(
+        model_type=MODEL_TYPE,
+        vocab_size=sizes["vocab_size"],
+        hidden_size=sizes["emb_dim"],
+        inner_size=inner,
+        num_heads=sizes["n_predict"],
+        num_drafts=num_drafts or sizes["n_predict"],
+        is_tied=flags["tie_weights"],
+        scales_input=flags["scale_input"],
+    )
+
+
+def _size(path: Path, config: dict[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{path} ({name})", repr(value), "a positive integer", "Download the file again.")
+    return value
+
+
+def _flag(path: Path, config: dict[str, Any], name: str) -> bool:
+    value = config.get(name, False)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{path} ({name})", repr(value), "true or false", "Download the file again.")
+    return value
+
+
+_WIDTHS = "top_k_tokens_per_head"
+
+
+def _derive(sizes: Sizes) -> None:
+    sizes["inner"] = sizes["inner"] or sizes["hidden"]
+    sizes["target_hidden"] = sizes["hidden"]
+
+
+def _rows() -> tuple[Row, ...]:
+    rows = [Row("proj.0.weight", ("inner", "hidden"))]
+    for kind, dims, first in WEIGHTS:
+        own, template = kind.format(first), kind.format("{head}")
+        rows.append(Row(template, dims, (("head", "num_heads", first),), need="!is_tied"))
+        rows.append(Row(own, dims, need="is_tied"))
+        rows.append(Row(template, dims, (("head", "num_heads", first + 1),), need="is_tied", fallback=own))
+    return tuple(rows)
+
+
+def _check_number(case: Case) -> Iterator[Finding]:
+    """Heads that are tied are at least two: the tied projections begin with the second."""
+    if case.sizes.get("is_tied") and case.sizes.get("num_heads") == 1:
+        where = case.config_place("n_predict")
+        yield finding("error", where, "1 with tie_weights", "at least 2", "Fetch the folder again.")
+
+
+def _check_widths(case: Case) -> Iterator[Finding]:
+    """Candidates by head, where the config gives them: other loaders index the list by the head's number."""
+    widths, num = case.config.get(_WIDTHS), case.sizes.get("num_heads")
+    if widths is None or num is None:
+        return
+    is_list = isinstance(widths, list) and all(type(width) is int and width >= 1 for width in widths)
+    if not is_list or len(widths) != num:
+        got = f"{len(widths)} numbers, {widths!r}"[:80] if is_list else repr(widths)[:80]
+        todo = f"Fetch the folder again, or give the list with --set {_WIDTHS}=[...]."
+        expected = f"a whole number from 1 on for each of {num} heads"
+        yield finding("error", case.config_place(_WIDTHS), got, expected, todo)
+
+
+def _check_first_copies(case: Case) -> Iterator[Finding]:
+    """A config that denies sharing beside files with the first copies only."""
+    if not case.sizes.get("is_tied") and (case.sizes.get("num_heads") or 0) > 1:
+        held = {k[len(case.prefix) :] for k in case.files.headers}
+        stored = sorted(k for k in held if k.startswith(("emb.", "head.")))
+        if stored == ["emb.0.weight", "head.0.weight"]:
+            got = "false, and the files hold the weights of the first head only"
+            todo = "Use --set tie_weights=true if the heads share their weights; else fetch the folder again."
+            yield finding("error", case.config_place("tie_weights"), got, "true", todo)
+
+
+def _ours(case: Case) -> dict[str, Any]:
+    sizes, config = case.sizes, case.config
+    known = {
+        "model_type": MODEL_TYPE,
+        "emb_dim": sizes["hidden"],
+        "inner_dim": sizes["inner"],
+        "n_predict": sizes["num_heads"],
+        "vocab_size": sizes["vocab"],
+        "tie_weights": bool(sizes["is_tied"]),
+        "scale_input": bool(sizes["scales_input"]),
+    }
+    kept = ("architectures", _WIDTHS, "n_candidates", "base_model_name_or_path")
+    return {**{k: config[k] for k in kept if k in config}, **known}
+
+
+def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
+    """What IBM publishes, and vLLM reads."""
+    num, widths = config["n_predict"], config.get(_WIDTHS)
+    return {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "n_candidates": num,
+        **config,
+        _WIDTHS: widths or [1] * num,
+    }
+
+
+FORMATS = (
+    Format(
+        "mlp/ours",
+        "MLP speculator (IBM)",
+        "mlp",
+        (
+            Size("hidden", ("emb_dim",), stored=((r"^proj\.0\.weight$", 1),)),
+            Size("inner", ("inner_dim",), default=0, least=0),
+            Size("num_heads", ("n_predict",)),
+            Size("vocab", ("vocab_size",), stored=((r"^head\.0\.weight$", 0),)),
+            flag("is_tied", "tie_weights"),
+            flag("scales_input", "scale_input"),
+        ),
+        _rows(),
+        (
+            *COMMON,
+            Check("mlp.number", _check_number),
+            Check("mlp.widths", _check_widths),
+            Check("mlp.first_copies", _check_first_copies),
+        ),
+        marks=(r"^(emb|proj|head|ln)\.\d+\.(weight|bias)$",),
+        config_marks=(("model_type", MODEL_TYPE),),
+        prefixes=(PREFIX, ""),
+        derive=_derive,
+        ours=_ours,
+        config=_config,
+    ),
+)
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Config and weights in our layout, without the prefix; see `doctor.doctor.read_speculator`."""
+    return read_speculator(folder, FORMATS)
+
+
+class HeadsSource:
+    """See `speccompile.core.protocols.GraphSource`. The job has `FormOptions`.
+
+    Args:
+        job: the speculator.
+        context: the target's sizes must be its own.
+    """
+
+    role = "heads"
+    max_rows = 0
+    has_tokenizer = False
+    shares_weights = False
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        self.job, self.context = job, context
+        self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
+        sizes = read_sizes(self.folder)
+        self.form = DraftForm.from_options(job.options, sizes.num_heads)
+        self.dims: HeadsSizes = replace(sizes, num_drafts=self.form.depth)
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        sizes, target, room = self.dims, self.context.target, self.context.max_draft_nodes
+        assert target is not None
+        where = f"speculator: {self.job.model}"
+        todo = "Choose the speculator that was trained for this target; `speccompile doctor --target` compares them."
+        if sizes.hidden_size != target.hidden_size:
+            expected = f"{target.hidden_size}, as the target has"
+            raise RecipeError(where, f"a hidden size of {sizes.hidden_size}", expected, todo)
+        if sizes.vocab_size != target.vocab_size:
+            expected = f"{target.vocab_size}, as the target has"
+            raise RecipeError(where, f"a vocabulary of {sizes.vocab_size} tokens", expected, todo)
+        if sizes.num_drafts > sizes.num_heads:
+            expected = f"at most {sizes.num_heads}, the heads of {self.job.model}"
+            if self.form.choices:
+                raise RecipeError(
+                    "speculator.tree", f"a depth of {sizes.num_drafts}", expected, "Take deeper nodes out."
+                )
+            raise RecipeError("speculator.num_draft_tokens", str(sizes.num_drafts), expected, "Lower it.")
+        if sizes.num_drafts > room:
+            todo = "Raise it, or use fewer heads with speculator.num_draft_tokens."
+            raise RecipeError("engine.max_draft_nodes", str(room), f"at least {sizes.num_drafts}, one a head", todo)
+
+    def check(self) -> None:
+        """Every key and shape, from the files' headers."""
+        check_speculator(self.folder, FORMATS)
+
+    def digests(self) -> dict[str, str]:
+        """Of config and weights."""
+        return digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
+
+    def counts(self) -> WeightCounts | None:
+        """From the sizes."""
+        return self.dims.counts()
+
+    def spec(self) -> GraphSpec:
+        """Inputs and outputs of the graph."""
+        return self.form.spec(self.job.name, self.dims.hidden_size, self.dims.vocab_size)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_heads`."""
+        return check_heads(engine)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, HeadsSizes]:
+        """Read or make the weights, and trace."""
+        from speccompile.export.heads import export_heads
+        from speccompile.export.tree_drafters import drafter_from_form
+        from speccompile.speculators.mlp.model import MlpExpander, heads_from_weights, random_heads
+
+        progress("load weights")
+        is_random = self.context.weights == "random"
+        heads = random_heads(self.dims) if is_random else heads_from_weights(self.dims, read(self.folder)[1])
+        graph = export_heads(drafter_from_form(MlpExpander(heads), self.form), self.spec(), progress)
+        return graph, replace(self.dims, num_params=self.dims.counts().num_params)
