@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import platform
 from collections.abc import Collection, Iterable
 from importlib import metadata
@@ -27,19 +28,34 @@ def versions_from_environment() -> dict[str, str]:
     return versions
 
 
-def digest_from_sources(packages: Iterable[str], leave_out: Collection[str] = ()) -> str:
+def digest_from_sources(packages: Iterable[str]) -> str:
     """SHA-256 over Python files of speccompile.
 
     Args:
         packages: subpackages or modules, e.g. "passes" or "core/specs".
-        leave_out: names of modules that do not count in a subpackage, e.g. "proposer".
     """
     root = Path(speccompile.__file__).parent
     total = hashlib.sha256()
     for package in sorted(packages):
         base = root / package
         for file in sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]:
-            if base.is_dir() and file.stem in leave_out:
-                continue
             total.update(f"{file.relative_to(root)}\0{digest_from_file(file)}\n".encode())
+    return total.hexdigest()
+
+
+def digest_from_package(module: str, leave_out: Collection[str] = ()) -> str:
+    """SHA-256 over the Python files of the package that a module stands in, wherever it is installed.
+
+    Args:
+        module: its full name, e.g. that of a `GraphSource`.
+        leave_out: names of modules that do not count, e.g. "proposer".
+    """
+    package, total = module.rpartition(".")[0] or module, hashlib.sha256()
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    homes = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = [(home, file) for home in homes for file in sorted(home.rglob("*.py"))]
+    for home, file in files or [(Path(str(spec.origin)).parent, Path(str(spec.origin)))]:
+        if file.stem not in leave_out:
+            total.update(f"{package}/{file.relative_to(home)}\0{digest_from_file(file)}\n".encode())
     return total.hexdigest()

@@ -11,7 +11,7 @@ from typing import Any
 
 from speccompile.backends.base import Backend
 from speccompile.backends.contention import WAIT_SHARE, is_disturbed
-from speccompile.bundling.digests import digest_from_sources, versions_from_environment
+from speccompile.bundling.digests import digest_from_package, digest_from_sources, versions_from_environment
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
 from speccompile.core import registry
@@ -135,17 +135,10 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
         "device": plan.engine.device,
         "environment": backend.depends_on(options),
         "versions": versions_from_environment(),
-        "sources": digest_from_sources(
-            (*SOURCES, *backend.graph_sources, _folder_of(job.source)), leave_out=NOT_OF_GRAPHS
-        ),
+        "sources": digest_from_sources((*SOURCES, *backend.graph_sources)),
+        "method": digest_from_package(job.source.partition(":")[0], leave_out=NOT_OF_GRAPHS),
     }
     return Graph(job, source, source.dims, digest_from_json(depends_on))
-
-
-def _folder_of(source: str) -> str:
-    """The subpackage of an import string: "speccompile.speculators.x.y:Z" -> "speculators/x"."""
-    parts = source.partition(":")[0].split(".")
-    return "/".join(parts[1:-1])
 
 
 def compile_graph(

@@ -9,7 +9,7 @@ import grimp
 import pytest
 
 from speccompile.bundling import digests, graphs
-from speccompile.bundling.digests import digest_from_sources
+from speccompile.bundling.digests import digest_from_package, digest_from_sources
 from speccompile.core import registry
 from speccompile.core.jobs import json_from_options
 from tests.method_rows import ROWS, config_of
@@ -54,10 +54,10 @@ def test_the_sources_of_a_backend_exist_and_run_nothing(name: str) -> None:
 
 
 def test_a_decode_time_policy_leaves_the_key_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = (*graphs.SOURCES, *registry.backend("onnxruntime").graph_sources, "speculators/mlp")
     seen: list[str] = []
     monkeypatch.setattr(digests, "digest_from_file", lambda file: seen.append(file.as_posix()) or "0")
-    digest_from_sources(sources, leave_out=graphs.NOT_OF_GRAPHS)
+    digest_from_sources((*graphs.SOURCES, *registry.backend("onnxruntime").graph_sources))
+    digest_from_package("speccompile.speculators.mlp.checkpoint", leave_out=graphs.NOT_OF_GRAPHS)
     folders = {Path(file).parent.name for file in seen}
     assert {"ops", "passes", "export", "mlp"} <= folders and not {"drafting", "runtime", "cuda"} & folders
     names = {Path(file).stem for file in seen if "/mlp/" in file}

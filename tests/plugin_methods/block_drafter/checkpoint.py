@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafters of blocks on disk, and as the source of a graph. Needs no torch before the export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
+from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.probes import probe_inputs
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import LENGTHS, TREE_MASK, GraphSpec, TensorSpec, updated_cache_name
+from speccompile.doctor.doctor import check_speculator, read_speculator
+from speccompile.doctor.findings import Finding
+from speccompile.doctor.key_checks import COMMON
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding
+from speccompile.errors import BuildError, CheckpointError, RecipeError
+from tests.plugin_methods.block_drafter.proposer import ANCHOR, ANCHOR_NODE, BLOCK, FEATURES
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+MODEL_TYPE = "block_drafter"
+
+
+def _derive(sizes: Sizes) -> None:
+    sizes["target_hidden"] = sizes["hidden"]
+    block, vocab = sizes["block"], sizes["vocab"]
+    sizes["successors"] = block * vocab if block and vocab else None
+
+
+def _check_block(case: Case) -> Iterator[Finding]:
+    """A block of one token is what a draft model gives in a step."""
+    if case.sizes.get("block") == 1:
+        todo = "Draft with more than one token a run."
+        yield finding("warning", case.config_place("block_size"), "1", "2 or more", todo)
+
+
+def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
+    return dict(config)
+
+
+FORMATS = (
+    Format(
+        "block_drafter/ours",
+        "Drafter of blocks",
+        "block_drafter",
+        (
+            Size("hidden", ("hidden_size",), stored=((r"^k_proj\.weight$", 1),)),
+            Size("head_dim", ("head_dim",), stored=((r"^k_proj\.weight$", 0),)),
+            Size("vocab", ("vocab_size",), stored=((r"^out_proj\.weight$", 0),)),
+            Size("block", ("block_size",)),
+        ),
+        (
+            *(Row(f"{name}_proj.weight", ("head_dim", "hidden")) for name in "qkv"),
+            Row("out_proj.weight", ("vocab", "head_dim")),
+            Row("successors.weight", ("vocab", "successors")),
+        ),
+        (*COMMON, Check("block_drafter.block", _check_block)),
+        marks=(r"^successors\.weight$",),
+        config_marks=(("model_type", MODEL_TYPE),),
+        derive=_derive,
+        config=_config,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class BlockDims:
+    """Sizes of a drafter in a graph.
+
+    Args:
+        hidden_size: of the target.
+        head_dim: of its attention, which has one head.
+        vocab_size: of the target.
+        trained_size: tokens of a block in the checkpoint.
+        block_size: tokens of a block in the graph.
+        num_params: parameters.
+    """
+
+    hidden_size: int
+    head_dim: int
+    vocab_size: int
+    trained_size: int
+    block_size: int
+    num_params: int = 0
+
+    def spec(self, name: str, max_rows: int) -> GraphSpec:
+        """Inputs and outputs of the graph."""
+        caches = tuple(
+            TensorSpec(f"block_{kind}_cache", ("batch", 1, "max_seq", self.head_dim), "float32") for kind in "kv"
+        )
+        return GraphSpec(
+            name,
+            (
+                TensorSpec(FEATURES, ("batch", "nodes", self.hidden_size), "float32", "states"),
+                TensorSpec(ANCHOR, ("batch", 1), "int64", "tokens"),
+                TensorSpec(ANCHOR_NODE, ("batch",), "int64", "last_node"),
+                TensorSpec(LENGTHS, ("batch",), "int64", "lengths"),
+                TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
+                *caches,
+            ),
+            (
+                TensorSpec(BLOCK, ("batch", self.block_size), "int64"),
+                *(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches),
+            ),
+            tuple(c.name for c in caches),
+            self.vocab_size,
+            max_rows,
+            reads_prompts=True,
+            scores="one",
+            num_drafts=self.block_size,
+        )
+
+
+class BlockSource:
+    """See `speccompile.core.protocols.GraphSource`. The job has `BlockOptions`.
+
+    Args:
+        job: the drafter.
+        context: the target's sizes must be its own.
+    """
+
+    role = "block drafter"
+    has_tokenizer = False
+    shares_weights = False
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        self.job, self.context, self.max_rows = job, context, context.max_seq_len
+        self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
+        config, target = read_config(self.folder), context.target
+        assert target is not None
+        names = ("hidden_size", "head_dim", "vocab_size", "block_size")
+        if missing := [name for name in names if not isinstance(config.get(name), int)]:
+            where = f"{self.folder / 'config.json'} ({missing[0]})"
+            raise CheckpointError(where, repr(config.get(missing[0])), "a positive integer", "Complete config.json.")
+        sizes = [config[name] for name in names]
+        self.dims = BlockDims(*sizes, job.options.block_size or sizes[-1])
+        for got, want, what in (
+            (self.dims.hidden_size, target.hidden_size, "a hidden size"),
+            (self.dims.vocab_size, target.vocab_size, "a vocabulary"),
+        ):
+            if got != want:
+                todo = "Choose the drafter that was trained for this target."
+                raise RecipeError(f"speculator: {job.model}", f"{what} of {got}", f"{want}, as the target has", todo)
+
+    def check(self) -> None:
+        """Every key and shape, from the files' headers."""
+        check_speculator(self.folder, FORMATS, self.context.target)
+
+    def digests(self) -> dict[str, str]:
+        """Of config and weights."""
+        return digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
+
+    def counts(self) -> WeightCounts | None:
+        """From the sizes."""
+        dims = self.dims
+        linear = dims.head_dim * (3 * dims.hidden_size + dims.vocab_size)
+        plain = dims.trained_size * dims.vocab_size**2
+        return WeightCounts(linear + plain, linear, plain)
+
+    def spec(self) -> GraphSpec:
+        """Inputs and outputs of the graph."""
+        return self.dims.spec(self.job.name, self.max_rows)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """Draft one block from made-up features."""
+        tokens = np.asarray(engine.run(probe_inputs(engine.spec, num_nodes=2))[BLOCK])[0]
+        if tokens.min() < 0 or tokens.max() >= engine.spec.vocab_size:
+            expected = f"ids below {engine.spec.vocab_size}"
+            raise BuildError(f"check {engine.spec.name}", f"tokens {tokens.tolist()}", expected, "Report it.")
+        return {"num_tokens": len(tokens)}
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, BlockDims]:
+        """Read or make the weights, and trace."""
+        from speccompile.export.cached_draft import export_cached_draft
+        from tests.plugin_methods.block_drafter.model import make_drafter
+
+        progress("load weights")
+        weights = None if self.context.weights == "random" else read_speculator(self.folder, FORMATS)[1]
+        graph = export_cached_draft(make_drafter(self.dims, weights), self.spec(), progress)
+        counts = self.counts()
+        assert counts is not None
+        return graph, replace(self.dims, num_params=counts.num_params)

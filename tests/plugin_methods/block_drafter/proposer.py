@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains from one run of a drafter that keeps features of the target in a cache of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.cache_rows import CacheRows
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.specs import HIDDEN, LENGTHS
+from speccompile.core.tree import Floats, Ints, TokenTree
+
+FEATURES, ANCHOR, ANCHOR_NODE, BLOCK = "block_features", "anchor", "anchor_node", "block_tokens"
+
+
+@dataclass(eq=False)
+class BlockState:
+    """The `draft_state` of a sequence.
+
+    Args:
+        pending: [positions, hidden], features that the drafter has not read; at least one as soon as there is any.
+    """
+
+    pending: Floats
+
+
+class BlockProposer:
+    """See `speccompile.core.protocols.Proposer`. Drafts are deterministic.
+
+    Args:
+        engine: the drafter.
+        max_drafts: most draft tokens of a step.
+        max_rows: cache rows that a sequence may use.
+    """
+
+    catches_up = False
+
+    def __init__(self, engine: Engine, max_drafts: int, max_rows: int) -> None:
+        self.engine, self.max_rows = engine, max_rows
+        size, width = engine.spec.output(BLOCK).dims[1], engine.spec.input(FEATURES).dims[2]
+        assert isinstance(size, int) and isinstance(width, int)
+        self.max_drafts, self._none = min(max_drafts, size), np.zeros((0, width), np.float32)
+        self._lengths = [0] * engine.max_slots
+        self.caches = (CacheRows(engine, self._lengths),)
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """Nothing is read yet."""
+        self._lengths[slot], sequence.draft_state = 0, BlockState(self._none)
+
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """Features of the rows that the slot holds are gone: all are read again."""
+        self.start(slot, sequence)
+        return 0
+
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Read all features of the prompt so far but the last, which the first step reads."""
+        self._add(sequence, np.asarray(outputs[HIDDEN])[0, : tokens.shape[1]])
+        self._flush(slot, sequence)
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """One run for all slots; a slot without features, or without room, has the root alone."""
+        slots = batch.slots
+        roots = np.array([[slot.tokens[-1]] for slot in slots], dtype=np.int64)
+        nums = [self._num_drafts(place, slot) for place, slot in enumerate(slots)]
+        if not any(nums):
+            return TokenTree.roots(roots[:, 0])
+        states: list[BlockState] = [slot.draft_state for slot in slots]
+        held = [state.pending if num else self._none for state, num in zip(states, nums, strict=True)]
+        features = np.zeros((len(slots), max(map(len, held)), self._none.shape[1]), np.float32)
+        for place, rows in enumerate(held):
+            features[place, : len(rows)] = rows
+        ends = np.array([max(len(rows), 1) - 1 for rows in held], dtype=np.int64)
+        starts = np.array([min(n, self.max_rows - 1) for n in self._lengths[: len(slots)]], dtype=np.int64)
+        made = self.engine.run({FEATURES: features, ANCHOR: roots, ANCHOR_NODE: ends, LENGTHS: starts})
+        drafts = np.asarray(made[BLOCK])[:, : max(nums)]
+        for place, rows in enumerate(held):
+            if len(rows):  # the last is read again, with what comes behind it
+                self._lengths[place] += len(rows) - 1
+                slots[place].draft_state.pending = rows[-1:]
+        return TokenTree.chain(np.concatenate((roots, drafts), 1), 1 + np.array(nums, dtype=np.int64))
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """Features of the nodes that are kept, the root's among them."""
+        hidden = np.asarray(outputs[HIDDEN])
+        for place, slot in enumerate(batch.slots):
+            self._add(slot, hidden[place, verdict.nodes_kept(place)])
+            if len(slot.draft_state.pending) > self.max_drafts + 2:  # nothing was drafted for some steps
+                self._flush(place, slot)
+
+    def settle(self) -> None:
+        """Nothing of the target's is held."""
+
+    def _num_drafts(self, place: int, slot: Slot) -> int:
+        pending = len(slot.draft_state.pending)
+        room = self.max_rows - self._lengths[place] - pending
+        return min(self.max_drafts, slot.max_drafts) if pending and room >= 0 else 0
+
+    def _add(self, sequence: Slot, rows: Floats) -> None:
+        state: BlockState = sequence.draft_state
+        state.pending = np.concatenate((state.pending, rows), dtype=np.float32)
+
+    def _flush(self, slot: int, sequence: Slot) -> None:
+        """Read what is pending but the last row, as far as there is room."""
+        state: BlockState = sequence.draft_state
+        rows = state.pending[: min(len(state.pending) - 1, self.max_rows - self._lengths[slot])]
+        if len(rows):
+            end, start = np.array([len(rows) - 1]), np.array([self._lengths[slot]])
+            feeds = {FEATURES: rows[None], ANCHOR: np.zeros((1, 1), np.int64), ANCHOR_NODE: end, LENGTHS: start}
+            self.engine.run(feeds, first_slot=slot)
+            self._lengths[slot] += len(rows)
+            state.pending = state.pending[len(rows) :]
