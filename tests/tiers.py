@@ -41,6 +41,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "passes/test_polygraphy.py",
         "passes/test_tensorrt_numbers.py",
         "pipeline/test_real_build.py",
+        "plugin_methods/*",
         "speculators/test_eagle_graphs.py",
         "speculators/test_early_exit.py",
         "speculators/test_glide.py",

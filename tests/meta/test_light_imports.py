@@ -57,6 +57,15 @@ def test_public_names_are_there_and_light(name):
     assert loaded_by(f"from speccompile import {name}")[0] & set(HEAVY) == set()
 
 
+def test_methods_and_the_layouts_that_they_read_are_light():
+    names = "from speccompile.core import registry; print([m.name for m in registry.all_methods()])"
+    loaded, text = loaded_by(names)
+    assert loaded & set(HEAVY) == set() and "eagle3" in text
+    assert {"pydantic", "rich"} & loaded == set()
+    loaded, text = loaded_by(f"{names}; print(len(registry.load_formats()))")
+    assert loaded & set(HEAVY) == set() and int(text.split()[-1]) >= 12
+
+
 def test_only_public_names_are_listed():
     assert dir(speccompile) == sorted(speccompile.__all__)
     assert {"load", "build", "SamplingParams"} <= set(dir(speccompile))
