@@ -153,7 +153,7 @@ def validate_recipe(raw: RawRecipe) -> Recipe:
     values = {k: ({} if v is None else v) for k, v in raw.values.items()}
     section = values.get("speculator", {})
     method = section.get("method", "none") if isinstance(section, dict) else "none"
-    model = recipe_model(_known_method(raw, method))
+    model = recipe_model(_known_method(raw, method), *_known_backend(raw, values.get("engine")))
     if isinstance(section, dict):
         values["speculator"] = {**section, "method": method}
     try:
@@ -161,7 +161,6 @@ def validate_recipe(raw: RawRecipe) -> Recipe:
         recipe = model.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         raise _recipe_error(raw, model, error) from error
-    registry.find_backend(recipe.engine.backend, raw.where(("engine", "backend")))
     return _with_folders(raw, recipe)
 
 
@@ -172,6 +171,15 @@ def _known_method(raw: RawRecipe, method: object) -> str:
         raise RecipeError(where, repr(method), expected, "Write a method's name.")
     registry.find_method(method, where)
     return method
+
+
+def _known_backend(raw: RawRecipe, section: object) -> tuple[str, ...]:
+    """The backend that a section `engine` names, as far as it names one."""
+    name = section.get("backend") if isinstance(section, dict) else None
+    if not isinstance(name, str):
+        return ()
+    registry.find_backend(name, raw.where(("engine", "backend")))
+    return (name,)
 
 
 def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError) -> RecipeError:

@@ -176,10 +176,14 @@ def backend_section(name: str) -> type[Section] | None:
     return section
 
 
-def engine_section() -> type[EngineSection]:
-    """`EngineSection` with the section of every registered backend, and the keys that they have beside it."""
+def engine_section(*plugins: str) -> type[EngineSection]:
+    """`EngineSection` with the section of every registered backend, and the keys that they have beside it.
+
+    Args:
+        plugins: names of backends besides, which other packages have.
+    """
     fields: dict[str, Any] = {}
-    for name in registry.BACKENDS:
+    for name in dict.fromkeys((*registry.BACKENDS, *plugins)):
         config, section = registry.backend(name).Config, backend_section(name)
         if section is not None:
             beside = {key: rule for key, rule in parameters(config).items() if rule.beside_section}
@@ -203,10 +207,10 @@ def backend_config(config: type[Any], values: Mapping[str, Any]) -> Any:
     )
 
 
-def recipe_model(method: str) -> type[Recipe]:
-    """`Recipe` with the sections of the backends and of one method."""
+def recipe_model(method: str, *plugins: str) -> type[Recipe]:
+    """`Recipe` with the sections of the backends and of one method; see `engine_section`."""
     section: Any = speculator_section(method)
-    engine: Any = engine_section()
+    engine: Any = engine_section(*plugins)
     required = any(field.is_required() for name, field in section.model_fields.items() if name != "method")
     default = Field() if required else Field(default_factory=lambda: section(method=method))
     return create_model(
