@@ -8,9 +8,9 @@ code, which takes the target's last cache and skips the cross-attention while it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -74,27 +74,41 @@ class GlideSizes:
 
 
 class CrossAttention(nn.Module):
-    """Queries with the target's heads over the target's keys and values."""
+    """Projections with the target's heads; keys and values are the target's."""
 
     def __init__(self, sizes: GlideSizes) -> None:
         super().__init__()
         width = sizes.target_heads * sizes.target_head_dim
-        self.head_dim, self.theta = sizes.target_head_dim, sizes.target_rope_theta
         self.q_proj = nn.Linear(sizes.hidden_size, width, bias=False)
         self.o_proj = nn.Linear(width, sizes.hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, target: Rows, mask: Any) -> torch.Tensor:
-        """x [batch, nodes, hidden] over `target`; `mask` bool [batch, 1, nodes, rows], true where a row is seen."""
-        q = rotate(split_heads(self.q_proj(x), self.head_dim), positions, self.theta)
-        return self.o_proj(join_heads(attend(q, target[0], target[1], mask)))
+
+class Text(Protocol):
+    """Where the keys and values are that new nodes attend to, and which of them each node sees."""
+
+    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Take in the rows of layer `index` and attend to all of it: [batch, nodes, heads * head_dim].
+
+        Args:
+            index: of the layer.
+            q: [batch, heads, nodes, head_dim], without positions.
+            k: [batch, kv_heads, nodes, head_dim], without positions; `v` alike.
+            v: see `k`.
+        """
+        ...
+
+    def attend_target(self, q: torch.Tensor) -> torch.Tensor:
+        """Attend to the target's last cache: q [batch, heads, nodes, head_dim] -> [batch, nodes, heads * head_dim]."""
+        ...
 
 
 class GlideLayer(nn.Module):
     """Self-attention, cross-attention, MLP, each added to the residual."""
 
-    def __init__(self, sizes: GlideSizes) -> None:
+    def __init__(self, sizes: GlideSizes, index: int) -> None:
         super().__init__()
-        width, eps = sizes.hidden_size, sizes.rms_norm_eps
+        width, eps, self.index = sizes.hidden_size, sizes.rms_norm_eps, index
+        self.head_dim, self.target_head_dim = sizes.head_dim, sizes.target_head_dim
         self.input_layernorm = RmsNorm(width, eps)
         self.self_attn = SelfAttention(
             width, width, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.rope_theta
@@ -103,19 +117,13 @@ class GlideLayer(nn.Module):
         self.post_attention_layernorm = RmsNorm(width, eps)
         self.mlp = SwiGlu(width, sizes.intermediate_size)
 
-    def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, past: Rows | None, mask: Any, target: Rows, target_mask: Any
-    ) -> tuple[torch.Tensor, Rows]:
-        """New positions behind `past`; see `Glide.forward`."""
-        q, k, v = self.self_attn.project(self.input_layernorm(x), positions)
-        if past is not None:
-            k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
-        x = x + self.self_attn.o_proj(join_heads(attend(q, k, v, mask)))
-        x = x + self.cross_attn(x, positions, target, target_mask)
-        return self.feed_forward(x), (k, v)
-
-    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The stream behind the last part of the layer."""
+    def forward(self, x: torch.Tensor, text: Text) -> torch.Tensor:
+        """The stream [batch, nodes, hidden] behind the layer."""
+        normed, attention, cross = self.input_layernorm(x), self.self_attn, self.cross_attn
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = (split_heads(part(normed), self.head_dim) for part in parts)
+        x = x + attention.o_proj(text.attend(self.index, q, k, v))
+        x = x + cross.o_proj(text.attend_target(split_heads(cross.q_proj(x), self.target_head_dim)))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -125,12 +133,12 @@ class GlideModel(nn.Module):
     def __init__(self, sizes: GlideSizes) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
-        self.layers = nn.ModuleList(GlideLayer(sizes) for _ in range(sizes.num_layers))
+        self.layers = nn.ModuleList(GlideLayer(sizes, index) for index in range(sizes.num_layers))
         self.norm = RmsNorm(sizes.hidden_size, sizes.rms_norm_eps)
 
 
 class Glide(nn.Module):
-    """The drafter; its LM head is its embeddings.
+    """The drafter, as it is trained and as it is compiled; its LM head is its embeddings.
 
     Args:
         sizes: its sizes.
@@ -142,86 +150,104 @@ class Glide(nn.Module):
         init_linear(self)
         nn.init.normal_(self.model.embed_tokens.weight, std=0.02)
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        past: list[Rows] | None,
-        mask: Any,
-        target: Rows,
-        target_mask: Any,
-    ) -> tuple[torch.Tensor, list[Rows]]:
-        """New positions behind `past`.
-
-        Args:
-            tokens: [batch, nodes] int64.
-            positions: [batch, nodes] int64, or one that broadcasts to it.
-            past: own keys and values of each layer, None at the start.
-            mask: bool [nodes, rows + nodes], None where every row is seen.
-            target: the target's last cache, keys with their positions rotated in.
-            target_mask: bool, broadcasts to [batch, 1, nodes, target rows]; None where every row is seen.
-
-        Returns:
-            [batch, nodes, hidden], what the LM head reads, and all keys and values.
-        """
-        x, held = self.model.embed_tokens(tokens), []
-        for index, layer in enumerate(self.model.layers):
-            x, rows = layer(x, positions, None if past is None else past[index], mask, target, target_mask)
-            held.append(rows)
-        return self.model.norm(x), held
+    def forward(self, tokens: torch.Tensor, text: Text) -> torch.Tensor:
+        """What the LM head reads: tokens [batch, nodes] int64 -> [batch, nodes, hidden]."""
+        x = self.model.embed_tokens(tokens)
+        for layer in self.model.layers:
+            x = layer(x, text)
+        return self.model.norm(x)
 
 
-class CompiledLayer(nn.Module):
-    """A layer over static caches.
+class WholeText:
+    """See `Text`: everything is in the tensors of this run and of the one before; the way of training.
 
     Args:
-        layer: with its weights.
         sizes: of the drafter.
+        positions: [batch, nodes] int64, or one that broadcasts to it.
+        target: the target's last cache, keys with their positions rotated in.
+        target_mask: bool, broadcasts to [batch, 1, nodes, target rows]; None where every row is seen.
+        past: own keys and values of each layer from before; none at the start.
+        mask: bool [nodes, rows + nodes]; None where every row is seen.
+
+    Attributes:
+        rows: keys and values of the layers that have run, the new ones last.
     """
 
-    def __init__(self, layer: GlideLayer, sizes: GlideSizes) -> None:
-        super().__init__()
-        self.layer, self.sizes = layer, sizes
-
-    def forward(
+    def __init__(
         self,
-        x: torch.Tensor,
+        sizes: GlideSizes,
         positions: torch.Tensor,
-        step: tuple[torch.Tensor, torch.Tensor],
-        own: tuple[torch.Tensor, torch.Tensor],
-        target: tuple[torch.Tensor, torch.Tensor],
-        limits: torch.Tensor,
-        tables: tuple[RotaryTables, RotaryTables],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The stream behind the layer, and the two updated caches.
+        target: Rows,
+        target_mask: torch.Tensor | None = None,
+        past: Sequence[Rows] = (),
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        self.sizes, self.positions, self.past, self.mask = sizes, positions, past, mask
+        self.target, self.target_mask = target, target_mask
+        self.rows: list[Rows] = []
 
-        Args:
-            x: [batch, nodes, hidden].
-            positions: [batch, nodes] int64.
-            step: lengths and tree mask.
-            own: caches of this layer.
-            target: caches of the target's last layer.
-            limits: [batch, nodes] int64: rows of these that each node sees.
-            tables: of the drafter's own positions, and of the target's.
-        """
-        layer, sizes = self.layer, self.sizes
-        normed, attention = layer.input_layernorm(x), layer.self_attn
-        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        q, k, v = (split_heads(part(normed), sizes.head_dim) for part in parts)
-        q, k = tables[0](q, positions), tables[0](k, positions)
-        out, k_all, v_all = cached_attention(q, k, v, *own, *step, sizes.head_dim**-0.5, 0.0, 0)
-        x = x + attention.o_proj(out.flatten(2))
-        cross = layer.cross_attn
-        q = tables[1](split_heads(cross.q_proj(x), sizes.target_head_dim), positions)
-        x = x + cross.o_proj(cross_attention(q, *target, limits, sizes.target_head_dim**-0.5).flatten(2))
-        return layer.feed_forward(x), k_all, v_all
+    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """See `Text`."""
+        q, k = (rotate(x, self.positions, self.sizes.rope_theta) for x in (q, k))
+        if self.past:
+            k, v = torch.cat((self.past[index][0], k), 2), torch.cat((self.past[index][1], v), 2)
+        self.rows.append((k, v))
+        return join_heads(attend(q, k, v, self.mask))
+
+    def attend_target(self, q: torch.Tensor) -> torch.Tensor:
+        """See `Text`."""
+        q = rotate(q, self.positions, self.sizes.target_rope_theta)
+        return join_heads(attend(q, *self.target, self.target_mask))
+
+
+class CachedStep:
+    """See `Text`: a step over static caches; the way of graphs.
+
+    A node at position p sees the target's rows in front of p, as far as the target has read: a draft at any depth
+    sees what stands in front of its root, as in training. The first token of all has nothing in front; it sees row 0.
+
+    Args:
+        tables: of the drafter's own positions, and of the target's.
+        lengths: [batch] int64, rows in use.
+        tree_mask: [batch, nodes, nodes] bool.
+        caches: own K and V of each layer in order.
+        target: caches of the target's last layer.
+        target_lengths: [batch] int64, rows in use of these.
+
+    Attributes:
+        updated: own caches of the layers that have run, with the new rows.
+    """
+
+    def __init__(
+        self,
+        tables: tuple[RotaryTables, RotaryTables],
+        lengths: torch.Tensor,
+        tree_mask: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+        target: Rows,
+        target_lengths: torch.Tensor,
+    ) -> None:
+        self.tables, self.lengths, self.tree_mask, self.caches, self.target = tables, lengths, tree_mask, caches, target
+        self.positions = lengths.unsqueeze(1) + tree_mask.to(torch.int64).sum(-1) - 1
+        self.limits = torch.minimum(target_lengths.unsqueeze(1), self.positions).clamp(min=1)
+        self.updated: list[torch.Tensor] = []
+
+    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """See `Text`."""
+        q, k = (self.tables[0](x, self.positions) for x in (q, k))
+        own, scale = self.caches[2 * index : 2 * index + 2], q.shape[-1] ** -0.5
+        out, *updated = cached_attention(q, k, v, *own, self.lengths, self.tree_mask, scale, 0.0, 0)
+        self.updated += updated
+        return out.flatten(2)
+
+    def attend_target(self, q: torch.Tensor) -> torch.Tensor:
+        """See `Text`."""
+        q = self.tables[1](q, self.positions)
+        return cross_attention(q, *self.target, self.limits, q.shape[-1] ** -0.5).flatten(2)
 
 
 class CompiledGlide(nn.Module):
     """The module that is traced: inputs of its decoder spec in order, its own caches as one list.
-
-    A node at position p sees the target's rows in front of p, as far as the target has read: a draft at any depth
-    sees what stands in front of its root, as in training. The first token of all has nothing in front; it sees row 0.
 
     Args:
         drafter: with its weights.
@@ -231,10 +257,8 @@ class CompiledGlide(nn.Module):
 
     def __init__(self, drafter: Glide, lm_head: torch.Tensor | None, num_positions: int) -> None:
         super().__init__()
-        sizes = drafter.sizes
-        self.embed_tokens, self.norm = drafter.model.embed_tokens, drafter.model.norm
-        self.layers = nn.ModuleList(CompiledLayer(layer, sizes) for layer in drafter.model.layers)
-        self.lm_head = self.embed_tokens.weight if lm_head is None else nn.Parameter(lm_head, requires_grad=False)
+        self.drafter, sizes, table = drafter, drafter.sizes, drafter.model.embed_tokens.weight
+        self.lm_head = table if lm_head is None else nn.Parameter(lm_head, requires_grad=False)
         self.own = RotaryTables(sizes.head_dim, sizes.rope_theta, num_positions)
         self.targets = RotaryTables(sizes.target_head_dim, sizes.target_rope_theta, num_positions)
 
@@ -250,15 +274,10 @@ class CompiledGlide(nn.Module):
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Logits [batch, scored, vocab] and the updated caches."""
-        positions = lengths.unsqueeze(1) + tree_mask.to(torch.int64).sum(-1) - 1
-        limits = torch.minimum(target_lengths.unsqueeze(1), positions).clamp(min=1)
-        x, updated = self.embed_tokens(tokens), []
-        for index, layer in enumerate(self.layers):
-            own = (caches[2 * index], caches[2 * index + 1])
-            target, tables = (target_k, target_v), (self.own, self.targets)
-            x, k_all, v_all = layer(x, positions, (lengths, tree_mask), own, target, limits, tables)
-            updated += [k_all, v_all]
-        return (nn.functional.linear(gather_nodes(self.norm(x), scored_nodes), self.lm_head), *updated)
+        tables, target = (self.own, self.targets), (target_k, target_v)
+        step = CachedStep(tables, lengths, tree_mask, caches, target, target_lengths)
+        states = gather_nodes(self.drafter(tokens, step), scored_nodes)
+        return (nn.functional.linear(states, self.lm_head), *step.updated)
 
 
 def sizes_from_dims(dims: GlideDims, target: ModelDims) -> GlideSizes:

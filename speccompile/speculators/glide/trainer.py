@@ -14,7 +14,7 @@ from speccompile.core.training import Drafted, TargetNeeds, TargetParts, Trainin
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.export.layers import take_over
 from speccompile.speculators.glide.config import GlideTraining
-from speccompile.speculators.glide.model import Glide, GlideSizes
+from speccompile.speculators.glide.model import Glide, GlideSizes, WholeText
 
 
 class TrainableGlide(nn.Module):
@@ -47,7 +47,8 @@ class TrainableGlide(nn.Module):
         sees[..., 0] = True
         causal = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
         target = (batch.k_cache.float(), batch.v_cache.float())
-        states, _ = self.drafter(batch.tokens, places, None, causal, target, sees[:, None])
+        text = WholeText(self.drafter.sizes, places, target, sees[:, None], mask=causal)
+        states = self.drafter(batch.tokens, text)
         return self._by_blocks(states, roots)
 
     def _by_blocks(self, states: torch.Tensor, roots: torch.Tensor) -> Drafted:
@@ -69,15 +70,16 @@ class TrainableGlide(nn.Module):
         sees = places[:, None, : nodes - 1] < places[:, :, None]
         sees[..., 0] = True
         causal = torch.ones(nodes, nodes, dtype=torch.bool).tril()
-        states, held = self.drafter(batch.tokens, places, None, causal, target, sees[:, None])
+        sizes = self.drafter.sizes
+        text = WholeText(sizes, places, target, sees[:, None], mask=causal)
+        states = self.drafter(batch.tokens, text)
         drafted, state = [], states[:, -1]
         for step in range(num):
             token = (state @ self.drafter.model.embed_tokens.weight.T).argmax(-1)
             drafted.append(token[0])
             if step + 1 < num:
-                position = torch.full((1, 1), nodes + step)
-                new, held = self.drafter(token[:, None], position, held, None, target, None)
-                state = new[:, -1]
+                text = WholeText(sizes, torch.full((1, 1), nodes + step), target, past=text.rows)
+                state = self.drafter(token[:, None], text)[:, -1]
         return torch.stack(drafted)
 
     def save(self, folder: Path) -> None:
