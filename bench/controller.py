@@ -24,40 +24,13 @@ from typing import Any
 
 import speccompile
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.controller import Controller
-from speccompile.runtime.planner import Planner, StepTimes
+from speccompile.runtime.control import Controller, FixedLength, Planner
 from speccompile.runtime.requests import Request
 from speccompile.runtime.scheduler import Scheduler
-from speccompile.runtime.slots import Slot, Step
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.tickets import Ticket, open_outputs
 
 LEAST_ROUNDS = 16  # however long they last
-
-
-class Fixed:
-    """A planner that always says the same."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def plan(self, slots: Sequence[Slot]) -> int | None:
-        """The length."""
-        return self.length
-
-    def observe(self, slots: Sequence[Slot], steps: Sequence[Step], nodes: int, times: StepTimes) -> None:
-        """Nothing to learn."""
-
-    def read(self, num_tokens: int, draft_s: float | None) -> None:
-        """Nothing to learn."""
-
-    def expects_drafts(self, num_active: int) -> bool:
-        """Whether there are any."""
-        return self.length > 0
-
-    def decisions(self) -> dict[str, Any]:
-        """None."""
-        return {}
 
 
 class Way:
@@ -127,9 +100,9 @@ def make_ways(args: argparse.Namespace) -> dict[str, Way]:
         requests.append(Request(line["prompt"], params))
 
     engine = speccompile.load(args.bundle, verify=False)
-    planners: dict[str, Planner] = {"plain": Fixed(0)}
-    planners |= {f"fixed {length}": Fixed(length) for length in args.fixed}
-    planners["controller"] = Controller(engine.context.max_draft_nodes)
+    planners: dict[str, Planner] = {"plain": FixedLength(0)}
+    planners |= {f"fixed {length}": FixedLength(length) for length in args.fixed}
+    planners["controller"] = Controller()
     return {name: Way(engine, planner, requests) for name, planner in planners.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,20 @@ class Engine(Protocol):
             path: [batch, depth] int64, nodes to keep in order; -1 ends a path.
         """
         ...
+
+
+class StepTimes(NamedTuple):
+    """Where the time of one step went, in seconds.
+
+    Args:
+        propose_s: in the proposer.
+        score_s: in the target's forward.
+        step_s: all of the step, the two included; to a planner, with handing out what it gave.
+    """
+
+    propose_s: float
+    score_s: float
+    step_s: float
 
 
 class Slot(Protocol):
@@ -177,6 +191,18 @@ class Proposer(Protocol):
             tree: what the target scored.
             verdict: what it decided.
             outputs: the target's outputs of that step, valid during the call.
+        """
+        ...
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """A step has ended, with drafts or without.
+
+        Not called where drafts may be drawn, nor where costs shall stay as they were recorded.
+
+        Args:
+            num_slots: its sequences.
+            num_nodes: that the target scored in each, root and padding included.
+            times: of the step.
         """
         ...
 

@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import MethodContext, StepCosts
-from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot, StepTimes
 from speccompile.core.specs import GUESS_PROBS, GUESSES
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.core.tree_shape import TreeShape
+from speccompile.drafting.acceptance import AcceptanceEstimate
+from speccompile.drafting.budget import Budget
 from speccompile.drafting.dynamic_tree import TreeGrower
 from speccompile.drafting.expansion import Level, Scorer
-from speccompile.drafting.growth import GrowthPolicy
-from speccompile.drafting.state import DraftState, TreeLessons
+from speccompile.drafting.state import DraftState
 from speccompile.drafting.static_tree import StaticTrees
 from speccompile.drafting.tree_config import TreeFields
 from speccompile.errors import RecipeError
@@ -126,7 +127,7 @@ class CachedDraftFields(TreeFields):
             return static, static
         none = StepCosts()
         is_chain, depth = not self.has_tree, self.tree_depth if length == "auto" else length
-        policy = GrowthPolicy(
+        budget = Budget(
             min(depth, most) if is_chain else most,
             min(depth if is_chain else self.tree_depth, most),
             1 if is_chain else self.tree_width,
@@ -134,7 +135,7 @@ class CachedDraftFields(TreeFields):
             context.costs.get(graph, none),
             is_fixed=is_chain and length != "auto",
         )
-        grown = TreeGrower(scorer, policy, math.log(self.confidence_odds))
+        grown = TreeGrower(scorer, budget, math.log(self.confidence_odds))
         if not self.has_laws:
             return grown, grown
         drawn = TreeShape.chain(min(DRAWN_LENGTH if length == "auto" else length, most))
@@ -175,12 +176,16 @@ class FewerGuesses:
 class Drafts(Protocol):
     """What grows or fills trees: `TreeGrower`, `StaticTrees`."""
 
-    def lessons(self) -> TreeLessons | None:
+    def new_estimate(self) -> AcceptanceEstimate | None:
         """Returns what is known of a new sequence; None where nothing is ever learnt."""
         ...
 
     def propose(self, batch: Batch) -> TokenTree:
         """Drafts."""
+        ...
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """See `speccompile.core.protocols.Proposer`."""
         ...
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict) -> list[int]:
@@ -231,11 +236,11 @@ class CachedDraftProposer:
     def start(self, slot: int, sequence: Slot) -> None:
         """Nothing is read, and nothing known of it."""
         self.rows.start(slot)
-        sequence.draft_state = DraftState(self.likeliest.lessons())
+        sequence.draft_state = DraftState(self.likeliest.new_estimate())
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
         """The rows are known, the lessons are not."""
-        sequence.draft_state = DraftState(self.likeliest.lessons())
+        sequence.draft_state = DraftState(self.likeliest.new_estimate())
         return self.rows.resume(slot, sequence, num_rows)
 
     def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
@@ -251,6 +256,10 @@ class CachedDraftProposer:
         """Learn, and keep the rows of accepted drafts where they are right."""
         num_kept = self._used.commit(batch, tree, verdict)
         self.rows.commit(batch, num_kept, verdict.num_accepted.tolist())
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """Corrects the costs."""
+        self.likeliest.observe(num_slots, num_nodes, times)
 
     def settle(self) -> None:
         """Nothing of the target's is held."""

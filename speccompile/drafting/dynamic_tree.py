@@ -8,20 +8,18 @@ the slots of a batch decide together, and candidates that are known may be left 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.protocols import Batch, Outputs
+from speccompile.core.protocols import Batch, Outputs, StepTimes
 from speccompile.core.specs import GUESS_PROBS, GUESSES
 from speccompile.core.tree import Ints, TokenTree
+from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
+from speccompile.drafting.budget import Budget
+from speccompile.drafting.candidates import Candidates, tree_from_candidates
 from speccompile.drafting.expansion import Rows, Scorer, make_level
-from speccompile.drafting.growth import Calibration, Candidates, GrowthPolicy, Reach, Usual, tree_from_candidates
-from speccompile.drafting.home_rate import HomeRate
-from speccompile.drafting.state import TreeLessons, tree_lessons
-
-FIRST_RATE = 0.7  # acceptance rate of a path's tokens before anything is known
+from speccompile.drafting.state import estimates
 
 
 class TreeGrower:
@@ -29,7 +27,7 @@ class TreeGrower:
 
     Args:
         scorer: the draft.
-        policy: bounds and costs.
+        budget: bounds and costs.
         log_odds: of a guess being right over the odds that its confidence means, for a fresh slot.
         max_fed: most nodes that a level feeds; None: as many as are scored.
         d2t: [draft_vocab] int64, the target's token of each of the draft's; None: they are the same.
@@ -38,42 +36,42 @@ class TreeGrower:
     def __init__(
         self,
         scorer: Scorer,
-        policy: GrowthPolicy,
+        budget: Budget,
         log_odds: float = 0.0,
         *,
         max_fed: int | None = None,
         d2t: Ints | None = None,
     ) -> None:
-        self.scorer, self.policy, self._log_odds, self._d2t = scorer, policy, log_odds, d2t
-        self._own, self._unbound = policy, replace(policy, is_fixed=True) if policy.width == 1 else policy
-        self._max_fed = max(policy.max_nodes, 1) if max_fed is None else max_fed
-        self._home = HomeRate(sum(FIRST_RATE**depth for depth in range(1, policy.max_depth + 1)))
+        self.scorer, self.budget, self._log_odds, self._d2t = scorer, budget, log_odds, d2t
+        self._max_fed = max(budget.max_nodes, 1) if max_fed is None else max_fed
+        self._prior = SharedPrior(budget.max_depth)
         self._trees: list[Candidates] = []  # of the last step; empty where nothing was drafted
         self._chosen: list[list[int]] = []
-        self._usual = Usual(min(policy.max_nodes, policy.max_depth), policy.max_depth)
         self._able: list[int] = []  # slots that drafted in the last step
         self._rows = Rows(0, 1)
 
-    def lessons(self) -> TreeLessons:
+    def new_estimate(self) -> AcceptanceEstimate:
         """Returns what is known of a new sequence."""
-        return TreeLessons(Reach(self._home), Calibration(self._log_odds))
+        return AcceptanceEstimate(self._prior, self._log_odds)
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """Corrects the costs."""
+        self.budget.observe(num_slots, num_nodes, times)
 
     def propose(self, batch: Batch) -> TokenTree:
         """Trees; a slot that cannot or should not draft has its root alone."""
         slots, self._trees = batch.slots, []
-        self.policy = self._unbound if batch.is_planned else self._own
+        self.budget.is_forced = batch.is_planned and self.budget.width == 1
         rooms = [self.scorer.room(place, slot) if slot.max_drafts > 0 else -1 for place, slot in enumerate(slots)]
         able = [place for place, room in enumerate(rooms) if room >= 0]
-        lessons = tree_lessons(slots)
-        rate = sum(lessons[place].reach.rate for place in able) / len(slots)
-        if not able or not self.policy.begins(rate, len(slots), self._usual):
+        known = estimates(slots)
+        accepted = sum(known[place].accepted_length for place in able) / len(slots)
+        if not able or not self.budget.begins(accepted, len(slots)):
             return TokenTree.roots(np.array([slot.tokens[-1] for slot in slots], dtype=np.int64))
         trees = [Candidates.from_root(slot.tokens[-1]) for slot in slots]
         limits = [slot.max_drafts if rooms[place] >= 0 else 0 for place, slot in enumerate(slots)]
         spent_ms = self._grow(batch, trees, able, [min(r, n - 1) for r, n in zip(rooms, limits, strict=True)])
-        num_drafts = self.policy.size(trees, spent_ms)
-        if self.policy.weighs_time:
-            self._usual.learn(num_drafts, spent_ms / self.policy.draft.ms(len(slots)))
+        num_drafts = self.budget.size(trees, spent_ms)
         tree, self._chosen = tree_from_candidates(trees, num_drafts, limits)
         self._trees, self._able = trees, able
         return tree
@@ -87,43 +85,43 @@ class TreeGrower:
             able: slots that draft.
             last_depths: by slot, the depth of the deepest node that may be expanded.
         """
-        policy, num_slots = self.policy, len(trees)
+        budget, num_slots = self.budget, len(trees)
         self._rows = rows = Rows(num_slots, self._max_fed)
         outputs = self.scorer.begin(batch, able, {})
-        spent_ms = policy.draft.ms(num_slots)
+        spent_ms = budget.spend(num_slots, num_slots)
         scored = [[0] if limit >= 0 else [] for limit in last_depths]
-        calibrations = [lessons.calibration for lessons in tree_lessons(batch.slots)]
+        known = estimates(batch.slots)
         depth = 0
         while True:
-            starts = self._add(trees, calibrations, scored, outputs)
+            starts = self._add(trees, known, scored, outputs)
             depth += 1
             frontiers, reach = [], 0.0
             for place, tree in enumerate(trees):
                 goes = bool(scored[place]) and depth <= last_depths[place]
-                frontier = tree.likeliest(starts[place], policy.width) if goes else []
+                frontier = tree.likeliest(starts[place], budget.width) if goes else []
                 reach += sum([tree.paths[c] for c in frontier])
                 frontiers.append(frontier)
-            if reach <= 0 or not policy.goes_on(trees, depth, reach, spent_ms):
+            if reach <= 0 or not budget.goes_on(trees, depth, reach, spent_ms):
                 return spent_ms
             level, scored = make_level(depth, trees, frontiers, rows, {})
             outputs = self.scorer.expand(batch, level)
-            spent_ms += policy.draft.ms(level.tokens.size)
+            spent_ms += budget.spend(num_slots, level.tokens.size)
 
     def _add(
         self,
         trees: Sequence[Candidates],
-        calibrations: Sequence[Calibration],
+        known: Sequence[AcceptanceEstimate],
         scored: Sequence[Sequence[int]],
         outputs: Outputs,
     ) -> list[int]:
         """Take in the guesses behind the scored nodes; returns the first new candidate of each slot."""
         guesses, confidences = np.asarray(outputs[GUESSES]), np.asarray(outputs[GUESS_PROBS])
         tokens = (guesses if self._d2t is None else self._d2t[guesses]).tolist()
-        sure, floor = confidences.tolist(), self.policy.floor(trees)
+        sure, floor = confidences.tolist(), self.budget.floor(trees)
         starts = []
         for place, tree in enumerate(trees):
             starts.append(len(tree.tokens))
-            probs = calibrations[place].probs
+            probs = known[place].probs
             for column, node in enumerate(scored[place]):
                 tree.add(node, tokens[place][column], probs(sure[place][column]), floor)
         return starts
@@ -139,14 +137,14 @@ class TreeGrower:
         Returns:
             By slot, how many of the accepted drafts stand in their rows of the draft's cache.
         """
-        num_accepted, num_nodes, rows = verdict.num_accepted.tolist(), tree.num_nodes.tolist(), []
-        for place, lessons in enumerate(tree_lessons(batch.slots)):
-            lessons.reach.learn(bool(self._trees) and place in self._able, num_accepted[place])
+        num_accepted, rows = verdict.num_accepted.tolist(), list[int]()
+        for place, known in enumerate(estimates(batch.slots)):
+            known.learn_length(bool(self._trees) and place in self._able, num_accepted[place])
             if not self._trees:
                 rows.append(0)
                 continue
             path, chosen = verdict.path[place, : num_accepted[place] + 1].tolist(), self._chosen[place]
-            if num_nodes[place] > 1:
-                lessons.calibration.learn(self._trees[place], chosen, path)
+            if place in self._able:
+                known.learn_ranks(self._trees[place], chosen, path)
             rows.append(self._rows.num_kept(place, [chosen[node] for node in path[1:]]))
         return rows

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from speccompile.core.protocols import Batch, Outputs, Slot
 from speccompile.core.tree import Bools, Ints, mask_from_bits
-from speccompile.drafting.growth import Candidates
+from speccompile.drafting.candidates import Candidates
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import PREFILL_CHUNK
-from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot, StepTimes
 from speccompile.core.specs import (
     FEATURE_NODES,
     FEATURES,
@@ -187,12 +187,12 @@ class FeatureProposer:
     def start(self, slot: int, sequence: Slot) -> None:
         """Nothing is read, and nothing known of it."""
         self.cache.start(slot)
-        sequence.draft_state = DraftState(self.likeliest.lessons())
+        sequence.draft_state = DraftState(self.likeliest.new_estimate())
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
         """The cache is known as far as the target's features were read, the lessons are not."""
         num = self.cache.resume(slot, num_rows)
-        sequence.draft_state = DraftState(self.likeliest.lessons())
+        sequence.draft_state = DraftState(self.likeliest.new_estimate())
         return num
 
     def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
@@ -210,6 +210,10 @@ class FeatureProposer:
         """Learn; rows of drafts are read anew with the target's features, whatever became of them."""
         self._used.commit(batch, tree, verdict)
         self.cache.pending.keep(batch.slots, verdict, outputs)
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """Corrects the costs."""
+        self.likeliest.observe(num_slots, num_nodes, times)
 
     def settle(self) -> None:
         """Bring the features to the host."""

@@ -52,11 +52,11 @@ class PendingFeatures:
 
     def count(self, sequence: Slot) -> int:
         """Rows that a sequence has."""
-        state: DraftState[Any] = sequence.draft_state
+        state: DraftState = sequence.draft_state
         return sum(map(len, state.features)) + state.num_live
 
     def _take_all(self, sequence: Slot) -> Floats:
-        state: DraftState[Any] = sequence.draft_state
+        state: DraftState = sequence.draft_state
         parts, state.features = state.features, []
         return np.concatenate((self._none, *parts)) if len(parts) != 1 else parts[0]
 

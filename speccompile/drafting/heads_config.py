@@ -10,10 +10,8 @@ from typing import Literal
 from speccompile.core.heads_specs import FormOptions, grown_depth
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine, Proposer
-from speccompile.drafting.cutoff import Cutoff
-from speccompile.drafting.growth import GrowthPolicy
-from speccompile.drafting.heads_chain import HeadsChainProposer
-from speccompile.drafting.heads_tree import HeadsTreeProposer
+from speccompile.drafting.budget import Budget
+from speccompile.drafting.heads import HeadsProposer
 from speccompile.drafting.tree_config import TreeFields
 from speccompile.errors import RecipeError
 
@@ -83,20 +81,24 @@ class HeadsFields(TreeFields):
         Raises:
             RecipeError: the engine drafts another tree.
         """
-        target, heads = (context.costs.get(name, StepCosts()) for name in ("target", graph))
-        log_odds = math.log(self.confidence_odds)
-        built = engine.spec.num_drafts
-        if not engine.spec.gives_probs:
-            shape = self.shape
-            depth = grown_depth(built, self.tree_width, self.num_guesses) if shape is None else shape.max_depth
-            policy = GrowthPolicy(context.max_draft_nodes, depth, self.tree_width, target, heads)
-            return HeadsTreeProposer(engine, policy, shape, log_odds)
-        is_auto, floor = self.num_draft_tokens == "auto", self.min_confidence
-        cutoff = Cutoff(
-            built if self.num_draft_tokens == "auto" else min(built, self.num_draft_tokens),
-            is_fixed=not is_auto or floor != "auto",
-            min_confidence=0.0 if floor == "auto" else floor,
-            target=target,
-            heads=heads,
+        costs, shape, built = (
+            (context.costs.get("target"), context.costs.get(graph, StepCosts())),
+            self.shape,
+            engine.spec,
         )
-        return HeadsChainProposer(engine, cutoff, log_odds, may_sample=self.drafts != "greedy")
+        log_odds, length, floor = math.log(self.confidence_odds), self.num_draft_tokens, self.min_confidence
+        if built.gives_probs:
+            most = built.num_drafts if length == "auto" else min(built.num_drafts, length)
+            budget = Budget(
+                most,
+                most,
+                1,
+                *costs,
+                is_fixed=length != "auto" or floor != "auto",
+                min_path=0.0 if floor == "auto" else floor,
+                num_runs=1,
+            )
+            return HeadsProposer(engine, budget, None, log_odds, may_sample=self.drafts != "greedy")
+        depth = grown_depth(built.num_drafts, self.tree_width, self.num_guesses) if shape is None else shape.max_depth
+        budget = Budget(context.max_draft_nodes, depth, self.tree_width, *costs, num_runs=1)
+        return HeadsProposer(engine, budget, shape, log_odds)

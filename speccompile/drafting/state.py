@@ -5,49 +5,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from speccompile.core.protocols import Slot
 from speccompile.core.tree import Floats
-from speccompile.drafting.growth import Calibration, Reach
-
-Lessons = TypeVar("Lessons")
+from speccompile.drafting.acceptance import AcceptanceEstimate
 
 
 @dataclass(slots=True, eq=False)
-class DraftState(Generic[Lessons]):
+class DraftState:
     """The `draft_state` of a sequence.
 
     Args:
-        lessons: what its verdicts have taught.
+        estimate: what its verdicts tell of its drafts; None where nothing is ever learnt.
         hidden: [width] float32, the target's hidden state in front of the root, as far as `TargetStates` has it on
             the host.
         features: [num, width] float32 each, rows that `PendingFeatures` has on the host, in order.
         num_live: rows that follow them in the target's outputs.
     """
 
-    lessons: Lessons
+    estimate: AcceptanceEstimate | None
     hidden: Floats | None = None
     features: list[Floats] = field(default_factory=list)
     num_live: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class TreeLessons:
-    """What verdicts on trees have taught.
-
-    Args:
-        reach: how many drafts were kept of late.
-        calibration: of the draft's confidences.
-    """
-
-    reach: Reach
-    calibration: Calibration
-
-
-def tree_lessons(slots: Sequence[Slot]) -> list[TreeLessons]:
-    """Returns the lessons of sequences whose `draft_state` has `TreeLessons`."""
-    return [slot.draft_state.lessons for slot in slots]
+def estimates(slots: Sequence[Slot]) -> list[AcceptanceEstimate]:
+    """Returns the estimates of sequences whose `draft_state` is a `DraftState`."""
+    return [slot.draft_state.estimate for slot in slots]
 
 
 def same_sequences(first: Sequence[Slot], second: Sequence[Slot]) -> bool:

@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.protocols import Batch, Outputs
+from speccompile.core.protocols import Batch, Outputs, StepTimes
 from speccompile.core.specs import GUESSES, NODE_LAWS
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.core.tree_shape import TreeShape
+from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.expansion import Level, Rows, Scorer, make_level
-from speccompile.drafting.growth import Candidates, draw_siblings
+from speccompile.drafting.siblings import draw_siblings
 
 
 class StaticTrees:
@@ -71,8 +72,11 @@ class StaticTrees:
             plans.append((level, held))
         return plans
 
-    def lessons(self) -> None:
+    def new_estimate(self) -> None:
         """Nothing is learnt from one step to the next."""
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """Learns nothing: the shape is fixed."""
 
     def propose(self, batch: Batch) -> TokenTree:
         """Trees; a slot that cannot draft has its root alone."""

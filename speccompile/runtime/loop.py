@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from speccompile.core.acceptance import Verdict, accept
-from speccompile.core.protocols import Proposer
+from speccompile.core.protocols import Proposer, StepTimes
 from speccompile.core.sampling import tree_uniforms, warp
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS, TREE_MASK
 from speccompile.core.tree import TokenTree
+from speccompile.runtime.control import Planner
 from speccompile.runtime.faults import FAULTS, NotFinite
 from speccompile.runtime.host_verify import judge_shaped
-from speccompile.runtime.planner import Planner, StepTimes
 from speccompile.runtime.slots import Slot, Slots, Step
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
@@ -39,7 +39,8 @@ def decode(
         proposer: the drafts.
         slots: sequences that wait for a place.
         engines: whose time is told apart from the loop's own.
-        planner: bounds the drafts of steps whose text does not depend on them; None: nobody does.
+        planner: bounds the drafts of steps whose text does not depend on them; None: nobody does, and costs stay
+            those of the record.
 
     Yields:
         One step for each active sequence, in the order of their places.
@@ -52,7 +53,8 @@ def decode(
         round_ = run_step(verifier, proposer, slots, engines, limit)
         steps = round_.steps
         if planner and active:
-            planner.observe(active, steps, round_.tree.nodes, round_.times)
+            proposer.observe(round_.tree.batch, round_.tree.nodes, round_.times)
+            planner.observe(active, steps, round_.times)
         yield steps
         if any(step.finish_reason is not None for step in steps):
             retire(verifier, proposer, slots, steps)
@@ -95,7 +97,7 @@ def run_step(
         limit: see `Slot.plan`.
     """
     start_s, engine_s = perf_counter(), sum(engine.seconds for engine in engines)
-    # A method's own policy may decline; who asked for drafts gets them all the same.
+    # A method's budget may decline; who asked for drafts gets them all the same.
     is_forced = not limit and any(slot.speculation == "on" for slot in slots.slots)
     for slot in slots.slots:
         bound = FORCED_LENGTH if is_forced and (limit is None or slot.speculation == "on") else limit

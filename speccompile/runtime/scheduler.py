@@ -12,11 +12,11 @@ from time import perf_counter
 from typing import Any
 
 from speccompile.core.specs import NEXT_TOKEN
+from speccompile.runtime.control import FixedLength, Planner
 from speccompile.runtime.counters import Counters
 from speccompile.runtime.faults import FAULTS, NotFinite, text_from_fault
 from speccompile.runtime.loop import Round, run_step
 from speccompile.runtime.places import Places
-from speccompile.runtime.planner import Planner, Unlimited
 from speccompile.runtime.prefixes import MIN_SHARED
 from speccompile.runtime.requests import Piece
 from speccompile.runtime.slots import Slots
@@ -47,7 +47,7 @@ class Scheduler:
         keep_prefixes: bool = True,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self.engine, self.planner, self.prefill_chunk = engine, planner or Unlimited(), prefill_chunk
+        self.engine, self.planner, self.prefill_chunk = engine, planner or FixedLength(), prefill_chunk
         self.queue: deque[Output] = deque()
         # Draws decide, drafts only guess them: so a text depends neither on neighbours nor on what the planner does.
         self.slots = Slots((), engine.context.max_slots, is_invariant=True)
@@ -195,8 +195,9 @@ class Scheduler:
         self.counters.count_step(round_.steps, round_.times.step_s)
         events = self._deliver(seated, round_)
         self.views.after_step()
+        engine.proposer.observe(round_.tree.batch, round_.tree.nodes, round_.times)
         times = round_.times._replace(step_s=perf_counter() - start_s)
-        self.planner.observe(sequences, round_.steps, round_.tree.nodes, times)
+        self.planner.observe(sequences, round_.steps, times)
         return events
 
     def _deliver(self, seated: tuple[Output, ...], round_: Round) -> list[Event]:

@@ -13,11 +13,10 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.controller import Controller
+from speccompile.runtime.control import Controller, Planner
 from speccompile.runtime.engine import load
 from speccompile.runtime.faults import FAULTS
 from speccompile.runtime.piece_stream import Completion, PieceStream
-from speccompile.runtime.planner import Planner
 from speccompile.runtime.requests import SPECULATION, Busy, Piece, Request, Speculation
 from speccompile.runtime.scheduler import Event, Scheduler
 from speccompile.runtime.spec_engine import SpecEngine
@@ -95,7 +94,7 @@ class Service:
         self, engine: SpecEngine, options: ServiceOptions | None = None, planner: Planner | None = None
     ) -> None:
         self.engine, self.options = engine, options or ServiceOptions()
-        planner = planner or Controller(engine.context.max_draft_nodes)
+        planner = planner or Controller()
         self._scheduler = Scheduler(engine, planner, self.options.prefill_chunk, self.options.keep_prefixes)
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._lock = threading.Lock()  # over what follows; never held during a step

@@ -94,7 +94,7 @@ class Slot:
         stop_ids: tokens that end it.
         sink: makes text; None where nobody needs text before the end.
 
-    `speculation`, `auto` unless it is set, tells who bounds its drafts: see `speccompile.runtime.planner`.
+    `speculation`, `auto` unless it is set, tells who bounds its drafts: see `speccompile.runtime.control`.
     """
 
     __slots__ = (

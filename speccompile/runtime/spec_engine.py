@@ -18,8 +18,8 @@ from speccompile.core.protocols import Proposer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.bundle import Bundle
+from speccompile.runtime.control import Controller
 from speccompile.runtime.loop import decode
-from speccompile.runtime.plain_guard import PlainGuard
 from speccompile.runtime.slots import Slot, Slots, Step
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.text import TextSink
@@ -109,7 +109,7 @@ class SpecEngine:
         self._plain = registry.method("none")
         self.engines = (target, *drafts.values())
         self._num_runs = 0
-        self.guard: PlainGuard | None = PlainGuard() if may_stop else None
+        self.controller: Controller | None = Controller() if may_stop else None
 
     def __repr__(self) -> str:
         sizes = f"{self.context.max_slots} slots of {self.context.max_seq_len} tokens"
@@ -217,7 +217,7 @@ class SpecEngine:
         proposer = self.proposer if speculative else self._plain.make_proposer(None, {}, self.context)
         places = batch_size or most
         run = self.take_over(max((slot.num_prompt for slot in slots[:places]), default=1))
-        planner = self.guard if speculative else None
+        planner = self.controller if speculative else None
         for steps in decode(self.verifier, proposer, Slots(slots, places), self.engines, planner):
             yield steps
             if run != self._num_runs:

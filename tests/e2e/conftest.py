@@ -49,4 +49,4 @@ def golden() -> list[dict]:
 @pytest.fixture(autouse=True)
 def without_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """No clock decides whether drafts are made: on targets as small as these plain decoding is often the faster."""
-    monkeypatch.setattr("speccompile.runtime.spec_engine.PlainGuard", lambda: None)
+    monkeypatch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.planner import Unlimited
+from speccompile.runtime.control import FixedLength
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
 from tests.mock_lm import VOCAB
@@ -119,7 +119,7 @@ def service():
     made = make_engine("chain", bad_target=True, bad_draft=True)
     for timed in made.engines:
         timed.engine.voids_moved = False  # prompts that begin alike are copied
-    running = Service(made, planner=Unlimited())
+    running = Service(made, planner=FixedLength())
     running.start()
     yield running
     running.close()

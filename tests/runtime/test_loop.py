@@ -5,8 +5,8 @@ import pytest
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.tree import TokenTree
+from speccompile.runtime.control import FixedLength
 from speccompile.runtime.loop import decode, decode_one
-from speccompile.runtime.planner import Unlimited
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import Config as DraftConfig
@@ -203,7 +203,7 @@ def test_a_greedy_chain_feeds_nothing_but_tokens_and_lengths():
     assert steps and all(set(seen) == {"tokens", "lengths"} for seen in steps)
 
 
-class Alternating(Unlimited):
+class Alternating(FixedLength):
     """Plain steps and steps with drafts in turn; notes what it saw."""
 
     def __init__(self):
@@ -212,7 +212,8 @@ class Alternating(Unlimited):
     def plan(self, slots):
         return 0 if len(self.seen) % 2 else None
 
-    def observe(self, slots, steps, nodes, times):
+    def observe(self, slots, steps, times):
+        nodes = 1 + max(step.num_draft_tokens for step in steps)
         self.seen.append((len(slots), nodes, times.step_s > 0))
 
 

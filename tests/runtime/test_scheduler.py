@@ -11,8 +11,8 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import SCORED_NODES
 from speccompile.core.tree import TokenTree
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.control import FixedLength
 from speccompile.runtime.loop import FORCED_LENGTH
-from speccompile.runtime.planner import Unlimited
 from tests.mock_lm import VOCAB
 from tests.runtime.scheduler_lab import Bench, greedy, numbers
 from tests.runtime.test_spec_engine import make_engine
@@ -149,7 +149,8 @@ def test_a_forbidden_or_bounded_draft_gives_the_same_text():
         def plan(self, slots):
             return self.limit
 
-        def observe(self, slots, steps, nodes, times):
+        def observe(self, slots, steps, times):
+            nodes = 1 + max(step.num_draft_tokens for step in steps)
             assert len(slots) == len(steps) and times.propose_s + times.score_s <= times.step_s
             self.seen.append((nodes, [step.num_draft_tokens for step in steps]))
 
@@ -196,7 +197,7 @@ def test_who_wants_drafts_gets_them_though_a_method_would_decline(limit):
         def __getattr__(self, name):
             return getattr(self.proposer, name)
 
-    class Planner(Unlimited):
+    class Planner(FixedLength):
         def plan(self, slots):
             return limit
 

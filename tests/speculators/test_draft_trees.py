@@ -9,7 +9,7 @@ import pytest
 from speccompile.core.jobs import CandidateOptions, DecoderOptions, MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.drafting import static_tree as static_trees
-from speccompile.drafting.growth import draw_siblings
+from speccompile.drafting.siblings import draw_siblings
 from speccompile.errors import RecipeError
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.errors import RecipeError
 from speccompile.speculators.ngram.config import Config
 from speccompile.speculators.ngram.method import NgramMethod
-from speccompile.speculators.ngram.proposer import DraftLengths, MatchRates, NgramIndex
+from speccompile.speculators.ngram.proposer import FIRST_RATES, NgramIndex
 
 
 def longest_match(tokens, low, high):
@@ -59,32 +61,35 @@ def test_ragged_batches_are_padded_and_limits_hold():
     assert propose([[1, 2, 3, 1, 2]], max_drafts=0).tokens.tolist() == [[2]]
 
 
-def test_auto_length_follows_rates_costs_and_the_batch():
-    cheap, dear = StepCosts(((1, 10.0), (16, 11.5))), StepCosts(((1, 1.0), (16, 23.5)))
-
-    def best(rates, num_slots, costs):
-        return DraftLengths(costs, 15).best(rates, num_slots)
-
-    assert best([0.9], 1, cheap) > best([0.5], 1, cheap) > best([0.1], 1, cheap) == 1
-    assert best([0.9], 1, dear) == best([0.1], 1, dear) == 0
-    assert best([0.9, 0.9], 4, dear) == 0
-    assert best([0.99, 0.2], 2, cheap) > best([0.2], 2, cheap)
-    by_hand = max(range(16), key=lambda n: (3 + sum(0.7**i + 0.4**i for i in range(1, n + 1))) / cheap.ms(3 * (n + 1)))
-    assert best([0.7, 0.4], 3, cheap) == by_hand
-
-
 def test_rates_are_learned_by_match_length():
-    rates = MatchRates()
-    first = rates.rate(3)
-    rates.learn(3, 2, 0)
-    assert rates.rate(3) < first
-    for _ in range(30):
-        rates.learn(3, 2, 2)
-    assert rates.rate(3) > 0.95
-    assert rates.rate(2) == MatchRates().rate(2)
-    for _ in range(200):
-        rates.learn(3, 0, 0)  # nothing drafted: back to the first guess
-    assert rates.rate(3) == pytest.approx(first, abs=0.02)
+    context = MethodContext(1, 512, 16, {"target": StepCosts(((1, 1.0), (64, 1.1)))})
+    proposer = NgramMethod().make_proposer(Config(num_draft_tokens=2, min_match=2, max_match=4), {}, context)
+    slot = SimpleNamespace(tokens=[9, 1, 2, 3, 7, 8, 4, 1, 2, 3], max_drafts=9)
+    batch = SimpleNamespace(slots=[slot])
+    proposer.start(0, slot)
+
+    def probs():
+        estimate = slot.draft_state.estimate
+        return [estimate.prob(FIRST_RATES[size - 1], size - 1) for size in (2, 3)]
+
+    def step(num_accepted):
+        tree = proposer.propose(batch)  # after a match of 3 tokens
+        path = np.array([[*range(num_accepted + 1), *[-1] * (2 - num_accepted)]])
+        proposer.commit(batch, tree, Verdict(path, np.array([num_accepted]), np.array([0])), {})
+        return tree.nodes - 1
+
+    first = probs()
+    assert first == pytest.approx(FIRST_RATES[1:3], abs=1e-6)
+    assert step(0) == 2
+    assert probs()[1] < first[1]
+    for _ in range(60):
+        step(2)
+    assert probs()[1] > 0.92
+    assert probs()[0] == first[0]
+    proposer.budget.best = lambda gains, num_slots: (0, 0.0, 0.0)  # nothing is worth its time
+    for _ in range(300):
+        assert step(0) == 0
+    assert probs()[1] == pytest.approx(first[1], abs=0.02)
 
 
 def test_measured_costs_bound_the_length_of_every_slot():

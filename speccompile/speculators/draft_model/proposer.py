@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
-from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot, StepTimes
 from speccompile.core.specs import (
     CONFIDENCE,
     LENGTHS,
@@ -201,6 +201,9 @@ class DraftModelProposer:
             if self.lengths[place] > kept:
                 self.lengths[place] = kept
             slot.draft_state.learn(num_drafts[place] - 1, num_accepted[place])
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """Learns nothing."""
 
     def settle(self) -> None:
         """Nothing of the target's is held."""

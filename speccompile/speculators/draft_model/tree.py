@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine
+from speccompile.drafting.budget import Budget
 from speccompile.drafting.cached_drafts import CachedDraftProposer
 from speccompile.drafting.dynamic_tree import TreeGrower
-from speccompile.drafting.growth import GrowthPolicy
 from speccompile.drafting.kv_cache import DraftCache
 from speccompile.drafting.static_tree import StaticTrees
 from speccompile.speculators.draft_model.config import Config
@@ -38,7 +38,7 @@ class TreeProposer(CachedDraftProposer):
             self.drafts = StaticTrees(self.cache, shape, may_sample=may_sample, vocab_size=engine.spec.vocab_size)
         else:
             none = StepCosts()
-            policy = GrowthPolicy(
+            policy = Budget(
                 context.max_draft_nodes,
                 min(config.tree_depth, context.max_draft_nodes),
                 config.tree_width,

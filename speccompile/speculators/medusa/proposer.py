@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from speccompile.core.jobs import StepCosts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GUESSES
-from speccompile.drafting.growth import GrowthPolicy
-from speccompile.drafting.heads_tree import HeadsTreeProposer
+from speccompile.drafting.budget import Budget
+from speccompile.drafting.heads import HeadsProposer
 
 if TYPE_CHECKING:
     from speccompile.speculators.medusa.config import MedusaConfig
 
 
-class MedusaProposer(HeadsTreeProposer):
+class MedusaProposer(HeadsProposer):
     """See `speccompile.core.protocols.Proposer`.
 
     The guesses of a head do not depend on those before, so every product of guesses is a path: the likeliest ones are
@@ -41,7 +41,5 @@ class MedusaProposer(HeadsTreeProposer):
         num_heads, num_guesses = engine.spec.output(GUESSES).dims[1:]
         assert isinstance(num_heads, int) and isinstance(num_guesses, int)
         depth = num_heads if config.tree != "auto" else min(num_heads, config.tree_depth)
-        policy = GrowthPolicy(
-            max_draft_nodes, depth, num_guesses, target or StepCosts(), heads or StepCosts(), is_fixed=False
-        )
-        super().__init__(engine, policy, config.shape, math.log(config.confidence_odds))
+        budget = Budget(max_draft_nodes, depth, num_guesses, target, heads or StepCosts(), num_runs=1)
+        super().__init__(engine, budget, config.shape, math.log(config.confidence_odds))

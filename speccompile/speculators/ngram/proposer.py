@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.jobs import MethodContext, StepCosts
-from speccompile.core.protocols import Batch, Outputs, Slot
+from speccompile.core.jobs import MethodContext
+from speccompile.core.protocols import Batch, Outputs, Slot, StepTimes
 from speccompile.core.tree import Ints, TokenTree
+from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
+from speccompile.drafting.budget import Budget
 from speccompile.speculators.ngram.config import Config
 
-Floats64 = NDArray[np.float64]
-
-FIRST_RATES = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9)  # acceptance rate behind a match of 1, 2, ... tokens, to begin with
-MEMORY = 0.9  # weight of the past in it
-RECOVERY = 0.02  # pull towards the first rate in a step without drafts
+FIRST_RATES = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9)  # acceptance rate after a match of 1, 2, ... tokens, to begin with
 TOKENS_PER_MATCH = 2  # where nothing was measured
 
 
@@ -60,74 +57,17 @@ class NgramIndex:
         self._num_indexed = last - 1
 
 
-class MatchRates:
-    """How often tokens behind a match of each length are accepted, learned from a slot's own verdicts."""
-
-    def __init__(self) -> None:
-        self._rates: dict[int, float] = {}
-
-    def rate(self, size: int) -> float:
-        """Acceptance rate of each token behind a match of `size` tokens."""
-        return self._rates.get(size, FIRST_RATES[min(size, len(FIRST_RATES)) - 1])
-
-    def learn(self, size: int, num_drafts: int, num_accepted: int) -> None:
-        """Move the rate of a match length by one verdict; without drafts it recovers slowly, to be tried again."""
-        rate = 1 - (1 - self.rate(size)) * MEMORY**num_accepted
-        if num_drafts == 0:
-            first = FIRST_RATES[min(size, len(FIRST_RATES)) - 1]
-            rate += RECOVERY * (first - rate)
-        self._rates[size] = rate * MEMORY if num_accepted < num_drafts else rate
-
-
 @dataclass(slots=True, eq=False)
 class NgramState:
     """The `draft_state` of a sequence.
 
     Args:
         index: of its tokens.
-        rates: what its verdicts have taught.
+        estimate: of drafts by the length of the match, in the place of a rank.
     """
 
     index: NgramIndex
-    rates: MatchRates = field(default_factory=MatchRates)
-
-
-class DraftLengths:
-    """The draft length that promises a batch the most tokens per millisecond.
-
-    Shorter drafts than the longest are padded, so the slots with a match share one length: what pays for one of
-    them costs the others nothing more. Deterministic drafts do not change the text, so neighbours may have a say.
-
-    Args:
-        costs: of the target's steps. A batch of b slots and n nodes is taken to cost what one slot of b * n does.
-        max_drafts: longest draft.
-    """
-
-    def __init__(self, costs: StepCosts, max_drafts: int) -> None:
-        self._costs = costs
-        powers = (np.arange(101)[:, None] / 100) ** np.arange(1, max_drafts + 1)
-        # Row r: tokens expected of drafts of 0, 1, ... tokens that are accepted at r percent each.
-        self._expected = np.concatenate((np.zeros((101, 1)), powers.cumsum(axis=1)), axis=1)
-        self._step_ms: dict[int, Floats64] = {}
-        self._alone: list[int] = np.argmax((1 + self._expected) / self._times(1), axis=1).tolist()
-
-    def _times(self, batch: int) -> Floats64:
-        if batch not in self._step_ms:
-            nodes = range(1, self._expected.shape[1] + 1)
-            self._step_ms[batch] = np.array([self._costs.ms(batch * num) or 1.0 for num in nodes])
-        return self._step_ms[batch]
-
-    def best(self, rates: Sequence[float], num_slots: int) -> int:
-        """The length for all slots that have a match; 0 where plain decoding promises more.
-
-        Args:
-            rates: acceptance rates of these slots, at least one.
-            num_slots: all slots.
-        """
-        if num_slots == 1:
-            return self._alone[round(100 * rates[0])]
-        expected = self._expected[[round(100 * rate) for rate in rates]].sum(axis=0)
-        return int(((num_slots + expected) / self._times(num_slots)).argmax())
+    estimate: AcceptanceEstimate
 
 
 class NgramProposer:
@@ -139,13 +79,21 @@ class NgramProposer:
     def __init__(self, config: Config, context: MethodContext) -> None:
         self.config = config
         self.max_drafts = min(config.num_draft_tokens, context.max_draft_nodes)
-        self.costs = context.costs.get("target", StepCosts())
-        self._lengths = DraftLengths(self.costs, self.max_drafts)
+        self.budget = Budget(
+            self.max_drafts,
+            self.max_drafts,
+            1,
+            context.costs.get("target"),
+            is_fixed=config.tokens_per_match != "auto",
+        )
+        self._prior = SharedPrior(self.max_drafts)
         self._matched: list[int] = []  # match length of each slot of the last step
+        self._probs: list[float] = []  # of one more token being kept, by slot
 
     def start(self, slot: int, sequence: Slot) -> None:
-        """A fresh index."""
-        sequence.draft_state = NgramState(NgramIndex(self.config.min_match, self.config.max_match))
+        """Makes a fresh index."""
+        estimate = AcceptanceEstimate(self._prior, rank_shares=[0.0] * len(FIRST_RATES))
+        sequence.draft_state = NgramState(NgramIndex(self.config.min_match, self.config.max_match), estimate)
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
         """A fresh index: to make it costs next to nothing."""
@@ -174,22 +122,44 @@ class NgramProposer:
         return TokenTree.chain(tokens, np.array([len(row) for row in rows], dtype=np.int64))
 
     def _draft_lengths(self, states: Sequence[NgramState]) -> list[int]:
-        """By place, from the match lengths; 0 without a match."""
+        """Returns them by slot, from the match lengths; 0 without a match.
+
+        Drafts shorter than the longest are padded, so the sequences with a match share one length: what pays for one
+        of them costs the others nothing more.
+        """
         sizes, per_match = self._matched, self.config.tokens_per_match
-        if per_match != "auto" or not self.costs.ms_by_nodes:
+        self._probs = [
+            state.estimate.prob(FIRST_RATES[min(size, len(FIRST_RATES)) - 1], size - 1) if size else 0.0
+            for state, size in zip(states, sizes, strict=True)
+        ]
+        if not self.budget.weighs_time:
             return [size * (TOKENS_PER_MATCH if per_match == "auto" else per_match) for size in sizes]
-        rates = [state.rates.rate(size) for state, size in zip(states, sizes, strict=True) if size]
-        if not rates:
+        if not any(sizes):
             return sizes
-        length = self._lengths.best(rates, len(sizes))
+        gains, paths = [], self._probs
+        for _ in range(self.max_drafts):
+            gains.append(sum(paths))
+            paths = [path * prob for path, prob in zip(paths, self._probs, strict=True)]
+        length, _, _ = self.budget.best(gains, len(sizes))
         return [length if size else 0 for size in sizes]
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """Learn what drafts behind matches are worth; emitted tokens enter the index at the next step."""
+        """Learns what drafts after matches are worth; emitted tokens enter the index at the next step."""
         num_nodes, num_accepted = tree.num_nodes.tolist(), verdict.num_accepted.tolist()
-        for place, (slot, size) in enumerate(zip(batch.slots, self._matched, strict=True)):
-            if size > 0:
-                slot.draft_state.rates.learn(size, num_nodes[place] - 1, num_accepted[place])
+        for slot, size, prob, nodes, kept in zip(
+            batch.slots, self._matched, self._probs, num_nodes, num_accepted, strict=True
+        ):
+            if size == 0:
+                continue
+            estimate = slot.draft_state.estimate
+            if nodes == 1:
+                estimate.recover()
+            else:
+                estimate.learn_rank(size - 1, kept - prob * min(kept + 1, nodes - 1))
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """Corrects the costs."""
+        self.budget.observe(num_slots, num_nodes, times)
 
     def settle(self) -> None:
         """Nothing of the target's is held."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.protocols import Batch, Outputs, Slot
+from speccompile.core.protocols import Batch, Outputs, Slot, StepTimes
 from speccompile.core.tree import Ints, TokenTree
 
 
@@ -32,6 +32,9 @@ class NoneProposer:
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Nothing to keep."""
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """Learns nothing."""
 
     def settle(self) -> None:
         """Nothing of the target's is held."""

@@ -12,22 +12,20 @@ from speccompile.core.jobs import StepCosts
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import HIDDEN, heads_spec
 from speccompile.core.tree import TokenTree
-from speccompile.drafting.cutoff import Cutoff
-from speccompile.drafting.growth import GrowthPolicy
-from speccompile.drafting.heads_chain import HeadsChainProposer
-from speccompile.drafting.heads_tree import HeadsTreeProposer
+from speccompile.drafting.budget import Budget
+from speccompile.drafting.heads import HeadsProposer
 
 COSTS = StepCosts(((1, 1.0), (8, 1.1)))
 
 
 def make_chain(may_sample=False):
     engine = SimpleNamespace(spec=heads_spec("heads", 4, 9, 3), max_slots=2)
-    return HeadsChainProposer(engine, Cutoff(3, False, 0.0, COSTS, COSTS), 0.0, may_sample)
+    return HeadsProposer(engine, Budget(3, 3, 1, COSTS, COSTS, num_runs=1), None, 0.0, may_sample=may_sample)
 
 
 def make_tree():
     engine = SimpleNamespace(spec=guessing_heads_spec("heads", 4, 9, 3, 2), max_slots=2)
-    return HeadsTreeProposer(engine, GrowthPolicy(4, 3, 2, COSTS, COSTS), None, 0.0)
+    return HeadsProposer(engine, Budget(4, 3, 2, COSTS, COSTS, num_runs=1), None, 0.0)
 
 
 def commit_roots(proposer, slots, drafting):
@@ -38,20 +36,17 @@ def commit_roots(proposer, slots, drafting):
     proposer.commit(SimpleNamespace(slots=slots), tree, verdict, {HIDDEN: np.zeros((2, 1, 4), np.float32)})
 
 
-@pytest.mark.parametrize(
-    ("make", "rate"),
-    [(make_chain, lambda lessons: lessons.rate), (make_tree, lambda lessons: lessons.reach.rate)],
-)
-def test_drafts_that_were_not_worth_scoring_make_drafting_worth_less(make, rate):
+@pytest.mark.parametrize("make", [make_chain, make_tree])
+def test_drafts_that_were_not_worth_scoring_make_drafting_worth_less(make):
     proposer, slots = make(), [SimpleNamespace(tokens=[1, 2], sampling=SamplingParams()) for _ in range(2)]
     for place, slot in enumerate(slots):
         proposer.start(place, slot)
-    first = [rate(slot.draft_state.lessons) for slot in slots]
+    first = [slot.draft_state.estimate.accepted_length for slot in slots]
     for _ in range(20):
         commit_roots(proposer, slots, 1)
-    drafted, idle = [rate(slot.draft_state.lessons) for slot in slots]
+    drafted, idle = [slot.draft_state.estimate.accepted_length for slot in slots]
     assert drafted < 0.5 * first[0] and drafted < idle
-    assert proposer._home.value < first[0]
+    assert proposer._prior.value < first[0]
 
 
 def test_only_drafts_that_are_never_drawn_share_what_they_were_worth():
@@ -60,4 +55,4 @@ def test_only_drafts_that_are_never_drawn_share_what_they_were_worth():
     for may_sample, sequence, is_shared in ((True, greedy, True), (True, hot, False), (False, hot, True)):
         proposer = make_chain(may_sample)
         proposer.start(0, sequence)
-        assert (sequence.draft_state.lessons.home is proposer._home) == is_shared
+        assert (sequence.draft_state.estimate.prior is proposer._prior) == is_shared

@@ -14,8 +14,10 @@ from speccompile.core.heads_specs import (
     tree_heads_spec,
 )
 from speccompile.core.tree_shape import TreeShape
-from speccompile.drafting.growth import Calibration, Candidates, GrowthPolicy
-from speccompile.drafting.heads_tree import HeadsTreeProposer, add_drafts, grow_product, tree_from_shape
+from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
+from speccompile.drafting.budget import Budget
+from speccompile.drafting.candidates import Candidates, grow_product, tree_from_shape
+from speccompile.drafting.heads import HeadsProposer, add_drafts
 from speccompile.errors import RecipeError
 
 CHOICES = TreeShape.from_choices([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
@@ -51,10 +53,22 @@ def test_one_guess_a_depth_is_a_chain():
 
 def test_drafts_with_parents_become_candidates():
     tree = Candidates.from_root(7)
-    add_drafts(tree, [3, 4, 5, 6, 8, 9], [0.6, 0.3, 0.5, 0.25, 0.7, 0.1], [0, 0, 2, 2, 1, 1], Calibration())
+    add_drafts(
+        tree,
+        [3, 4, 5, 6, 8, 9],
+        [0.6, 0.3, 0.5, 0.25, 0.7, 0.1],
+        [0, 0, 2, 2, 1, 1],
+        AcceptanceEstimate(SharedPrior(2)),
+    )
     assert tree.tokens == [7, 3, 4, 5, 6, 8, 9] and tree.parents == [-1, 0, 0, 2, 2, 1, 1]
     np.testing.assert_allclose(tree.paths, [1, 0.6, 0.3, 0.15, 0.075, 0.42, 0.06])
     assert tree.depths == [0, 1, 1, 2, 2, 2, 2]
+
+
+def test_a_chain_ends_where_its_path_is_below_the_floor():
+    tree = Candidates.from_root(7)
+    add_drafts(tree, [3, 4, 5], [0.6, 0.5, 0.9], range(3), AcceptanceEstimate(SharedPrior(3)), 0.5)
+    assert tree.tokens == [7, 3]
 
 
 def test_a_fixed_shape_is_as_deep_as_each_slot_may_go():
@@ -102,9 +116,9 @@ class Built:
     ],
 )
 def test_an_engine_refuses_a_tree_that_it_was_not_built_for(spec, shape, fault):
-    policy = GrowthPolicy(8, 3, 4)
+    budget = Budget(8, 3, 4)
     if fault is None:
-        HeadsTreeProposer(Built(spec), policy, shape, 0.0)
+        HeadsProposer(Built(spec), budget, shape, 0.0)
         return
     with pytest.raises(RecipeError, match=fault):
-        HeadsTreeProposer(Built(spec), policy, shape, 0.0)
+        HeadsProposer(Built(spec), budget, shape, 0.0)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether one more draft token is worth its time: one rule for every method.
+
+A step that is expected to bring E tokens in C milliseconds should take on what brings p more tokens in c more
+milliseconds if (E + p) / (C + c) > E / C, that is p C > E c. So it is asked whether to draft at all, whether to expand
+a tree once more, and how many of the known candidates to score.
+
+Deterministic drafts leave the text as it is whatever is drafted, so the sequences of a batch decide together and by
+costs that are corrected online. Where drafts are drawn, the text depends on how many there are: each sequence decides
+alone, by the bundle's record (`recorded`), never by a clock.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+
+from speccompile.core.jobs import StepCosts
+from speccompile.core.protocols import StepTimes
+from speccompile.drafting.candidates import Candidates
+from speccompile.drafting.step_costs import OnlineCosts
+
+TYPICAL_MEMORY = 0.95  # weight of the past in the size of a typical tree
+
+FIRST_KEPT = 0.75  # see `Budget.goes_on`; on the high side, so that depth is tried
+
+
+class Budget:
+    """Bounds and costs of drafting.
+
+    Args:
+        max_nodes: most draft tokens to score, per sequence.
+        max_depth: most draft tokens on a path.
+        width: candidates expanded at a depth, per sequence.
+        target: recorded costs of scoring, by nodes.
+        draft: recorded costs of a draft run, by nodes; None: drafting runs no graph. Without these costs time is not
+            weighed.
+        is_fixed: always draft to the bounds.
+        min_path: least probability of a path that is scored.
+        num_runs: draft runs of a whole tree; None: `max_depth`.
+    """
+
+    def __init__(
+        self,
+        max_nodes: int,
+        max_depth: int,
+        width: int,
+        target: StepCosts | None = None,
+        draft: StepCosts | None = None,
+        *,
+        is_fixed: bool = False,
+        min_path: float = 0.0,
+        num_runs: int | None = None,
+    ) -> None:
+        self.max_nodes, self.max_depth, self.width = max_nodes, max_depth, width
+        target = target or StepCosts()
+        self._is_known = self._learns = bool(target.ms_by_nodes) and (draft is None or bool(draft.ms_by_nodes))
+        self.is_fixed, self._min_path = is_fixed, min_path
+        self.is_forced = False  # this step drafts to the bounds, whatever it costs
+        self.costs = OnlineCosts(target, draft, max_nodes)
+        # A typical tree: drafts of a sequence, runs by their costs over one of a node a sequence. It begins with one
+        # draft, so that drafting is tried.
+        self._drafts, self._runs = 1.0, 1.0
+        self._kept, self._last_reach = FIRST_KEPT, 0.0  # share of the reach that an expansion keeps
+        self._most_runs = float(max_depth if num_runs is None else num_runs)
+        self._recorded_ms = 0.0  # of the draft runs of the step at hand
+
+    def recorded(self) -> Budget:
+        """Returns a budget of whole trees with the same bounds that goes by the bundle's record for ever."""
+        budget = copy.copy(self)
+        budget._drafts, budget._runs = float(min(self.max_nodes, self.max_depth)), self._most_runs
+        budget._learns, budget.costs = False, OnlineCosts(self.costs.target, self.costs.draft, self.max_nodes)
+        return budget
+
+    @property
+    def weighs_time(self) -> bool:
+        """Whether costs are known and count."""
+        return self._is_known and not (self.is_fixed or self.is_forced)
+
+    def begins(self, accepted: float, num_slots: int) -> bool:
+        """Whether a typical tree promises more tokens a millisecond than a plain step.
+
+        Args:
+            accepted: draft tokens that such a tree brings, the mean over all sequences of the batch.
+            num_slots: sequences of the batch.
+        """
+        if not self.weighs_time:
+            return True
+        scores = self.costs.scores(num_slots)
+        more_ms = scores[min(round(self._drafts), self.max_nodes)] - scores[0]
+        more_ms += self._runs * self.costs.draft_ms(num_slots, num_slots)
+        return _is_worth(accepted, more_ms, 1.0, scores[0])
+
+    def spend(self, num_slots: int, num_nodes: int) -> float:
+        """Counts a draft run of `num_nodes` nodes, all sequences together; returns its milliseconds."""
+        costs = self.costs
+        if costs.draft is not None:
+            self._recorded_ms += costs.draft.ms(num_nodes)
+        return costs.draft_ms(num_slots, num_nodes)
+
+    def goes_on(self, trees: Sequence[Candidates], depth: int, reach: float, spent_ms: float) -> bool:
+        """Whether the candidates at a depth are worth another expansion.
+
+        Args:
+            trees: of all sequences.
+            depth: of the candidates that would be expanded.
+            reach: their paths' probabilities, all sequences added: what the expansion could bring if the draft were
+                always right; it brings the share of it that expansions have brought so far.
+            spent_ms: time that growing took so far.
+        """
+        if depth > 1 and self._last_reach > 0:
+            self._kept += (1 - TYPICAL_MEMORY) * (reach / self._last_reach - self._kept)
+        self._last_reach = reach
+        if depth >= self.max_depth:
+            return False
+        if not self.weighs_time:
+            return True
+        num_slots = len(trees)
+        num, expected, cost_ms = self._best(trees, spent_ms)
+        scores = self.costs.scores(num_slots)
+        more_ms = self.costs.draft_ms(num_slots, num_slots * self.width)
+        more_ms += max(scores[min(num + 1, self.max_nodes)] - scores[num], 0.0)
+        return _is_worth(self._kept * reach, more_ms, expected, cost_ms)
+
+    def floor(self, trees: Sequence[Candidates]) -> float:
+        """Probability that a path must have to be of use.
+
+        There are `max_nodes` better ones otherwise, or it is not worth the time of scoring it: what a token costs in
+        plain decoding is the most that a token of a good tree costs.
+        """
+        floor = 0.0 if self.is_forced else self._min_path
+        if self.weighs_time:
+            scores = self.costs.scores(len(trees))
+            least = min((b - a for a, b in itertools.pairwise(scores)), default=0.0)
+            floor = max(floor, least / scores[0])
+        if len(trees) == 1 and len(trees[0].paths) > self.max_nodes:
+            floor = max(floor, sorted(trees[0].paths, reverse=True)[self.max_nodes])
+        return floor
+
+    def size(self, trees: Sequence[Candidates], spent_ms: float = 0.0) -> int:
+        """Returns how many draft tokens to score, the same number in every sequence that has as many.
+
+        Args:
+            trees: of all sequences.
+            spent_ms: time that growing them took.
+        """
+        num, _, _ = self._best(trees, spent_ms)
+        if self.weighs_time:
+            one_ms = self.costs.draft_ms(len(trees), len(trees))
+            self._drafts += (1 - TYPICAL_MEMORY) * (num - self._drafts)
+            if one_ms:
+                self._runs += (1 - TYPICAL_MEMORY) * (spent_ms / one_ms - self._runs)
+        return num
+
+    def _best(self, trees: Sequence[Candidates], spent_ms: float) -> tuple[int, float, float]:
+        """Returns (draft tokens, tokens expected, milliseconds) of the best size."""
+        num_slots = len(trees)
+        ranked = [sorted(tree.paths[1:], reverse=True) for tree in trees]
+        most = min(self.max_nodes, max(map(len, ranked), default=0))
+        gains = ranked[0] if num_slots == 1 else [sum(p[n] for p in ranked if n < len(p)) for n in range(most)]
+        return self.best(gains[:most], num_slots, spent_ms)
+
+    def best(self, gains: Sequence[float], num_slots: int, spent_ms: float = 0.0) -> tuple[int, float, float]:
+        """Returns (draft tokens, tokens expected, milliseconds) of the best number of draft tokens.
+
+        Args:
+            gains: tokens that the first, the second ... draft token brings, all sequences together; `max_nodes` at
+                most.
+            num_slots: sequences of the batch.
+            spent_ms: time that drafting took.
+        """
+        expected = float(num_slots)
+        if not self.weighs_time:
+            return len(gains), expected + sum(gains), 1.0
+        scores = self.costs.scores(num_slots)
+        best, best_expected, best_ms = 0, expected, scores[0] + spent_ms
+        for num, gain in enumerate(gains, 1):
+            expected += gain
+            cost_ms = scores[num] + spent_ms
+            if expected * best_ms > best_expected * cost_ms:
+                best, best_expected, best_ms = num, expected, cost_ms
+        return best, best_expected, best_ms
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """Corrects the costs by a step.
+
+        Args:
+            num_slots: sequences of the batch.
+            num_nodes: that the target scored in each, root and padding included.
+            times: of the step.
+        """
+        recorded_ms, self._recorded_ms = self._recorded_ms, 0.0
+        if self._learns:
+            self.costs.observe(num_slots, num_nodes, recorded_ms, times)
+
+
+def _is_worth(tokens: float, ms: float, expected: float, cost_ms: float) -> bool:
+    """Whether more tokens in more milliseconds are worth it where `expected` tokens cost `cost_ms`."""
+    return tokens * cost_ms > expected * ms

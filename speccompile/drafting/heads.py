@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts with one run of heads, from the target's hidden state of the root's predecessor: chains and trees.
+
+Drafts are the likeliest tokens, so that what is scored may follow confidences, verdicts and costs, and the sequences
+of a batch decide together. Chains may be drawn as well: then each sequence decides alone, and only between the whole
+chain and none, as to leave out a drawn token would change the output distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot, StepTimes
+from speccompile.core.specs import (
+    CONFIDENCES,
+    DRAFT_PARENTS,
+    GUESS_PROBS,
+    GUESSES,
+    HIDDEN,
+    SAMPLED_LAWS,
+    SAMPLED_TOKENS,
+    TOKENS,
+    UNIFORMS,
+    GraphSpec,
+)
+from speccompile.core.tree import Ints, TokenTree
+from speccompile.core.tree_shape import TreeShape
+from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
+from speccompile.drafting.budget import Budget
+from speccompile.drafting.candidates import Candidates, grow_product, tree_from_candidates, tree_from_shape
+from speccompile.drafting.hidden import TargetStates
+from speccompile.drafting.state import DraftState, estimates
+from speccompile.errors import RecipeError
+
+
+class HeadsProposer:
+    """See `speccompile.core.protocols.Proposer`.
+
+    Args:
+        engine: the heads (`heads_spec`, `tree_heads_spec` or `guessing_heads_spec`).
+        budget: bounds and costs; its draft costs are those of one run.
+        shape: what is scored in every step; None: as many of the candidates as pay.
+        log_odds: of acceptance over confidence, for a fresh sequence.
+        may_sample: draw drafts from the heads' distributions in sequences that sample; chains alone.
+
+    Raises:
+        RecipeError: the engine was built for another tree.
+    """
+
+    catches_up = False
+    caches = ()
+
+    def __init__(
+        self, engine: Engine, budget: Budget, shape: TreeShape | None, log_odds: float, *, may_sample: bool = False
+    ) -> None:
+        spec = engine.spec
+        self.is_chain, self.may_sample = spec.gives_probs, may_sample and spec.gives_probs
+        if not self.is_chain:
+            _check_tree(spec, shape)
+        self.engine, self.budget, self.shape, self._log_odds = engine, budget, shape, log_odds
+        self._drawn = budget.recorded()
+        width = spec.input(HIDDEN).dims[2]
+        assert isinstance(width, int)
+        self.states = TargetStates(width)
+        self._reads_tokens = any(t.name == TOKENS for t in spec.inputs)
+        self._prior = SharedPrior(budget.max_depth)
+        self._grown: tuple[list[Candidates], list[list[int]]] | None = None
+        self._drafting: Sequence[int] = ()  # slots that drafted in the last step
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """Nothing is known of it."""
+        self.states.settle()  # the target is about to read the prompt
+        # Where drafts are drawn, what is drafted must not depend on other sequences.
+        is_drawn = self.may_sample and not sequence.sampling.is_greedy
+        prior = SharedPrior(self.budget.max_depth) if is_drawn else self._prior
+        sequence.draft_state = DraftState(AcceptanceEstimate(prior, self._log_odds))
+
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """Heads have no rows; the state that they need is that of a token that is read in any case."""
+        self.start(slot, sequence)
+        return num_rows
+
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Keeps the state of the last token that was read: the root follows it."""
+        if start + tokens.shape[1] == len(sequence.tokens) - 1:
+            self.states.read(sequence, outputs[HIDDEN])
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Returns trees; a sequence that cannot or should not draft is padded."""
+        slots, self._grown = batch.slots, None
+        self.budget.is_forced = batch.is_planned
+        roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
+        is_drawn = self.may_sample and batch.may_draw
+        able = self.states.known(slots, [p for p, slot in enumerate(slots) if slot.max_drafts > 0])
+        self._drafting = drafting = self._worth_drafting(able, slots, is_drawn)
+        if not drafting:
+            return TokenTree.roots(roots)
+        feeds: dict[str, Any] = self.states.feeds(slots)
+        if self._reads_tokens:
+            feeds |= {TOKENS: roots[:, None]}
+        if is_drawn:
+            draws = [batch.draft_uniforms(depth) for depth in range(1, self.engine.spec.num_drafts + 1)]
+            feeds |= {**batch.warp_feeds(), UNIFORMS: np.stack(draws, axis=1)}
+        outputs = self.engine.run(feeds)
+        limits = [slot.max_drafts if place in drafting else 0 for place, slot in enumerate(slots)]
+        if is_drawn:
+            return self._drawn_chain(roots, limits, outputs)
+        spent_ms = self.budget.spend(len(slots), len(slots))
+        if self.shape is not None:
+            return tree_from_shape(self.shape, roots, self._tokens_of_shape(outputs, self.shape), limits)
+        return self._grow(roots, {place: estimates(slots)[place] for place in drafting}, limits, outputs, spent_ms)
+
+    def _worth_drafting(self, able: Sequence[int], slots: Sequence[Slot], is_drawn: bool) -> Sequence[int]:
+        """Returns the places that draft: each alone where drafts are drawn, otherwise all of them or none."""
+        accepted = [known.accepted_length for known in estimates(slots)]
+        if is_drawn and not self.budget.is_forced:
+            return [place for place in able if self._drawn.begins(accepted[place], 1)]
+        total = sum(accepted[place] for place in able)
+        return able if able and self.budget.begins(total / len(slots), len(slots)) else ()
+
+    def _drawn_chain(self, roots: Ints, limits: Sequence[int], outputs: Outputs) -> TokenTree:
+        """Returns whole chains. Their distributions go to the target as they stand, so chains are as wide as these."""
+        tokens = np.concatenate((roots[:, None], np.asarray(outputs[SAMPLED_TOKENS])), axis=1)
+        num_nodes = 1 + np.minimum(limits, self.budget.max_depth).astype(np.int64)
+        return TokenTree.chain(tokens, num_nodes, outputs[SAMPLED_LAWS])
+
+    def _tokens_of_shape(self, outputs: Outputs, shape: TreeShape) -> Ints:
+        """Returns [batch, drafts] int64: the tokens of a fixed shape."""
+        if GUESSES in outputs:
+            heads, ranks = shape.depths()[1:] - 1, shape.ranks()[1:]
+            return np.asarray(outputs[GUESSES])[:, heads, ranks]
+        return np.asarray(outputs[SAMPLED_TOKENS])
+
+    def _grow(
+        self,
+        roots: Ints,
+        known: Mapping[int, AcceptanceEstimate],
+        limits: Sequence[int],
+        outputs: Outputs,
+        spent_ms: float,
+    ) -> TokenTree:
+        """Returns the best of the candidates; `known` has the estimates of the sequences that draft."""
+        trees = [Candidates.from_root(int(root)) for root in roots]
+        rows = {name: np.asarray(value).tolist() for name, value in outputs.items() if name != SAMPLED_LAWS}
+        floor = self.budget.floor(trees) if self.is_chain else 0.0
+        for place, estimate in known.items():
+            if GUESSES in rows:
+                probs = [estimate.probs(confidences) for confidences in rows[GUESS_PROBS][place]]
+                grow_product(trees[place], rows[GUESSES][place], probs, self.budget.max_nodes)
+                continue
+            num = self.budget.max_depth if self.is_chain else None
+            tokens, confidences = rows[SAMPLED_TOKENS][place][:num], rows[CONFIDENCES][place][:num]
+            parents = range(len(tokens)) if self.is_chain else rows[DRAFT_PARENTS][place]
+            add_drafts(trees[place], tokens, confidences, parents, estimate, floor)
+        num_drafts = self.budget.size(trees, spent_ms)
+        tree, chosen = tree_from_candidates(trees, num_drafts, limits)
+        self._grown = (trees, chosen)
+        return tree
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """Keeps the states of the paths' last nodes, and learns."""
+        accepted = verdict.num_accepted
+        last = accepted if tree.is_chain else verdict.path[np.arange(tree.batch), accepted]
+        self.states.keep(batch.slots, outputs[HIDDEN], last)
+        num_accepted = accepted.tolist()
+        for place, known in enumerate(estimates(batch.slots)):
+            has_drafted = place in self._drafting
+            known.learn_length(has_drafted, num_accepted[place])
+            if self._grown is not None and has_drafted:
+                trees, chosen = self._grown
+                known.learn_ranks(trees[place], chosen[place], verdict.nodes_kept(place))
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """Corrects the costs."""
+        self.budget.observe(num_slots, num_nodes, times)
+
+    def settle(self) -> None:
+        """Brings the states to the host."""
+        self.states.settle()
+
+
+def _check_tree(spec: GraphSpec, shape: TreeShape | None) -> None:
+    """The engine can draft the tree: heads with candidates by rank draft every tree within them, others but one."""
+    outputs, todo = {t.name: t.dims for t in spec.outputs}, "Build the bundle again with this tree, or ask for its own."
+    got = "tree: chain or auto" if shape is None else f"a shape of {shape.num_drafts} draft tokens"
+    if GUESSES in outputs:
+        _, heads, ranks = outputs[GUESSES]
+        assert isinstance(heads, int) and isinstance(ranks, int)
+        if shape is not None and (shape.max_depth > heads or shape.max_rank >= ranks):
+            raise RecipeError("speculator.tree", got, f"a depth of at most {heads} and ranks below {ranks}", todo)
+    elif DRAFT_PARENTS in outputs:
+        if shape is not None:
+            raise RecipeError("speculator.tree", got, "tree: auto, as the engine was built", todo)
+    elif shape is None or shape.num_drafts != outputs[SAMPLED_TOKENS][1]:
+        expected = f"the shape of {outputs[SAMPLED_TOKENS][1]} draft tokens that the engine was built with"
+        raise RecipeError("speculator.tree", got, expected, todo)
+
+
+def add_drafts(
+    tree: Candidates,
+    tokens: Sequence[int],
+    confidences: Sequence[float],
+    parents: Sequence[int],
+    known: AcceptanceEstimate,
+    floor: float = 0.0,
+) -> None:
+    """Adds drafts whose parents are given; those of one parent stand together.
+
+    Args:
+        tree: of the root alone.
+        tokens: by draft.
+        confidences: of each.
+        parents: of each, a candidate of the tree.
+        known: of the sequence.
+        floor: a chain ends where its path is less likely; 0 for trees.
+    """
+    start = 0
+    while start < len(parents):
+        parent, end = parents[start], start
+        if parent >= len(tree.tokens):  # the chain has ended
+            return
+        while end < len(parents) and parents[end] == parent:
+            end += 1
+        tree.add(parent, tokens[start:end], known.probs(confidences[start:end]), floor)
+        start = end

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steps and draft runs cost: the bundle's record, corrected by what they are seen to take."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass, field
+
+from speccompile.core.jobs import StepCosts
+from speccompile.core.protocols import StepTimes
+
+MACHINE_WEIGHT = 1 / 20  # of a step in the machine's factor, which all costs share
+SHAPE_WEIGHT = 1 / 100  # of a step in the factor of its own shape
+MAX_SURPRISE = 0.4  # of the logarithm of a step's time: other processes make some steps long
+KEPT_STEPS = 8  # that a table of costs is used for
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What was seen with one number of sequences.
+
+    Args:
+        factors: by nodes of a step (a sequence), logarithm of its time over the record's, the machine's factor left
+            out.
+        num_seen: steps by nodes.
+        rest_ms: of steps without and with drafts, the time besides drafting and scoring; None: not seen.
+        draft: logarithm of the time of drafting over the record's; None: not seen.
+        table: see `OnlineCosts.scores`.
+        num_left: steps that the table is used for.
+    """
+
+    factors: dict[int, float] = field(default_factory=dict)
+    num_seen: dict[int, int] = field(default_factory=dict)
+    rest_ms: list[float | None] = field(default_factory=lambda: [None, None])
+    draft: float | None = None
+    table: tuple[float, ...] = ()
+    num_left: int = 0
+
+    def factor(self, nodes: int) -> float:
+        """Returns the factor of a shape; between shapes that were seen it is linear, beyond them constant."""
+        known = self.factors.get(nodes)
+        if known is not None or not self.factors:
+            return known or 0.0
+        seen = sorted(self.factors)
+        at = bisect.bisect(seen, nodes)
+        if at in (0, len(seen)):
+            return self.factors[seen[min(at, len(seen) - 1)]]
+        low, high = seen[at - 1], seen[at]
+        share = (nodes - low) / (high - low)
+        return (1 - share) * self.factors[low] + share * self.factors[high]
+
+
+class OnlineCosts:
+    """Costs by the number of sequences and nodes.
+
+    The record is of one sequence: a batch of b sequences and n nodes is taken to cost what one of b * n nodes does
+    until such steps were seen. A step's time is the record's times a factor of the machine, which moves quickly and
+    which all shapes share, times one of its shape, which moves slowly.
+
+    Args:
+        target: recorded costs of scoring, by nodes; not empty.
+        draft: recorded costs of a draft run, by nodes; None: drafting runs no graph.
+        max_drafts: most draft tokens of a sequence in a step.
+    """
+
+    def __init__(self, target: StepCosts, draft: StepCosts | None, max_drafts: int) -> None:
+        self.target, self.draft, self.max_drafts = target, draft, max_drafts
+        self._machine: float | None = None
+        self._num_seen = 0
+        self._batches: dict[int, _Batch] = {}
+        self._had_drafts = True
+
+    def scores(self, num_slots: int) -> tuple[float, ...]:
+        """Returns [max_drafts + 1] milliseconds of a step but for drafting, by its draft tokens a sequence."""
+        batch = self._batches.get(num_slots) or self._batches.setdefault(num_slots, _Batch())
+        if batch.num_left <= 0:
+            machine = self._machine or 0.0
+            rests = [rest if rest is not None else batch.rest_ms[1 - i] or 0.0 for i, rest in enumerate(batch.rest_ms)]
+            batch.table = tuple(
+                self.target.ms(num_slots * (1 + num)) * math.exp(machine + batch.factor(1 + num)) + rests[num > 0]
+                for num in range(self.max_drafts + 1)
+            )
+            batch.num_left = KEPT_STEPS
+        return batch.table
+
+    def draft_ms(self, num_slots: int, num_nodes: int) -> float:
+        """Returns the milliseconds of a draft run.
+
+        Args:
+            num_slots: sequences of the batch.
+            num_nodes: of all of them together.
+        """
+        if self.draft is None:
+            return 0.0
+        batch = self._batches.get(num_slots)
+        factor = self._machine or 0.0 if batch is None or batch.draft is None else batch.draft
+        return self.draft.ms(num_nodes) * math.exp(factor)
+
+    def observe(self, num_slots: int, num_nodes: int, recorded_draft_ms: float, times: StepTimes) -> None:
+        """Takes in a step.
+
+        Args:
+            num_slots: its sequences.
+            num_nodes: that the target scored in each, root and padding included.
+            recorded_draft_ms: what its draft runs cost by the record; 0: nothing was drafted.
+            times: of the step.
+        """
+        batch = self._batches.get(num_slots) or self._batches.setdefault(num_slots, _Batch())
+        batch.num_left -= 1
+        self._learn_score(batch, num_nodes, math.log(times.score_s * 1e3 / self.target.ms(num_slots * num_nodes)))
+        has_drafts = num_nodes > 1
+        rest_ms, known = max(times.step_s - times.propose_s - times.score_s, 0.0) * 1e3, batch.rest_ms[has_drafts]
+        batch.rest_ms[has_drafts] = (
+            rest_ms if known is None else known + MACHINE_WEIGHT * (min(rest_ms, 2 * known + 0.01) - known)
+        )
+        # A draft that did not run in the step before reads what it missed: that is no cost of a draft token.
+        if recorded_draft_ms > 0 and self._had_drafts:
+            seen = math.log(times.propose_s * 1e3 / recorded_draft_ms)
+            batch.draft = seen if batch.draft is None else batch.draft + MACHINE_WEIGHT * _bounded(seen - batch.draft)
+        self._had_drafts = recorded_draft_ms > 0
+
+    def _learn_score(self, batch: _Batch, num_nodes: int, seen: float) -> None:
+        self._num_seen += 1
+        if self._machine is None:
+            self._machine = seen
+        if num_nodes not in batch.factors:
+            batch.factors[num_nodes], batch.num_seen[num_nodes] = seen - self._machine, 1
+            batch.num_left = 0
+            return
+        batch.num_seen[num_nodes] += 1
+        surprise = _bounded(seen - self._machine - batch.factors[num_nodes])
+        self._machine += max(MACHINE_WEIGHT, 1 / self._num_seen) * surprise
+        batch.factors[num_nodes] += max(SHAPE_WEIGHT, 1 / batch.num_seen[num_nodes]) * surprise
+
+
+def _bounded(surprise: float) -> float:
+    return min(max(surprise, -MAX_SURPRISE), MAX_SURPRISE)

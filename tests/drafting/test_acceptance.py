@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The estimator of acceptance: accepted lengths, odds by rank, the prior that sequences share."""
+
+import numpy as np
+import pytest
+
+from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
+from speccompile.drafting.candidates import Candidates
+
+
+def prior(value):
+    made = SharedPrior(3)
+    made.first = made.value = value
+    return made
+
+
+def estimate(log_odds=0.0):
+    return AcceptanceEstimate(SharedPrior(3), log_odds)
+
+
+def test_accepted_length_follows_verdicts_and_recovers():
+    known = AcceptanceEstimate(prior(1.5))
+    for _ in range(200):
+        known.learn_length(True, 0)
+    assert known.accepted_length < 0.01
+    for _ in range(6000):
+        known.learn_length(False, 0)
+    assert known.accepted_length > 1.4
+
+
+def test_sequences_begin_with_what_drafts_brought_others_and_try_again_but_seldom():
+    shared = prior(1.5)
+    first = AcceptanceEstimate(shared)
+    for _ in range(300):
+        first.learn_length(True, 0)
+    fresh = AcceptanceEstimate(shared)
+    assert fresh.accepted_length == shared.value < 0.01
+    for _ in range(200):
+        fresh.learn_length(False, 0)
+    assert 0.1 < fresh.accepted_length < 0.2
+
+
+def test_the_rate_of_hits_is_learnt_by_rank():
+    rng, known, tail = np.random.default_rng(3), estimate(), []
+    for step in range(6000):
+        tree = Candidates.from_root(0)
+        tree.add(0, [5, 6], known.probs([0.3, 0.2]))
+        hit = int(rng.choice(3, p=[0.3, 0.6, 0.1]))  # none, the first rank, the second
+        known.learn_ranks(tree, [0, 1, 2], [0, hit] if hit else [0])
+        if step > 500:
+            tail.append(tree.probs[1:])
+    np.testing.assert_allclose(np.mean(tail, axis=0), [0.6, 0.1], atol=0.02)
+
+
+def test_children_of_one_parent_are_never_accepted_with_more_than_certainty():
+    assert sum(estimate(4.0).probs([0.5, 0.4, 0.05, 0.02, 0.01])) <= 1 + 1e-12
+    assert len(estimate().probs([0.5])) == 1 and len(estimate().probs([0.1] * 9)) == 9
+    assert estimate(-1.0).probs([1.0]) == [pytest.approx(1.0)] and estimate(-1.0).probs([0.0]) == [0.0]
+    assert estimate(1.0).prob(0.4) == pytest.approx(estimate(1.0).probs([0.4])[0])
+
+
+def test_only_children_of_the_kept_path_teach():
+    tree = Candidates.from_root(0)
+    tree.add(0, [1, 2], [0.5, 0.25])
+    tree.add(1, [3, 4], [0.5, 0.2])
+    tree.add(2, [5], [0.5])
+    known = estimate()
+    known.learn_ranks(tree, [0, 1, 2, 5], [0, 1])  # 1 is kept; 2 is not; what follows 2 was never tried
+    np.testing.assert_allclose(known.log_odds, [0.05, -0.025, 0, 0])
+
+
+def test_drafts_that_are_never_scored_get_another_chance():
+    known, tree = estimate(1.0), Candidates.from_root(0)
+    tree.add(0, [1], [0.5])
+    for _ in range(200):
+        known.learn_ranks(tree, [0, 1], [0])
+    assert known.log_odds[0] < -3
+    for _ in range(300):
+        known.learn_ranks(tree, [0], [0])
+    assert known.log_odds[0] == pytest.approx(1.0, abs=0.05)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one rule: what is worth its time by costs that are known, and by costs that are found out."""
+
+import numpy as np
+import pytest
+
+from speccompile.core.jobs import StepCosts
+from speccompile.core.protocols import StepTimes
+from speccompile.drafting.budget import Budget
+from speccompile.drafting.candidates import Candidates
+
+COSTS = StepCosts(((1, 10.0), (4, 10.5), (16, 20.0)))
+
+
+def test_size_is_what_promises_most_per_millisecond():
+    tree = Candidates.from_root(0)
+    tree.add(0, range(4), [0.6, 0.2, 0.1, 0.01])
+    tree.add(1, range(3), [0.5, 0.3, 0.01])
+    budget = Budget(16, 4, 2, COSTS, StepCosts(((1, 1.0),)))
+    rates = {}
+    falling = sorted(tree.paths[1:], reverse=True)
+    for num in range(len(falling) + 1):
+        rates[num] = (1 + sum(falling[:num])) / (COSTS.ms(1 + num) + 2.0)
+    assert budget.size([tree], 2.0) == max(rates, key=rates.__getitem__)
+    assert 0 < budget.size([tree], 2.0) < len(falling)
+    assert Budget(16, 4, 2, COSTS, StepCosts(((1, 1.0),)), is_fixed=True).size([tree], 2.0) == len(falling)
+    assert Budget(3, 4, 2).size([tree], 2.0) == 3
+
+
+def test_growing_ends_where_another_expansion_does_not_pay():
+    cheap, dear = (Budget(16, 4, 2, COSTS, StepCosts(((1, ms),))) for ms in (0.1, 30.0))
+    tree = Candidates.from_root(0)
+    tree.add(0, range(2), [0.6, 0.2])
+    assert cheap.goes_on([tree], 1, 0.8, 0.1)
+    assert not cheap.goes_on([tree], 1, 0.001, 0.1)
+    assert not dear.goes_on([tree], 1, 0.8, 30.0)
+    assert not cheap.goes_on([tree], 4, 0.8, 0.1)
+
+
+def test_drafting_begins_where_a_typical_tree_pays():
+    cheap, dear = (Budget(16, 4, 2, COSTS, StepCosts(((1, ms),))) for ms in (0.1, 30.0))
+    assert cheap.begins(1.0, 1) and not dear.begins(1.0, 1) and not cheap.begins(0.0, 1)
+    tree = Candidates.from_root(0)
+    tree.add(0, range(16), [0.06] * 16)
+    for _ in range(200):
+        cheap.size([tree], 40 * 0.1)  # trees that take 40 runs of the draft
+    assert not cheap.begins(0.3, 1)
+    cheap.is_forced = True
+    assert cheap.begins(0.0, 1) and cheap.size([tree]) == 16 and cheap.goes_on([tree], 1, 0.0, 0.0)
+
+
+def test_the_floor_leaves_out_nothing_that_would_be_scored():
+    rng = np.random.default_rng(4)
+    for costs in (COSTS, StepCosts()):
+        budget = Budget(6, 3, 3, costs, StepCosts(((1, 0.1),)) if costs.ms_by_nodes else costs)
+        for _ in range(50):
+            whole, cut = Candidates.from_root(0), Candidates.from_root(0)
+            for parent in range(5):
+                probs = np.sort(rng.dirichlet(np.full(5, 0.4))[:4])[::-1].tolist()
+                if parent < len(cut.tokens):
+                    cut.add(parent, range(4), probs, budget.floor([cut]))
+                whole.add(parent, range(4), probs)
+            num = budget.size([whole], 0.5)
+            kept = sorted(whole.paths[1:], reverse=True)[:num]
+            floor = budget.floor([whole])
+            assert all(path >= floor for path in kept)
+            assert floor > 0 or len(whole.paths) <= 7
+
+
+CHEAP = (StepCosts(((1, 10.0), (16, 11.0))), StepCosts(((1, 0.1),)))
+DEAR = (StepCosts(((1, 1.0), (16, 16.0))), StepCosts(((1, 1.0),)))
+
+
+def chain(probs):
+    tree = Candidates.from_root(0)
+    for parent, prob in enumerate(probs):
+        tree.add(parent, [parent], [prob])
+    return tree
+
+
+def length(budget, *chains, spent_ms=0.0):
+    return budget.size([chain(probs) for probs in chains], spent_ms)
+
+
+def test_time_decides_the_length_of_a_chain():
+    assert length(Budget(4, 4, 1, *CHEAP), [0.9] * 4, spent_ms=0.1) == 4
+    # 1/2, 1.9/3, 2.71/4, 3.439/5, 4.095/6 tokens a millisecond: the fourth draft is not worth its time.
+    assert length(Budget(4, 4, 1, *DEAR), [0.9] * 4, spent_ms=1.0) == 3
+    assert length(Budget(4, 4, 1, *DEAR), [0.3] * 4, spent_ms=1.0) == 0
+    assert length(Budget(4, 4, 1, *CHEAP), [0.9, 0.9, 0.01, 0.01], spent_ms=0.1) == 2
+    assert length(Budget(4, 4, 1, *DEAR, is_fixed=True), [0.01] * 4) == 4
+    assert length(Budget(4, 4, 1), [0.01] * 4) == 4
+
+
+def test_one_good_chain_does_not_pay_for_a_batch_of_bad_ones():
+    steep = Budget(4, 4, 1, StepCosts(((1, 10.0), (8, 11.0), (64, 200.0))), StepCosts(((1, 0.1),)))
+    assert length(steep, [0.95] * 4) == 4
+    assert length(steep, [0.95] * 4, *[[0.02] * 4] * 7) < 4
+
+
+def test_the_least_probability_of_a_path_is_a_floor_unless_drafts_are_forced():
+    budget = Budget(9, 9, 1, min_path=0.5)
+    assert budget.floor([chain([0.9])]) == 0.5
+    budget.is_forced = True
+    assert budget.floor([chain([0.9])]) == 0.0
+
+
+@pytest.mark.parametrize("num_slots", [1, 8])
+def test_gains_and_trees_are_weighed_alike(num_slots):
+    rng, budget = np.random.default_rng(3), Budget(6, 6, 1, *CHEAP)
+    for _ in range(20):
+        probs = rng.uniform(0.05, 0.95, num_slots)
+        gains = [float((probs**n).sum()) for n in range(1, 7)]
+        assert budget.best(gains, num_slots)[0] == length(budget, *[[p] * 6 for p in probs.tolist()])
+
+
+def step(budget, num_slots, num_nodes, score_ms, draft_nodes=0, propose_ms=0.0, rest_ms=0.0):
+    if draft_nodes:
+        budget.spend(num_slots, draft_nodes)
+    times = [ms / 1e3 for ms in (propose_ms, score_ms, propose_ms + score_ms + rest_ms)]
+    budget.observe(num_slots, num_nodes, StepTimes(*times))
+
+
+def test_costs_follow_what_steps_take():
+    budget = Budget(4, 4, 1, *CHEAP)
+    for _ in range(300):
+        step(budget, 2, 1, 20.0, rest_ms=1.0)
+        step(budget, 2, 3, 45.0, draft_nodes=2, propose_ms=6.0, rest_ms=2.0)
+        step(budget, 2, 3, 45.0, draft_nodes=2, propose_ms=3.0, rest_ms=2.0)
+    scores = budget.costs.scores(2)
+    assert scores[0] == pytest.approx(21.0, rel=0.02) and scores[2] == pytest.approx(47.0, rel=0.02)
+    assert scores[0] < scores[1] < scores[2]  # between shapes that were seen
+    # The first drafts after a plain step read what they missed: that is not a cost of a draft.
+    assert budget.costs.draft_ms(2, 2) == pytest.approx(3.0, rel=0.05)
+    assert budget.recorded().costs.scores(2)[0] == pytest.approx(CHEAP[0].ms(2))
+
+
+def test_a_machine_that_is_slower_for_all_makes_all_costs_larger():
+    budget = Budget(4, 4, 1, *CHEAP)
+    for _ in range(100):
+        step(budget, 1, 1, 10.0)
+        step(budget, 1, 3, 12.0)
+    before = budget.costs.scores(1)
+    for _ in range(200):
+        step(budget, 1, 3, 36.0)  # three times as long; no plain step is seen any more
+    assert budget.costs.scores(1)[0] == pytest.approx(3 * before[0], rel=0.25)
+    assert budget.costs.scores(1)[2] == pytest.approx(36.0, rel=0.02)
+
+
+def test_a_step_that_was_held_up_changes_little():
+    budget = Budget(4, 4, 1, *CHEAP)
+    for _ in range(100):
+        step(budget, 1, 1, 10.0)
+    step(budget, 1, 1, 1000.0)
+    assert budget.costs.scores(1)[0] < 10.5
+
+
+def test_a_recorded_budget_never_learns():
+    budget = Budget(4, 4, 1, *DEAR).recorded()
+    for _ in range(50):
+        step(budget, 1, 5, 0.5, draft_nodes=4, propose_ms=0.01)
+    assert length(budget, [0.9] * 4, spent_ms=1.0) == 3
+
+
+def test_the_best_length_is_the_one_that_promises_most_by_hand():
+    cheap, dear = StepCosts(((1, 10.0), (16, 11.5))), StepCosts(((1, 1.0), (16, 23.5)))
+
+    def best(rates, num_slots, costs):
+        gains = [sum(rate**n for rate in rates) for n in range(1, 16)]
+        return Budget(15, 15, 1, costs).best(gains, num_slots)[0]
+
+    assert best([0.9], 1, cheap) > best([0.5], 1, cheap) > best([0.1], 1, cheap) == 1
+    assert best([0.9], 1, dear) == best([0.1], 1, dear) == 0
+    assert best([0.9, 0.9], 4, dear) == 0
+    assert best([0.99, 0.2], 2, cheap) > best([0.2], 2, cheap)
+    by_hand = max(range(16), key=lambda n: (3 + sum(0.7**i + 0.4**i for i in range(1, n + 1))) / cheap.ms(3 * (n + 1)))
+    assert best([0.7, 0.4], 3, cheap) == by_hand

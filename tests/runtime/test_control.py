@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budget and controller on simulated steps of known costs and acceptance, and on a scheduler of mock engines."""
+
+import functools
+import json
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from speccompile.core.jobs import StepCosts
+from speccompile.core.protocols import StepTimes
+from speccompile.core.sampling import SamplingParams
+from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
+from speccompile.drafting.budget import Budget
+from speccompile.drafting.candidates import Candidates
+from speccompile.runtime.control import LEAST_PAUSE, PLAIN, TURN, Controller, FixedLength, bucket_of
+from speccompile.runtime.slots import Slot, Step
+from tests.runtime.test_scheduler import Bench
+
+MAX_DRAFTS = 8
+# Milliseconds of a step by the number of nodes of all sequences: dear from 8 on, then slowly rising, as seen on a CPU.
+POINTS = ((1, 1.72), (2, 2.0), (4, 2.41), (6, 2.8), (7, 2.9), (8, 7.2), (16, 8.5), (40, 16), (64, 26), (600, 250))
+RECORD = StepCosts(tuple(point for point in POINTS if point[0] <= 16))  # as a build measures them: one sequence
+
+
+def score_ms(batch: int, length: int) -> float:
+    nodes = batch * (1 + length)
+    (n0, ms0), (n1, ms1) = next(pair for pair in pairwise(POINTS) if nodes <= pair[1][0])
+    return ms0 + (ms1 - ms0) * (max(nodes, n0) - n0) / (n1 - n0)
+
+
+def draft_ms(batch: int) -> float:
+    return 0.15 + 0.013 * batch
+
+
+def tokens_of(rate: float, length: int) -> float:
+    """A sequence gains so many in a step."""
+    return sum(rate**i for i in range(length + 1))
+
+
+@functools.cache
+def slots(num: int, speculation: str = "auto") -> list[Slot]:
+    made = [Slot(i, [1], SamplingParams(), frozenset(), None) for i in range(num)]
+    for slot in made:
+        slot.speculation = speculation
+    return made
+
+
+class Sim:
+    """A method whose drafts are each kept at `rate` and know it, on a machine whose steps are noisy."""
+
+    def __init__(self, batch: int, rate: float, seed: int = 0, noise: float = 0.1, slow_drafts: float = 1.0) -> None:
+        self.rng, self.controller = random.Random(seed), Controller()
+        self.budget = Budget(MAX_DRAFTS, MAX_DRAFTS, 1, RECORD, StepCosts(((1, 0.15), (16, 0.3))))
+        self.batch, self.rate, self.noise, self.slow_drafts, self.load = batch, rate, noise, slow_drafts, 1.0
+        self.num_runs, self.known = 0, AcceptanceEstimate(SharedPrior(MAX_DRAFTS))
+
+    def cost_ms(self, length: int) -> float:
+        return score_ms(self.batch, length) + length * self.slow_drafts * draft_ms(self.batch)
+
+    def step(self) -> tuple[float, int]:
+        """Returns its milliseconds and draft tokens."""
+        active, batch = slots(self.batch), self.batch
+        length = self.num_runs = 0
+        limit = self.controller.plan(active)
+        self.budget.is_forced = bool(limit)
+        if limit != PLAIN and self.budget.begins(self.known.accepted_length, batch):
+            length = self.choose(limit or MAX_DRAFTS)
+        kept = [0] * batch
+        for i in range(batch):
+            while kept[i] < length and self.rng.random() < self.rate:
+                kept[i] += 1
+        factor = self.load * self.rng.lognormvariate(0, self.noise)
+        times_ms = (self.num_runs * self.slow_drafts * draft_ms(batch) * factor, score_ms(batch, length) * factor)
+        times = StepTimes(times_ms[0] / 1e3, times_ms[1] / 1e3, sum(times_ms) / 1e3)
+        self.budget.observe(batch, 1 + length, times)
+        for num in kept:
+            self.known.learn_length(self.num_runs > 0, num)
+        steps = [Step(i, [0] * (k + 1), length, k, False, "", None) for i, k in enumerate(kept)]
+        self.controller.observe(active, steps, times)
+        return sum(times_ms), length
+
+    def choose(self, most: int) -> int:
+        """Drafts as long as that pays, then scores what pays."""
+        trees, spent_ms = [Candidates.from_root(0) for _ in range(self.batch)], 0.0
+        for depth in range(most):
+            reach = self.batch * self.rate**depth
+            if depth and not self.budget.goes_on(trees, depth, reach, spent_ms):
+                break
+            spent_ms += self.budget.spend(self.batch, self.batch)
+            self.num_runs += 1
+            for tree in trees:
+                tree.add(depth, [0], [self.rate])
+        return self.budget.size(trees, spent_ms)
+
+    def run(self, num_steps: int) -> tuple[float, list[int]]:
+        """Returns expected tokens a millisecond, as luck decides nothing, and the length of each step."""
+        ms = tokens = 0.0
+        lengths = []
+        for _ in range(num_steps):
+            took, length = self.step()
+            ms += took
+            tokens += self.batch * tokens_of(self.rate, length)
+            lengths.append(length)
+        return tokens / ms, lengths
+
+    def best(self) -> float:
+        return max(self.batch * tokens_of(self.rate, k) / self.cost_ms(k) for k in range(MAX_DRAFTS + 1)) / self.load
+
+
+@pytest.mark.distribution
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 64])
+@pytest.mark.parametrize("rate", [0.3, 0.55, 0.75])
+def test_what_is_used_is_near_to_the_best_fixed_length(batch: int, rate: float) -> None:
+    sim = Sim(batch, rate, seed=batch, noise=0.05)
+    sim.run(600)
+    speed, _ = sim.run(1000)
+    assert speed > 0.96 * sim.best()
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("slow_drafts", [0.3, 1.0, 3.0, 5.0, 8.0])
+def test_decoding_is_never_slower_than_plain_decoding(batch: int, slow_drafts: float) -> None:
+    """The record is wrong: drafts take up to eight times as long as the build saw."""
+    sim = Sim(batch, 0.5, seed=2, slow_drafts=slow_drafts)
+    speed, _ = sim.run(3000)
+    assert speed > 0.98 * batch / sim.cost_ms(0)
+    assert speed > 0.96 * sim.best()
+
+
+class Ways:
+    """Steps with and without drafts of a made-up engine, whose costs are set: a plain step takes 1 s."""
+
+    def __init__(self, batch: int = 1, seed: int = 0) -> None:
+        self.controller, self.batch, self.rng = Controller(), batch, np.random.default_rng(seed)
+
+    def run(self, num_steps: int, cost: Callable[[int], float]) -> tuple[float, list[bool]]:
+        """Returns tokens per second of a sequence, and by step whether it drafted: then it brings 2 on average."""
+        total_s, tokens, drafted = 0.0, 0, []
+        for at in range(num_steps):
+            is_plain = self.controller.plan(slots(self.batch)) == PLAIN
+            kept = [0 if is_plain else int(self.rng.integers(0, 3)) for _ in range(self.batch)]
+            step_s = (1.0 if is_plain else cost(at)) * float(np.exp(0.1 * self.rng.normal()))
+            steps = [Step(i, [7] * (k + 1), 0 if is_plain else 2, k, False, "", None) for i, k in enumerate(kept)]
+            self.controller.observe(slots(self.batch), steps, StepTimes(0.0, step_s, step_s))
+            total_s, tokens = total_s + step_s, tokens + sum(k + 1 for k in kept)
+            drafted.append(not is_plain)
+        return tokens / total_s / self.batch, drafted
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("cost", "best"), [(1.2, 2 / 1.2), (1.6, 1.25), (1.9, 1.05), (2.1, 1.0), (2.3, 1.0), (4.0, 1.0)]
+)
+def test_decoding_is_within_two_percent_of_the_better_way(cost: float, best: float, batch: int) -> None:
+    rates = [Ways(batch, seed).run(4000, lambda _: cost)[0] for seed in range(4)]
+    assert np.mean(rates) > 0.98 * best
+
+
+def test_drafts_that_do_not_pay_stop_at_once_and_those_that_do_are_hardly_interrupted() -> None:
+    _, drafted = Ways().run(2 * TURN + LEAST_PAUSE, lambda _: 4.0)
+    assert drafted == [True] * TURN + [False] * (TURN + LEAST_PAUSE)
+    _, drafted = Ways().run(2 * TURN + LEAST_PAUSE, lambda _: 1.0)
+    assert drafted.count(False) == TURN
+
+
+@pytest.mark.parametrize(("before", "after"), [(1.2, 3.0), (3.0, 1.2)])
+def test_a_change_of_costs_is_found(before: float, after: float) -> None:
+    ways = Ways()
+    ways.run(4000, lambda _: before)
+    _, drafted = ways.run(16_000, lambda _: after)
+    share = np.mean(drafted[-4000:])
+    assert share > 0.95 if after < 2 else share < 0.05
+
+
+def test_what_it_costs_to_begin_drafting_again_makes_comparisons_seldom() -> None:
+    """A draft that reads what it missed: the longer it was off, the more that takes."""
+    ways, missed = Ways(), [0]
+
+    def cost(at: int) -> float:
+        limit_was_plain, missed[0] = missed[0] > 0, 0
+        return 4.0 + (200.0 if limit_was_plain else 0.0)
+
+    total_s, num_drafting = 0.0, 0
+    for at in range(6000):
+        is_plain = ways.controller.plan(slots(1)) == PLAIN
+        step_s = 1.0 if is_plain else cost(at)
+        missed[0] += is_plain
+        num_drafting += not is_plain
+        step = Step(0, [7] if is_plain else [7, 7], 0 if is_plain else 1, 0 if is_plain else 1, False, "", None)
+        ways.controller.observe(slots(1), [step], StepTimes(0.0, step_s, step_s))
+        total_s += step_s
+    assert num_drafting <= 3 * TURN  # twice at most after the first time: 200 s lost may be 1 / 200 of the time
+    assert total_s < 1.15 * 6000
+
+
+def test_batch_sizes_are_compared_apart() -> None:
+    ways = Ways(1)
+    ways.run(300, lambda _: 4.0)
+    ways.batch = 2
+    ways.run(300, lambda _: 1.2)
+    decided = ways.controller.decisions()
+    assert [decided[size]["drafts"] for size in ("1", "2")] == [False, True]
+    assert decided["1"]["gain"] == pytest.approx(0.5, rel=0.25)
+    assert json.loads(json.dumps(decided)) == decided
+    assert ways.controller.expects_drafts(2) and not ways.controller.expects_drafts(1)
+    assert ways.controller.expects_drafts(30)  # nothing is known of it
+
+
+def test_prompts_that_are_read_for_drafts_count_against_them() -> None:
+    for draft_s, drafts in ((0.0, True), (0.2, False)):
+        ways = Ways()
+        for _ in range(20):
+            ways.controller.read(100, 100 * draft_s)
+            ways.run(60, lambda _: 1.5)
+        assert ways.controller.decisions()["1"]["drafts"] is drafts
+
+
+def test_a_budget_that_drafts_nothing_is_shown_what_drafts_cost() -> None:
+    controller, limits = Controller(), []
+    for _ in range(3 * (2 * TURN + LEAST_PAUSE)):
+        limits.append(controller.plan(slots(4)))
+        steps = [Step(i, [7], 0, 0, False, "", None) for i in range(4)]
+        controller.observe(slots(4), steps, StepTimes(0.0, 1.0, 1.0))
+    assert limits.count(1) == TURN * (limits.count(1) // TURN) > 0
+
+
+def test_who_leaves_no_decision_is_not_learnt_from() -> None:
+    controller = Controller()
+    steps = [Step(i, [7], 0, 0, False, "", None) for i in range(3)]
+    for _ in range(20):
+        assert controller.plan(slots(3, "off")) is None
+        controller.observe(slots(3, "off"), steps, StepTimes(0.0, 1.0, 1.0))
+    assert controller.decisions() == {}
+    some = [*slots(1, "on"), *slots(2)]
+    controller.plan(some)
+    controller.observe(some, steps, StepTimes(0.0, 1.0, 1.0))
+    assert list(controller.decisions()) == ["3, some forced"]
+
+
+def test_batch_sizes_are_looked_at_together_the_more_the_larger() -> None:
+    tops = [bucket_of(batch) for batch in range(1, 65)]
+    assert tops[:8] == list(range(1, 9))
+    assert tops == sorted(tops) and len(set(tops[8:])) == 8
+    assert all(batch <= top < 1.4 * batch for batch, top in enumerate(tops, 1))
+
+
+class Restless(FixedLength):
+    """Changes its mind at every step, as a clock could make it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.Random(5)
+
+    def plan(self, slots: Sequence[Slot]) -> int | None:
+        return self.rng.choice((0, 1, 2, 3, 4, 6, 8, None))
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "heads"])
+def test_no_decision_changes_a_text(kind: str) -> None:
+    texts = []
+    for planner in (None, Controller(), Restless()):
+        bench = Bench(planner, kind=kind)
+        tickets = [
+            bench.submit([1 + i, 2, 3 + i], sampling=SamplingParams(max_new_tokens=14 + i, temperature=t, seed=i))
+            for i, t in enumerate((0.0, 1.0, 0.7, 0.0, 1.3))
+        ]
+        bench.finish()
+        texts.append([bench.tokens(ticket) for ticket in tickets])
+    assert texts[0] == texts[1] == texts[2]
