@@ -20,7 +20,7 @@ MARKERS = {
 
 # Patterns of paths under tests/ whose every test needs this; others say so with `pytestmark` or through a fixture.
 PATHS: dict[str, tuple[str, ...]] = {
-    "distribution": ("runtime/test_plain_guard.py",),
+    "distribution": ("runtime/test_control.py",),
     "export": (
         "backends/test_borrowed.py",
         "backends/test_cuda_engine.py",
