@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from speccompile.errors import SpecCompileError
+from speccompile.serving.triton.parent import end_with_parent
 from speccompile.serving.triton.settings import settings_from_args
 
 _PARTS = {
@@ -25,6 +26,7 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the part; on a fault the model is not loaded, and the server's log says why."""
         pb = importlib.import_module("triton_python_backend_utils")
+        end_with_parent()
         try:
             settings, _ = settings_from_args(args)
             module, name = _PARTS[settings.part]
