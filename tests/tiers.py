@@ -55,7 +55,6 @@ PATHS: dict[str, tuple[str, ...]] = {
         "backends/tensorrt/test_engine.py",
         "backends/tensorrt/test_loop.py",
         "backends/tensorrt/test_methods.py",
-        "backends/tensorrt/test_plan_file.py",
         "backends/tensorrt/test_plugin*.py",
         "backends/tensorrt/test_predictions.py",
         "ops/tensorrt/*",

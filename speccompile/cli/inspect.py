@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""speccompile inspect: what is in a bundle, in an .onnx file or in a TensorRT plan."""
+"""speccompile inspect: what is in a bundle or in an .onnx file, and what was recorded of a TensorRT plan."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def inspect_command(
 ) -> None:
     """Show graphs, inputs and outputs, operators, sizes, and whether the digests hold.
 
-    A plan is parsed, never deserialised, which could run code in it. A bundle whose files do not match its manifest
-    is still shown, with exit code 7.
+    Of a plan the record of its build is shown, which lies beside it; the plan itself is never read, which could run
+    code in it. A bundle whose files do not match its manifest is still shown, with exit code 7.
     """
     with errors_as_json(as_json):
         is_graph = path.is_file() and path.suffix == ".onnx"
@@ -103,7 +103,7 @@ def _facts_from_record(path: Path, record: dict[str, Any], files: dict[str, Any]
 
 
 def _facts_of_plan(file: Path) -> dict[str, Any]:
-    """What the plan of a bundle's graph holds; nothing for graphs that are no plans, or damaged ones."""
+    """What was recorded of the plan of a bundle's graph; nothing for graphs that are no plans, or damaged ones."""
     if file.suffix != PLAN_SUFFIX:
         return {}
     try:

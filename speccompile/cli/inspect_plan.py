@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `speccompile inspect` says of a TensorRT plan, which is parsed, never deserialised: that could run its code."""
+"""What `speccompile inspect` says of a TensorRT plan: the record of its build, never the plan's own bytes.
+
+Their layout is not documented, and deserialising them could run code in them.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +16,39 @@ from rich.text import Text
 from speccompile.errors import BundleError
 
 PLAN_SUFFIX = ".plan"
-_MAX_KERNELS = 12
 
 
 def facts_from_plan_file(path: Path) -> tuple[dict[str, Any], BundleError | None]:
-    """Facts about a plan, alone or in a bundle.
+    """Facts about a plan, in a bundle or with its record beside it.
 
     Returns:
         The facts, and what is wrong with the bundle's digests of the plan and its record, or None.
 
     Raises:
-        BundleError: the file is no plan, or was cut short.
+        BundleError: there is no record beside the plan, or it is damaged or of another plan.
     """
     plan, fault = plan_facts(path)
-    tensors = plan["from_bytes"]["tensors"]
-    graph = {
-        "inputs": [_value(t) for t in tensors if not t["is_output"]],
-        "outputs": [_value(t) for t in tensors if t["is_output"]],
-        "op_histogram": {},
-        "plan": plan,
-    }
+    recorded = plan["recorded"] or {}
+    sides = {side: recorded.get(side, []) for side in ("inputs", "outputs")}
+    graph = {**sides, "op_histogram": {}, "plan": plan}
     facts = {"kind": "plan", "path": str(path), "size_bytes": path.stat().st_size, "graphs": {path.stem: graph}}
     return facts, fault
 
 
 def plan_facts(path: Path) -> tuple[dict[str, Any], BundleError | None]:
-    """{"from_bytes": what was recognised in the file, "recorded": the record of its build or None, "digests"}.
+    """{"recorded": the record of its build, "digests": whether a manifest vouches for both}, and what is wrong.
 
-    The record is believed only where the manifest of the bundle around it has its digest and the plan's.
+    Inside a bundle the record is believed only where the manifest has its digest and the plan's; else it is None.
 
     Raises:
-        BundleError: see `plan_file.read_plan`.
+        BundleError: see `facts_from_plan_file`.
     """
-    from speccompile.backends.tensorrt.plan_file import read_plan
     from speccompile.backends.tensorrt.records import read_record, record_file
     from speccompile.runtime.bundle import MANIFEST, check_files, read_json
 
-    from_bytes = read_plan(path).json_from_facts()
     folder = next((f for f in path.resolve().parents if (f / MANIFEST).is_file()), None)
     if folder is None:
-        return {"from_bytes": from_bytes, "recorded": None, "digests": "no manifest around it"}, None
+        return {"recorded": _record_beside(path), "digests": "not compared, as there is no manifest"}, None
     try:
         files = read_json(folder / MANIFEST).get("files", {})
         wanted = [f.resolve().relative_to(folder).as_posix() for f in (path, record_file(path))]
@@ -61,40 +56,34 @@ def plan_facts(path: Path) -> tuple[dict[str, Any], BundleError | None]:
         if missing:
             raise BundleError(str(folder / MANIFEST), f"no digest of {missing[0]}", "one", "Build the bundle again.")
         check_files(folder, {name: files[name] for name in wanted})
-        recorded = read_record(path)
+        return {"recorded": read_record(path), "digests": "hold"}, None
     except BundleError as fault:
-        return {"from_bytes": from_bytes, "recorded": None, "digests": "do not hold"}, fault
-    return {"from_bytes": from_bytes, "recorded": recorded, "digests": "hold"}, None
+        return {"recorded": None, "digests": "do not hold"}, fault
 
 
-def _value(tensor: dict[str, Any]) -> dict[str, Any]:
-    dims = ["?" if dim < 0 else dim for dim in tensor["dims"]]
-    return {"name": tensor["name"], "dims": dims, "dtype": tensor["dtype"]}
+def _record_beside(path: Path) -> dict[str, Any]:
+    from speccompile.backends.tensorrt.records import read_record, record_file
+
+    if not record_file(path).is_file():
+        expected = f"{record_file(path).name} beside it, the record of its build"
+        todo = "Name the plan where it was built, in its bundle: the bytes of a plan alone are not read."
+        raise BundleError(str(path), "a plan alone", expected, todo)
+    record, size = read_record(path), path.stat().st_size
+    if record.get("plan_bytes") != size:
+        got, expected = f"{size} bytes", f"{record.get('plan_bytes')} bytes, as in the record beside it"
+        raise BundleError(str(path), got, expected, "Name the plan where it was built.")
+    return record
 
 
 def print_plan(console: Console, plan: dict[str, Any]) -> None:
-    """What stands in the plan's bytes, then what was recorded when it was built."""
+    """What was recorded when the plan was built."""
     from speccompile.bundling.report import text_from_bytes
 
-    seen, recorded = plan["from_bytes"], plan["recorded"]
-    sections = ", ".join(f"{name} {text_from_bytes(size)}" for name, size in seen["sections"].items())
-    plugins = ", ".join(f"{_plugin_name(p)} in {p['num_layers']} layers" for p in seen["plugins"])
-    kernels: Counter[str] = Counter()
-    for counts in seen["kernels"]:
-        kernels.update(counts)
-    rows = [
-        ("TensorRT", seen["version"]),
-        ("sections", sections or "not recognised"),
-        ("compiled for", ", ".join(seen["accelerators"]) or "not recognised"),
-        ("profiles", str(seen["num_profiles"])),
-        ("plugins", plugins or "none"),
-        ("scratch", ", ".join(text_from_bytes(size) for size in seen["scratch_bytes"]) or "not recognised"),
-        ("kernels", _short(kernels) or "not recognised"),
-    ]
-    _print_rows(console, "read from the plan's bytes", rows)
+    recorded = plan["recorded"]
     if recorded is None:
         console.print(f"nothing recorded is shown: digests {plan['digests']}", style="dim")
         return
+    layers = recorded.get("plugin_layers", {})
     rows = [("flavour", f"{recorded['flavour']} {recorded['version']}, {recorded['platform']}")]
     rows += [
         (
@@ -107,25 +96,12 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
     rows += [
         ("GPUs", ", ".join(recorded["compute_capabilities"]) or "as the flavour chose"),
         ("flags", ", ".join(recorded["flags"]) or "none"),
+        ("plugins", ", ".join(f"{name} in {count} layers" for name, count in layers.items()) or "none"),
         ("plugin ABI", str(recorded["plugin_abi"]) if recorded["plugins"] else "no plugins"),
+        ("weights", f"{text_from_bytes(recorded['lowered_weights_bytes'])} in the lowered graph"),
         ("build", f"{stages}, peak memory {text_from_bytes(recorded['build']['peak_rss_bytes'])}"),
     ]
-    _print_rows(console, "recorded at the build, digests hold", rows)
-
-
-def _plugin_name(plugin: dict[str, Any]) -> str:
-    namespace = f"{plugin['namespace']}::" if plugin["namespace"] else ""
-    return f"{namespace}{plugin['name']} version {plugin['version']}"
-
-
-def _short(kernels: Counter[str]) -> str:
-    shown = ", ".join(f"{name} {count}" for name, count in kernels.most_common(_MAX_KERNELS))
-    left = len(kernels) - _MAX_KERNELS
-    return f"{sum(kernels.values())}: {shown}" + (f" and {left} more kinds" if left > 0 else "") if kernels else ""
-
-
-def _print_rows(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
-    console.print(title, style="dim")
+    console.print(f"recorded at the build, digests {plan['digests']}", style="dim")
     table = Table("", "", box=None, show_header=False)
     for label, value in rows:
         table.add_row(Text(label), Text(value))

@@ -12,11 +12,11 @@ import pytest
 
 from speccompile.backends.tensorrt.backend import LOWERED_FILE, PLAN_FILE, TensorRTBackend
 from speccompile.backends.tensorrt.config import Config
-from speccompile.backends.tensorrt.plan_file import PlanFacts, read_plan
 from speccompile.backends.tensorrt.sizes import predicted_weight_bytes
 from speccompile.core.jobs import CompileOptions, WeightCounts
 from speccompile.core.specs import ModelDims, decoder_spec, verified_spec
 from tests import store
+from tests.backends.tensorrt.plan_bytes import read_kernels, read_weights_bytes
 from tests.export.families import CONFIGS
 from tests.rtx import load_rtx
 
@@ -43,11 +43,10 @@ def export(config: dict[str, Any], folder: Path) -> tuple[ir.Model, ModelDims]:
 
 def compile_target(
     model: ir.Model, dims: ModelDims, dest: Path, quantization: str, dtype: str, plugins: str = "auto"
-) -> tuple[dict[str, Any], PlanFacts]:
+) -> dict[str, Any]:
     options = CompileOptions(dtype, 2, 56, 8, Config(plugins=plugins, flavour="tensorrt_rtx", keep_onnx=True))
     spec = verified_spec(decoder_spec("target", dims))
-    report = TensorRTBackend().compile(model.clone(), spec, dest, quantization=quantization, options=options)
-    return report, read_plan(dest / PLAN_FILE)
+    return TensorRTBackend().compile(model.clone(), spec, dest, quantization=quantization, options=options)
 
 
 def counts_of(model: ir.Model) -> WeightCounts:
@@ -66,10 +65,10 @@ def test_every_form_builds_with_its_kernels_and_its_weights(
     llama: tuple[ir.Model, ModelDims], tmp_path: Path, quantization: str, dtype: str
 ) -> None:
     model, dims = llama
-    report, facts = compile_target(model, dims, tmp_path, quantization, dtype)
+    report = compile_target(model, dims, tmp_path, quantization, dtype)
     assert report["tensorrt"]["plugin_layers"] == {"SpecVerify": 1, "KVRollback": 1}
-    main = [k for k in facts.kernels if any("mha" in name for name in k)]
-    assert len(main) == facts.num_profiles == 2
+    main = [k for k in read_kernels(tmp_path / PLAN_FILE) if any("mha" in name for name in k)]
+    assert len(main) == len(report["tensorrt"]["profiles"]) == 2
     for kernels in main:
         # Fused attention in every layer, on kv heads: nothing repeats K or V, nothing copies a whole cache.
         assert sum(count for name, count in kernels.items() if "_gemm_mha" in name) == dims.num_layers
@@ -80,14 +79,18 @@ def test_every_form_builds_with_its_kernels_and_its_weights(
         assert quantised == (0 if quantization == "none" else 4 * dims.num_layers + 1), kernels
     lowered = ir.load(tmp_path / LOWERED_FILE)
     arithmetic = sum(v.const_value.nbytes for v in lowered.graph.initializers.values())
-    assert facts.weights_bytes == pytest.approx(arithmetic, rel=0.05)
+    assert report["tensorrt"]["lowered_weights_bytes"] == arithmetic
+    held = read_weights_bytes(tmp_path / PLAN_FILE)
+    assert held == pytest.approx(arithmetic, rel=0.05)
     predicted = predicted_weight_bytes(counts_of(model), quantization, dtype, num_head=HEAD)
-    assert facts.weights_bytes == pytest.approx(predicted, rel=0.05)
+    assert held == pytest.approx(predicted, rel=0.05)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_families_build(name: str, tmp_path: Path) -> None:
     layers = {"num_hidden_layers": 1} if name == "mixtral" else {}
     model, dims = export({**CONFIGS[name], **layers}, tmp_path)
-    _, facts = compile_target(model, dims, tmp_path, "int8" if name == "mixtral" else "none", "bfloat16")
-    assert {p.name for p in facts.plugins} == {"SpecVerify", "KVRollback"}
+    report = compile_target(model, dims, tmp_path, "int8" if name == "mixtral" else "none", "bfloat16")
+    assert set(report["tensorrt"]["plugin_layers"]) == {"SpecVerify", "KVRollback"}
+    plan = (tmp_path / PLAN_FILE).read_bytes()
+    assert b"SpecVerify" in plan and b"KVRollback" in plan

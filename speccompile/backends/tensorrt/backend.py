@@ -51,7 +51,7 @@ class TensorRTBackend(Backend):
                     "launches",
                     "network",
                 ),
-                *("plan_file", "plugin_names", "plugins", "profiles", "records", "settings", "shim", "sizes", "specs"),
+                *("plugin_names", "plugins", "profiles", "records", "settings", "shim", "sizes", "specs"),
             )
         ),
     )
@@ -160,8 +160,9 @@ class TensorRTBackend(Backend):
         cache, limit = settings.timing_cache_file(flavour, options), settings.memory_limit(options)
         request = BuildRequest(source, spec, flavour.name, wanted, cache, limit)
         built = build_plan(request, dest / PLAN_FILE, progress)
-        record = make_record(source, dest / PLAN_FILE, wanted, profiles, built)
-        write_record(dest / PLAN_FILE, record)
+        record = make_record(source, wanted, profiles, built)
+        sides = spec.json_from_spec()
+        write_record(dest / PLAN_FILE, {**record, "inputs": sides["inputs"], "outputs": sides["outputs"]})
         if not config.keep_onnx:
             for file in (source, source.with_name(f"{source.name}.data")):
                 file.unlink(missing_ok=True)

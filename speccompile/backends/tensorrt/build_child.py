@@ -55,7 +55,8 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
         send: called with every event.
 
     Returns:
-        {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "flavour", "version"}.
+        {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "plugin_layers": {name: layers of the
+        network}, "flavour", "version"}.
 
     Raises:
         BuildError: see `network` and the builder's own reasons.
@@ -71,6 +72,7 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
     with _stage("parse", stages, send):
         network, parser = networks.parse_network(flavour, builder, source, settings["plugins"], form)
         networks.check_network(flavour, network, spec)
+        plugin_layers = networks.count_plugins(flavour, network)
         config = networks.configure(flavour, builder, settings)
     timing_cache = Path(request["timing_cache"]) if request["timing_cache"] else None
     cache = networks.load_timing_cache(flavour, config, timing_cache)
@@ -87,7 +89,8 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
     if cache is not None and timing_cache is not None:
         networks.save_timing_cache(config, timing_cache)
     del parser
-    return {"stages": stages, "plan_bytes": writer.num_bytes, "flavour": flavour.name, "version": flavour.version}
+    names = {"flavour": flavour.name, "version": flavour.version}
+    return {"stages": stages, "plan_bytes": writer.num_bytes, "plugin_layers": plugin_layers, **names}
 
 
 def _register_plugins(trt: ModuleType, form: str, num_caches: int) -> None:

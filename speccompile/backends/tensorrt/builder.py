@@ -92,8 +92,8 @@ def build_plan(
         progress: called with "STAGE" and "PHASE STEP/STEPS".
 
     Returns:
-        {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "flavour", "version", "peak_rss_bytes",
-        "parent_rss_bytes": what this process held meanwhile, "lowering_peak_bytes": its most before}.
+        {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "plugin_layers", "flavour", "version",
+        "peak_rss_bytes", "parent_rss_bytes": what this process held meanwhile, "lowering_peak_bytes": its most before}.
 
     Raises:
         BuildError: the graph is refused, the builder failed, crashed or ran out of memory; with the end of its log.

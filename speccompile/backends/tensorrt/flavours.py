@@ -43,7 +43,6 @@ class Capabilities:
         supports_runtime_cache: kernels compiled at load can be kept for the next load.
         supports_cuda_graph_strategy: the runtime can capture steps as CUDA graphs by itself.
         supports_validity_check: a plan can be compared with the machine before it is deserialised.
-        plans_are_known: the layout of its plans is one that `plan_file` reads.
         target_capabilities: (major, minor) of the GPUs a plan can be built for; empty: those of the GPU at hand.
     """
 
@@ -61,7 +60,6 @@ class Capabilities:
     supports_runtime_cache: bool
     supports_cuda_graph_strategy: bool
     supports_validity_check: bool
-    plans_are_known: bool
     target_capabilities: tuple[tuple[int, int], ...]
 
 
@@ -80,7 +78,6 @@ TENSORRT = Capabilities(
     supports_runtime_cache=False,
     supports_cuda_graph_strategy=False,
     supports_validity_check=False,
-    plans_are_known=False,
     target_capabilities=(),
 )
 
@@ -100,7 +97,6 @@ TENSORRT_RTX = Capabilities(
     supports_runtime_cache=True,
     supports_cuda_graph_strategy=True,
     supports_validity_check=True,
-    plans_are_known=True,
     target_capabilities=((7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1)),
 )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,23 @@ def parse_network(
         parser.set_flag(trt.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE)
     if not parser.parse_from_file(str(path)):
         raise _parse_error(path, flavour, parser)
-    layers = [network.get_layer(i) for i in range(network.num_layers)]
-    num_plugins = sum(layer.type == trt.LayerType.PLUGIN_V3 for layer in layers)
+    num_plugins = sum(count_plugins(flavour, network).values())
     if num_plugins < len(plugins):
         got = f"{num_plugins} plugin layers: {', '.join(plugins)} became something else"
         todo = "Report it, or build with engine.plugins: none."
         raise BuildError(f"parsing {path.name}", got, f"{len(plugins)}", todo)
     return network, parser
+
+
+def count_plugins(flavour: Flavour, network: Any) -> dict[str, int]:
+    """Returns how many layers of a network each plugin has, by the plugin's name."""
+    trt, counts = flavour.trt, Counter[str]()
+    for layer in (network.get_layer(i) for i in range(network.num_layers)):
+        if layer.type == trt.LayerType.PLUGIN_V3:
+            layer.__class__ = trt.IPluginV3Layer  # the binding gives the base class
+            core = layer.plugin.get_capability_interface(trt.PluginCapabilityType.CORE)
+            counts[str(core.plugin_name)] += 1
+    return dict(counts)
 
 
 def _parse_error(path: Path, flavour: Flavour, parser: Any) -> BuildError:

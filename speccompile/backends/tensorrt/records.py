@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speccompile.backends.tensorrt.flavours import FLAVOURS
-from speccompile.backends.tensorrt.plan_file import read_plan
 from speccompile.backends.tensorrt.profiles import Profile
 from speccompile.core.json_reader import read_json_object
-from speccompile.errors import BuildError, BundleError
+from speccompile.errors import BundleError
 
 _REBUILD = "Build the bundle again here, or install what it was built with."
 
@@ -25,7 +23,6 @@ def record_file(plan: Path) -> Path:
 
 def make_record(
     source: Path,
-    plan: Path,
     settings: Mapping[str, Any],
     profiles: Sequence[Profile],
     built: Mapping[str, Any],
@@ -34,43 +31,30 @@ def make_record(
 
     Args:
         source: the lowered ONNX it was built from.
-        plan: the plan.
         settings: what the builder was told.
         profiles: with their dims by name.
         built: what the builder's process reported.
 
     Returns:
-        {"flavour", "version", "platform", "compute_capabilities", "accelerators", "plugins", "plugin_form",
-        "plugin_abi", "plugin_layers", "flags", "workspace_gib", "optimization_level", "profiles", "plan_bytes",
-        "weights_bytes": in the plan, None where its layout is not known, "lowered_weights_bytes": in `source`,
+        {"flavour", "version", "platform", "compute_capabilities", "plugins", "plugin_form", "plugin_abi",
+        "plugin_layers": {op: layers of the network}, "flags", "workspace_gib", "optimization_level", "profiles",
+        "plan_bytes", "lowered_weights_bytes": in `source`,
         "build": {"stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes"}}.
-
-    Raises:
-        BuildError: a plugin that was asked for is not in the plan.
     """
-    # Where the layout is not known, the network's plugin layers, which were counted, must do.
-    facts = read_plan(plan) if FLAVOURS[built["flavour"]].plans_are_known else None
-    held = {plugin.name: plugin.num_layers for plugin in facts.plugins} if facts else {}
-    missing = [op for op in settings["plugins"] if op not in held]
-    if missing and facts is not None:
-        got, todo = f"a plan without plugin {missing[0]}", "Report it, or build with engine.plugins: none."
-        raise BuildError(f"building {source.name}", got, f"a plan that holds {', '.join(settings['plugins'])}", todo)
     return {
         "flavour": built["flavour"],
         "version": built["version"],
         "platform": f"{platform.system().lower()}-{platform.machine()}",
         "compute_capabilities": list(settings["compute_capabilities"]),
-        "accelerators": list(facts.accelerators) if facts else [],
         "plugins": list(settings["plugins"]),
         "plugin_form": settings["plugin_form"],
         "plugin_abi": plugin_abi_of(bool(settings["plugins"])),
-        "plugin_layers": held,
+        "plugin_layers": dict(built["plugin_layers"]),
         "flags": list(settings["flags"]),
         "workspace_gib": settings["workspace_gib"],
         "optimization_level": settings["optimization_level"],
         "profiles": [profile.json_from_profile() for profile in profiles],
         "plan_bytes": built["plan_bytes"],
-        "weights_bytes": facts.weights_bytes if facts else None,
         "lowered_weights_bytes": weights_bytes_of(source),
         "build": {k: built[k] for k in ("stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes")},
     }

@@ -19,6 +19,7 @@ from speccompile.core import registry
 from speccompile.errors import BuildError, BundleError, RecipeError, RuntimeFault
 from speccompile.pipeline import build
 from tests.backends.tensorrt.lab import misbehaving
+from tests.backends.tensorrt.plan_bytes import read_weights_bytes
 from tests.pipeline import fakes
 
 SIZES = "max_seq_len: 48, max_draft_nodes: 7, max_batch_size: 2"
@@ -48,7 +49,8 @@ def test_the_manifest_records_what_a_plan_was_built_with(bundle):
     assert record["plugin_abi"]["ops"] == ["SpecVerify", "KVRollback"]
     assert {p["name"]: p["sizes"]["nodes"] for p in record["profiles"]} == {"prefill": [1, 56, 56], "decode": [1, 8, 8]}
     # A few kilobytes of constants come on top; with real weights they are less than 5 %.
-    assert 0 <= record["weights_bytes"] - record["lowered_weights_bytes"] < 16 << 10
+    held = read_weights_bytes(bundle.graph_path("target"))
+    assert 0 <= held - record["lowered_weights_bytes"] < 16 << 10
     assert record["plan_bytes"] == (bundle.path / graph["file"]).stat().st_size
     assert [s["name"] for s in record["build"]["stages"]] == ["parse", "optimise"]
     assert record["build"]["peak_rss_bytes"] > 100 << 20
@@ -131,17 +133,15 @@ def inspect(path):
     return done.exit_code, json.loads(done.stdout)
 
 
-def test_inspect_tells_bytes_from_records(bundle):
+def test_inspect_shows_the_record_of_a_plan(bundle):
     code, facts = inspect(bundle.graph_path("target"))
     assert (code, facts["kind"]) == (0, "plan")
     (graph,) = facts["graphs"].values()
     plan = graph["plan"]
-    assert [p["name"] for p in plan["from_bytes"]["plugins"]] == ["KVRollback", "SpecVerify"]
+    assert plan["recorded"]["plugin_layers"] == {"KVRollback": 1, "SpecVerify": 1}
     spec = bundle.graph_spec("target")
-    assert {t["name"] for t in graph["inputs"]} == {t.name for t in spec.inputs}
-    assert {t["name"] for t in graph["outputs"]} == {t.name for t in spec.outputs}
-    dtypes = {t.name: t.dtype for t in (*spec.inputs, *spec.outputs)}
-    assert {t["name"]: t["dtype"] for t in (*graph["inputs"], *graph["outputs"])} == dtypes
+    shown = {t["name"]: (t["dtype"], tuple(t["dims"])) for t in (*graph["inputs"], *graph["outputs"])}
+    assert shown == {t.name: (t.dtype, t.dims) for t in (*spec.inputs, *spec.outputs)}
     assert plan["recorded"]["profiles"][1]["name"] == "decode"
     assert plan["digests"] == "hold"
 
@@ -149,19 +149,19 @@ def test_inspect_tells_bytes_from_records(bundle):
 def test_inspect_of_the_bundle_shows_every_plan(bundle):
     code, facts = inspect(bundle.path)
     assert code == 0
-    assert all("from_bytes" in graph["plan"] for graph in facts["graphs"].values())
-    assert facts["graphs"]["rollback"]["plan"]["from_bytes"]["plugins"][0]["num_layers"] == 1
+    assert all(graph["plan"]["digests"] == "hold" for graph in facts["graphs"].values())
+    assert facts["graphs"]["rollback"]["plan"]["recorded"]["plugin_layers"] == {"KVRollback": 1}
 
 
 def test_inspect_prints_plugins_and_profiles(bundle):
     arguments = ["inspect", str(bundle.graph_path("target"))]
     text = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"}).stdout
-    assert "SpecVerify version 1 in 1 layers" in text
+    assert "SpecVerify in 1 layers" in text
     assert "profile decode" in text
     assert "digests hold" in text
 
 
-def test_inspect_of_a_changed_plan_shows_its_bytes_and_fails(bundle, tmp_path):
+def test_inspect_of_a_changed_plan_believes_no_record_and_fails(bundle, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(bundle.path, copy)
     plan = copy / "graphs/target/graph.plan"
@@ -172,15 +172,32 @@ def test_inspect_of_a_changed_plan_shows_its_bytes_and_fails(bundle, tmp_path):
     assert code == 7
     assert "changed" in facts["fault"]["todo"]
     (graph,) = facts["graphs"].values()
-    assert graph["plan"]["recorded"] is None
-    assert graph["plan"]["from_bytes"]["plugins"]
+    assert graph["plan"] == {"recorded": None, "digests": "do not hold"}
+    text = CliRunner().invoke(app, ["inspect", str(plan)]).stdout
+    assert "nothing recorded is shown: digests do not hold" in text
 
 
-def test_inspect_of_a_plan_alone_has_its_bytes_only(bundle, tmp_path):
-    shutil.copy(bundle.graph_path("rollback"), tmp_path / "lone.plan")
-    code, facts = inspect(tmp_path / "lone.plan")
+def test_inspect_of_a_plan_alone_says_that_it_cannot_be_read(bundle, tmp_path):
+    lone = tmp_path / "lone.plan"
+    shutil.copy(bundle.graph_path("rollback"), lone)
+    code, facts = inspect(lone)
+    assert code == 7
+    fault = facts["error"]
+    assert (fault["where"], fault["got"]) == (str(lone), "a plan alone")
+    assert "lone.json" in fault["expected"] and "the bytes of a plan alone are not read" in fault["todo"]
+
+
+def test_inspect_of_a_plan_with_its_record_needs_no_bundle(bundle, tmp_path):
+    plan = tmp_path / "lone.plan"
+    shutil.copy(bundle.graph_path("rollback"), plan)
+    shutil.copy(records.record_file(bundle.graph_path("rollback")), records.record_file(plan))
+    code, facts = inspect(plan)
     assert code == 0
-    assert facts["graphs"]["lone"]["plan"]["digests"] == "no manifest around it"
+    assert facts["graphs"]["lone"]["plan"]["digests"] == "not compared, as there is no manifest"
+    assert [t["name"] for t in facts["graphs"]["lone"]["inputs"]][:2] == ["lengths", "path"]
+    plan.write_bytes(plan.read_bytes()[:-1])
+    code, facts = inspect(plan)
+    assert code == 7 and "as in the record beside it" in facts["error"]["expected"]
 
 
 def test_an_aborting_builder_leaves_no_partial_bundle(recipe, tmp_path, monkeypatch):
