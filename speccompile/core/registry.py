@@ -10,11 +10,13 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from speccompile.core.method import Method
-from speccompile.core.training import Trainer
 from speccompile.errors import RecipeError
+
+if TYPE_CHECKING:
+    from speccompile.core.method import Method
+    from speccompile.core.training import Trainer
 
 BACKENDS = {
     "onnxruntime": "speccompile.backends.onnxruntime.backend:OnnxRuntimeBackend",

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from speccompile.core import specs
 from speccompile.core.probes import probe_inputs
-from speccompile.core.protocols import Engine, Outputs
 from speccompile.errors import BuildError
+
+if TYPE_CHECKING:
+    from speccompile.core.protocols import Engine, Outputs
 
 _NUM_PROMPT, _NUM_TOKENS = 5, 8
 MIN_ROWS = _NUM_PROMPT + _NUM_TOKENS + 1

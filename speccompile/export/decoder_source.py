@@ -14,7 +14,6 @@ from speccompile.checkpoints.checkpoint import check_checkpoint, layers_key, rea
 from speccompile.checkpoints.families import check_architecture
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
-from speccompile.core.protocols import Engine
 from speccompile.core.specs import (
     GraphSpec,
     ModelDims,
@@ -28,6 +27,8 @@ from speccompile.export.checks import check_decoder
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from speccompile.core.protocols import Engine
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "generation_config.json", "tokenizer.json")
 

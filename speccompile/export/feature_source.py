@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.families import check_config
@@ -14,12 +14,14 @@ from speccompile.checkpoints.target_tables import digests_from_target
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, open_files
 from speccompile.core.feature_specs import FeatureDims
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
-from speccompile.core.protocols import Engine
 from speccompile.core.specs import ModelDims
 from speccompile.doctor.doctor import check_speculator, open_known
 from speccompile.doctor.layouts import Format
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_candidates
+
+if TYPE_CHECKING:
+    from speccompile.core.protocols import Engine
 
 _NESTED = "transformer_layer_config"
 

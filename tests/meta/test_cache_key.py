@@ -21,8 +21,8 @@ NEUTRAL = {
     f"{PACKAGE}.{name}"
     for name in (
         *("core.acceptance", "core.disk", "core.json_reader", "core.registry", "core.sampling", "core.tree"),
-        *("core.tokenizer_file", "core.parameters", "core.older_specs", "core.probes", "core.protocols", "errors"),
-        *("core.cache_rows", "core.method", "core.training", "core.sampling_params", "core.surfaces"),
+        *("core.tokenizer_file", "core.parameters", "core.older_specs", "core.probes", "errors"),
+        *("core.sampling_params", "core.surfaces"),
     )
 }
 
