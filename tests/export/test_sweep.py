@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -82,3 +84,35 @@ def test_a_wrong_type_would_stand_on_the_page() -> None:
 @pytest.mark.parametrize("model_type", SLICE)
 def test_a_slice_of_the_sweep(model_type: str) -> None:
     assert judge(model_type) == VERDICTS[model_type] == Verdict("equal")
+
+
+SPIN = """
+import sys, time
+for line in sys.stdin:
+    end = time.process_time() + float(line)
+    while time.process_time() < end: pass
+    print('{"kind": "equal"}', flush=True)
+"""
+
+
+def test_a_type_may_take_cpu_time_up_to_the_limit_and_the_next_one_has_a_new_process(tmp_path: Path) -> None:
+    child = sweep_all.Child(tmp_path / "log", (sys.executable, "-c", SPIN), limit_s=1.0)
+    assert child.judge("0.3") == Verdict("equal")  # what was used before does not count
+    first = child.process.pid
+    assert child.judge("0.8") == Verdict("equal") and child.process.pid == first
+    assert child.judge("99") == Verdict("fault", "", "no verdict within 1 s of CPU time")
+    assert child.judge("0") == Verdict("equal") and child.process.pid != first
+    child.close()
+
+
+def test_a_process_that_waits_longer_than_the_limit_is_left_alone(tmp_path: Path) -> None:
+    code = 'import time\nprint(input() and time.sleep(1.5) or \'{"kind": "equal"}\', flush=True)'
+    child = sweep_all.Child(tmp_path / "log", (sys.executable, "-c", code), limit_s=0.5)
+    assert child.judge("any") == Verdict("equal")
+    child.close()
+
+
+def test_a_process_that_dies_is_a_fault(tmp_path: Path) -> None:
+    child = sweep_all.Child(tmp_path / "log", (sys.executable, "-c", "input(); raise SystemExit(3)"))
+    verdict = child.judge("any")
+    assert verdict.kind == "fault" and verdict.reason.startswith("a crash (exit code ")
