@@ -2,7 +2,8 @@
 """The scale of the scores goes into Q's weights: TensorRT would multiply the whole K cache by it.
 
 Between the projection and the attention lie linear steps alone (bias, head layout, rotary embedding), or a norm
-whose gain takes the factor. The product is formed in float32 before the weights are rounded, so it costs no accuracy.
+whose gain takes the factor: a way of any length, which no pattern of `passes.rules` states. The product is formed in
+float32 before the weights are rounded, so it costs no accuracy.
 """
 
 from __future__ import annotations

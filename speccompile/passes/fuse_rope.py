@@ -26,6 +26,7 @@ from speccompile.passes.match import (
     slice_bounds,
     static_dim,
 )
+from speccompile.passes.rules import Rule
 
 _ELEMENTWISE = ("Cos", "Sin", "Cast")
 
@@ -39,28 +40,33 @@ class _Match:
     rotary_dim: int  # 0: the whole head
 
 
-def _rotated_half(value: ir.Value) -> ir.Value | None:
-    """X where `value` is concat(-x[half:], x[:half]) over the last axis of rank 4."""
-    concat = producer(value, "Concat")
-    if concat is None or len(concat.inputs) != 2 or int_attribute(concat, "axis", 0) not in (-1, 3):
-        return None
-    negated, low = producer(concat.inputs[0], "Neg"), producer(concat.inputs[1], "Slice")
-    high = producer(negated.inputs[0], "Slice") if negated is not None else None
-    if low is None or high is None or low.inputs[0] is not high.inputs[0]:
-        return None
-    x = low.inputs[0]
-    size = static_dim(x, 3)
-    if x is None or size is None or size % 2 or rank(x) != 4:
-        return None
-    if slice_bounds(low) == (3, 0, size // 2) and slice_bounds(high) == (3, size // 2, size):
-        return x
-    return None
+def _rotated(op: Any, x: Any, cos: Any, sin: Any, cos_axes: Any, sin_axes: Any) -> Any:
+    low, high = (op.Slice(x, _allow_other_inputs=True, _outputs=[name]) for name in ("low", "high"))
+    rotated_half = op.Concat(op.Neg(high), low, _outputs=["half"])
+    return op.Add(op.Mul(x, op.Unsqueeze(cos, cos_axes)), op.Mul(rotated_half, op.Unsqueeze(sin, sin_axes)))
 
 
-def _broadcast_of(value: ir.Value) -> ir.Value | None:
-    """The [batch, nodes, dim] tensor that `value` spreads over the heads."""
-    node = producer(value, "Unsqueeze")
-    return node.inputs[0] if node is not None and ints(node.inputs[1]) == [1] else None
+def _is_rope(
+    x: ir.Value,
+    cos: ir.Value,
+    sin: ir.Value,
+    cos_axes: ir.Value,
+    sin_axes: ir.Value,
+    low: ir.Value,
+    high: ir.Value,
+    half: ir.Value,
+) -> bool:
+    """Whether x is [batch, heads, nodes, head_dim], halved in its last axis, with angles that are spread over heads."""
+    size, concat = static_dim(x, 3), half.producer()
+    if rank(x) != 4 or size is None or size % 2 or static_dim(x, 1) is None or concat is None:
+        return False
+    bounds = slice_bounds(low.producer()), slice_bounds(high.producer())
+    is_half = bounds == ((3, 0, size // 2), (3, size // 2, size)) and int_attribute(concat, "axis", 0) in (-1, 3)
+    return is_half and ints(cos_axes) == ints(sin_axes) == [1] and _is_doubled(cos) and _is_doubled(sin)
+
+
+def _rule() -> Rule:
+    return Rule(_rotated, _is_rope, root="Add")
 
 
 def _is_doubled(value: ir.Value | None) -> bool:
@@ -75,20 +81,6 @@ def _is_doubled(value: ir.Value | None) -> bool:
     return node.op_type in _ELEMENTWISE and _is_doubled(node.inputs[0])
 
 
-def _match_whole(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
-    if node.op_type != "Add" or node.domain != "":
-        return None
-    for left, right in operands(node):
-        for x, cos_4d in operands(producer(left, "Mul")):
-            for half, sin_4d in operands(producer(right, "Mul")):
-                cos, sin = _broadcast_of(cos_4d), _broadcast_of(sin_4d)
-                if cos is None or sin is None or _rotated_half(half) is not x or static_dim(x, 1) is None:
-                    continue
-                if _is_doubled(cos) and _is_doubled(sin):
-                    return x, cos, sin
-    return None
-
-
 def _joins(use: ir.Node | None, node: ir.Node, low: ir.Node, rotary_dim: int) -> bool:
     """Whether `use` is concat(rotated, x[rotary_dim:]), where `node` rotates x[:rotary_dim], which `low` cuts."""
     if use is None or use.op_type != "Concat" or len(use.inputs) != 2 or int_attribute(use, "axis", 0) not in (-1, 3):
@@ -100,11 +92,11 @@ def _joins(use: ir.Node | None, node: ir.Node, low: ir.Node, rotary_dim: int) ->
     return slice_bounds(low) == (3, 0, rotary_dim) and slice_bounds(rest) == (3, rotary_dim, size)
 
 
-def _match(node: ir.Node) -> _Match | None:
-    found = _match_whole(node)
+def _match(rule: Rule, model: ir.Model, node: ir.Node) -> _Match | None:
+    found = rule.match(model, node)
     if found is None:
         return None
-    x, cos, sin = found
+    x, cos, sin = found["x"], found["cos"], found["sin"]
     low, use = producer(x, "Slice"), only_use(node.outputs[0])
     rotary_dim = static_dim(x, 3)
     if low is not None and low.inputs[0] is not None and rotary_dim is not None and _joins(use, node, low, rotary_dim):
@@ -116,7 +108,8 @@ def _match(node: ir.Node) -> _Match | None:
 def fuse_rope(model: ir.Model) -> int:
     """Fuse every rotary embedding; returns their number."""
     halves: dict[ir.Value, ir.Value] = {}
-    matches = [m for m in map(_match, model.graph) if m is not None]
+    rule = _rule()
+    matches = [m for node in model.graph if (m := _match(rule, model, node)) is not None]
     for match in matches:
         cos, sin = (_halve(model, v, halves) for v in (match.cos, match.sin))
         edit = Editor(model, match.node)
@@ -151,7 +144,8 @@ def _halve(model: ir.Model, value: ir.Value, made: dict[ir.Value, ir.Value]) -> 
 
 
 def _find_unfused(model: ir.Model) -> str | None:
-    left = next((n for n in model.graph if _match_whole(n) is not None), None)
+    rule = _rule()
+    left = next((n for n in model.graph if rule.match(model, n) is not None), None)
     return None if left is None else f"{left.outputs[0].name} is a rotary embedding in pieces"
 
 
