@@ -94,12 +94,6 @@ def bundles(folder: Path) -> dict[str, Path]:
     return {name: build_bundle(folder, name, RECIPE, (f"engine.backend={name}",)) for name in BACKENDS}
 
 
-@pytest.fixture(autouse=True)
-def without_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No clock decides whether drafts are made."""
-    monkeypatch.setattr("speccompile.runtime.spec_engine.PlainGuard", lambda: None)
-
-
 def load(bundles: dict[str, Path], backend: str = "onnxruntime") -> SpecEngine:
     return speccompile.load(bundles[backend], verify=False)
 
