@@ -10,9 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from speccompile.core.acceptance import accept
-from speccompile.core.sampling import draw, warp
+from speccompile.core.sampling import warp
 from speccompile.core.specs import (
-    CONFIDENCE,
     DRAFT_PROBS,
     GUESS_PROBS,
     GUESSES,
@@ -23,8 +22,6 @@ from speccompile.core.specs import (
     NUM_ACCEPTED,
     PARENTS,
     PATH,
-    SAMPLED_PROBS,
-    SAMPLED_TOKEN,
     SCORED_NODES,
     TEMPERATURE,
     TOKENS,
@@ -92,10 +89,10 @@ class MockEngine:
     ) -> None:
         self.model, self.role, self.max_slots, self.max_seq_len = model, role, max_slots, max_seq_len
         self.max_rows = max_rows = max_seq_len + headroom
-        outputs = guess_outputs(num_guesses, laws=True) if role == "guesser" else ()
+        outputs = guess_outputs(num_guesses, laws=True) if role == "draft" else ()
         if role == "target":
             outputs = (TensorSpec(LOGITS, ("batch", "scored", VOCAB), "float32"),)
-        num = num_guesses if role == "guesser" else 0
+        num = num_guesses if role == "draft" else 0
         self.spec = GraphSpec(role, (), outputs, (), VOCAB, num_candidates=num, gives_probs=role != "target")
         self.voids_moved = True  # what moves is not read where it was; prompts that are shared are copied, though
         self.cache = np.full((max_slots, max_rows), -1, dtype=np.int64)
@@ -116,7 +113,7 @@ class MockEngine:
         assert positions.max() < self.max_seq_len, "a position that the model does not know"
         scored = feeds.get(SCORED_NODES)
         if scored is None:
-            scored = np.tile(np.arange(1 if self.role == "draft" else nodes), (batch, 1))
+            scored = np.tile(np.arange(nodes), (batch, 1))
         logits = np.zeros((batch, scored.shape[1], VOCAB), dtype=np.float32)
         for b in range(batch):
             row, length = self.cache[first_slot + b], lengths[b]
@@ -135,13 +132,6 @@ class MockEngine:
         heat = feeds.get(TEMPERATURE, np.zeros(batch, dtype=np.float32))
         probs = warp(logits, heat, feeds.get(TOP_K, np.zeros(batch, dtype=np.int64)), feeds.get(TOP_P, np.ones(batch)))
         if self.role == "draft":
-            draws = feeds.get(UNIFORMS, np.zeros(batch, dtype=np.float32))
-            sampled = draw(probs[:, 0], draws)
-            soft = np.exp(logits[:, 0] - logits[:, 0].max(axis=-1, keepdims=True))
-            soft /= soft.sum(axis=-1, keepdims=True)
-            law = probs[:, 0] if heat.any() else np.zeros((batch, 1), dtype=np.float32)
-            return {SAMPLED_TOKEN: sampled, CONFIDENCE: soft[np.arange(batch), sampled], SAMPLED_PROBS: law.copy()}
-        if self.role == "guesser":
             guesses, sure = top_tokens(logits, num_guesses=self.spec.num_candidates)
             laws = probs if heat.any() else np.zeros((*logits.shape[:2], 1), np.float32)
             return {GUESSES: guesses, GUESS_PROBS: sure.copy(), NODE_LAWS: laws.copy()}

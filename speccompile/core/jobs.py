@@ -59,17 +59,17 @@ class CandidateOptions:
 
 @dataclass(frozen=True)
 class DecoderOptions(TargetOutputs):
-    """Of a decoder; the defaults are those of a draft that samples one token a step.
+    """Of a decoder; the defaults are those of a draft that drafts chains.
 
     Args:
         keep_logits: of the target: logits come out as well.
         num_layers: build with fewer layers; None: all.
-        candidates: of a draft: it gives candidates after every node.
+        candidates: of a draft: what it gives after every node.
     """
 
     keep_logits: bool = False
     num_layers: int | None = None
-    candidates: CandidateOptions | None = None
+    candidates: CandidateOptions = CandidateOptions(1, gives_probs=True)
 
 
 def json_from_options(options: Any) -> dict[str, Any]:

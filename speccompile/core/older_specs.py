@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_TAILS = {"path": "verify", "sampled_token": "sample", "guesses": "candidates"}
+SAMPLE_TAIL = "sample"  # of drafts that drew one token a run: such graphs are read, but no method drafts with them
+_TAILS = {"path": "verify", "guesses": "candidates"}
 _PROBES = {"tokens": "tokens", "lengths": "lengths", "feature_nodes": "nodes", "start_nodes": "last_node"}
 _PROBS = ("sampled_probs", "sampled_laws", "node_laws")
 
@@ -19,12 +20,13 @@ def completed(data: Mapping[str, Any]) -> dict[str, Any]:
     """
     known = {"max_rows": 0, "draft_vocab": 0, "borrowed": (), **data}
     if "scores" in known:
-        return known
+        return {**known, "tail": "none"} if known.get("tail") == SAMPLE_TAIL else known
     inputs, outputs = ({row["name"]: row["dims"] for row in data[key]} for key in ("inputs", "outputs"))
     tail = next((tail for name, tail in _TAILS.items() if name in outputs), "none")
     is_heads = not data["caches"] and "start_nodes" in inputs
-    scores = "one" if is_heads or tail == "sample" else "nodes"
-    probes = {**_PROBES, **({"scored_nodes": "last_node"} if tail == "sample" else {})}
+    is_sampled = "sampled_token" in outputs
+    scores = "one" if is_heads or is_sampled else "nodes"
+    probes = {**_PROBES, **({"scored_nodes": "last_node"} if is_sampled else {})}
     return {
         **known,
         "inputs": [{**row, "probe": _probe(row["name"], probes)} for row in data["inputs"]],

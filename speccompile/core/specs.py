@@ -156,7 +156,7 @@ class GraphSpec:
         num_candidates: likeliest tokens that it gives for each scored node.
         num_drafts: draft tokens of each slot that it gives in one run, a chain or a tree.
         gives_probs: where a slot samples it also gives the distributions that drafts are drawn from.
-        tail: what the passes put after the exported graph's logits: `verify`, `sample` or `candidates`.
+        tail: what the passes put after the exported graph's logits: `verify` or `candidates`.
     """
 
     name: str
@@ -173,7 +173,7 @@ class GraphSpec:
     num_candidates: int = 0
     num_drafts: int = 0
     gives_probs: bool = False
-    tail: Literal["none", "verify", "sample", "candidates"] = "none"
+    tail: Literal["none", "verify", "candidates"] = "none"
 
     @property
     def own_caches(self) -> tuple[str, ...]:
@@ -278,13 +278,6 @@ _WARP = (
 )
 
 
-_SAMPLED = (
-    TensorSpec(SAMPLED_TOKEN, ("batch",), "int64"),
-    TensorSpec(CONFIDENCE, ("batch",), "float32"),
-    TensorSpec(SAMPLED_PROBS, ("batch", "draft_vocab"), "float32"),
-)
-
-
 def verified_spec(spec: GraphSpec, keep_logits: bool = False) -> GraphSpec:
     """`spec` with a SpecVerify tail: verdicts out; logits stay inside unless kept."""
     inputs = (
@@ -299,16 +292,6 @@ def verified_spec(spec: GraphSpec, keep_logits: bool = False) -> GraphSpec:
         TensorSpec(NEXT_TOKEN, ("batch",), "int64"),
     )
     return replace(_with_tail(spec, inputs, outputs, keep_logits), tail="verify")
-
-
-def sampled_spec(spec: GraphSpec) -> GraphSpec:
-    """`spec` with a SampleToken tail (scored is 1): the draft's next token, its confidence and its law.
-
-    `draft_vocab` of the law is 1 (a dummy) when every slot is greedy.
-    """
-    made = _with_tail(spec, (TensorSpec(UNIFORMS, ("batch",), "float32"), *_WARP), _SAMPLED, keep_logits=False)
-    inputs = tuple(replace(t, probe="last_node") if t.name == SCORED_NODES else t for t in made.inputs)
-    return replace(made, inputs=inputs, scores="one", gives_probs=True, tail="sample")
 
 
 def guess_outputs(num_guesses: int, laws: bool) -> tuple[TensorSpec, ...]:

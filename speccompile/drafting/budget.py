@@ -123,6 +123,22 @@ class Budget:
         more_ms += max(scores[min(num + 1, self.max_nodes)] - scores[num], 0.0)
         return _is_worth(self._kept * reach, more_ms, expected, cost_ms)
 
+    def draws_on(self, num_drafts: int, expected: float, gain: float) -> bool:
+        """Whether a sequence that decides alone draws one more token, which is scored whatever it is.
+
+        Args:
+            num_drafts: drawn so far.
+            expected: tokens that a step with these brings.
+            gain: tokens that one more brings.
+        """
+        if num_drafts >= self.max_depth:
+            return False
+        if not self.weighs_time:
+            return True
+        scores, draft_ms = self.costs.scores(1), self.costs.draft_ms(1, 1)
+        more_ms = draft_ms + max(scores[num_drafts + 1] - scores[num_drafts], 0.0)
+        return _is_worth(gain, more_ms, expected, scores[num_drafts] + num_drafts * draft_ms)
+
     def floor(self, trees: Sequence[Candidates]) -> float:
         """Probability that a path must have to be of use.
 

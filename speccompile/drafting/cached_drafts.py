@@ -4,30 +4,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot, StepTimes
-from speccompile.core.specs import GUESS_PROBS, GUESSES
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.core.tree_shape import TreeShape
 from speccompile.drafting.acceptance import AcceptanceEstimate
 from speccompile.drafting.budget import Budget
+from speccompile.drafting.drawn_length import DrawnLength
 from speccompile.drafting.dynamic_tree import TreeGrower
-from speccompile.drafting.expansion import Level, Scorer
+from speccompile.drafting.expansion import Scorer
 from speccompile.drafting.state import DraftState
 from speccompile.drafting.static_tree import StaticTrees
 from speccompile.drafting.tree_config import TreeFields
 from speccompile.errors import RecipeError
-
-DRAWN_LENGTH = 4  # drafts of a drawn chain where the recipe leaves the length to measurement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +68,16 @@ class CachedDraftFields(TreeFields):
         return super().leaves_length and (self.tree == "auto" or self.num_draft_tokens == "auto")
 
     @property
+    def max_length(self) -> int:
+        """Most draft tokens of a chain."""
+        return self.tree_depth if self.num_draft_tokens == "auto" else self.num_draft_tokens
+
+    @property
+    def min_path(self) -> float:
+        """Probability that a path needs for a token to be drafted after it."""
+        return 0.0
+
+    @property
     def has_laws(self) -> bool:
         """Whether drafts are drawn where the request samples."""
         return self.tree != "auto" and self.drafts != "greedy"
@@ -92,6 +97,9 @@ class CachedDraftFields(TreeFields):
         Raises:
             RecipeError: the draft gives less than is needed.
         """
+        if engine.spec.num_candidates == 0:
+            got = f"a draft of an earlier version, which gives {', '.join(t.name for t in engine.spec.outputs[:3])}"
+            raise RecipeError("speculator.method", got, "candidates after each node", "Build the bundle again.")
         todo, held = "Build a bundle whose recipe says so; at load it is too late.", engine.spec.num_candidates
         if held < self.guesses_needed:
             expected = f"{self.guesses_needed} guesses a node"
@@ -119,58 +127,33 @@ class CachedDraftFields(TreeFields):
         """
         most = context.max_draft_nodes
         self.check_engine(engine, most)
-        if engine.spec.num_candidates > self.guesses_needed:
-            scorer = FewerGuesses(scorer, self.guesses_needed)
-        shape, length = self.shape, self.num_draft_tokens
-        if shape is not None:
-            static = self._static(scorer, shape, engine, most)
+        if (shape := self.shape) is not None:
+            static = self._static(scorer, shape, engine)
             return static, static
         none = StepCosts()
-        is_chain, depth = not self.has_tree, self.tree_depth if length == "auto" else length
+        is_chain, depth = not self.has_tree, self.tree_depth if self.has_tree else self.max_length
         budget = Budget(
             min(depth, most) if is_chain else most,
-            min(depth if is_chain else self.tree_depth, most),
+            min(depth, most),
             1 if is_chain else self.tree_width,
             context.costs.get("target", none),
             context.costs.get(graph, none),
-            is_fixed=is_chain and length != "auto",
+            is_fixed=is_chain and not self.leaves_length,
+            min_path=self.min_path,
         )
-        grown = TreeGrower(scorer, budget, math.log(self.confidence_odds))
+        log_odds = math.log(self.confidence_odds)
+        grown = TreeGrower(scorer, budget, log_odds, num_guesses=self.guesses_needed)
         if not self.has_laws:
             return grown, grown
-        drawn = TreeShape.chain(min(DRAWN_LENGTH if length == "auto" else length, most))
-        return grown, self._static(scorer, drawn, engine, most)
+        is_cut = self.leaves_length or self.min_path > 0
+        length = DrawnLength(budget, log_odds, self.min_path) if is_cut else None
+        return grown, self._static(scorer, TreeShape.chain(min(depth, most)), engine, length)
 
-    def _static(self, scorer: Scorer, shape: TreeShape, engine: Engine, max_nodes: int) -> StaticTrees:
-        return StaticTrees(scorer, shape, may_sample=self.has_laws, vocab_size=engine.spec.vocab_size)
-
-
-class FewerGuesses:
-    """A scorer whose draft was built to guess more than is asked for.
-
-    Args:
-        scorer: the draft.
-        num_guesses: behind a node.
-    """
-
-    def __init__(self, scorer: Scorer, num_guesses: int) -> None:
-        self.scorer, self.num_guesses = scorer, num_guesses
-
-    def room(self, place: int, slot: Slot) -> int:
-        """See `Scorer.room`."""
-        return self.scorer.room(place, slot)
-
-    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """See `Scorer.begin`."""
-        return self._cut(self.scorer.begin(batch, places, warp))
-
-    def expand(self, batch: Batch, level: Level) -> Outputs:
-        """See `Scorer.expand`."""
-        return self._cut(self.scorer.expand(batch, level))
-
-    def _cut(self, outputs: Outputs) -> Outputs:
-        few = {name: np.asarray(outputs[name])[:, :, : self.num_guesses] for name in (GUESSES, GUESS_PROBS)}
-        return {**outputs, **few}
+    def _static(
+        self, scorer: Scorer, shape: TreeShape, engine: Engine, length: DrawnLength | None = None
+    ) -> StaticTrees:
+        vocab_size = engine.spec.vocab_size
+        return StaticTrees(scorer, shape, may_sample=self.has_laws, vocab_size=vocab_size, length=length)
 
 
 class Drafts(Protocol):
@@ -195,6 +178,8 @@ class Drafts(Protocol):
 
 class DraftRows(Scorer, Protocol):
     """A scorer that owns what the draft's rows hold: `DraftCache`, or one on another engine's caches."""
+
+    catches_up: bool  # see `speccompile.core.protocols.Proposer`
 
     @property
     def caches(self) -> Sequence[CacheRows]:
@@ -227,11 +212,9 @@ class CachedDraftProposer:
         drawn: drafts of batches that sample; the same, or such as learn nothing.
     """
 
-    catches_up = False
-
     def __init__(self, rows: DraftRows, likeliest: Drafts, drawn: Drafts) -> None:
         self.rows, self.likeliest, self.drawn = rows, likeliest, drawn
-        self.caches, self._used = rows.caches, likeliest
+        self.caches, self.catches_up, self._used = rows.caches, rows.catches_up, likeliest
 
     def start(self, slot: int, sequence: Slot) -> None:
         """Nothing is read, and nothing known of it."""

@@ -31,6 +31,7 @@ class TreeGrower:
         log_odds: of a guess being right over the odds that its confidence means, for a fresh slot.
         max_fed: most nodes that a level feeds; None: as many as are scored.
         d2t: [draft_vocab] int64, the target's token of each of the draft's; None: they are the same.
+        num_guesses: candidates that are read of each expanded node; None: all that the draft gives.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class TreeGrower:
         *,
         max_fed: int | None = None,
         d2t: Ints | None = None,
+        num_guesses: int | None = None,
     ) -> None:
         self.scorer, self.budget, self._log_odds, self._d2t = scorer, budget, log_odds, d2t
+        self._num_guesses = num_guesses
         self._max_fed = max(budget.max_nodes, 1) if max_fed is None else max_fed
         self._prior = SharedPrior(budget.max_depth)
         self._trees: list[Candidates] = []  # of the last step; empty where nothing was drafted
@@ -115,7 +118,7 @@ class TreeGrower:
         outputs: Outputs,
     ) -> list[int]:
         """Take in the guesses behind the scored nodes; returns the first new candidate of each slot."""
-        guesses, confidences = np.asarray(outputs[GUESSES]), np.asarray(outputs[GUESS_PROBS])
+        guesses, confidences = (np.asarray(outputs[n])[:, :, : self._num_guesses] for n in (GUESSES, GUESS_PROBS))
         tokens = (guesses if self._d2t is None else self._d2t[guesses]).tolist()
         sure, floor = confidences.tolist(), self.budget.floor(trees)
         starts = []

@@ -28,6 +28,8 @@ class DraftCache:
         max_nodes: most nodes of a level, and of the tokens that a step catches up with before it drafts.
     """
 
+    catches_up = True
+
     def __init__(self, engine: Engine, max_seq_len: int, max_nodes: int) -> None:
         self.engine, self.max_seq_len, self.max_nodes = engine, max_seq_len, max_nodes
         self.lengths = [0] * engine.max_slots  # rows that hold the slot's own tokens
@@ -40,12 +42,8 @@ class DraftCache:
         self.lengths[slot] = 0
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """What the cache lacks of the rows it reads at once, if one chunk is enough; otherwise all read on from it."""
-        start = self.lengths[slot] = min(self.lengths[slot], num_rows)
-        end = min(num_rows, self.max_seq_len)
-        if end - start > PREFILL_CHUNK:
-            return start
-        self._read(slot, np.array(sequence.tokens[start:end], dtype=np.int64))
+        """What the cache lacks of the rows is read once it is to draft."""
+        self.lengths[slot] = min(self.lengths[slot], num_rows)
         return num_rows
 
     def prefill(self, slot: int, tokens: Ints, start: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from speccompile.core.protocols import Slot
 from speccompile.core.tree import Floats
 from speccompile.drafting.acceptance import AcceptanceEstimate
+from speccompile.drafting.drawn_length import DrawnRecord
 
 
 @dataclass(slots=True, eq=False)
@@ -21,12 +22,14 @@ class DraftState:
             the host.
         features: [num, width] float32 each, rows that `PendingFeatures` has on the host, in order.
         num_live: rows that follow them in the target's outputs.
+        drawn: what verdicts on drawn chains have taught; None before the first of an adaptive length.
     """
 
     estimate: AcceptanceEstimate | None
     hidden: Floats | None = None
     features: list[Floats] = field(default_factory=list)
     num_live: int = 0
+    drawn: DrawnRecord | None = None
 
 
 def estimates(slots: Sequence[Slot]) -> list[AcceptanceEstimate]:

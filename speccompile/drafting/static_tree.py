@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft trees of one shape over a scorer: guessed, or drawn with siblings without replacement.
 
-Where drafts are drawn, their number and places must not depend on what was drawn, lest the law of the text be bent;
-a fixed shape does not. A node whose law has too little mass for all its siblings has fewer: that is decided by the
-law, before the first of them is drawn.
+Where drafts are drawn, what is scored must not leave out a token because of what it is, or the output distribution
+would be bent: a fixed shape does not, and a chain may end after any token, see `drawn_length`. A node whose
+distribution has too little mass for all its siblings has fewer: it decides that, before the first of them is drawn.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Outputs, StepTimes
-from speccompile.core.specs import GUESSES, NODE_LAWS
+from speccompile.core.specs import GUESS_PROBS, GUESSES, NODE_LAWS
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.core.tree_shape import TreeShape
 from speccompile.drafting.candidates import Candidates
+from speccompile.drafting.drawn_length import DrawnChains, DrawnLength
 from speccompile.drafting.expansion import Level, Rows, Scorer, make_level
 from speccompile.drafting.siblings import draw_siblings
 
@@ -34,6 +35,7 @@ class StaticTrees:
         may_sample: draw drafts in slots that sample; otherwise they are the likeliest guesses.
         vocab_size: of the target.
         d2t: [draft_vocab] int64, the target's token of each of the draft's; None: they are the same.
+        length: where a drawn chain ends; None: drafts have the whole shape.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class StaticTrees:
         may_sample: bool,
         vocab_size: int,
         d2t: Ints | None = None,
+        length: DrawnLength | None = None,
     ) -> None:
+        self._length = length if shape.is_chain and may_sample else None
         self.scorer, self.shape, self.may_sample, self._d2t, self._vocab = scorer, shape, may_sample, d2t, vocab_size
         self._parents = shape.parents().tolist()
         ranks = shape.ranks().tolist()
@@ -59,6 +63,8 @@ class StaticTrees:
         self._plans = self._plan_levels()
         self._rows: Rows | None = None
         self._kept: list[list[int]] = []
+        self._fed: list[int] = []  # by slot, the deepest level that was read
+        self._chains: DrawnChains | None = None
         self._laws: dict[int, Floats] = {}  # by batch: [batch, 1 + num_drafts, vocab]
 
     def _plan_levels(self) -> list[tuple[Level, Rows]]:
@@ -80,33 +86,43 @@ class StaticTrees:
 
     def propose(self, batch: Batch) -> TokenTree:
         """Trees; a slot that cannot draft has its root alone."""
-        slots, self._rows, self._kept = batch.slots, None, []
+        slots, self._rows, self._kept, self._fed = batch.slots, None, [], [0] * len(batch.slots)
         roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
         rooms = [self.scorer.room(place, slot) if slot.max_drafts > 0 else -1 for place, slot in enumerate(slots)]
         able = [place for place, room in enumerate(rooms) if room >= 0]
+        is_drawn = self.may_sample and batch.may_draw
+        self._chains = self._length.begin(batch) if self._length is not None and is_drawn else None
+        if self._chains is not None:
+            able = [place for place in able if self._chains.goes_on(place)]
         if not able:
             return TokenTree.roots(roots)
         limits = [min(slot.max_drafts, room + 1) for slot, room in zip(slots, rooms, strict=True)]
-        drafts = _Drafts(self, batch, roots, self.may_sample and batch.may_draw)
+        drafts = _Drafts(self, batch, roots, is_drawn)
         drafts.take(0, able, self.scorer.begin(batch, able, drafts.warp))
         for depth, (plan, held) in enumerate(self._plans, start=1):
-            places = [place for place in able if limits[place] > depth]
+            places = [place for place in able if self._fed[place] == depth - 1 and limits[place] > depth]
+            if self._chains is not None:
+                places = [place for place in places if drafts.is_there[place, depth] and self._chains.goes_on(place)]
             if not places:
                 break
+            for place in places:
+                self._fed[place] = depth
             drafts.take(depth, places, self.scorer.expand(batch, _for_batch(plan, drafts, places)))
             self._rows = held
-        tree, self._kept = drafts.tree(limits)
+        tree, self._kept = drafts.tree()
         return tree
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict) -> list[int]:
         """By slot, how many of the accepted drafts stand in their rows of the draft's cache."""
+        if self._chains is not None:
+            self._chains.learn(verdict.num_accepted.tolist())
         if self._rows is None:
             return [0] * tree.batch
         rows = []
         for place, num in enumerate(verdict.num_accepted.tolist()):
             path = verdict.path[place, 1 : num + 1].tolist()
-            # Behind the deepest level that a slot took part in rows hold padding, but no accepted draft either.
-            rows.append(self._rows.num_kept(0, [self._kept[place][node] for node in path]))
+            num_held = self._rows.num_kept(0, [self._kept[place][node] for node in path])
+            rows.append(min(num_held, self._fed[place]))  # padding of levels without the slot stands after these
         return rows
 
 
@@ -131,7 +147,7 @@ class _Drafts:
     """The drafts of one step in the making; node numbers are the shape's."""
 
     def __init__(self, trees: StaticTrees, batch: Batch, roots: Ints, is_drawn: bool) -> None:
-        self.trees, self.batch, self.is_drawn = trees, batch, is_drawn
+        self.trees, self.batch = trees, batch
         self.warp: Mapping[str, NDArray[Any]] = batch.warp_feeds() if is_drawn else {}
         size = 1 + trees.shape.num_drafts
         self.tokens = np.zeros((len(roots), size), dtype=np.int64)
@@ -160,6 +176,20 @@ class _Drafts:
             laws = np.asarray(outputs[NODE_LAWS])
             for place in places:
                 self._draw(place, level, laws[place], draws[place])
+        if self.trees._chains is not None:
+            sure = np.asarray(outputs[GUESS_PROBS])[:, 0, 0].tolist()
+            for place in places:
+                if self.is_there[place, depth + 1]:
+                    share = self._share(place, depth + 1, int(tokens[place, 0, 0]))
+                    self.trees._chains.add(place, sure[place] * share)
+
+    def _share(self, place: int, node: int, best: int) -> float:
+        """The draft's probability of a drawn token over that of its likeliest, both at temperature 1."""
+        assert self.laws is not None
+        probs = self.laws[place, node]
+        prob, most = float(probs[self.tokens[place, node]]), float(probs[best])
+        # An engine that breaks ties in another way than the warp may name a likeliest token that the warp cut off.
+        return (prob / most) ** self.batch.slots[place].sampling.temperature if most > prob else 1.0
 
     def _draw(
         self, place: int, level: Sequence[tuple[int, list[int], list[int]]], laws: Floats, draws: Sequence[float]
@@ -185,15 +215,15 @@ class _Drafts:
             self.tokens[place, children[: len(tokens)]] = tokens if d2t is None else d2t[tokens]
             self.is_there[place, children[len(tokens) :]] = False
 
-    def tree(self, limits: Sequence[int]) -> tuple[TokenTree, list[list[int]]]:
+    def tree(self) -> tuple[TokenTree, list[list[int]]]:
         """What is scored, and for each slot the shape's node that each of its nodes is."""
         shape, batch = self.trees.shape, len(self.tokens)
+        if shape.is_chain:
+            return self._chain()
         if self.is_there.all():
             everything = list(range(1 + shape.num_drafts))
             kept = [everything] * batch
             parents, num_nodes = np.tile(shape.parents(), (batch, 1)), np.full(batch, len(everything), dtype=np.int64)
-            if shape.is_chain:
-                return TokenTree.chain(self.tokens, None, self.laws), kept
             return TokenTree(self.tokens, parents, num_nodes, self.laws), kept
         kept = [np.flatnonzero(row).tolist() for row in self.is_there]
         nodes = max(map(len, kept))
@@ -206,6 +236,12 @@ class _Drafts:
             if laws is not None and self.laws is not None:
                 laws[place, : len(chosen)] = self.laws[place, chosen]
         num_nodes = np.array([len(chosen) for chosen in kept], dtype=np.int64)
-        if shape.is_chain:
-            return TokenTree.chain(tokens, num_nodes, laws), kept
         return TokenTree(tokens, parents, num_nodes, laws), kept
+
+    def _chain(self) -> tuple[TokenTree, list[list[int]]]:
+        num_nodes = self.is_there.sum(axis=1)
+        nodes = int(num_nodes.max())
+        tokens = np.where(self.is_there, self.tokens, 0)[:, :nodes]
+        laws = None if self.laws is None else self.laws[:, :nodes]
+        is_full = int(num_nodes.min()) == nodes
+        return TokenTree.chain(tokens, None if is_full else num_nodes, laws), [list(range(n)) for n in num_nodes]

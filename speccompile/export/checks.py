@@ -20,16 +20,13 @@ _TODO = "The compiled graph is wrong: report it with the model's config.json."
 
 
 def check_decoder(engine: Engine, max_nodes: int) -> dict[str, Any]:
-    """The check of a decoder with one of our tails; see `check_target`, `check_candidates` and `check_draft`.
+    """The check of a decoder with one of our tails; see `check_target` and `check_candidates`.
 
     Args:
         engine: of the graph.
         max_nodes: most nodes that a step may score, at least 2.
     """
-    spec = engine.spec
-    if spec.tail == "verify":
-        return check_target(engine, max_nodes)
-    return check_candidates(engine) if spec.num_candidates else check_draft(engine)
+    return check_target(engine, max_nodes) if engine.spec.tail == "verify" else check_candidates(engine)
 
 
 def check_target(engine: Engine, max_nodes: int) -> dict[str, Any]:
@@ -62,25 +59,6 @@ def check_target(engine: Engine, max_nodes: int) -> dict[str, Any]:
         got = f"{num_equal} of {num_tokens - 1} of the target's own tokens accepted"
         raise BuildError(f"check {engine.spec.name}", got, f"{num_tokens - 1}, at least 1", _TODO)
     return {"num_tokens": num_tokens - 1, "num_equal": num_equal}
-
-
-def check_draft(engine: Engine) -> dict[str, Any]:
-    """Run one prompt.
-
-    Returns:
-        {"num_tokens": 1}; empty where its caches are too small to try anything.
-
-    Raises:
-        BuildError: a token outside the vocabulary, or a confidence that is no probability.
-    """
-    if not _has_room(engine):
-        return {}
-    step = engine.run(probe_inputs(engine.spec, num_nodes=_NUM_PROMPT))
-    _token(engine, step[specs.SAMPLED_TOKEN])
-    confidence = float(step[specs.CONFIDENCE][0])
-    if not 0.0 < confidence <= 1.0 + 1e-5:
-        raise BuildError(f"check {engine.spec.name}", f"confidence {confidence}", "a probability", _TODO)
-    return {"num_tokens": 1}
 
 
 def check_candidates(engine: Engine) -> dict[str, Any]:

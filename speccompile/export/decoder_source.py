@@ -19,7 +19,6 @@ from speccompile.core.specs import (
     ModelDims,
     decoder_spec,
     guessing_spec,
-    sampled_spec,
     verified_spec,
 )
 from speccompile.errors import RecipeError
@@ -81,7 +80,7 @@ class DecoderSource:
         return None
 
     def spec(self) -> GraphSpec:
-        """The target verifies; a draft samples one token, or has candidates after every node.
+        """The target verifies; a draft has candidates after every node.
 
         A draft speaks the target's vocabulary, however large its own is: see `passes.fit_vocab`.
         """
@@ -90,10 +89,9 @@ class DecoderSource:
         plain = replace(decoder_spec(self.job.name, dims, **self.outputs), max_rows=self.max_rows)
         if target is None:
             return verified_spec(plain, self.options.keep_logits)
-        if (candidates := self.options.candidates) is not None:
-            num = min(candidates.num_candidates, self.dims.vocab_size, target.vocab_size)
-            return guessing_spec(plain, num, candidates.gives_probs)
-        return sampled_spec(plain)
+        candidates = self.options.candidates
+        num = min(candidates.num_candidates, self.dims.vocab_size, target.vocab_size)
+        return guessing_spec(plain, num, candidates.gives_probs)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
         """See `speccompile.export.checks.check_decoder`."""

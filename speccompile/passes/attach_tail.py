@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put verification behind a target, sampling or guessing behind a draft, so that logits stay in the engine."""
+"""Put verification after a target and candidates after a draft, so that logits stay in the engine."""
 
 from __future__ import annotations
 
@@ -53,18 +53,6 @@ def attach_verify(model: ir.Model, spec: specs.GraphSpec) -> int:
     return 1
 
 
-def attach_sampler(model: ir.Model, spec: specs.GraphSpec) -> int:
-    """Add SampleToken; `spec` is the `sampled_spec` that the graph has afterwards."""
-    values = _add_inputs(model, spec)
-    edit = Editor(model)
-    model.opset_imports[OPS_DOMAIN] = 1
-    rest = [values[n] for n in (specs.UNIFORMS, specs.TEMPERATURE, specs.TOP_K, specs.TOP_P)]
-    logits = _output(model, specs.LOGITS)
-    outputs = edit.op("SampleToken", logits, *rest, domain=OPS_DOMAIN, num_outputs=3)
-    _set_io(model, spec, dict(zip((specs.SAMPLED_TOKEN, specs.CONFIDENCE, specs.SAMPLED_PROBS), outputs, strict=True)))
-    return 1
-
-
 def attach_guesses(model: ir.Model, spec: specs.GraphSpec) -> int:
     """Add TopTokens, and NodeLaws where `spec` gives probs; `spec` is the `guessing_spec` of the graph afterwards."""
     values = _add_inputs(model, spec)
@@ -97,4 +85,4 @@ def attach_tail(spec: specs.GraphSpec) -> Pass:
     return Pass(attach.__name__, rewrite)
 
 
-_TAILS = {"none": attach_nothing, "sample": attach_sampler, "candidates": attach_guesses, "verify": attach_verify}
+_TAILS = {"none": attach_nothing, "candidates": attach_guesses, "verify": attach_verify}

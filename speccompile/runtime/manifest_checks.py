@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Union
 
 from speccompile.core.json_reader import finite_number, shown, whole_number
+from speccompile.core.older_specs import SAMPLE_TAIL
 from speccompile.core.specs import Probe
 from speccompile.errors import BundleError
 
@@ -85,7 +86,7 @@ _SPEC = _closed(
     may_borrowed=_list_of(_closed(name=_TEXT, cache=_TEXT, may_lender=_TEXT)),
     may_rows_written_ahead=_whole(0, 1024), may_reads_prompts=_FLAG, may_scores=_one_of("one", "nodes"),
     may_num_candidates=_whole(0), may_num_drafts=_whole(0), may_gives_probs=_FLAG,
-    may_tail=_one_of("none", "verify", "sample", "candidates"),
+    may_tail=_one_of("none", "verify", "candidates", SAMPLE_TAIL),
 )  # fmt: skip
 _STEPS = Rule("milliseconds by number of nodes", lambda v: isinstance(v, dict) and all(map(_is_count, v)), items=_TIME)
 _TUNING = _object(may_threads=_whole(0, 1024), may_step_ms=_STEPS)

@@ -21,7 +21,6 @@ from speccompile.core.specs import (
     ModelDims,
     decoder_spec,
     guessing_spec,
-    sampled_spec,
     verified_spec,
 )
 from speccompile.passes.attach_tail import attach_tail
@@ -60,7 +59,7 @@ def with_vocab(model: ir.Model, vocab: int, noise: float) -> ir.Model:
 
 def draft_spec(dims: ModelDims, vocab: int, form: str) -> GraphSpec:
     plain = decoder_spec("draft", replace(dims, vocab_size=vocab))
-    tails = {"tree": guessing_spec(plain, 2, laws=True), "chain": sampled_spec(plain)}
+    tails = {"tree": guessing_spec(plain, 2, laws=True), "chain": guessing_spec(plain, 1, laws=True)}
     return tails.get(form, plain)
 
 
@@ -162,7 +161,7 @@ def test_equal_vocabularies_are_left_alone(neutral: tuple[ir.Model, ModelDims]) 
     work = model.clone()
     assert fit_vocab(work, decoder_spec("draft", dims)) == 0
     assert len(work.graph) == len(model.graph)
-    assert attach_tail(sampled_spec(decoder_spec("draft", dims))).run(work) == 1
+    assert attach_tail(guessing_spec(decoder_spec("draft", dims), 1, laws=True)).run(work) == 1
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)

@@ -42,9 +42,12 @@ class CountingEngine:
         matches = tokens[:, 1:] == following[:, :-1]
         accepted = np.cumprod(matches, axis=1).sum(axis=1)
         after = following[np.arange(len(tokens)), accepted]
-        confidence = np.full(len(tokens), 0.5, np.float32)
-        values = {specs.NUM_ACCEPTED: accepted, specs.NEXT_TOKEN: after}
-        return {**values, specs.SAMPLED_TOKEN: after, specs.CONFIDENCE: confidence}
+        candidates = {
+            specs.GUESSES: following[:, :, None],
+            specs.GUESS_PROBS: np.full((*following.shape, 1), 0.5, np.float32),
+            specs.NODE_LAWS: np.eye(VOCAB, dtype=np.float32)[following],
+        }
+        return {specs.NUM_ACCEPTED: accepted, specs.NEXT_TOKEN: after, **candidates}
 
 
 class FakeBackend(Backend):

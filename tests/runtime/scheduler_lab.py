@@ -35,7 +35,7 @@ def make_tree_engine(slots=3, max_seq=64, chunk=7):
     """Trees of a draft that keeps a cache."""
     context = MethodContext(slots, max_seq, 8)
     target = TimedEngine(MockEngine(TARGET, "target", slots, max_seq, headroom=9))
-    draft = TimedEngine(MockEngine(TARGET.blurred(22, 0.7), "guesser", slots, max_seq, headroom=9))
+    draft = TimedEngine(MockEngine(TARGET.blurred(22, 0.7), "draft", slots, max_seq, headroom=9))
     config = DraftConfig("d", tree={"widths": [2, 1]})
     proposer = DraftModelMethod().make_proposer(config, {"draft": draft}, context)
     return SpecEngine(target, {"draft": draft}, proposer, Letters(), context, chunk=chunk)

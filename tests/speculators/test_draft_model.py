@@ -1,99 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Chains of a small model over mock engines: how long they get, what the draft reads, and whose text results."""
+
 from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy.stats import chisquare
+from speccompile.drafting.growth import Candidates
 
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
+from speccompile.core.specs import GUESS_PROBS, GUESSES, NODE_LAWS, GraphSpec
+from speccompile.core.tree import TokenTree
+from speccompile.drafting.drawn_length import DrawnRecord
+from speccompile.drafting.state import DraftState
 from speccompile.errors import RecipeError
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import Config
 from speccompile.speculators.draft_model.method import DraftModelMethod
-from speccompile.speculators.draft_model.policy import LengthPolicy, Plan, Round
 from tests.mock_lm import VOCAB, MockEngine, MockLM
+from tests.speculators.law_check import LEAST, decode_many, law_p_value
 
 TARGET = MockLM(seed=11, sharpness=1.2)
 DRAFT = TARGET.blurred(seed=12, blur=0.7)
 CHEAP = {"target": StepCosts(((1, 10.0), (16, 11.0))), "draft": StepCosts(((1, 0.1),))}
 DEAR = {"target": StepCosts(((1, 1.0), (16, 30.0))), "draft": StepCosts(((1, 2.0),))}
+HEAT = (0.9, 4, 1.0)
 
 
 def make_proposer(costs=None, slots=2, **config):
     context = MethodContext(slots, 96, 8, costs or {})
-    engine = MockEngine(DRAFT, "draft", slots, 96)
+    engine = MockEngine(DRAFT, "draft", slots, 96, num_guesses=1)
     return DraftModelMethod().make_proposer(Config("draft", **config), {"draft": engine}, context)
 
 
-def policy(costs=None, odds=1.0, **config):
-    costs = costs or {}
-    return LengthPolicy(Config("draft", confidence_odds=odds, **config), costs.get("target"), costs.get("draft"), 8)
+class Certain:
+    """A draft whose one candidate at each depth has a given confidence, and is the one that is drawn.
+
+    Args:
+        confidences: [slots][depth].
+    """
+
+    spec = GraphSpec("draft", (), (), (), VOCAB, num_candidates=1, gives_probs=True)
+
+    def __init__(self, confidences):
+        self.confidences = confidences
+
+    def room(self, place, slot):
+        return 99
+
+    def begin(self, batch, places, warp):
+        return self._after(0)
+
+    def expand(self, batch, level):
+        return self._after(level.depth)
+
+    def _after(self, depth):
+        num = len(self.confidences)
+        laws = np.tile(np.eye(1, VOCAB, dtype=np.float32), (num, 1, 1))
+        sure = np.array([row[depth] for row in self.confidences]).reshape(num, 1, 1)
+        return {GUESSES: np.zeros((num, 1, 1), dtype=np.int64), GUESS_PROBS: sure, NODE_LAWS: laws}
 
 
-def draft_lengths(rule, confidences, may_drop=True):
-    """How many drafts of these confidences [slots][depth] slots that decide together would score."""
-    plans = [Plan(rule) for _ in confidences]
-    group, lengths, num = Round(rule, plans, range(len(plans)), may_drop), [0] * len(plans), 0
-    going = group.going(list(range(len(plans))), 0)
-    while going:
-        kept = group.keep(going, [row[num] for row in confidences], num)
-        num += 1
-        for place in kept:
-            lengths[place] = num
-        going = group.going(kept, num)
-    return lengths
+def draft_lengths(confidences, costs=None, drawn=False, planned=False, odds=1.0, **config):
+    """How many drafts of these confidences [slots][depth] are scored."""
+    context, scorer = MethodContext(len(confidences), 96, 8, costs or {}), Certain(confidences)
+    drafts = Config("draft", confidence_odds=odds, **config).make_drafts(scorer, scorer, "draft", context)
+    params, lessons = SamplingParams(temperature=0.8 * drawn), drafts[0].lessons
+    slots = [
+        SimpleNamespace(tokens=[1], sampling=params, max_drafts=9, draft_state=DraftState(lessons()))
+        for _ in confidences
+    ]
+    batch = SimpleNamespace(slots=slots, may_draw=drawn, is_planned=planned, warp_feeds=dict)
+    batch.sibling_uniforms = lambda depth, num: np.zeros((len(slots), num), dtype=np.float32)
+    return (drafts[drawn].propose(batch).num_nodes - 1).tolist()
 
 
-def draft_length(rule, confidences, may_drop=True):
-    return draft_lengths(rule, [confidences], may_drop)[0]
+def draft_length(confidences, *args, **fields):
+    return draft_lengths([confidences], *args, **fields)[0]
 
 
-def test_a_fixed_length_does_not_look_at_confidence():
-    assert draft_length(policy(num_draft_tokens=5), [0.01] * 9) == 5
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_fixed_length_does_not_look_at_confidence_or_time(drawn):
+    assert draft_length([0.01] * 9, num_draft_tokens=5, drawn=drawn) == 5
+    assert draft_length([0.01] * 9, DEAR, num_draft_tokens=5, drawn=drawn) == 5
 
 
-def test_min_confidence_drops_the_token_that_falls_below_it():
-    rule = policy(num_draft_tokens=5, min_confidence=0.5)
-    assert draft_length(rule, [0.9, 0.8, 0.6, 0.9, 0.9]) == 2  # 0.9 * 0.8 * 0.6 < 0.5
-    assert draft_length(rule, [0.9, 0.8, 0.6, 0.9, 0.9], may_drop=False) == 3
+def test_min_confidence_leaves_out_the_token_that_falls_below_it_unless_it_was_drawn():
+    sure, fields = [0.9, 0.8, 0.6, 0.9, 0.9], {"num_draft_tokens": 5, "min_confidence": 0.5}
+    assert draft_length(sure, **fields) == 2  # 0.9 * 0.8 * 0.6 < 0.5
+    assert draft_length(sure, **fields, drawn=True) == 3
+    for drawn in (False, True):
+        assert draft_length(sure, **fields, drawn=drawn, planned=True) == 5  # whoever plans a length gets it
+        assert draft_length([0.9] * 9, DEAR, min_confidence=0.5, drawn=drawn) >= 6  # time is not looked at
 
 
-def test_auto_follows_the_costs():
+@pytest.mark.parametrize("drawn", [False, True])
+def test_auto_follows_the_costs(drawn):
     sure, unsure = [0.95] * 9, [0.5] * 9
-    assert draft_length(policy(CHEAP), sure) == 8
-    assert draft_length(policy(DEAR), sure) == 0
-    assert draft_length(policy(DEAR), unsure) <= draft_length(policy(CHEAP), unsure) < draft_length(policy(CHEAP), sure)
-    assert 0 < draft_length(policy(), unsure) < 8  # nothing measured: a fixed line
+    assert draft_length(sure, CHEAP, drawn=drawn) == 8
+    assert draft_length(sure, CHEAP, drawn=drawn, max_draft_tokens=3) == 3
+    assert draft_length(sure, DEAR, drawn=drawn) == 0
+    cheap = draft_length(unsure, CHEAP, drawn=drawn)
+    assert draft_length(unsure, DEAR, drawn=drawn) <= cheap < draft_length(sure, CHEAP, drawn=drawn)
 
 
-def test_odds_correct_a_modest_draft_and_verdicts_go_on_from_there():
+@pytest.mark.parametrize("drawn", [False, True])
+def test_odds_correct_a_modest_draft(drawn):
     modest = [0.5] * 9
-    assert draft_length(policy(), modest) < draft_length(policy(odds=5.0), modest)
-    plan = Plan(policy())
+    assert draft_length(modest, CHEAP, drawn=drawn) < draft_length(modest, CHEAP, odds=5.0, drawn=drawn)
+
+
+def test_a_record_of_drawn_drafts_follows_the_verdicts():
+    record = DrawnRecord(0.0)
+
+    def learn(num_drafts, num_accepted):
+        chain = Candidates.from_root(0)
+        for node in range(num_drafts):
+            chain.add(node, [0], record.calibration.probs([0.5]))
+        record.learn(chain, num_accepted)
+
     for _ in range(40):  # always right: the odds rise; always wrong: they fall again
-        plan.begin()
-        for _ in range(4):
-            plan.add(plan.prob(0.5))
-        plan.learn(4, 4)
-    assert plan.log_odds > 1.5 and plan.rate > 0.9
+        learn(4, 4)
+    assert record.calibration.log_odds[0] > 1.5 and record.rate > 0.9
     for _ in range(200):
-        plan.begin()
-        plan.add(plan.prob(0.5))
-        plan.learn(1, 0)
-    assert plan.log_odds < -1.5 and plan.rate < 0.1
+        learn(1, 0)
+    assert record.calibration.log_odds[0] < -1.5 and record.rate < 0.1
+    for _ in range(200):  # what is not drafted is tried again
+        learn(0, 0)
+    assert record.rate > 0.7
 
 
-def test_slots_that_decide_together_weigh_the_whole_batch():
-    rule = policy({"target": StepCosts(((1, 10.0), (10, 11.0), (64, 200.0))), "draft": StepCosts(((1, 0.1),))})
+def test_slots_that_decide_together_weigh_the_whole_batch_and_those_that_draw_do_not():
+    costs = {"target": StepCosts(((1, 10.0), (10, 11.0), (64, 200.0))), "draft": StepCosts(((1, 0.1),))}
     sure, unsure = [0.95] * 9, [0.03] * 9
-    assert draft_lengths(rule, [sure]) == [8]
-    lengths = draft_lengths(rule, [sure, unsure, unsure, unsure])
+    assert draft_lengths([sure], costs) == [8]
+    lengths = draft_lengths([sure, unsure, unsure, unsure], costs)
     assert max(lengths) < 8  # one good draft does not pay for the padding of three others
-    assert draft_lengths(rule, [unsure] * 4) == [0] * 4
+    assert draft_lengths([unsure] * 4, costs) == [0] * 4
+    drawn = draft_lengths([sure, unsure, unsure, unsure], costs, drawn=True)
+    assert drawn == [8, 2, 2, 2] == [draft_length(row, costs, drawn=True) for row in (sure, unsure, unsure, unsure)]
 
 
 def test_costs_are_interpolated_and_extended():
@@ -105,13 +154,17 @@ def test_costs_are_interpolated_and_extended():
     assert StepCosts(((1, 0.2),)).ms(9) == 0.2
 
 
+def verdict(num_accepted):
+    return SimpleNamespace(num_accepted=np.array([num_accepted]), path=np.arange(num_accepted + 1)[None])
+
+
 def test_a_draft_far_behind_catches_up_and_then_reads_little():
     proposer = make_proposer(num_draft_tokens=3)
     slot = SimpleNamespace(tokens=[int(t) for t in np.arange(40) % VOCAB], sampling=SamplingParams(), max_drafts=9)
     proposer.start(0, slot)
     batch = SimpleNamespace(slots=[slot], may_draw=False, is_planned=False, warp_feeds=dict)
     tree = proposer.propose(batch)
-    widths = [seen["tokens"][1] for seen in proposer.engine.feeds_seen]
+    widths = [seen["tokens"][1] for seen in proposer.rows.engine.feeds_seen]
     assert widths == [39, 1, 1, 1]
     assert tree.tokens[0].tolist() == [slot.tokens[-1], *DRAFT.greedy(slot.tokens, 3)]
     assert tree.draft_probs is None
@@ -124,13 +177,12 @@ def test_after_a_whole_path_two_tokens_are_read_after_a_refusal_one():
     proposer.start(0, slot)
     for num_accepted, widths in ((3, [2, 1, 1]), (1, [1, 1, 1]), (0, [1, 1, 1])):
         tree = proposer.propose(batch)
-        verdict = SimpleNamespace(num_accepted=np.array([num_accepted]))
-        proposer.commit(batch, tree, verdict, {})
+        proposer.commit(batch, tree, verdict(num_accepted), {})
         slot.tokens += [*tree.tokens[0, 1 : num_accepted + 1].tolist(), 7]
-        proposer.engine.feeds_seen.clear()
+        proposer.rows.engine.feeds_seen.clear()
         proposer.propose(batch)
-        assert [seen["tokens"][1] for seen in proposer.engine.feeds_seen] == widths
-        proposer.commit(batch, tree, SimpleNamespace(num_accepted=np.array([0])), {})
+        assert [seen["tokens"][1] for seen in proposer.rows.engine.feeds_seen] == widths
+        proposer.commit(batch, tree, verdict(0), {})
 
 
 def test_rows_of_refused_drafts_are_read_again_even_after_steps_without_drafts():
@@ -139,7 +191,7 @@ def test_rows_of_refused_drafts_are_read_again_even_after_steps_without_drafts()
     batch = SimpleNamespace(slots=[slot], may_draw=False, is_planned=False, warp_feeds=dict)
     proposer.start(0, slot)
     tree = proposer.propose(batch)
-    proposer.commit(batch, tree, SimpleNamespace(num_accepted=np.array([0])), {})
+    proposer.commit(batch, tree, verdict(0), {})
     slot.tokens += [9, 8, 7, 6]  # longer than the refused path: its rows look as if they were the slot's own
     tree = proposer.propose(batch)
     assert tree.tokens[0].tolist() == [6, *DRAFT.greedy(slot.tokens, 3)]
@@ -157,10 +209,11 @@ def test_sampled_drafts_carry_the_warped_law_they_were_drawn_from():
     tree = proposer.propose(slots)
     tree.validate(VOCAB)
     law = warp(DRAFT.logits(np.array([4, 5]))[None, None], [0.8], [5], [1.0])[0, 0]
-    np.testing.assert_array_equal(tree.draft_probs[0, 1], law)
+    np.testing.assert_allclose(tree.draft_probs[0, 1], law, rtol=1e-6)
     assert np.count_nonzero(tree.draft_probs[0, 2]) == 5
     assert tree.draft_probs[1, 1, tree.tokens[1, 1]] == 1  # a greedy slot: one-hot
-    assert make_proposer(num_draft_tokens=2, drafts="greedy").may_sample is False
+    greedy = make_proposer(num_draft_tokens=2, drafts="greedy")
+    assert greedy.drawn is greedy.likeliest
 
 
 def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
@@ -210,6 +263,42 @@ def test_three_sampled_tokens_follow_the_targets_law(config):
     got = [*(counts[path] for path in common), num - sum(counts[path] for path in common)]
     assert chisquare(got, [*(expected[path] for path in common), rest], sum_check=False).pvalue > 1e-4
     assert sum(slot.stats.num_draft_tokens for slot in waiting) > num
+
+
+class Dropping:
+    """A proposer whose drawn drafts are left out from the first unlikely one on: an adaptive length done wrong."""
+
+    catches_up = True
+
+    def __init__(self, proposer):
+        self.proposer, self.caches, self.num_dropped = proposer, proposer.caches, 0
+
+    def __getattr__(self, name):
+        return getattr(self.proposer, name)
+
+    def propose(self, batch):
+        tree = self.proposer.propose(batch)
+        if tree.draft_probs is None:
+            return tree
+        num_nodes = tree.num_nodes.copy()
+        for place, num in enumerate(num_nodes.tolist()):
+            sure = [tree.draft_probs[place, node, tree.tokens[place, node]] for node in range(1, num)]
+            num_nodes[place] = 1 + next((i for i, prob in enumerate(sure) if prob < 0.5), num - 1)
+        self.num_dropped += int((tree.num_nodes - num_nodes).sum())
+        return TokenTree.chain(tree.tokens, num_nodes, tree.draft_probs)
+
+
+@pytest.mark.distribution
+@pytest.mark.parametrize("costs", [CHEAP, {**CHEAP, "draft": StepCosts(((1, 1.0),))}])
+def test_an_adaptive_stop_keeps_the_targets_distribution_and_dropping_drawn_tokens_does_not(costs):
+    engine = MockEngine(TARGET, "target", 20, 96, headroom=9)
+    done = decode_many(engine, make_proposer(costs, 20), HEAT, 1500, 96, 7)
+    assert law_p_value(done, TARGET, HEAT) > LEAST
+    first = Counter(next(iter(slot.stats.outcomes))[0] for slot in done)
+    assert sum(count > 100 for count in first.values()) > 1  # it does adapt
+    wrong = Dropping(make_proposer(costs, 20))
+    assert law_p_value(decode_many(engine, wrong, HEAT, 1500, 96), TARGET, HEAT) < LEAST
+    assert wrong.num_dropped > 1000
 
 
 @pytest.mark.parametrize(

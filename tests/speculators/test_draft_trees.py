@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees of a small model over mock engines: the target's text and law, the draft's cache, and what is refused."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from speccompile.core.jobs import CandidateOptions, DecoderOptions, MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
+from speccompile.core.specs import GraphSpec, TensorSpec, spec_from_json
 from speccompile.drafting import static_tree as static_trees
 from speccompile.drafting.siblings import draw_siblings
 from speccompile.errors import RecipeError
@@ -29,7 +31,7 @@ TREES = ("auto", {"widths": [2, 2, 1]}, [[0], [2], [0, 1], [0, 1, 0], [0, 1, 0, 
 
 def make_proposer(tree, slots=1, costs=None, rows=ROWS, **fields):
     context = MethodContext(slots, ROWS, NODES, costs or {}, {"draft": rows})
-    engine = MockEngine(DRAFT, "guesser", slots, rows, headroom=NODES + 1)
+    engine = MockEngine(DRAFT, "draft", slots, rows, headroom=NODES + 1)
     return DraftModelMethod().make_proposer(Config("d", tree=tree, num_guesses=4, **fields), {"draft": engine}, context)
 
 
@@ -100,14 +102,14 @@ def test_the_draft_reads_little_again(tree):
     """Behind an accepted path at most its length is read at once, and levels feed no more than the tree has."""
     proposer = make_proposer(tree)
     run(proposer, 1, [SamplingParams(max_new_tokens=36)] * len(PROMPTS))
-    widths = [seen["tokens"][1] for seen in proposer.cache.engine.feeds_seen]
+    widths = [seen["tokens"][1] for seen in proposer.rows.engine.feeds_seen]
     assert max(widths[1:]) <= 60 and np.mean(widths) < 6
     chain = make_proposer({"widths": [1, 1, 1, 1]})
     slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
     batch = SimpleNamespace(slots=[slot], may_draw=False, is_planned=False, warp_feeds=dict)
     chain.start(0, slot)
     chain.propose(batch)
-    assert [seen["tokens"][1] for seen in chain.cache.engine.feeds_seen] == [3, 1, 1, 1]
+    assert [seen["tokens"][1] for seen in chain.rows.engine.feeds_seen] == [3, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("num_accepted", "reads"), [(3, 2), (2, 1), (0, 1)])
@@ -120,9 +122,9 @@ def test_rows_of_accepted_drafts_are_kept(num_accepted, reads):
     path = np.array([[*range(num_accepted + 1), *[-1] * (3 - num_accepted)]])
     proposer.commit(batch, tree, SimpleNamespace(num_accepted=np.array([num_accepted]), path=path), {})
     slot.tokens += [*tree.tokens[0, 1 : num_accepted + 1].tolist(), 7]
-    proposer.cache.engine.feeds_seen.clear()
+    proposer.rows.engine.feeds_seen.clear()
     proposer.propose(batch)
-    assert proposer.cache.engine.feeds_seen[0]["tokens"][1] == reads
+    assert proposer.rows.engine.feeds_seen[0]["tokens"][1] == reads
 
 
 @pytest.mark.distribution
@@ -228,22 +230,49 @@ def test_every_drawn_node_has_a_distribution_that_can_give_it_and_none_of_its_el
 
 
 def test_trees_that_the_draft_cannot_make_are_refused():
-    with pytest.raises(RecipeError, match=r"speculator\.drafts: got 'sampled'; expected greedy or auto with"):
+    with pytest.raises(RecipeError, match=r"speculator\.drafts: got sampled with tree: auto; expected auto or greedy"):
         Config("d", tree="auto", drafts="sampled")
-    with pytest.raises(RecipeError, match="got a draft built as 4 guesses a node; expected 5 guesses a node"):
+    with pytest.raises(RecipeError, match="got a draft built for 4 guesses a node; expected 5 guesses a node"):
         make_proposer({"widths": [5]})
     with pytest.raises(RecipeError, match=r"got 12 draft tokens; expected at most engine\.max_draft_nodes = 10"):
         make_proposer({"widths": [3, 3]})
-    with pytest.raises(RecipeError, match="got a draft built as 4 guesses a node; expected an engine for chains"):
-        make_proposer("chain")
-    chains = MockEngine(DRAFT, "draft", 1, ROWS, headroom=NODES + 1)
-    with pytest.raises(RecipeError, match="got a draft built as an engine for chains; expected 8 guesses a node"):
+    chains = MockEngine(DRAFT, "draft", 1, ROWS, headroom=NODES + 1, num_guesses=1)
+    with pytest.raises(RecipeError, match="got a draft built for 1 guesses a node; expected 8 guesses a node"):
         DraftModelMethod().make_proposer(Config("d", tree="auto"), {"draft": chains}, MethodContext(1, ROWS, NODES))
+
+
+def test_a_draft_for_trees_drafts_chains_too():
+    done = run(make_proposer("chain", 2, num_draft_tokens=3), 2, [SamplingParams(max_new_tokens=36)] * len(PROMPTS))
+    for slot, prompt in zip(done, PROMPTS, strict=True):
+        assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, 36)
+        assert {depth for depth, _ in slot.stats.outcomes} <= {0, 1, 2, 3}
+    assert done[0].stats.num_draft_tokens > 0
+
+
+def test_a_draft_of_an_earlier_version_is_refused():
+    engine = MockEngine(DRAFT, "draft", 1, ROWS, headroom=NODES + 1)
+    outputs = tuple(
+        TensorSpec(name, dims, dtype)
+        for name, dims, dtype in (
+            ("sampled_token", ("batch",), "int64"),
+            ("confidence", ("batch",), "float32"),
+            ("sampled_probs", ("batch", "draft_vocab"), "float32"),
+        )
+    )
+    written = {**GraphSpec("draft", (), outputs, (), VOCAB, scores="one").json_from_spec(), "tail": "sample"}
+    engine.spec = spec_from_json(json.loads(json.dumps(written)))
+    assert engine.spec.tail == "none"
+    expected = (
+        r"speculator\.method: got a draft of an earlier version, which gives sampled_token, confidence, sampled_probs; "
+        r"expected candidates after each node\. Build the bundle again\."
+    )
+    with pytest.raises(RecipeError, match=expected):
+        DraftModelMethod().make_proposer(Config("d"), {"draft": engine}, MethodContext(1, ROWS, NODES))
 
 
 def test_the_draft_is_built_for_what_the_tree_needs():
     jobs = {
-        "chain": None,
+        "chain": CandidateOptions(1, gives_probs=True),
         "auto": CandidateOptions(8, gives_probs=False),
         ((0,), (1,)): CandidateOptions(2, gives_probs=True),
     }

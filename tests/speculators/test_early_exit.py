@@ -115,7 +115,7 @@ class SharingDraft(MockEngine):
 
 def lab(**config):
     def make(target, draft, slots):
-        engine = SharingDraft(draft, "guesser", slots, MAX_SEQ, headroom=9)
+        engine = SharingDraft(draft, "draft", slots, MAX_SEQ, headroom=9)
         engine.cache = target.cache
         lengths = np.zeros(slots, dtype=np.int64)
         read = target.run

@@ -164,7 +164,7 @@ def lab(**config):
     """A mock target and drafter behind the method."""
 
     def make(target, draft, slots):
-        engine = WatchedDraft(draft, "guesser", slots, MAX_SEQ, headroom=9)
+        engine = WatchedDraft(draft, "draft", slots, MAX_SEQ, headroom=9)
         engine.target = target
         sizes = MethodContext(slots, MAX_SEQ, 8, config.pop("costs", {}))
         return GlideMethod().make_proposer(Config("glide", **config), {DRAFT: engine}, sizes)

@@ -78,8 +78,9 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
         "kv": (1, rows),
     }
     scores_one = spec.scores == "one"
-    # A draft reads one token at a time once it has caught up; a target scores whole drafts.
-    nodes_best = 1 if scores_one and not is_prefill else needed["nodes"][1]
+    # A draft of chains reads one token at a time once it has caught up; a target scores whole drafts.
+    steps_by_one = scores_one or spec.num_candidates == 1
+    nodes_best = 1 if steps_by_one and not is_prefill else needed["nodes"][1]
     best = {"batch": num_slots, "nodes": nodes_best, "kv": max(rows // 2, 1)}
     config = config_from_options(options)
     profile = {"prefill": config.prefill, "decode": config.decode}.get(name, ProfileConfig())
@@ -96,7 +97,7 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
             **sizes,
             # What a draft is told: the target's features of a step, or its own and one more.
             STATES: (1, sizes["nodes"][1], max(sizes["nodes"][2], nodes + 1)),
-            "scored": (1, 1 if is_prefill else scored, scored),
+            "scored": (1, 1 if is_prefill or steps_by_one else scored, scored),
             "draft_vocab": (1, 1, max(spec.law_width, 1)),
         },
     )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.core.jobs import PREFILL_CHUNK
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
 from speccompile.core.specs import TARGET_LENGTHS, GraphSpec
 from speccompile.core.tree import Ints
@@ -80,15 +81,22 @@ class GlideRows(DraftCache):
         self.reader = TargetReader(engine)
         super().__init__(self.reader, max_seq_len, max_nodes)
 
+    catches_up = False
+
     def start(self, slot: int) -> None:
         """Empty caches."""
         super().start(slot)
         self.reader.target_lengths[slot] = 0
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """The target's rows are there."""
+        """What the cache lacks of the rows it reads at once, if one chunk is enough; otherwise all read on from it."""
         self.reader.target_lengths[slot] = num_rows
-        return super().resume(slot, sequence, num_rows)
+        start = self.lengths[slot] = min(self.lengths[slot], num_rows)
+        end = min(num_rows, self.max_seq_len)
+        if end - start > PREFILL_CHUNK:
+            return start
+        self._read(slot, np.array(sequence.tokens[start:end], dtype=np.int64))
+        return num_rows
 
     def prefill(self, slot: int, tokens: Ints, start: int) -> None:
         """Read the chunk as well; the target has just read it."""

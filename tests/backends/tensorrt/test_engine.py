@@ -14,7 +14,7 @@ from speccompile.backends.tensorrt.engine import load_engine
 from speccompile.backends.tensorrt.loading import Plan
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs
-from speccompile.core.specs import sampled_spec
+from speccompile.core.specs import guessing_spec
 from speccompile.errors import BundleError, RuntimeFault
 from tests.backends.tensorrt.trt_lab import Lab, profiles_of
 
@@ -308,8 +308,8 @@ def test_a_plan_that_is_not_that_of_the_spec_is_refused(lab, target):
         plan = lab.plan(graph, right, profiles_of(64), told=told.json_from_spec(), **more)
         return load_engine(plan, right, max_slots=1, max_rows=64, settings={})
 
-    with pytest.raises(BundleError, match=r"tensors \['confidence', 'logits', 'sampled_probs', 'sampled_token'\]"):
-        load(sampled_spec(right))
+    with pytest.raises(BundleError, match=r"tensors \['guess_probs', 'guesses', 'logits', 'node_laws'\]"):
+        load(guessing_spec(right, 1, laws=True))
     with pytest.raises(BundleError, match=r"k_cache\.0\): got float16\[-1, 2, 64, 16\]; expected float32"):
         load(tensorrt_spec(spec, "float16", 64))
     with pytest.raises(BundleError, match=r"k_cache\.0\): got float32\[-1, 2, 72, 16\]; expected float32"):

@@ -9,7 +9,7 @@ from speccompile.backends.writing import lower_and_save
 from speccompile.core import specs
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
-from speccompile.core.specs import decoder_spec, rollback_spec, sampled_spec, verified_spec
+from speccompile.core.specs import decoder_spec, guessing_spec, rollback_spec, verified_spec
 from speccompile.core.tree import TokenTree
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.pipelines import tensorrt_table
@@ -140,7 +140,7 @@ def lowered(neutral, tmp_path_factory):
     made = {}
     for role in ("target", "draft"):
         decoder = decoder_spec(role, dims)
-        spec = sampled_spec(decoder) if role == "draft" else verified_spec(decoder, keep_logits=True)
+        spec = guessing_spec(decoder, 1, laws=True) if role == "draft" else verified_spec(decoder, keep_logits=True)
         table = tensorrt_table(tensorrt_spec(spec, "float32", ROWS + SPARE), "none", dtype="float32")
         lower_and_save(model, table, folder / f"{role}.onnx", dialect="tensorrt", max_nodes=SPARE)
         made[role] = (folder / f"{role}.onnx", spec, folder / "rollback.onnx")
@@ -159,5 +159,5 @@ def test_graphs_lowered_for_tensorrt_give_onnxruntimes_tokens(monkeypatch, tmp_p
         assert [r.tokens for r in results] == wanted["greedy"]
     target, rows = lab.load(lowered["target"], rows=ROWS + SPARE), np.array([PROMPTS[1]])
     laws = lab.load(lowered["draft"], rows=ROWS + SPARE).run({specs.TOKENS: rows, specs.LENGTHS: np.zeros(1, np.int64)})
-    assert laws[specs.SAMPLED_PROBS].shape == (1, 97)
+    assert laws[specs.NODE_LAWS].shape == (*rows.shape, 97)
     assert target.run({specs.TOKENS: rows, specs.LENGTHS: np.zeros(1, np.int64)})[specs.PATH].shape == rows.shape

@@ -12,8 +12,8 @@ from speccompile.core.specs import (
     ModelDims,
     TensorSpec,
     decoder_spec,
+    guessing_spec,
     rollback_spec,
-    sampled_spec,
     verified_spec,
 )
 from speccompile.errors import BuildError
@@ -49,11 +49,13 @@ def test_shapes_have_static_dims_and_leave_static_inputs_out():
     assert make_profiles(static, options())[0].shapes(static) == {}
 
 
-def test_a_draft_scores_one_node():
-    spec = tensorrt_spec(sampled_spec(decoder_spec("draft", DIMS)), "float16", ROWS)
+def test_a_draft_of_chains_is_fastest_at_one_node():
+    spec = tensorrt_spec(guessing_spec(decoder_spec("draft", DIMS), 1, laws=True), "float16", ROWS)
     profiles = make_profiles(spec, options())
-    assert [p.sizes["scored"] for p in profiles] == [(1, 1, 1), (1, 1, 1)]
-    assert profiles[1].sizes["nodes"] == (1, 1, 17)  # fastest for one token a step
+    assert [p.sizes["scored"] for p in profiles] == [(1, 1, 17), (1, 1, 17)]
+    assert profiles[1].sizes["nodes"] == (1, 1, 17)
+    spec = tensorrt_spec(guessing_spec(decoder_spec("draft", DIMS), 4, laws=True), "float16", ROWS)
+    assert make_profiles(spec, options())[1].sizes["nodes"] == (1, 17, 17)  # levels of trees
 
 
 def test_a_graph_without_tokens_has_one_profile():

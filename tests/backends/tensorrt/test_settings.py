@@ -13,7 +13,7 @@ from speccompile.backends.tensorrt.network import load_timing_cache, save_timing
 from speccompile.backends.tensorrt.settings import memory_limit, settings_from_options, timing_cache_file
 from speccompile.core import registry
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, sampled_spec, verified_spec
+from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, guessing_spec, verified_spec
 from speccompile.errors import BuildError
 
 SPEC = GraphSpec("g", (), ())
@@ -80,7 +80,7 @@ def test_more_than_the_plugin_holds_is_refused_before_anything_is_built(monkeypa
     with pytest.raises(BuildError, match=f"{where}; expected {expected}.*engine.plugins: none"):
         check(verified_spec(decoder))
     check(verified_spec(decoder), plugins="none")
-    check(sampled_spec(decoder))
+    check(guessing_spec(decoder, 1, laws=True))
     if vocab == 97:
         check(verified_spec(decoder), max_nodes=256)
 
