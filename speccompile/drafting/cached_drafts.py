@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods share whose draft is a decoder on caches that guesses behind nodes: recipe words and the proposer."""
+"""What methods share whose draft is a decoder on caches: recipe words, and the drafts that they ask for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
-from speccompile.core.acceptance import Verdict
-from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import MethodContext, StepCosts
-from speccompile.core.protocols import Batch, Engine, Outputs, Slot, StepTimes
-from speccompile.core.tree import Ints, TokenTree
+from speccompile.core.protocols import Engine
 from speccompile.core.tree_shape import TreeShape
-from speccompile.drafting.acceptance import AcceptanceEstimate
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.drawn_length import DrawnLength
 from speccompile.drafting.dynamic_tree import TreeGrower
 from speccompile.drafting.expansion import Scorer
-from speccompile.drafting.state import DraftState
+from speccompile.drafting.proposer import Drafts
 from speccompile.drafting.static_tree import StaticTrees
 from speccompile.drafting.tree_config import TreeFields
 from speccompile.errors import RecipeError
@@ -87,10 +82,6 @@ class CachedDraftFields(TreeFields):
         """Tokens to guess behind a node: one for a chain."""
         return super().guesses_needed if self.has_tree else 1
 
-    def spec_options(self) -> tuple[tuple[str, Any], ...]:
-        """Options of the draft's job: `num_guesses` and `laws` of its `guessing_spec`."""
-        return (("laws", self.has_laws), ("num_guesses", self.guesses_needed))
-
     def check_engine(self, engine: Engine, max_draft_nodes: int) -> None:
         """Refuse a draft that was built for other trees: a method chosen at load may differ from the recipe's.
 
@@ -154,95 +145,3 @@ class CachedDraftFields(TreeFields):
     ) -> StaticTrees:
         vocab_size = engine.spec.vocab_size
         return StaticTrees(scorer, shape, may_sample=self.has_laws, vocab_size=vocab_size, length=length)
-
-
-class Drafts(Protocol):
-    """What grows or fills trees: `TreeGrower`, `StaticTrees`."""
-
-    def new_estimate(self) -> AcceptanceEstimate | None:
-        """Returns what is known of a new sequence; None where nothing is ever learnt."""
-        ...
-
-    def propose(self, batch: Batch) -> TokenTree:
-        """Drafts."""
-        ...
-
-    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """See `speccompile.core.protocols.Proposer`."""
-        ...
-
-    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict) -> list[int]:
-        """Accepted drafts that stand in their rows of the draft's cache, by slot."""
-        ...
-
-
-class DraftRows(Scorer, Protocol):
-    """A scorer that owns what the draft's rows hold: `DraftCache`, or one on another engine's caches."""
-
-    catches_up: bool  # see `speccompile.core.protocols.Proposer`
-
-    @property
-    def caches(self) -> Sequence[CacheRows]:
-        """See `speccompile.core.protocols.Proposer`."""
-        ...
-
-    def start(self, slot: int) -> None:
-        """Nothing is read."""
-        ...
-
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """See `speccompile.core.protocols.Proposer.resume`."""
-        ...
-
-    def prefill(self, slot: int, tokens: Ints, start: int) -> None:
-        """The target has read `tokens` [1, nodes], which stand at `start`."""
-        ...
-
-    def commit(self, batch: Batch, num_kept: Sequence[int], num_accepted: Sequence[int]) -> None:
-        """What became of the drafts."""
-        ...
-
-
-class CachedDraftProposer:
-    """See `speccompile.core.protocols.Proposer`.
-
-    Args:
-        rows: the draft.
-        likeliest: drafts of greedy batches.
-        drawn: drafts of batches that sample; the same, or such as learn nothing.
-    """
-
-    def __init__(self, rows: DraftRows, likeliest: Drafts, drawn: Drafts) -> None:
-        self.rows, self.likeliest, self.drawn = rows, likeliest, drawn
-        self.caches, self.catches_up, self._used = rows.caches, rows.catches_up, likeliest
-
-    def start(self, slot: int, sequence: Slot) -> None:
-        """Nothing is read, and nothing known of it."""
-        self.rows.start(slot)
-        sequence.draft_state = DraftState(self.likeliest.new_estimate())
-
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """The rows are known, the lessons are not."""
-        sequence.draft_state = DraftState(self.likeliest.new_estimate())
-        return self.rows.resume(slot, sequence, num_rows)
-
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Read the chunk as well."""
-        self.rows.prefill(slot, tokens, start)
-
-    def propose(self, batch: Batch) -> TokenTree:
-        """Trees; a slot that cannot or should not draft is padded."""
-        self._used = self.drawn if batch.may_draw else self.likeliest
-        return self._used.propose(batch)
-
-    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """Learn, and keep the rows of accepted drafts where they are right."""
-        num_kept = self._used.commit(batch, tree, verdict)
-        self.rows.commit(batch, num_kept, verdict.num_accepted.tolist())
-
-    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Corrects the costs."""
-        self.likeliest.observe(num_slots, num_nodes, times)
-
-    def settle(self) -> None:
-        """Nothing of the target's is held."""

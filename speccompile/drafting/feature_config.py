@@ -10,7 +10,8 @@ from typing import Any
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Engine, Outputs
 from speccompile.drafting.cached_drafts import CachedDraftFields
-from speccompile.drafting.feature_drafts import FeatureCache, FeatureProposer
+from speccompile.drafting.feature_drafts import FeatureCache
+from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.tree_config import Tree
 
 
@@ -31,7 +32,7 @@ class FeatureFields(CachedDraftFields):
 
     def make_proposer(
         self, engine: Engine, make: Callable[[Outputs], Any], graph: str, context: MethodContext
-    ) -> FeatureProposer:
+    ) -> DraftProposer:
         """The proposer over the draft's engine; how far it drafts depends on the measured costs.
 
         Args:
@@ -45,4 +46,4 @@ class FeatureFields(CachedDraftFields):
         """
         max_rows = context.seq_lens.get(graph, context.max_seq_len)
         cache = FeatureCache(engine, make, max_rows, context.max_draft_nodes + 1)
-        return FeatureProposer(cache, *self.make_drafts(cache, engine, graph, context))
+        return DraftProposer(cache, *self.make_drafts(cache, engine, graph, context))

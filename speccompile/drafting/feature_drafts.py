@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft that reads features as a scorer, and the proposer that drafts with it."""
+"""A draft that reads features as a scorer: which rows hold the target's, and how it catches up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import PREFILL_CHUNK
-from speccompile.core.protocols import Batch, Engine, Outputs, Slot, StepTimes
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot
 from speccompile.core.specs import (
     FEATURE_NODES,
     FEATURES,
@@ -22,15 +22,13 @@ from speccompile.core.specs import (
     TOKENS,
     TREE_MASK,
 )
-from speccompile.core.tree import Ints, TokenTree, chain_mask
-from speccompile.drafting.cached_drafts import Drafts
+from speccompile.core.tree import Ints, chain_mask
 from speccompile.drafting.expansion import Level
 from speccompile.drafting.features import PendingFeatures
-from speccompile.drafting.state import DraftState
 
 
 class FeatureCache:
-    """See `speccompile.drafting.expansion.Scorer`.
+    """See `speccompile.drafting.proposer.DraftRows`.
 
     What the target has read, the draft reads with the target's features: behind a prompt, and after every verdict
     the path that was kept. Behind the root each node is told its parent's own feature, which is in what the run
@@ -42,6 +40,8 @@ class FeatureCache:
         max_seq_len: rows that a sequence may use.
         max_nodes: most nodes that a step with every slot may have.
     """
+
+    catches_up = False
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class FeatureCache:
         self.pending.settle()  # the target is about to read the prompt
         self.lengths[slot] = 0
 
-    def resume(self, slot: int, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
         """A row is of a feature and of the token behind it: the last one's is not known to be the same."""
         self.pending.settle()
         self.lengths[slot] = max(min(self.lengths[slot], num_rows - 1), 0)
@@ -153,6 +153,14 @@ class FeatureCache:
         self._next = outputs[NEXT_FEATURES]
         return outputs
 
+    def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
+        """Rows of drafts are read anew with the target's features, whatever became of them."""
+        self.pending.keep(batch.slots, verdict, outputs)
+
+    def settle(self) -> None:
+        """Bring the features to the host."""
+        self.pending.settle()
+
 
 def _mask_without_idle(level: Level) -> NDArray[np.bool_]:
     """A level's mask in which what nobody reads sees itself alone, lest it stand at positions beyond the last."""
@@ -167,54 +175,3 @@ def _padding_mask(counts: Sequence[int], width: int) -> NDArray[np.bool_]:
     used = np.arange(width) < np.array(counts)[:, None]
     mask: NDArray[np.bool_] = chain_mask(len(counts), width) & used[:, :, None]
     return mask | np.eye(width, dtype=np.bool_)
-
-
-class FeatureProposer:
-    """See `speccompile.core.protocols.Proposer`.
-
-    Args:
-        cache: the draft.
-        likeliest: drafts that are the likeliest guesses.
-        drawn: drafts of batches that sample; the same as `likeliest` where none are drawn, or such as learn nothing.
-    """
-
-    catches_up = False
-
-    def __init__(self, cache: FeatureCache, likeliest: Drafts, drawn: Drafts) -> None:
-        self.cache, self.likeliest, self.drawn = cache, likeliest, drawn
-        self.caches, self._used = cache.caches, likeliest
-
-    def start(self, slot: int, sequence: Slot) -> None:
-        """Nothing is read, and nothing known of it."""
-        self.cache.start(slot)
-        sequence.draft_state = DraftState(self.likeliest.new_estimate())
-
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """The cache is known as far as the target's features were read, the lessons are not."""
-        num = self.cache.resume(slot, num_rows)
-        sequence.draft_state = DraftState(self.likeliest.new_estimate())
-        return num
-
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Read the chunk as well."""
-        self.cache.prefill(slot, sequence, tokens, start, outputs)
-
-    def propose(self, batch: Batch) -> TokenTree:
-        """Trees; a slot that cannot or should not draft is padded."""
-        self._used = self.drawn if batch.may_draw else self.likeliest
-        tree = self._used.propose(batch)
-        self.cache.pending.settle()  # where nothing was drafted
-        return tree
-
-    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """Learn; rows of drafts are read anew with the target's features, whatever became of them."""
-        self._used.commit(batch, tree, verdict)
-        self.cache.pending.keep(batch.slots, verdict, outputs)
-
-    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Corrects the costs."""
-        self.likeliest.observe(num_slots, num_nodes, times)
-
-    def settle(self) -> None:
-        """Bring the features to the host."""
-        self.cache.pending.settle()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import PREFILL_CHUNK
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
@@ -46,7 +47,7 @@ class DraftCache:
         self.lengths[slot] = min(self.lengths[slot], num_rows)
         return num_rows
 
-    def prefill(self, slot: int, tokens: Ints, start: int) -> None:
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Read the chunk [1, nodes] as well, while there is room."""
         if start == self.lengths[slot]:
             self._read(slot, tokens[0, : self.max_seq_len - start])
@@ -113,14 +114,18 @@ class DraftCache:
             feeds |= {TREE_MASK: level.tree_mask, SCORED_NODES: level.scored_nodes}
         return self.engine.run(feeds)
 
-    def commit(self, batch: Batch, num_kept: Sequence[int], num_accepted: Sequence[int]) -> None:
+    def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
         """Take in what became of the drafts.
 
         Args:
-            batch: with the tokens that were drafted behind.
+            batch: with the tokens that were drafted after.
             num_kept: by slot, accepted drafts that stand in their rows.
-            num_accepted: by slot.
+            verdict: on the drafts.
+            outputs: of the target.
         """
         for place, slot in enumerate(batch.slots):
             if self.lengths[place] == len(slot.tokens):  # the root was read, and nothing was written over it
-                self.lengths[place] += min(num_kept[place], num_accepted[place], self.room(place, slot))
+                self.lengths[place] += min(num_kept[place], self.room(place, slot))
+
+    def settle(self) -> None:
+        """Nothing of the target's outputs is held."""

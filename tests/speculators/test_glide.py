@@ -138,7 +138,7 @@ def test_a_chain_is_the_one_that_training_drafts(trainable, graph, text, backend
     slot = Slot(0, tokens, SamplingParams(), frozenset(), None)
     rows.start(0)
     for start in (0, 9, 18):
-        rows.prefill(0, np.array([tokens[start : min(start + 9, NODES - 1)]]), start)
+        rows.prefill(0, slot, np.array([tokens[start : min(start + 9, NODES - 1)]]), start, {})
     drafts = [int(np.asarray(rows.begin(SimpleNamespace(slots=[slot]), [0], {})[specs.GUESSES])[0, 0, 0])]
     for depth in range(1, 5):
         ones, nothing = np.ones((1, 1, 1), bool), np.zeros((1, 1), np.int64)

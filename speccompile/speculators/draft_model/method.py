@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from speccompile.core.jobs import CandidateOptions, DecoderOptions, GraphJob, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
-from speccompile.drafting.cached_drafts import CachedDraftProposer
 from speccompile.drafting.kv_cache import DraftCache
+from speccompile.drafting.proposer import DraftProposer
 from speccompile.speculators.draft_model.config import Config as DraftModelConfig
 from speccompile.speculators.draft_model.training import HeadsConfig
 
@@ -31,8 +31,8 @@ class DraftModelMethod(Method):
 
     def make_proposer(
         self, config: DraftModelConfig, engines: Mapping[str, Engine], context: MethodContext
-    ) -> CachedDraftProposer:
+    ) -> DraftProposer:
         """The proposer over the draft's engine; how far it drafts depends on the measured costs."""
         engine, max_rows = engines[DRAFT], context.seq_lens.get(DRAFT, context.max_seq_len)
         rows = DraftCache(engine, max_rows, context.max_draft_nodes)
-        return CachedDraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))
+        return DraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))

@@ -11,7 +11,7 @@ from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import HIDDEN
 from speccompile.drafting.feature_config import FeatureFields
-from speccompile.drafting.feature_drafts import FeatureProposer
+from speccompile.drafting.proposer import DraftProposer
 
 DRAFT = "draft"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.eagle.checkpoint:DraftSource"
@@ -49,6 +49,6 @@ class EagleMethod(Method):
 
     def make_proposer(
         self, config: EagleConfig, engines: Mapping[str, Engine], context: MethodContext
-    ) -> FeatureProposer:
+    ) -> DraftProposer:
         """The proposer; the target's states are handed on as they come."""
         return config.make_proposer(engines[DRAFT], lambda outputs: outputs[HIDDEN], DRAFT, context)

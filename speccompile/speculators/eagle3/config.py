@@ -13,7 +13,7 @@ from speccompile.core.protocols import Engine, Outputs
 from speccompile.core.registry import find_class
 from speccompile.core.specs import FEATURES
 from speccompile.drafting.feature_config import FeatureFields
-from speccompile.drafting.feature_drafts import FeatureProposer
+from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
 
 DRAFT, FUSION = "draft", "fusion"  # the graphs' names in the bundle
@@ -160,7 +160,7 @@ class Eagle3Method(Method):
 
     def make_proposer(
         self, config: Eagle3Config, engines: Mapping[str, Engine], context: MethodContext
-    ) -> FeatureProposer:
+    ) -> DraftProposer:
         """The proposer over both engines."""
         fusion = engines[FUSION]
         names = [t.name for t in fusion.spec.inputs]

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from speccompile.core.jobs import AS_TARGET, CandidateOptions, GraphJob, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
-from speccompile.drafting.cached_drafts import CachedDraftFields, CachedDraftProposer
+from speccompile.drafting.cached_drafts import CachedDraftFields
+from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
 from speccompile.speculators.early_exit.proposer import SharedRows
 
@@ -96,10 +97,8 @@ class EarlyExitMethod(Method):
         options = ExitOptions(config.guesses_needed, config.has_laws, *head)
         return (GraphJob(DRAFT, config.model or THE_TARGET, quantization, SOURCE, options, config.config),)
 
-    def make_proposer(
-        self, config: ExitConfig, engines: Mapping[str, Engine], context: MethodContext
-    ) -> CachedDraftProposer:
+    def make_proposer(self, config: ExitConfig, engines: Mapping[str, Engine], context: MethodContext) -> DraftProposer:
         """The proposer over the first layers; how far it drafts depends on the measured costs."""
         engine = engines[DRAFT]
         rows = SharedRows(engine, context.max_seq_len)
-        return CachedDraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))
+        return DraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))

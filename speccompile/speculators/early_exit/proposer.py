@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, TREE_MASK
 from speccompile.core.tree import Ints
@@ -16,7 +17,7 @@ from speccompile.drafting.expansion import Level
 
 
 class SharedRows:
-    """See `speccompile.drafting.cached_drafts.DraftRows`.
+    """See `speccompile.drafting.proposer.DraftRows`.
 
     The target has read all that stands in front of the root, in the layers that the draft shares with it, too. What
     the draft writes from the root's row on the target writes again, with the same numbers where the drafts are kept.
@@ -39,7 +40,7 @@ class SharedRows:
         """The rows are the target's."""
         return num_rows
 
-    def prefill(self, slot: int, tokens: Ints, start: int) -> None:
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
         """The target has read it for both."""
 
     def room(self, place: int, slot: Slot) -> int:
@@ -69,5 +70,8 @@ class SharedRows:
             feeds |= {TREE_MASK: mask, SCORED_NODES: level.scored_nodes}
         return self.engine.run(feeds)
 
-    def commit(self, batch: Batch, num_kept: Sequence[int], num_accepted: Sequence[int]) -> None:
+    def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
         """The target has written the rows of the path."""
+
+    def settle(self) -> None:
+        """Nothing of the target's outputs is held."""

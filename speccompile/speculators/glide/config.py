@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
-from speccompile.drafting.cached_drafts import CachedDraftFields, CachedDraftProposer
+from speccompile.drafting.cached_drafts import CachedDraftFields
+from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
 from speccompile.speculators.glide.proposer import GlideRows
 
@@ -74,8 +75,8 @@ class GlideMethod(Method):
 
     def make_proposer(
         self, config: GlideConfig, engines: Mapping[str, Engine], context: MethodContext
-    ) -> CachedDraftProposer:
+    ) -> DraftProposer:
         """The proposer over the drafter's engine; how far it drafts depends on the measured costs."""
         engine, max_rows = engines[DRAFT], context.seq_lens.get(DRAFT, context.max_seq_len)
         rows = GlideRows(engine, max_rows, context.max_draft_nodes)
-        return CachedDraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))
+        return DraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))

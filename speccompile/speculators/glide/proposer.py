@@ -98,10 +98,10 @@ class GlideRows(DraftCache):
         self._read(slot, np.array(sequence.tokens[start:end], dtype=np.int64))
         return num_rows
 
-    def prefill(self, slot: int, tokens: Ints, start: int) -> None:
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Read the chunk as well; the target has just read it."""
         self.reader.target_lengths[slot] = start + tokens.shape[1]
-        super().prefill(slot, tokens, start)
+        super().prefill(slot, sequence, tokens, start, outputs)
 
     def room(self, place: int, slot: Slot) -> int:
         """Rows behind the root's; behind a prompt of one token the target has no row yet, and nothing is drafted."""
