@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from scipy.stats import chisquare
-from speccompile.drafting.growth import Candidates
 
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.core.specs import GUESS_PROBS, GUESSES, NODE_LAWS, GraphSpec
 from speccompile.core.tree import TokenTree
+from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.drawn_length import DrawnRecord
 from speccompile.drafting.state import DraftState
 from speccompile.errors import RecipeError
@@ -69,9 +69,9 @@ def draft_lengths(confidences, costs=None, drawn=False, planned=False, odds=1.0,
     """How many drafts of these confidences [slots][depth] are scored."""
     context, scorer = MethodContext(len(confidences), 96, 8, costs or {}), Certain(confidences)
     drafts = Config("draft", confidence_odds=odds, **config).make_drafts(scorer, scorer, "draft", context)
-    params, lessons = SamplingParams(temperature=0.8 * drawn), drafts[0].lessons
+    params, estimate = SamplingParams(temperature=0.8 * drawn), drafts[0].new_estimate
     slots = [
-        SimpleNamespace(tokens=[1], sampling=params, max_drafts=9, draft_state=DraftState(lessons()))
+        SimpleNamespace(tokens=[1], sampling=params, max_drafts=9, draft_state=DraftState(estimate()))
         for _ in confidences
     ]
     batch = SimpleNamespace(slots=slots, may_draw=drawn, is_planned=planned, warp_feeds=dict)
@@ -120,15 +120,15 @@ def test_a_record_of_drawn_drafts_follows_the_verdicts():
     def learn(num_drafts, num_accepted):
         chain = Candidates.from_root(0)
         for node in range(num_drafts):
-            chain.add(node, [0], record.calibration.probs([0.5]))
+            chain.add(node, [0], [record.estimate.prob(0.5)])
         record.learn(chain, num_accepted)
 
     for _ in range(40):  # always right: the odds rise; always wrong: they fall again
         learn(4, 4)
-    assert record.calibration.log_odds[0] > 1.5 and record.rate > 0.9
+    assert record.estimate.log_odds[0] > 1.5 and record.rate > 0.9
     for _ in range(200):
         learn(1, 0)
-    assert record.calibration.log_odds[0] < -1.5 and record.rate < 0.1
+    assert record.estimate.log_odds[0] < -1.5 and record.rate < 0.1
     for _ in range(200):  # what is not drafted is tried again
         learn(0, 0)
     assert record.rate > 0.7
