@@ -40,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
 
     bundle = read_bundle(args.bundle)
-    graph, longest = bundle.graphs["target"], bundle.recipe["engine"]["max_seq_len"]
+    graph, longest = bundle.graphs["target"], bundle.recipe.engine.max_seq_len
     spec, path = specs.spec_from_json(graph["spec"]), args.bundle / graph["file"]
     engines = {
         rows: load_engine(path, spec, max_slots=1, max_rows=rows + args.nodes, settings={"threads": 1})

@@ -45,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
 
     texts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()][: args.limit]
-    source = read_bundle(args.bundle).recipe["target"]["model"]
+    source = read_bundle(args.bundle).recipe.target.model
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
     engines = {method: speccompile.load(args.bundle, method=method) for method in METHODS}

@@ -58,7 +58,7 @@ def bench_command(
     requests = read_requests(prompts, limit)
     opened = read_bundle(bundle)
     chosen = _choose_modes(modes, opened, method)
-    num_threads = threads or int(opened.graphs["target"].get("tuning", {}).get("threads", 1))
+    num_threads = threads or int(opened.graph("target").tuning.get("threads", 1))
     ids = _token_ids(opened, [request.prompt for request in requests])
     jobs = [_job(mode, opened, method, num_threads, ids, max_new_tokens, assistant_tokens) for mode in chosen]
     environment = _environment(opened, num_threads, threads, len(ids), max_new_tokens, repeats, assistant_tokens)
@@ -76,7 +76,7 @@ def bench_command(
 
 
 def _choose_modes(wanted: str, bundle: Bundle, method: str | None) -> list[str]:
-    is_plain = (method or bundle.recipe["speculator"]["method"]) == "none"
+    is_plain = (method or bundle.recipe.method) == "none"
     possible = [m for m in MODES if not (is_plain and m in ("speculative", "transformers-assisted"))]
     if wanted == "all":
         return [m for m in possible if not m.startswith("transformers") or _can_use_transformers(bundle)]
@@ -85,7 +85,7 @@ def _choose_modes(wanted: str, bundle: Bundle, method: str | None) -> list[str]:
         if mode not in possible:
             raise typer.BadParameter(f"got {mode!r}; expected some of {', '.join(possible)}", param_hint="--modes")
         if mode.startswith("transformers") and not _can_use_transformers(bundle):
-            got = f"no transformers, or no checkpoint at {bundle.recipe['target']['model']}"
+            got = f"no transformers, or no checkpoint at {bundle.recipe.target.model}"
             raise RuntimeFault(f"--modes {mode}", got, "both", "Install speccompile[build], or leave the mode out.")
     if not chosen or len(set(chosen)) < len(chosen):
         expected = f"some of {', '.join(possible)}, each once"
@@ -95,8 +95,9 @@ def _choose_modes(wanted: str, bundle: Bundle, method: str | None) -> list[str]:
 
 def _can_use_transformers(bundle: Bundle) -> bool:
     has_packages = all(_version(name) is not None for name in ("torch", "transformers"))
-    is_trained = bundle.recipe["target"].get("weights", "checkpoint") == "checkpoint"
-    return has_packages and is_trained and Path(bundle.recipe["target"]["model"]).is_dir()
+    target = bundle.recipe.target
+    is_trained = target.weights == "checkpoint" and target.model is not None
+    return has_packages and is_trained and Path(target.model or "").is_dir()
 
 
 def _token_ids(bundle: Bundle, prompts: list[str | list[int]]) -> list[list[int]]:
@@ -120,8 +121,8 @@ def _job(
     max_new_tokens: int,
     assistant_tokens: int,
 ) -> dict[str, Any]:
-    speculator = bundle.recipe["speculator"]
-    draft = speculator.get("model") if method in (None, speculator["method"]) else None
+    recipe = bundle.recipe
+    draft = recipe.speculator.get("model") if method in (None, recipe.method) else None
     return {
         "mode": mode,
         "bundle": str(bundle.path),
@@ -129,10 +130,10 @@ def _job(
         "threads": threads,
         "prompts": prompts,
         "max_new_tokens": max_new_tokens,
-        "target": bundle.recipe["target"]["model"],
+        "target": recipe.target.model,
         "draft": draft,
         "assistant_tokens": assistant_tokens,
-        "eos_token_ids": bundle.manifest["eos_token_ids"],
+        "eos_token_ids": list(bundle.eos_token_ids),
     }
 
 
@@ -155,7 +156,7 @@ def _environment(
         "versions": {"speccompile": speccompile.__version__, **{p: v for p in PACKAGES if (v := _version(p))}},
         "bundle": str(bundle.path),
         "git_sha": bundle.manifest.get("git_sha"),
-        "recipe": bundle.recipe,
+        "recipe": bundle.manifest["recipe"],
         "forms": {name: graph.get("form") for name, graph in bundle.graphs.items()},
         "threads": threads,
         "threads_from": "option" if asked else "tuning",

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.core.json_reader import read_json_object, shown
-from speccompile.core.specs import GraphSpec, spec_from_json
+from speccompile.core.specs import GraphSpec
 from speccompile.errors import BundleError
 from speccompile.runtime.manifest_checks import check_types
+from speccompile.runtime.records import GraphRecord, RecipeRecord
+from speccompile.runtime.rules import record_from_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -38,15 +40,19 @@ class Bundle:
 
     @property
     def graphs(self) -> dict[str, Any]:
-        """The graphs' records by name."""
+        """The graphs' records by name, as the build wrote them; see `graph` for what the runtime reads."""
         graphs: dict[str, Any] = self.manifest["graphs"]
         return graphs
 
     @property
-    def recipe(self) -> dict[str, Any]:
+    def recipe(self) -> RecipeRecord:
         """The resolved recipe."""
-        recipe: dict[str, Any] = self.manifest["recipe"]
-        return recipe
+        return record_from_json(RecipeRecord, self.manifest["recipe"])
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model's own end-of-sequence tokens."""
+        return tuple(self.manifest["eos_token_ids"])
 
     @property
     def tokenizer_path(self) -> Path | None:
@@ -54,13 +60,17 @@ class Bundle:
         name = self.manifest.get("tokenizer")
         return None if name is None else self.path / name
 
+    def graph(self, name: str) -> GraphRecord:
+        """The record of a graph."""
+        return record_from_json(GraphRecord, self.graphs[name])
+
     def graph_path(self, name: str) -> Path:
         """The .onnx file (or plan) of a graph."""
-        return self.path / str(self.graphs[name]["file"])
+        return self.path / self.graph(name).file
 
     def graph_spec(self, name: str) -> GraphSpec:
         """The inputs and outputs of a graph."""
-        return spec_from_json(self.graphs[name]["spec"])
+        return self.graph(name).graph_spec()
 
 
 def read_bundle(path: Path | str, verify: bool = True) -> Bundle:

@@ -54,15 +54,14 @@ def load(
     """
     bundle = read_bundle(path, verify)
     recipe = bundle.recipe
-    sizes = recipe["engine"]
-    name, config = _method_config(recipe["speculator"], method)
+    name, config = _method_config(recipe.speculator, method)
     chosen = registry.method(name)
     jobs = chosen.graph_jobs(config)
     missing = [job.name for job in jobs if job.name not in bundle.graphs]
     if missing:
         todo = f"Build a bundle whose recipe has speculator.method: {name}."
         raise BundleError(str(bundle.path), f"no graph {missing[0]!r}", f"the graphs of method {name}", todo)
-    opener: Backend = registry.backend(backend or sizes["backend"], _device(bundle))
+    opener: Backend = registry.backend(backend or recipe.engine.backend, recipe.engine.device)
     _check_backend(bundle, opener)
     if not verify and opener.runs_code_on_load:
         check_files(bundle.path, bundle.manifest["files"])
@@ -83,8 +82,8 @@ def load(
         chosen.make_proposer(config, drafts, context),
         None if tokenizer_path is None else load_tokenizer(tokenizer_path, BundleError, "Build the bundle again."),
         context,
-        bundle.manifest["eos_token_ids"],
-        _defaults(recipe.get("decoding", {})),
+        bundle.eos_token_ids,
+        _defaults(recipe.decoding),
         bundle,
         may_stop=config.leaves_length,
     )
@@ -132,7 +131,7 @@ def _without_retired(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_backend(bundle: Bundle, backend: Backend) -> None:
     """Refuse a backend that reads other files than the bundle has."""
-    built_for = str(bundle.recipe["engine"]["backend"])
+    built_for = bundle.recipe.engine.backend
     wanted, found = backend.graph_file, bundle.graph_path(TARGET)
     if found.suffix != Path(wanted).suffix:
         todo = f"Leave the backend out, or build a bundle with engine.backend: {backend.name}."
@@ -153,21 +152,19 @@ def _usable(threads: int) -> int:
 
 def _tuning(bundle: Bundle, graph: str, graphs: Sequence[str], backend: Backend) -> dict[str, Any]:
     """The record in the bundle, or one measured on this machine when the bundle was built on another."""
-    record = bundle.graphs[graph].get("tuning", {})
-    threads = bundle.recipe["engine"].get("threads") if graph == TARGET else None
-    fixed = threads if isinstance(threads, int) else None
+    record, threads = dict(bundle.graph(graph).tuning), bundle.recipe.engine.threads
+    fixed = threads if graph == TARGET and threads != "auto" else None
     path, others = bundle.graph_path(graph), weights_beside(bundle.graph_path(graph), map(bundle.graph_path, graphs))
     return backend.adapt_tuning(path, bundle.graph_spec(graph), record, fixed, others)
 
 
 def _context(bundle: Bundle, tunings: Mapping[str, Mapping[str, Any]]) -> MethodContext:
-    sizes, graphs = bundle.recipe["engine"], bundle.graphs
-    max_seq_len = int(sizes["max_seq_len"])
-    limits = {g: min(max_seq_len, int(graphs[g].get("dims", {}).get("max_positions") or max_seq_len)) for g in tunings}
+    sizes = bundle.recipe.engine
+    limits = {g: min(sizes.max_seq_len, bundle.graph(g).dims.max_positions or sizes.max_seq_len) for g in tunings}
     return MethodContext(
-        max_slots=int(sizes["max_batch_size"]),
+        max_slots=sizes.max_batch_size,
         max_seq_len=limits[TARGET],
-        max_draft_nodes=int(sizes["max_draft_nodes"]),
+        max_draft_nodes=sizes.max_draft_nodes,
         costs={graph: StepCosts.from_json(tuning) for graph, tuning in tunings.items()},
         seq_lens=limits,
     )
@@ -192,17 +189,13 @@ def _load_engine(
             max_rows=max_rows,
             tuning=tuning,
             rollback=rollback,
-            device=_device(bundle),
+            device=bundle.recipe.engine.device,
             lenders=lenders,
         )
     except MemoryError as fault:
         got = f"caches of {context.max_slots} slots of {max_rows} rows, for which there is no memory"
         todo = "Build it with a smaller engine.max_batch_size or engine.max_seq_len."
         raise BundleError(f"{bundle.path} ({graph})", got, "caches that fit into memory", todo) from fault
-
-
-def _device(bundle: Bundle) -> str:
-    return str(bundle.recipe["engine"].get("device", "cpu"))
 
 
 def _defaults(decoding: Mapping[str, Any]) -> SamplingParams:

@@ -115,9 +115,9 @@ class SpecEngine:
         sizes = f"{self.context.max_slots} slots of {self.context.max_seq_len} tokens"
         if self.bundle is None:
             return f"<SpecEngine, {sizes}>"
-        recipe, engine = self.bundle.recipe, self.bundle.recipe["engine"]
-        method, home = recipe["speculator"]["method"], f"{engine['backend']} on {engine.get('device', 'cpu')}"
-        return f"<SpecEngine of {self.bundle.path}: {method}, {home}, {sizes}>"
+        recipe = self.bundle.recipe
+        home = f"{recipe.engine.backend} on {recipe.engine.device}"
+        return f"<SpecEngine of {self.bundle.path}: {recipe.method}, {home}, {sizes}>"
 
     def generate(
         self,

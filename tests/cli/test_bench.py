@@ -8,6 +8,7 @@ import typer
 from speccompile.cli import bench, bench_rounds
 from speccompile.cli.bench_rounds import open_workers, run_rounds, summary_from_runs
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.records import TargetRecord
 
 WORKER = """
 import json, sys
@@ -66,7 +67,7 @@ def test_a_mode_that_differs_is_not_exact():
 
 
 def test_unknown_modes_are_wrong_usage_by_the_name_of_the_option():
-    bundle = SimpleNamespace(recipe={"speculator": {"method": "ngram"}, "target": {"model": "none"}})
+    bundle = SimpleNamespace(recipe=SimpleNamespace(method="ngram", target=TargetRecord(model="none")))
     for wanted in ("plan", "plain,plain", ","):
         with pytest.raises(typer.BadParameter, match="expected some of plain, speculative") as caught:
             bench._choose_modes(wanted, bundle, None)

@@ -62,7 +62,7 @@ def test_a_second_build_that_changes_only_the_draft_length_exports_nothing(
     assert len(exported) == num_exports
     names = ("export target", "compile target", "tune target", "export draft", "compile draft", "tune draft")
     assert cached_stages(second.manifest) == set(names)
-    assert second.recipe["speculator"]["num_draft_tokens"] == 3
+    assert second.recipe.speculator["num_draft_tokens"] == 3
     assert read_bundle(tmp_path / "b").graphs["target"] == read_bundle(tmp_path / "a").graphs["target"]
 
 

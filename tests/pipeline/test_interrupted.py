@@ -104,7 +104,7 @@ def test_a_running_build_is_not_taken_for_a_dead_one(exported: list[Path], recip
     assert len([p for p in other_folders[0] if p.suffix != ".lock"]) == 1, (
         "the outer build's folder survived the inner build"
     )
-    assert read_bundle(dest).recipe["decoding"]["seed"] == 5 == bundle.recipe["decoding"]["seed"]
+    assert read_bundle(dest).recipe.decoding["seed"] == 5 == bundle.recipe.decoding["seed"]
     assert hidden_folders(dest.parent) == []
 
 

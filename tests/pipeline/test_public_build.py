@@ -18,4 +18,4 @@ def test_a_recipe_becomes_a_bundle(
     loaded = load_recipe(str(recipe), ["engine.max_batch_size=4"])
     bundle = build(resolve(loaded, find_device(loaded.engine.device)), os.fspath(tmp_path / "made"))
     assert bundle.path == tmp_path / "made"
-    assert bundle.recipe["engine"]["max_batch_size"] == 4
+    assert bundle.recipe.engine.max_batch_size == 4

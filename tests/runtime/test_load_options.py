@@ -17,8 +17,9 @@ SECTION = {"method": "draft_model", "model": "small"}
 
 
 def bundle(backend: str = "onnxruntime", file: str = "graphs/target/graph.onnx") -> Bundle:
-    recipe = {"engine": {"backend": backend, "device": "cpu"}, "speculator": SECTION}
-    return Bundle(Path("made"), {"recipe": recipe, "graphs": {"target": {"file": file}}})
+    sizes = {"max_batch_size": 1, "max_seq_len": 32, "max_draft_nodes": 4}
+    recipe = {"engine": {"backend": backend, "device": "cpu", **sizes}, "speculator": SECTION}
+    return Bundle(Path("made"), {"recipe": recipe, "graphs": {"target": {"file": file, "spec": {}}}})
 
 
 def test_a_backend_that_reads_other_files_is_refused():

@@ -14,14 +14,15 @@ import pytest
 from speccompile.cli.main import main
 from speccompile.core.specs import spec_from_json
 from speccompile.errors import BundleError
-from speccompile.runtime.bundle import digest_from_manifest, read_bundle
+from speccompile.runtime.bundle import Bundle, digest_from_manifest, read_bundle
 from speccompile.runtime.manifest_checks import check_fields, check_types
+from speccompile.runtime.records import EngineRecord, RecipeRecord, TargetRecord
 
 SPEC = {
     "name": "target", "inputs": [{"name": "tokens", "dims": ["batch", 1], "dtype": "int64"}], "outputs": [],
     "caches": ["k"], "vocab_size": 8, "max_rows": 4, "borrowed": [{"name": "a", "cache": "b", "lender": "target"}],
 }  # fmt: skip
-MANIFEST = {
+MANIFEST: Any = {
     "schema_version": 1,
     "recipe": {
         "target": {"model": "m"},
@@ -143,3 +144,27 @@ def test_a_bundle_without_a_target_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "digest": digest_from_manifest(manifest)}))
     with pytest.raises(BundleError, match="got no graph 'target'"):
         read_bundle(tmp_path)
+
+
+def test_what_a_manifest_records_is_read_with_types_and_defaults() -> None:
+    bundle = Bundle(Path("b"), MANIFEST)
+    engine = EngineRecord(backend="onnxruntime", max_batch_size=1, max_seq_len=32, max_draft_nodes=4)
+    assert bundle.recipe == RecipeRecord(engine=engine, speculator={"method": "none"}, target=TargetRecord(model="m"))
+    assert (engine.device, engine.threads, bundle.recipe.target.weights) == ("cpu", "auto", "checkpoint")
+    assert (bundle.recipe.method, bundle.recipe.decoding, bundle.eos_token_ids) == ("none", {}, (1,))
+    graph = bundle.graph("target")
+    assert (graph.file, graph.tuning["threads"], graph.dims.max_positions, graph.max_rows) == ("g", 1, 0, 0)
+    assert bundle.graph_path("target") == Path("b/g") and bundle.graph_spec("target") == spec_from_json(SPEC)
+
+
+def test_keys_of_other_versions_and_nulls_are_no_hindrance() -> None:
+    """A section may hold what this version does not know, and null where a key may be missing."""
+    recipe = {**MANIFEST["recipe"], "later": 1, "target": None, "decoding": None}
+    recipe["engine"] = {**recipe["engine"], "flavour": "auto", "threads": None, "device": None}
+    graph = {**MANIFEST["graphs"]["target"], "form": "int8", "dims": {"max_positions": 64, "hidden": 8}, "tuning": None}
+    manifest = {**MANIFEST, "recipe": recipe, "graphs": {"target": graph}}
+    check_types("m", manifest)
+    bundle = Bundle(Path("b"), manifest)
+    assert bundle.recipe.target == TargetRecord() and bundle.recipe.decoding == {}
+    assert (bundle.recipe.engine.threads, bundle.recipe.engine.device) == ("auto", "cpu")
+    assert bundle.graph("target").dims.max_positions == 64 and bundle.graph("target").tuning == {}

@@ -180,7 +180,8 @@ def test_prompts_are_read_in_chunks_with_one_scored_node(engine):
 
 def test_the_engine_says_what_it_is(engine):
     assert repr(engine) == "<SpecEngine, 3 slots of 64 tokens>"
-    recipe = {"speculator": {"method": "ngram"}, "engine": {"backend": "reference", "device": "cpu"}}
+    sizes = {"max_batch_size": 3, "max_seq_len": 64, "max_draft_nodes": 8}
+    recipe = {"speculator": {"method": "ngram"}, "engine": {"backend": "reference", "device": "cpu", **sizes}}
     engine.bundle = Bundle(Path("bundles/x"), {"recipe": recipe})
     assert repr(engine) == "<SpecEngine of bundles/x: ngram, reference on cpu, 3 slots of 64 tokens>"
 

@@ -46,11 +46,11 @@ def policy_from_html(html: str) -> str:
 def facts_from_server(server: OpenAIServer) -> dict[str, Any]:
     """What the page says of the model."""
     engine = server.service.engine
-    recipe = engine.bundle.recipe if engine.bundle is not None else {}
+    recipe = engine.bundle.recipe if engine.bundle is not None else None
     return {
         "model": server.model_name,
-        "method": recipe.get("speculator", {}).get("method"),
-        "backend": recipe.get("engine", {}).get("backend"),
+        "method": recipe and recipe.method,
+        "backend": recipe and recipe.engine.backend,
         "max_seq_len": engine.context.max_seq_len,
         "temperature": engine.defaults.temperature,
         "max_tokens": engine.defaults.max_new_tokens,

@@ -162,8 +162,8 @@ def engine_files(bundle: Bundle, options: RepositoryOptions) -> list[tuple[str, 
 
 def instance_kind(bundle: Bundle) -> str:
     """Where the engine runs."""
-    engine = bundle.recipe["engine"]
-    on_gpu = engine["backend"] in _GPU_BACKENDS or str(engine.get("device", "cpu")).startswith("cuda")
+    engine = bundle.recipe.engine
+    on_gpu = engine.backend in _GPU_BACKENDS or engine.device.startswith("cuda")
     return "KIND_GPU" if on_gpu else "KIND_CPU"
 
 

@@ -58,7 +58,7 @@ def test_the_manifest_records_what_a_plan_was_built_with(bundle):
 
 
 def test_the_recipe_in_the_manifest_leaves_nothing_open(bundle):
-    target, engine = bundle.recipe["target"], bundle.recipe["engine"]
+    target, engine = bundle.manifest["recipe"]["target"], bundle.manifest["recipe"]["engine"]
     assert (target["dtype"], engine["device"], engine["plugins"]) == ("float16", "cuda", "auto")
     assert engine["tensorrt"]["keep_onnx"] is False
 

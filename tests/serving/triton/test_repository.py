@@ -127,7 +127,7 @@ def plan_bundle(tmp_path, plugin_form="aot"):
             "profiles": [{"name": "decode", "sizes": {"batch": [1, 4, 8], "nodes": [1, 9, 17]}}],
         },
     }
-    manifest = {"graphs": {"target": record}, "recipe": {"engine": {"backend": "tensorrt"}}, "files": {}}
+    manifest = {"graphs": {"target": record}, "recipe": {}, "files": {}}
     return Bundle(tmp_path, manifest), spec
 
 
