@@ -124,7 +124,7 @@ def test_the_graph_is_built_checked_and_measured(bundles: dict[str, Path]) -> No
     assert record["tuning"]["step_ms"]["1"] > 0 and record["op_histogram"]["after"]["Attention"] == 1
     spec = spec_from_json(record["spec"])
     assert (spec.num_drafts, spec.reads_prompts, spec.own_caches) == (BLOCK, True, ("block_k_cache", "block_v_cache"))
-    assert bundle.recipe["speculator"]["block_size"] == 0
+    assert bundle.recipe.speculator["block_size"] == 0
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
