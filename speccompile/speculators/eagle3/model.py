@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter as its graphs compute it, over a cache and for trees; `heads.py` says the same for whole texts.
+"""The drafter as its graphs compute it, over a cache and for trees; `trainer.py` says the same for whole texts.
 
 Layers are transformers' own Llama layers, so that a config's biases, activation and rotary scaling mean what they
 mean there.

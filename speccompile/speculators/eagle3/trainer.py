@@ -22,9 +22,9 @@ from speccompile.core.training import Drafted, TargetNeeds, TargetParts, Trainin
 from speccompile.errors import RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.export.layers import RmsNorm, SelfAttention, SwiGlu, attend, init_linear, join_heads, take_over
+from speccompile.speculators.eagle3.checkpoint import NUM_STREAMS
 from speccompile.speculators.eagle3.config import Eagle3Training
 
-NUM_STREAMS = 3
 Rows = tuple[torch.Tensor, torch.Tensor]  # keys and values [batch, kv_heads, rows, head_dim]
 
 
