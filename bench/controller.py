@@ -26,10 +26,10 @@ import speccompile
 from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.control import Controller, FixedLength, Planner
+from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.requests import Request
 from speccompile.runtime.scheduler import Scheduler
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.tickets import Ticket, open_outputs
 
 LEAST_ROUNDS = 16  # however long they last
 
@@ -50,7 +50,7 @@ class Way:
     def __init__(self, engine: SpecEngine, planner: Planner, requests: Sequence[Request]) -> None:
         self.engine, self.planner, self.requests = engine, planner, requests
         self.speeds: list[float] = []
-        self._num_tickets = 0
+        self._num_handles = 0
 
         self._observe = engine.proposer.observe
 
@@ -68,13 +68,15 @@ class Way:
         """Tokens, and requests that ended."""
         scheduler = self.scheduler
         while len(scheduler.queue) + len(scheduler.places.active) + bool(scheduler.places.reading) < self.batch:
-            request = self.requests[self._num_tickets % len(self.requests)]
-            ticket = Ticket(request, self._num_tickets, perf_counter(), None, lambda piece: None)
-            open_outputs(ticket, self.engine, "auto")
-            scheduler.add(ticket)
-            self._num_tickets += 1
-        pieces = [piece for _, piece in scheduler.step()]
-        return sum(len(piece.tokens) for piece in pieces), sum(piece.finish_reason is not None for piece in pieces)
+            request = self.requests[self._num_handles % len(self.requests)]
+            handle = RequestHandle(request, self._num_handles, perf_counter(), None, lambda step_output: None)
+            open_outputs(handle, self.engine, "auto")
+            scheduler.add(handle)
+            self._num_handles += 1
+        step_outputs = [step_output for _, step_output in scheduler.step()]
+        return sum(len(step_output.tokens) for step_output in step_outputs), sum(
+            step_output.finish_reason is not None for step_output in step_outputs
+        )
 
     def warm_up(self, seconds: float) -> float:
         """Go on for a while: requests that ended a second."""
@@ -86,7 +88,7 @@ class Way:
 
     def measure(self, first: int, num_requests: int) -> None:
         """One round: from request `first` on, until so many have ended."""
-        self._num_tickets = first
+        self._num_handles = first
         self.begin(self.batch)
         num_tokens, num_ended, start_s = 0, 0, perf_counter()
         while num_ended < num_requests:

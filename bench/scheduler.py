@@ -21,20 +21,22 @@ from typing import Any
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.engine import load
+from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.requests import Request
 from speccompile.runtime.scheduler import Scheduler
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.tickets import Ticket, open_outputs
 
 NEXT = "\n\n\ndef next_step(values):\n    "  # what every turn of a chat asks for
 
 
-def submit(scheduler: Scheduler, prompt: list[int], params: SamplingParams) -> Ticket:
+def submit(scheduler: Scheduler, prompt: list[int], params: SamplingParams) -> RequestHandle:
     """Hand a prompt in."""
-    ticket = Ticket(Request(prompt, params), scheduler.counters.num_requests, perf_counter(), None, lambda piece: None)
-    open_outputs(ticket, scheduler.engine, "auto")
-    scheduler.add(ticket)
-    return ticket
+    handle = RequestHandle(
+        Request(prompt, params), scheduler.counters.num_requests, perf_counter(), None, lambda step_output: None
+    )
+    open_outputs(handle, scheduler.engine, "auto")
+    scheduler.add(handle)
+    return handle
 
 
 def offline(engine: SpecEngine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, float, Any]:
@@ -88,7 +90,7 @@ def measure_chats(engine: SpecEngine, prompts: list[str], keeps: bool, turns: in
     for turn in range(turns):
         slots = [submit(scheduler, tokens, params).open[0].slot for tokens in said]
         while scheduler.has_work:
-            stats = [piece.stats for _, piece in scheduler.step() if piece.stats]
+            stats = [step_output.stats for _, step_output in scheduler.step() if step_output.stats]
             first_ms += [s["time_to_first_token_ms"] for s in stats if turn]
         said = [[*slot.tokens, *fresh] for slot in slots]
     counters = scheduler.json_from_scheduler()

@@ -44,9 +44,9 @@ async def ask(service: Service, rng: random.Random, prompt: list[int], text: lis
         assert kind == "wrong"
         return "refused"
     async with stream:
-        async for _, piece in stream:
-            got += piece.tokens
-            reason = piece.finish_reason
+        async for _, step_output in stream:
+            got += step_output.tokens
+            reason = step_output.finish_reason
             most -= 1
             if most < 0:
                 break

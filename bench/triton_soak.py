@@ -52,7 +52,7 @@ class Seen:
     model_mib: list[int] = field(default_factory=list)
 
 
-async def pieces(server: TritonServer, body: bytes) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+async def step_outputs(server: TritonServer, body: bytes) -> AsyncIterator[tuple[int, dict[str, Any]]]:
     """(HTTP status, document) of each event of a stream; to close the iterator closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.http_port, limit=1 << 20)
     try:
@@ -81,7 +81,7 @@ async def ask(server: TritonServer, seen: Seen, prompt: str, text: str, num_toke
     """A whole stream; or one that is left after `most` events."""
     start, got, first = perf_counter(), "", None
     asked = {"text_input": prompt, "max_tokens": num_tokens, "stream": True}
-    stream = pieces(server, json.dumps(asked).encode())
+    stream = step_outputs(server, json.dumps(asked).encode())
     try:
         async for _, event in stream:
             if "error" in event:
@@ -106,7 +106,7 @@ async def ask(server: TritonServer, seen: Seen, prompt: str, text: str, num_toke
 
 async def send_malformed(server: TritonServer, seen: Seen, rng: random.Random) -> None:
     """A request that must be refused."""
-    stream = pieces(server, rng.choice(MALFORMED))
+    stream = step_outputs(server, rng.choice(MALFORMED))
     answers = [(status, event) async for status, event in stream]
     is_refused = len(answers) == 1 and "error" in answers[0][1]
     seen.ends["refused" if is_refused else "not refused"] += 1
@@ -163,7 +163,7 @@ def report(seen: Seen, before: dict[str, float], after: dict[str, float], second
         "ends": dict(seen.ends),
         "wrong": len(seen.wrong),
         "tokens_per_s": round(tokens / seconds, 1),
-        "time_to_first_piece_ms": percentiles(seen.first_ms),
+        "time_to_first_step_output_ms": percentiles(seen.first_ms),
         "latency_ms": percentiles(seen.whole_ms),
         "memory_mib": {"server": seen.server_mib, "model": seen.model_mib},
         "cancelled": after["speccompile_cancelled_total"] - before["speccompile_cancelled_total"],

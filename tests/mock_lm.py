@@ -12,13 +12,13 @@ import numpy as np
 from speccompile.core.acceptance import accept
 from speccompile.core.sampling import warp
 from speccompile.core.specs import (
+    CANDIDATE_PROBS,
+    CANDIDATES,
     DRAFT_PROBS,
-    GUESS_PROBS,
-    GUESSES,
     LENGTHS,
     LOGITS,
     NEXT_TOKEN,
-    NODE_LAWS,
+    NODE_PROBS,
     NUM_ACCEPTED,
     PARENTS,
     PATH,
@@ -31,12 +31,12 @@ from speccompile.core.specs import (
     UNIFORMS,
     GraphSpec,
     TensorSpec,
-    guess_outputs,
+    candidate_outputs,
 )
 from speccompile.core.tree import TokenTree, chain_mask, chain_parents
 from speccompile.errors import RuntimeFault
+from speccompile.ops.candidates import top_tokens
 from speccompile.ops.finite_token import finite_token
-from speccompile.ops.guesses import top_tokens
 
 VOCAB = 24
 POISON = -12345
@@ -85,14 +85,14 @@ class MockEngine:
     compacts_in_step, view_rows = False, 0
 
     def __init__(
-        self, model: MockLM, role: str, max_slots: int, max_seq_len: int, headroom: int = 0, num_guesses: int = 4
+        self, model: MockLM, role: str, max_slots: int, max_seq_len: int, headroom: int = 0, num_candidates: int = 4
     ) -> None:
         self.model, self.role, self.max_slots, self.max_seq_len = model, role, max_slots, max_seq_len
         self.max_rows = max_rows = max_seq_len + headroom
-        outputs = guess_outputs(num_guesses, laws=True) if role == "draft" else ()
+        outputs = candidate_outputs(num_candidates, dists=True) if role == "draft" else ()
         if role == "target":
             outputs = (TensorSpec(LOGITS, ("batch", "scored", VOCAB), "float32"),)
-        num = num_guesses if role == "draft" else 0
+        num = num_candidates if role == "draft" else 0
         self.spec = GraphSpec(role, (), outputs, (), VOCAB, num_candidates=num, gives_probs=role != "target")
         self.voids_moved = True  # what moves is not read where it was; prompts that are shared are copied, though
         self.cache = np.full((max_slots, max_rows), -1, dtype=np.int64)
@@ -132,9 +132,9 @@ class MockEngine:
         heat = feeds.get(TEMPERATURE, np.zeros(batch, dtype=np.float32))
         probs = warp(logits, heat, feeds.get(TOP_K, np.zeros(batch, dtype=np.int64)), feeds.get(TOP_P, np.ones(batch)))
         if self.role == "draft":
-            guesses, sure = top_tokens(logits, num_guesses=self.spec.num_candidates)
-            laws = probs if heat.any() else np.zeros((*logits.shape[:2], 1), np.float32)
-            return {GUESSES: guesses, GUESS_PROBS: sure.copy(), NODE_LAWS: laws.copy()}
+            candidates, sure = top_tokens(logits, num_candidates=self.spec.num_candidates)
+            dists = probs if heat.any() else np.zeros((*logits.shape[:2], 1), np.float32)
+            return {CANDIDATES: candidates, CANDIDATE_PROBS: sure.copy(), NODE_PROBS: dists.copy()}
         parents = feeds.get(PARENTS, chain_parents(batch, nodes))
         if scored.shape[1] < nodes:
             tokens, parents = (np.take_along_axis(x, scored, axis=1) for x in (tokens, parents))

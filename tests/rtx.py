@@ -7,12 +7,12 @@ import importlib.util
 
 import pytest
 
-from speccompile.backends.tensorrt.flavours import Flavour
-from speccompile.backends.tensorrt.shim import load_tensorrt
+from speccompile.backends.tensorrt.import_helper import load_tensorrt
+from speccompile.backends.tensorrt.variants import Variant
 
 
-def load_rtx() -> Flavour:
-    """The flavour; the test, or the module that calls it, is skipped where it is not installed."""
+def load_rtx() -> Variant:
+    """The variant; the test, or the module that calls it, is skipped where it is not installed."""
     if importlib.util.find_spec("tensorrt_rtx") is None:
         reason = "TensorRT-RTX is not installed, NO PLAN IS BUILT: pip install 'speccompile[tensorrt-rtx]'"
         pytest.skip(reason, allow_module_level=True)

@@ -37,7 +37,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "doctor/*",
         "export/*",
         "golden/*",
-        "passes/test_attach_guesses.py",
+        "passes/test_attach_candidates.py",
         "passes/test_polygraphy.py",
         "passes/test_tensorrt_numbers.py",
         "pipeline/test_real_build.py",

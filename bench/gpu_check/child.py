@@ -35,7 +35,7 @@ def ort_cuda(work: Path) -> dict[str, Any]:
 
 
 def tensorrt(work: Path) -> dict[str, Any]:
-    """TensorRT, whichever flavour is installed."""
+    """TensorRT, whichever variant is installed."""
     from bench.gpu_check.plans import run
 
     return run(work)

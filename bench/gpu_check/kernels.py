@@ -61,7 +61,7 @@ def tree_parents(nodes: int, is_chain: bool) -> list[int]:
 
 
 def make_case(
-    rng: np.random.Generator, batch: int, nodes: int, vocab: int, *, is_chain: bool, has_laws: bool, **warp: float
+    rng: np.random.Generator, batch: int, nodes: int, vocab: int, *, is_chain: bool, has_probs: bool, **warp: float
 ) -> Case:
     """A call of SpecVerify; logits that float16 and bfloat16 hold exactly, half of the drafts likely."""
     logits = logits_rows(rng, batch * nodes, vocab).reshape(batch, nodes, vocab)
@@ -70,16 +70,16 @@ def make_case(
     parents[0] = -1
     best = np.take_along_axis(logits.argmax(-1), np.maximum([parents] * batch, 0), axis=1)
     tokens = np.where(rng.random((batch, nodes)) < 0.7, best, rng.integers(0, vocab, (batch, nodes)))
-    laws = np.zeros((batch, nodes, 1), np.float32)
-    if has_laws:
-        laws = rng.random((batch, nodes, vocab)).astype(np.float32) ** 8
-        np.put_along_axis(laws, tokens[..., None], laws.sum(-1, keepdims=True), axis=-1)
-        laws /= laws.sum(-1, keepdims=True)
+    dists = np.zeros((batch, nodes, 1), np.float32)
+    if has_probs:
+        dists = rng.random((batch, nodes, vocab)).astype(np.float32) ** 8
+        np.put_along_axis(dists, tokens[..., None], dists.sum(-1, keepdims=True), axis=-1)
+        dists /= dists.sum(-1, keepdims=True)
     return {
         "logits": logits,
         "tokens": tokens,
         "parents": np.array([parents] * batch, dtype=np.int64),
-        "draft_probs": laws,
+        "draft_probs": dists,
         "uniforms": rng.random((batch, nodes, 2)).astype(np.float32),
         "temperature": np.full(batch, warp.get("temperature", 1.0), np.float32),
         "top_k": np.full(batch, int(warp.get("top_k", 0)), np.int64),
@@ -91,9 +91,9 @@ def check_cases(vocabs: Sequence[int] = VOCABS, batches: Sequence[int] = (1, 5))
     """Cases that are compared with the twin, with their names."""
     rng = np.random.default_rng(17)
     for vocab, batch, nodes, mode in itertools.product(vocabs, batches, (1, 8), MODES):
-        for is_chain, has_laws in ((True, False), (False, True)):
-            name = f"vocab {vocab}, batch {batch}, {nodes} nodes, {mode}, {'chain' if is_chain else 'tree with laws'}"
-            yield name, make_case(rng, batch, nodes, vocab, is_chain=is_chain, has_laws=has_laws, **MODES[mode])
+        for is_chain, has_probs in ((True, False), (False, True)):
+            name = f"vocab {vocab}, batch {batch}, {nodes} nodes, {mode}, {'chain' if is_chain else 'tree with dists'}"
+            yield name, make_case(rng, batch, nodes, vocab, is_chain=is_chain, has_probs=has_probs, **MODES[mode])
 
 
 def is_same(one: Sequence[NDArray[Any]], other: Sequence[NDArray[Any]]) -> bool:
@@ -274,7 +274,9 @@ def measure_verify(bench: Bench, copy: float) -> list[dict[str, Any]]:
                 source = base + 2 * vocab * ((7 * turn + row) % len(pool))
                 bench.device.copy(buffers[turn] + 2 * vocab * row, source, 2 * vocab)
             for mode, warp in MODES.items():
-                case = make_case(rng, batch, nodes, 64, is_chain=True, has_laws=False, **warp)  # small logits, not used
+                case = make_case(
+                    rng, batch, nodes, 64, is_chain=True, has_probs=False, **warp
+                )  # small logits, not used
                 calls = [_verify_args(bench, case, buffer, "float16", vocab) for buffer in buffers]
                 ms = bench.time_ms([partial(launch_verify, args, bench.device.stream) for args in calls])
                 share = num_bytes / ms / 1e6 / copy

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from speccompile.backends.onnxruntime.cuda_engine import OrtCudaEngine
 
 MAX_TIE_GAP = 1e-3  # float32 without TF32; kernels add in another order than torch's
-# Sums in another order shift a law by about 1e-5, and as many draws fall on another token: one text may part.
+# Sums in another order shift a distribution by about 1e-5, and as many draws fall on another token: one text may part.
 MAX_PARTED = 1
 NUM_SAMPLED, NUM_TOKENS = 16, 40
 HEATS = ((0.8, 0, 0.95), (1.0, 40, 1.0), (1.2, 0, 0.9), (1.0, 0, 1.0))  # temperature, top_k, top_p

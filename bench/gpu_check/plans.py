@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRT or TensorRT-RTX, end to end on the example pair, where a flavour supports the GPU."""
+"""TensorRT or TensorRT-RTX, end to end on the example pair, where a variant supports the GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MAX_TIE_GAP = 0.1  # float16 logits of magnitude 16 to 32 are 1/64 apart, and er
 
 
 def run(work: Path) -> dict[str, Any]:
-    """For each installed flavour: is the GPU supported, is the plan valid, then equality and speed."""
-    from speccompile.backends.tensorrt.shim import installed_flavours
+    """For each installed variant: is the GPU supported, is the plan valid, then equality and speed."""
+    from speccompile.backends.tensorrt.import_helper import installed_variants
 
-    names = installed_flavours()
+    names = installed_variants()
     if not names:
         return report.not_run("neither tensorrt nor tensorrt_rtx is installed: pip install tensorrt or tensorrt-rtx")
     rows: list[dict[str, Any]] = []
@@ -33,22 +33,22 @@ def run(work: Path) -> dict[str, Any]:
 
 def _check(name: str, work: Path) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
     """Rows, why it was not run, raw figures."""
+    from speccompile.backends.tensorrt.import_helper import find_compute_capabilities, load_tensorrt
     from speccompile.backends.tensorrt.loading import validity_from_plan
-    from speccompile.backends.tensorrt.shim import find_compute_capabilities, load_tensorrt
     from speccompile.runtime.bundle import read_bundle
 
-    flavour = load_tensorrt(name)
+    variant = load_tensorrt(name)
     major, minor = find_compute_capabilities()[0]
-    known = flavour.can.target_capabilities
-    rows = [report.row(f"{name}: version", flavour.version)]
+    known = variant.can.target_capabilities
+    rows = [report.row(f"{name}: version", variant.version)]
     if known and (major, minor) not in known:
         listed = ", ".join(f"sm_{a}{b}" for a, b in known)
         rows.append(report.row(f"{name}: supports sm_{major}{minor}", f"no, its documented list is {listed}"))
-        return rows, f"{name} {flavour.version} does not support sm_{major}{minor}", {}
-    bundle = decoding.build_pair(work, name, "engine.backend=tensorrt", f"engine.flavour={name}")
+        return rows, f"{name} {variant.version} does not support sm_{major}{minor}", {}
+    bundle = decoding.build_pair(work, name, "engine.backend=tensorrt", f"engine.variant={name}")
     record = read_bundle(bundle)
     for graph in record.graphs:
-        validity = validity_from_plan(flavour, record.graph_path(graph).read_bytes())
+        validity = validity_from_plan(variant, record.graph_path(graph).read_bytes())
         got, is_valid = f"{validity['validity']} {validity['diagnostics']}", validity["validity"] != "INVALID"
         rows.append(report.row(f"{name}: validity of plan {graph}", got, "not INVALID", is_valid))
     reference = decoding.Reference()

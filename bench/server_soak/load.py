@@ -58,8 +58,8 @@ class Server(Protocol):
         """Its processes."""
         ...
 
-    async def ask(self, client: httpx.AsyncClient, task: Task, streams: bool, most_pieces: int | None) -> Outcome:
-        """Send a task; with `most_pieces`, hang up behind as many."""
+    async def ask(self, client: httpx.AsyncClient, task: Task, streams: bool, most_step_outputs: int | None) -> Outcome:
+        """Send a task; with `most_step_outputs`, hang up behind as many."""
         ...
 
     async def ask_wrongly(self, client: httpx.AsyncClient, rng: random.Random) -> str | None:

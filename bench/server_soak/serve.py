@@ -64,17 +64,17 @@ class ServeProcess:
         """Its process."""
         return [self.process.pid]
 
-    async def ask(self, client: httpx.AsyncClient, task: Task, streams: bool, most_pieces: int | None) -> Outcome:
+    async def ask(self, client: httpx.AsyncClient, task: Task, streams: bool, most_step_outputs: int | None) -> Outcome:
         """Send a task."""
         body = {"prompt": task.prompt, "max_tokens": task.max_tokens, "temperature": 0, "stream": streams}
         if not streams:
             return await self._ask_whole(client, body)
         body["stream_options"] = {"include_usage": True}
-        start_s, first_s, text, num_pieces = perf_counter(), None, "", 0
+        start_s, first_s, text, num_step_outputs = perf_counter(), None, "", 0
         async with client.stream("POST", self.url + PATH, json=body) as reply:
             if reply.status_code != 200:
                 return Outcome(error=f"{reply.status_code}: {(await reply.aread()).decode()}")
-            if most_pieces == 0:
+            if most_step_outputs == 0:
                 return Outcome()
             usage: dict[str, Any] = {}
             async for line in reply.aiter_lines():
@@ -88,8 +88,8 @@ class ServeProcess:
                 usage = event.get("usage") or usage
                 text += "".join(choice["text"] for choice in event["choices"])
                 first_s = perf_counter() - start_s if first_s is None else first_s
-                num_pieces += 1
-                if num_pieces == most_pieces:
+                num_step_outputs += 1
+                if num_step_outputs == most_step_outputs:
                     return Outcome(text)
         return Outcome(text, error="the stream ended without [DONE]")
 

@@ -167,7 +167,7 @@ class Backend(ABC):
         tuning: Mapping[str, Any],
         rollback: Path | None = None,
         device: str = "cpu",
-        lenders: Mapping[str, Any] | None = None,
+        owners: Mapping[str, Any] | None = None,
     ) -> Engine:
         """Opens a compiled graph and allocates its caches.
 
@@ -179,7 +179,7 @@ class Backend(ABC):
             tuning: from `tune` or `adapt_tuning`.
             rollback: the graph of `compile_rollback`; None: the engine decodes chains only.
             device: one of `devices`, or with an ordinal, as "cuda:1".
-            lenders: loaded engines of this backend by graph name, whose caches `spec.borrowed` names.
+            owners: loaded engines of this backend by graph name, whose caches `spec.borrowed` names.
 
         Raises:
             BundleError: the file does not fit the spec, this machine or the library.

@@ -44,6 +44,6 @@ def sizes_from_feeds(spec: GraphSpec, feeds: Mapping[str, np.ndarray]) -> dict[s
         "batch": fed.get("batch", 1),
         "nodes": nodes,
         "scored": fed.get("scored", 1 if spec.scores == "one" else nodes),
-        "draft_vocab": fed.get("draft_vocab", spec.law_width if draws else 1),
+        "draft_vocab": fed.get("draft_vocab", spec.dist_width if draws else 1),
     }
     return {**sizes, STATES: fed[STATES], NEXT_STATES: nodes + 1} if STATES in fed else sizes

@@ -16,11 +16,11 @@ from speccompile.errors import BuildError
 ALIGNMENT = 4096  # of tensors in a data file, so that each can be mapped by itself
 
 
-def share_weights(lender: Path, borrower: Path) -> tuple[Path, int]:
+def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
     """Let a graph refer to the tensors that another one's data file holds already.
 
     Args:
-        lender: graph file with its data beside it; neither is changed.
+        owner: graph file with its data beside it; neither is changed.
         borrower: graph file in a folder of its own, which is removed.
 
     Returns:
@@ -31,9 +31,9 @@ def share_weights(lender: Path, borrower: Path) -> tuple[Path, int]:
     """
     import onnx_ir as ir
 
-    place = lender.with_name(f"{borrower.parent.name}.onnx")
+    place = owner.with_name(f"{borrower.parent.name}.onnx")
     try:
-        held = {_key(tensor): tensor for tensor in _external_tensors(ir.load(lender))}
+        held = {_key(tensor): tensor for tensor in _external_tensors(ir.load(owner))}
         model = ir.load(borrower)
         data, saved = place.with_name(f"{place.name}.data"), 0
         with data.open("wb") as sink:
@@ -51,7 +51,7 @@ def share_weights(lender: Path, borrower: Path) -> tuple[Path, int]:
                     saved += tensor.nbytes
                 value.const_value = ir.ExternalTensor(
                     location, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=str(value.name),
-                    base_dir=lender.parent,
+                    base_dir=owner.parent,
                 )  # fmt: skip
         ir.save(model, place)
         if data.stat().st_size == 0:

@@ -51,7 +51,7 @@ def read_tokenizer(source: Path) -> TokenizerFacts | None:
         model: dict[str, Any] = data["model"]
         added = [(str(t["content"]), int(t["id"])) for t in data.get("added_tokens") or ()]
         vocab = model["vocab"]
-        # Unigram lists its pieces, the others map them to ids.
+        # Unigram lists its outputs of steps, the others map them to ids.
         ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
         num_tokens = 1 + max([*ids, *(i for _, i in added)], default=-1)
     except (OSError, ValueError, KeyError, TypeError) as fault:

@@ -84,7 +84,7 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
         console.print(f"nothing recorded is shown: digests {plan['digests']}", style="dim")
         return
     layers = recorded.get("plugin_layers", {})
-    rows = [("flavour", f"{recorded['flavour']} {recorded['version']}, {recorded['platform']}")]
+    rows = [("variant", f"{recorded['variant']} {recorded['version']}, {recorded['platform']}")]
     rows += [
         (
             f"profile {p['name']}",
@@ -94,7 +94,7 @@ def print_plan(console: Console, plan: dict[str, Any]) -> None:
     ]
     stages = ", ".join(f"{s['name']} {s['seconds']:.2f} s" for s in recorded["build"]["stages"])
     rows += [
-        ("GPUs", ", ".join(recorded["compute_capabilities"]) or "as the flavour chose"),
+        ("GPUs", ", ".join(recorded["compute_capabilities"]) or "as the variant chose"),
         ("flags", ", ".join(recorded["flags"]) or "none"),
         ("plugins", ", ".join(f"{name} in {count} layers" for name, count in layers.items()) or "none"),
         ("plugin ABI", str(recorded["plugin_abi"]) if recorded["plugins"] else "no plugins"),

@@ -59,7 +59,7 @@ def train_command(
             try:
                 result = train(loaded, plan, Listener(display.stage, display.step, display.saved))
             except (KeyboardInterrupt, SystemExit):
-                _tell_how_to_go_on(display, plan)
+                _report_how_to_go_on(display, plan)
                 raise
             if prompts is not None and _is_first():
                 from speccompile.training.reference import measure_chains
@@ -83,7 +83,7 @@ def _print_intent(plan: TrainingPlan) -> None:
     typer.echo(f"train {section.method} for {plan.target} into {plan.output}: {steps}", err=True)
 
 
-def _tell_how_to_go_on(display: ProgressDisplay, plan: TrainingPlan) -> None:
+def _report_how_to_go_on(display: ProgressDisplay, plan: TrainingPlan) -> None:
     if display.checkpoint is not None:
         typer.echo(f"The same command goes on from {display.checkpoint}, see {plan.output}.run", err=True)
     else:

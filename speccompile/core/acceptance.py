@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The acceptance rule: which drafts of a scored tree are kept, and which token follows.
 
-One rule serves greedy and sampled decoding, chains and trees. The emitted tokens follow the target's law:
+One rule serves greedy and sampled decoding, chains and trees. The emitted tokens follow the target's distribution:
 Leviathan et al. 2023 (chains) and Chen et al. 2024, "Sequoia" (siblings drawn without replacement).
 """
 
@@ -16,8 +16,8 @@ from speccompile.core.sampling import draw
 from speccompile.core.tree import Floats, Ints, TokenTree
 
 
-class Laws(Protocol):
-    """The warped law behind each node, [vocab] float32: an array of rows, or something that makes them when asked."""
+class Dists(Protocol):
+    """The warped probs behind each node, [vocab] float32: an array of rows, or something that makes them when asked."""
 
     def __getitem__(self, node: int, /) -> Any:
         """Row of a node."""
@@ -49,7 +49,7 @@ class Verdict:
 
 
 def residual(target_probs: Floats, draft_probs: Floats) -> Floats:
-    """normalise(max(target - draft, 0)), the law after a refusal; the target's own law when nothing is left.
+    """normalise(max(target - draft, 0)), the probs after a refusal; the target's own probs when nothing is left.
 
     Args:
         target_probs: [vocab] float32.
@@ -61,7 +61,7 @@ def residual(target_probs: Floats, draft_probs: Floats) -> Floats:
 
 
 def accept_slot(
-    tokens: Ints, parents: Ints, target_probs: Laws, uniforms: Floats, draft_probs: Floats | None
+    tokens: Ints, parents: Ints, target_probs: Dists, uniforms: Floats, draft_probs: Floats | None
 ) -> tuple[list[int], int]:
     """Walk one tree from its root.
 
@@ -70,7 +70,7 @@ def accept_slot(
         parents: [nodes] int64.
         target_probs: [nodes, vocab] float32, warped; rows are read as the walk gets to them.
         uniforms: [nodes, 2] float32 in [0, 1): accept draw of the node, draw made at the node.
-        draft_probs: [nodes, vocab] float32, the law each node was drawn from; None or [nodes, 1] when the
+        draft_probs: [nodes, vocab] float32, the distribution each node was drawn from; None or [nodes, 1] when the
             drafts are deterministic. Then the token is drawn first and the child that has it is kept, so the
             text does not depend on the drafts.
 
@@ -78,8 +78,8 @@ def accept_slot(
         The path and the next token.
     """
     is_deterministic = draft_probs is None or draft_probs.shape[-1] == 1
-    path, law = [0], target_probs[0]
-    drawn = int(draw(law, uniforms[0, 1]))
+    path, dist = [0], target_probs[0]
+    drawn = int(draw(dist, uniforms[0, 1]))
     for node in range(1, len(tokens)):  # children stand behind parents, so one pass is a walk
         if parents[node] != path[-1]:
             continue
@@ -87,14 +87,14 @@ def accept_slot(
         if draft_probs is None or is_deterministic:
             is_kept = token == drawn
         else:
-            is_kept = bool(uniforms[node, 0] * draft_probs[node, token] < law[token])
-            law = target_probs[node] if is_kept else residual(law, draft_probs[node])
+            is_kept = bool(uniforms[node, 0] * draft_probs[node, token] < dist[token])
+            dist = target_probs[node] if is_kept else residual(dist, draft_probs[node])
         if is_kept:
             path.append(node)
             drawn = int(draw(target_probs[node], uniforms[node, 1]))
     if is_deterministic:
         return path, drawn
-    return path, int(draw(law, uniforms[path[-1], 1]))
+    return path, int(draw(dist, uniforms[path[-1], 1]))
 
 
 def accept(tree: TokenTree, target_probs: Floats, uniforms: Floats, draft_probs: Floats | None = None) -> Verdict:
@@ -102,12 +102,12 @@ def accept(tree: TokenTree, target_probs: Floats, uniforms: Floats, draft_probs:
 
     Args:
         tree: the drafts.
-        target_probs: [batch, nodes, vocab] float32, the warped law behind each node (`sampling.warp`).
+        target_probs: [batch, nodes, vocab] float32, the warped distribution behind each node (`sampling.warp`).
         uniforms: [batch, nodes, 2] float32 (`sampling.tree_uniforms`).
         draft_probs: [batch, nodes, vocab] float32; None takes those of the tree.
     """
-    laws = tree.draft_probs if draft_probs is None else draft_probs
-    is_deterministic = laws is None or laws.shape[-1] == 1
+    dists = tree.draft_probs if draft_probs is None else draft_probs
+    is_deterministic = dists is None or dists.shape[-1] == 1
     path = np.full(tree.tokens.shape, -1, dtype=np.int64)
     path[:, 0] = 0
     last, num_accepted = np.zeros(tree.batch, dtype=np.int64), np.zeros(tree.batch, dtype=np.int64)
@@ -116,12 +116,12 @@ def accept(tree: TokenTree, target_probs: Floats, uniforms: Floats, draft_probs:
     for node in range(1, tree.nodes):  # the walk of `accept_slot`, all slots at once
         slots = np.flatnonzero(tree.parents[:, node] == last)
         tokens = tree.tokens[slots, node]
-        if laws is None or is_deterministic:
+        if dists is None or is_deterministic:
             is_kept = tokens == drawn[slots]
         else:
-            is_kept = uniforms[slots, node, 0] * laws[slots, node, tokens] < left[slots, tokens]
+            is_kept = uniforms[slots, node, 0] * dists[slots, node, tokens] < left[slots, tokens]
             for slot in slots[~is_kept]:  # row by row, so that the sums are those of `accept_slot` to the last bit
-                left[slot] = residual(left[slot], laws[slot, node])
+                left[slot] = residual(left[slot], dists[slot, node])
         kept = slots[is_kept]
         num_accepted[kept] += 1
         path[kept, num_accepted[kept]] = last[kept] = node

@@ -18,25 +18,25 @@ from speccompile.core.specs import (
 from speccompile.errors import BundleError
 
 
-def lent_cache(dims: ModelDims, cache: str, lender: str = "target") -> TensorSpec:
+def shared_cache(dims: ModelDims, cache: str, owner: str = "target") -> TensorSpec:
     """A cache of a model of these sizes, as the input of a graph that only reads it."""
-    return TensorSpec(borrowed_name(lender, cache), ("batch", dims.num_kv_heads, LENT_ROWS, dims.head_dim), "float32")
+    return TensorSpec(borrowed_name(owner, cache), ("batch", dims.num_kv_heads, LENT_ROWS, dims.head_dim), "float32")
 
 
-def reading_spec(spec: GraphSpec, lender: ModelDims, caches: tuple[str, ...]) -> GraphSpec:
+def reading_spec(spec: GraphSpec, owner: ModelDims, caches: tuple[str, ...]) -> GraphSpec:
     """`spec` of a decoder that reads caches of the target as well, as far as `target_lengths` says.
 
     Args:
         spec: of the decoder, without a tail.
-        lender: sizes of the target.
+        owner: sizes of the target.
         caches: names of the target's caches.
     """
     num = len(spec.inputs) - len(spec.caches)
-    lent = tuple(lent_cache(lender, cache) for cache in caches)
+    shared = tuple(shared_cache(owner, cache) for cache in caches)
     return replace(
         spec,
-        inputs=(*spec.inputs[:num], TensorSpec(TARGET_LENGTHS, ("batch",), "int64"), *lent, *spec.inputs[num:]),
-        borrowed=tuple(BorrowedCache(t.name, cache) for t, cache in zip(lent, caches, strict=True)),
+        inputs=(*spec.inputs[:num], TensorSpec(TARGET_LENGTHS, ("batch",), "int64"), *shared, *spec.inputs[num:]),
+        borrowed=tuple(BorrowedCache(t.name, cache) for t, cache in zip(shared, caches, strict=True)),
     )
 
 
@@ -45,34 +45,34 @@ def sharing_spec(spec: GraphSpec) -> GraphSpec:
     return replace(spec, borrowed=tuple(BorrowedCache(name, name) for name in spec.caches))
 
 
-def find_lender(
+def find_owner(
     spec: GraphSpec,
-    loan: BorrowedCache,
+    cache_ref: BorrowedCache,
     names: Sequence[str],
     sizes: tuple[int, int],
     num_slots: int,
     max_slots: int,
 ) -> int:
-    """Which of a lender's caches a loan is.
+    """Which of a owner's caches a loan is.
 
     Args:
         spec: of the borrower.
-        loan: one of its `borrowed`.
-        names: of the lender's own caches.
+        cache_ref: one of its `borrowed`.
+        names: of the owner's own caches.
         sizes: kv heads and head size of these.
-        num_slots: that the lender has.
+        num_slots: that the owner has.
         max_slots: that the borrower needs.
 
     Raises:
         BundleError: there is no such cache, it has another shape, or there are fewer slots.
     """
-    where, todo = f"engine {spec.name} ({loan.name})", "Build the bundle again."
-    dims = spec.input(loan.name).dims
-    if loan.cache not in names:
-        got = f"no cache {loan.cache!r} of {loan.lender}"
+    where, todo = f"engine {spec.name} ({cache_ref.name})", "Build the bundle again."
+    dims = spec.input(cache_ref.name).dims
+    if cache_ref.cache not in names:
+        got = f"no cache {cache_ref.cache!r} of {cache_ref.owner}"
         raise BundleError(where, got, f"one of {', '.join(names) or 'none'}", todo)
     if sizes != (dims[1], dims[3]):
         raise BundleError(where, f"{sizes[0]} heads of {sizes[1]} to borrow", f"{dims[1]} of {dims[3]}", todo)
     if num_slots < max_slots:
         raise BundleError(where, f"{num_slots} slots to borrow", f"at least {max_slots}", todo)
-    return list(names).index(loan.cache)
+    return list(names).index(cache_ref.cache)

@@ -2,7 +2,8 @@
 """Graphs of drafts that read features: a vector a position, first the target's, then the draft's own.
 
 Row t of such a draft's cache belongs to the feature of position t and the token at t + 1, so a draft that has read n
-rows guesses the token at n + 1. What it gives as `hidden.next` is what it is told in the next run: rows are picked by
+rows candidates the token at n + 1. What it gives as `hidden.next` is what it is told in the next run: rows are picked
+by
 `feature_nodes`, and the whole tensor can stay where the engine left it.
 """
 
@@ -17,8 +18,8 @@ from speccompile.core.specs import (
     GraphSpec,
     ModelDims,
     TensorSpec,
+    candidate_spec,
     decoder_spec,
-    guessing_spec,
     hidden_name,
 )
 
@@ -32,7 +33,7 @@ class FeatureDims(ModelDims):
     Args:
         target_hidden_size: of the states that features are made of.
         intermediate_size: of its MLP.
-        draft_vocab_size: tokens that it can guess.
+        draft_vocab_size: tokens that it can candidate.
         layers: decoder layers of the target whose states are fused; empty: the feature is what the LM head reads.
     """
 
@@ -42,14 +43,14 @@ class FeatureDims(ModelDims):
     layers: tuple[int, ...] = ()
 
 
-def feature_draft_spec(name: str, dims: FeatureDims, num_guesses: int, laws: bool, max_rows: int) -> GraphSpec:
+def feature_draft_spec(name: str, dims: FeatureDims, num_candidates: int, dists: bool, max_rows: int) -> GraphSpec:
     """The spec of a draft with a cache of its own, tail included.
 
     Args:
         name: the graph's name.
         dims: its sizes.
-        num_guesses: see `guessing_spec`.
-        laws: see `guessing_spec`; they are laws over the target's vocabulary.
+        num_candidates: see `candidate_spec`.
+        dists: see `candidate_spec`; they are distributions over the target's vocabulary.
         max_rows: see `GraphSpec`.
     """
     plain = decoder_spec(name, dims, logits=False)
@@ -65,7 +66,7 @@ def feature_draft_spec(name: str, dims: FeatureDims, num_guesses: int, laws: boo
         outputs=(following, *plain.outputs),
         max_rows=max_rows,
     )
-    return replace(guessing_spec(told, num_guesses, laws), tail="none")  # its module has a vocabulary of its own
+    return replace(candidate_spec(told, num_candidates, dists), tail="none")  # its module has a vocabulary of its own
 
 
 def fusion_spec(name: str, dims: FeatureDims) -> GraphSpec:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from speccompile.core.specs import (
+    CANDIDATE_PROBS,
+    CANDIDATES,
     CONFIDENCES,
     DRAFT_PARENTS,
-    GUESS_PROBS,
-    GUESSES,
     ROOT,
     SAMPLED_TOKENS,
     GraphSpec,
@@ -40,20 +40,22 @@ def tree_heads_spec(
     return GraphSpec(name, inputs, tuple(tree), (), vocab_size, scores="one", num_drafts=num_drafts)
 
 
-def guessing_heads_spec(name: str, hidden_size: int, vocab_size: int, num_heads: int, num_guesses: int) -> GraphSpec:
-    """The spec of heads that each guess the token of one depth, whatever stands before it.
+def candidate_heads_spec(
+    name: str, hidden_size: int, vocab_size: int, num_heads: int, num_candidates: int
+) -> GraphSpec:
+    """The spec of heads that each candidate the token of one depth, whatever stands before it.
 
     Args:
         name: the graph's name.
         hidden_size: see `tree_heads_spec`.
         vocab_size: of tokens.
         num_heads: depths.
-        num_guesses: tokens a head.
+        num_candidates: tokens a head.
     """
-    rows = ("batch", num_heads, num_guesses)
-    outputs = (TensorSpec(GUESSES, rows, "int64"), TensorSpec(GUESS_PROBS, rows, "float32"))
+    rows = ("batch", num_heads, num_candidates)
+    outputs = (TensorSpec(CANDIDATES, rows, "int64"), TensorSpec(CANDIDATE_PROBS, rows, "float32"))
     inputs = start_inputs(hidden_size)
-    return GraphSpec(name, inputs, outputs, (), vocab_size, scores="one", num_candidates=num_guesses)
+    return GraphSpec(name, inputs, outputs, (), vocab_size, scores="one", num_candidates=num_candidates)
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,13 @@ class DraftForm:
         depth: draft tokens on the longest path.
         choices: of a fixed shape, see `TreeShape`; empty otherwise.
         width: of a grown tree: most nodes that are drafted behind at a depth; 0 otherwise.
-        num_guesses: of a grown tree: tokens behind each.
+        num_candidates: of a grown tree: tokens behind each.
     """
 
     depth: int
     choices: tuple[tuple[int, ...], ...] = ()
     width: int = 0
-    num_guesses: int = 0
+    num_candidates: int = 0
 
     @classmethod
     def from_options(cls, options: FormOptions, most: int) -> DraftForm:
@@ -109,7 +111,7 @@ class DraftForm:
         """Drafts of one run."""
         if self.choices:
             return len(self.choices)
-        return grown_drafts(self.depth, self.width, self.num_guesses) if self.width else self.depth
+        return grown_drafts(self.depth, self.width, self.num_candidates) if self.width else self.depth
 
     def spec(self, name: str, hidden_size: int, vocab_size: int) -> GraphSpec:
         """Inputs and outputs of the graph."""
@@ -123,18 +125,18 @@ class DraftForm:
         return TreeShape(self.choices)
 
 
-def grown_drafts(depth: int, width: int, num_guesses: int) -> int:
-    """Drafts of a tree in which `width` nodes of each depth are expanded to `num_guesses` tokens each."""
-    total, level = num_guesses, num_guesses
+def grown_drafts(depth: int, width: int, num_candidates: int) -> int:
+    """Drafts of a tree in which `width` nodes of each depth are expanded to `num_candidates` tokens each."""
+    total, level = num_candidates, num_candidates
     for _ in range(depth - 1):
-        level = min(width, level) * num_guesses
+        level = min(width, level) * num_candidates
         total += level
     return total
 
 
-def grown_depth(num_drafts: int, width: int, num_guesses: int) -> int:
+def grown_depth(num_drafts: int, width: int, num_candidates: int) -> int:
     """Depth of a grown tree that has so many drafts."""
     depth = 1
-    while grown_drafts(depth, width, num_guesses) < num_drafts:
+    while grown_drafts(depth, width, num_candidates) < num_drafts:
         depth += 1
     return depth

@@ -123,7 +123,7 @@ class Batch(Protocol):
     def may_draw(self) -> bool:
         """Whether drafts may be drawn: a slot samples, and texts may depend on what is drafted.
 
-        Otherwise drafts must be deterministic; no draws may be asked for, and no laws given.
+        Otherwise drafts must be deterministic; no draws may be asked for, and no distributions given.
         """
         ...
 
@@ -156,7 +156,7 @@ class Proposer(Protocol):
 
     The order of calls for a slot is start, prefill (once per chunk of all prompt tokens but the last), then
     propose and commit in turn. Slots of a batch may start, end and move between two steps. Prompts may be read in
-    parts between the steps of others: `settle` comes before each part. Any call may be the last one: a run that is
+    parts between the steps of others: `flush` comes before each part. Any call may be the last one: a run that is
     abandoned is followed by `start`.
 
     What it knows of a sequence hangs on the sequence (`Slot.draft_state`) and needs no moving. Rows in the caches of
@@ -219,7 +219,7 @@ class Proposer(Protocol):
         """
         ...
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """The target is about to run for others: what it gave in its last step will be void."""
         ...
 

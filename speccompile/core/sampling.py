@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to laws, and from laws to tokens: warping, counter-based uniforms, inverse-CDF draws."""
+"""From logits to probs, and from probs to tokens: warping, counter-based uniforms, inverse-CDF draws."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from speccompile.core.tree import Floats, Ints, TokenTree
 Words = NDArray[np.uint64]
 
 ACCEPT_LANE = 0  # accept draw of a first child; later siblings use SIBLING_LANE + rank
-TARGET_LANE = 1  # recovered, bonus or plain draw from the target's law
+TARGET_LANE = 1  # recovered, bonus or plain draw from the target's distribution
 DRAFT_LANE = 2  # the draft's own draw
 SIBLING_LANE = 16
 DRAFT_SIBLING_LANE = 1 << 20  # the draft's draws of later siblings: this + rank
@@ -39,7 +39,7 @@ def warp_inputs(params: Sequence[SamplingParams]) -> tuple[Floats, Ints, Floats]
 
 
 def warp(logits: Floats, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayLike) -> Floats:
-    """The law that tokens are drawn from: temperature, then top-k, then top-p, as transformers orders them.
+    """The distribution that tokens are drawn from: temperature, then top-k, then top-p, as transformers orders them.
 
     Args:
         logits: [batch, ..., vocab] float32.

@@ -23,7 +23,8 @@ from speccompile.core.surfaces import (
 )
 from speccompile.errors import RuntimeFault
 
-# Below it a slot is greedy. Logits differ by more than this, so the law is the same; a logit below 2^63 stays finite.
+# Below it a slot is greedy. Logits differ by more than this, so the distribution is the same; a logit below 2^63
+# stays finite.
 COLDEST = 2.0**-64
 _HOTTEST = 1e30  # every token is as likely as any other there; 1 / temperature must not underflow
 _MAX_TOP_K = 2**31 - 1  # far above any vocabulary
@@ -168,8 +169,8 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def is_shaped(self) -> bool:
-        """True when the law needs more than temperature, top-k and top-p: see `runtime.logits_processors`."""
+    def needs_logits(self) -> bool:
+        """True when the distribution needs more than temperature, top-k and top-p: see `runtime.logits_processors`."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return any(penalties) or bool(self.logit_bias) or (self.min_p > 0 and not self.is_greedy)
 

@@ -12,12 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from speccompile.core.older_specs import completed
-
 Dim = str | int
 Role = Literal["target", "draft"]
 Probe = Literal["neutral", "tokens", "lengths", "states", "nodes", "last_node"]
-LENT_ROWS = "lent_rows"  # the dim of borrowed caches that are only read: their lender decides how many rows
+LENT_ROWS = "shared_rows"  # the dim of borrowed caches that are only read: their owner decides how many rows
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of activations and caches
 
 TOKENS = "tokens"  # [batch, nodes] int64: token of each node, node 0 is the root
@@ -38,16 +36,18 @@ HIDDEN = "hidden"  # [batch, nodes, hidden] float32: what the LM head reads
 KV_ROWS = "kv_rows"  # [kv] int8, never read: its length is the number of cache rows that this step attends to
 SAMPLED_TOKEN = "sampled_token"  # [batch] int64: the draft's own next token
 CONFIDENCE = "confidence"  # [batch] float32: the draft's probability of it at temperature 1
-SAMPLED_PROBS = "sampled_probs"  # [batch, vocab] float32: the warped law it was drawn from
+SAMPLED_PROBS = "sampled_probs"  # [batch, vocab] float32: the warped distribution it was drawn from
 START_NODES = "start_nodes"  # [batch] int64: the node of `hidden` that each slot's drafts start from
 SAMPLED_TOKENS = "sampled_tokens"  # [batch, drafts] int64: a chain of drafts, each behind the one before
 CONFIDENCES = "confidences"  # [batch, drafts] float32: the draft's probability of each at temperature 1
-SAMPLED_LAWS = "sampled_laws"  # [batch, drafts + 1, draft_vocab] float32: `draft_probs` of that chain, row 0 unused
+CHAIN_PROBS = "chain_probs"  # [batch, drafts + 1, draft_vocab] float32: `draft_probs` of that chain, row 0 unused
 DRAFT_PARENTS = "draft_parents"  # [batch, drafts] int64: draft behind which each was made, counted from 1; 0 = root
-GUESSES = "guesses"  # [batch, scored, guesses] int64: likeliest tokens behind each node, the likeliest first
-GUESS_PROBS = "guess_probs"  # [batch, scored, guesses] float32: their probabilities at temperature 1
+CANDIDATES = "candidates"  # [batch, scored, candidates] int64: likeliest tokens behind each node, the likeliest first
+CANDIDATE_PROBS = "candidate_probs"  # [batch, scored, candidates] float32: their probabilities at temperature 1
 TARGET_LENGTHS = "target_lengths"  # [batch] int64: rows in use of the target's caches, where a draft reads those
-NODE_LAWS = "node_laws"  # [batch, scored, draft_vocab] float32: the warped law behind each node; 1 wide when greedy
+NODE_PROBS = (
+    "node_probs"  # [batch, scored, draft_vocab] float32: the warped distribution behind each node; 1 wide when greedy
+)
 FEATURES = "hidden.features"  # [batch, states, hidden] float32: what a draft is told of positions
 FEATURE_NODES = "feature_nodes"  # [batch, nodes] int64: the row of `hidden.features` that belongs to each node
 NEXT_FEATURES = "hidden.next"  # [batch, next_states, hidden] float32: what node 0 was told, then each node's own
@@ -68,9 +68,9 @@ def updated_cache_name(cache: str) -> str:
     return f"{cache}.updated"
 
 
-def borrowed_name(lender: str, cache: str) -> str:
-    """Name of the input that is the cache `cache` of the graph `lender`, where it is only read."""
-    return f"{lender}.{cache}"
+def borrowed_name(owner: str, cache: str) -> str:
+    """Name of the input that is the cache `cache` of the graph `owner`, where it is only read."""
+    return f"{owner}.{cache}"
 
 
 def compacted_cache_name(cache: str) -> str:
@@ -121,17 +121,17 @@ class ModelDims:
 
 @dataclass(frozen=True)
 class BorrowedCache:
-    """A cache input that another engine owns: it is bound at the lender's address, slot for slot.
+    """A cache input that another engine owns: it is bound at the owner's address, slot for slot.
 
     Args:
         name: of the input. One that is in `GraphSpec.caches` is written in place, any other is only read.
-        cache: its name in the lender's graph.
-        lender: name of the graph that lends it.
+        cache: its name in the owner's graph.
+        owner: name of the graph that lends it.
     """
 
     name: str
     cache: str
-    lender: str = "target"
+    owner: str = "target"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class GraphSpec:
         caches: names of the cache inputs.
         vocab_size: of the tokens it reads.
         max_rows: cache rows it can address (its position tables end there); 0 = not limited.
-        draft_vocab: width of the laws it gives, where it drafts in a vocabulary of its own; 0 = `vocab_size`.
+        draft_vocab: width of the distributions it gives, where it drafts in a vocabulary of its own; 0 = `vocab_size`.
         borrowed: inputs that are caches of other engines; those that are only read come before `caches`.
         rows_written_ahead: cache rows that a run writes after those of its nodes.
         reads_prompts: it runs over the chunks of a prompt as well as over steps.
@@ -178,13 +178,13 @@ class GraphSpec:
     @property
     def own_caches(self) -> tuple[str, ...]:
         """The caches that its engine owns."""
-        lent = {loan.name for loan in self.borrowed}
-        return tuple(name for name in self.caches if name not in lent)
+        shared = {cache_ref.name for cache_ref in self.borrowed}
+        return tuple(name for name in self.caches if name not in shared)
 
     @property
     def cache_inputs(self) -> tuple[str, ...]:
         """All inputs that are caches, in order."""
-        held = {*self.caches, *(loan.name for loan in self.borrowed)}
+        held = {*self.caches, *(cache_ref.name for cache_ref in self.borrowed)}
         return tuple(t.name for t in self.inputs if t.name in held)
 
     @property
@@ -194,8 +194,8 @@ class GraphSpec:
         return tuple(t for t in self.inputs if t.name not in held)
 
     @property
-    def law_width(self) -> int:
-        """Entries of a law that it gives."""
+    def dist_width(self) -> int:
+        """Entries of a distribution that it gives."""
         return self.draft_vocab or self.vocab_size
 
     @cached_property
@@ -218,15 +218,15 @@ class GraphSpec:
 
 
 def spec_from_json(data: Mapping[str, Any]) -> GraphSpec:
-    """Inverse of `GraphSpec.json_from_spec`; `older_specs.completed` is for manifests of earlier builds."""
-    known = completed(_given(data))
+    """Inverse of `GraphSpec.json_from_spec`."""
+    known = _given(data)
 
     def tensors(key: str) -> tuple[TensorSpec, ...]:
         return tuple(TensorSpec(**{**_given(row), "dims": tuple(row["dims"])}) for row in known[key])
 
-    loans = tuple(BorrowedCache(**_given(loan)) for loan in known["borrowed"])
+    cache_refs = tuple(BorrowedCache(**_given(cache_ref)) for cache_ref in known.get("borrowed", ()))
     made = {"inputs": tensors("inputs"), "outputs": tensors("outputs"), "caches": tuple(known["caches"])}
-    return GraphSpec(**{**known, **made, "borrowed": loans})
+    return GraphSpec(**{**known, **made, "borrowed": cache_refs})
 
 
 def _given(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,28 +294,28 @@ def verified_spec(spec: GraphSpec, keep_logits: bool = False) -> GraphSpec:
     return replace(_with_tail(spec, inputs, outputs, keep_logits), tail="verify")
 
 
-def guess_outputs(num_guesses: int, laws: bool) -> tuple[TensorSpec, ...]:
-    """What a graph gives that guesses behind each scored node; `draft_vocab` is 1 when every slot is greedy.
+def candidate_outputs(num_candidates: int, dists: bool) -> tuple[TensorSpec, ...]:
+    """What a graph gives that candidates behind each scored node; `draft_vocab` is 1 when every slot is greedy.
 
     Args:
-        num_guesses: tokens a node.
-        laws: the warped law behind each node as well, for drafts that are drawn.
+        num_candidates: tokens a node.
+        dists: the warped distribution behind each node as well, for drafts that are drawn.
     """
-    rows: tuple[Dim, ...] = ("batch", "scored", num_guesses)
-    guesses = (TensorSpec(GUESSES, rows, "int64"), TensorSpec(GUESS_PROBS, rows, "float32"))
-    return (*guesses, *((TensorSpec(NODE_LAWS, ("batch", "scored", "draft_vocab"), "float32"),) if laws else ()))
+    rows: tuple[Dim, ...] = ("batch", "scored", num_candidates)
+    candidates = (TensorSpec(CANDIDATES, rows, "int64"), TensorSpec(CANDIDATE_PROBS, rows, "float32"))
+    return (*candidates, *((TensorSpec(NODE_PROBS, ("batch", "scored", "draft_vocab"), "float32"),) if dists else ()))
 
 
-def guessing_spec(spec: GraphSpec, num_guesses: int, laws: bool) -> GraphSpec:
-    """`spec` with a tail that guesses behind every scored node, for drafts that make trees; no logits.
+def candidate_spec(spec: GraphSpec, num_candidates: int, dists: bool) -> GraphSpec:
+    """`spec` with a tail that candidates behind every scored node, for drafts that make trees; no logits.
 
     Args:
         spec: of a decoder.
-        num_guesses: see `guess_outputs`.
-        laws: see `guess_outputs`; temperature, top_k and top_p are inputs then.
+        num_candidates: see `candidate_outputs`.
+        dists: see `candidate_outputs`; temperature, top_k and top_p are inputs then.
     """
-    made = _with_tail(spec, _WARP if laws else (), guess_outputs(num_guesses, laws), keep_logits=False)
-    return replace(made, num_candidates=num_guesses, gives_probs=laws, tail="candidates")
+    made = _with_tail(spec, _WARP if dists else (), candidate_outputs(num_candidates, dists), keep_logits=False)
+    return replace(made, num_candidates=num_candidates, gives_probs=dists, tail="candidates")
 
 
 def heads_spec(name: str, hidden_size: int, vocab_size: int, num_drafts: int) -> GraphSpec:
@@ -324,7 +324,7 @@ def heads_spec(name: str, hidden_size: int, vocab_size: int, num_drafts: int) ->
     Args:
         name: the graph's name.
         hidden_size: of the target's `hidden`, which is read as it comes; `start_nodes` picks a row of each slot.
-        vocab_size: of tokens and laws.
+        vocab_size: of tokens and distributions.
         num_drafts: length of the chain behind the root in `tokens`.
     """
     inputs = (*start_inputs(hidden_size), ROOT, TensorSpec(UNIFORMS, ("batch", num_drafts), "float32"), *_WARP)
@@ -344,11 +344,11 @@ def start_inputs(hidden_size: int) -> tuple[TensorSpec, TensorSpec]:
 
 
 def chain_outputs(num_drafts: int) -> tuple[TensorSpec, ...]:
-    """What a graph gives that drafts a whole chain; `draft_vocab` of the laws may be 1 when every slot is greedy."""
+    """What a graph gives that drafts a whole chain; `draft_vocab` of the probs may be 1 when every slot is greedy."""
     return (
         TensorSpec(SAMPLED_TOKENS, ("batch", num_drafts), "int64"),
         TensorSpec(CONFIDENCES, ("batch", num_drafts), "float32"),
-        TensorSpec(SAMPLED_LAWS, ("batch", num_drafts + 1, "draft_vocab"), "float32"),
+        TensorSpec(CHAIN_PROBS, ("batch", num_drafts + 1, "draft_vocab"), "float32"),
     )
 
 

@@ -58,8 +58,8 @@ class TrainingBatch:
 
     Args:
         tokens: [batch, nodes] int64.
-        law_tokens: [batch, nodes, kept] int64, the most probable tokens behind each position, the best first.
-        law_probs: [batch, nodes, kept] float32, their probabilities; the rest of the law is left out.
+        dist_tokens: [batch, nodes, kept] int64, the most probable tokens behind each position, the best first.
+        dist_probs: [batch, nodes, kept] float32, their probabilities; the rest of the distribution is left out.
         hidden: [batch, nodes, hidden], where wanted.
         layers: [batch, nodes, hidden] by layer, where wanted.
         k_cache: [batch, kv_heads, nodes, head_dim], where wanted: keys with their positions rotated in.
@@ -68,8 +68,8 @@ class TrainingBatch:
     """
 
     tokens: Tensor
-    law_tokens: Tensor
-    law_probs: Tensor
+    dist_tokens: Tensor
+    dist_probs: Tensor
     hidden: Tensor = None
     layers: Mapping[int, Tensor] = field(default_factory=dict)
     k_cache: Tensor = None
@@ -79,11 +79,12 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class Drafted:
-    """Teacher-forced guesses: what the vocabulary projection reads, and whose law each shall imitate.
+    """Teacher-forced candidates: what the vocabulary projection reads, and whose distribution each shall imitate.
 
     Args:
         states: [rows, depth, width]; a row is a start, its depths are the drafts one behind the other.
-        labels: [rows, depth] int64, position in the flattened [batch * nodes] whose law is the label; -1: none.
+        labels: [rows, depth] int64, position in the flattened [batch * nodes] whose distribution is the label; -1:
+            none.
         projections: one [draft_vocab, width] for each depth; the same tensor where depths share it.
         d2t: [draft_vocab] int64, the target's token of each draft token; None where the vocabularies are one.
     """
@@ -103,7 +104,7 @@ class Trainable(Protocol):
     num_positions: int  # drafts of a chain that are trained
 
     def __call__(self, batch: TrainingBatch) -> Drafted:
-        """The guesses for a batch."""
+        """The candidates for a batch."""
         ...
 
     def draft(self, batch: TrainingBatch, num: int) -> Tensor:

@@ -59,7 +59,7 @@ class TokenTree:
         tokens: [batch, nodes] int64; what stands at padding does not matter.
         parents: [batch, nodes] int64; -1 at the root and at padding.
         num_nodes: [batch] int64, at least 1; nodes from there on are padding.
-        draft_probs: [batch, nodes, vocab] float32, row c is the law that node c was drawn from (row 0 is not
+        draft_probs: [batch, nodes, vocab] float32, row c is the distribution that node c was drawn from (row 0 is not
             read); None when the drafts are deterministic.
         is_chain: every node's parent is its predecessor, so `parents` (when nothing is padded) and `mask()`
             have their neutral values and need not be fed to an engine.
@@ -225,7 +225,7 @@ def _check_shapes(tree: TokenTree) -> None:
             "TokenTree.draft_probs",
             f"{probs.dtype}{list(probs.shape)}",
             f"float32[{batch}, {nodes}, vocab]",
-            "Give one law per node, or None for deterministic drafts.",
+            "Give one distribution per node, or None for deterministic drafts.",
         )
     if tree.num_nodes.min() < 1 or tree.num_nodes.max() > nodes:
         raise RuntimeFault("TokenTree.num_nodes", f"{tree.num_nodes.tolist()}", f"1 to {nodes}", "Fix the proposer.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static tree shapes: which rank of guess stands where, the same in every step."""
+"""Static tree shapes: which rank of candidate stands where, the same in every step."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TreeShape:
         return np.array([0, *(len(path) for path in self.choices)], dtype=np.int64)
 
     def ranks(self) -> Ints:
-        """[1 + num_drafts] int64: rank of each node among the guesses of its parent; 0 at the root."""
+        """[1 + num_drafts] int64: rank of each node among the candidates of its parent; 0 at the root."""
         return np.array([0, *(path[-1] for path in self.choices)], dtype=np.int64)
 
     def level(self, depth: int) -> list[int]:

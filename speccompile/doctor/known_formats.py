@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculators that are recognised and not read yet, so that nobody guesses at them. Needs no torch."""
+"""Speculators that are recognised and not read yet, so that nobody candidates at them. Needs no torch."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class CachedDraftFields(TreeFields):
     Args:
         quantization: `none`, `int8` or `int4`.
         num_draft_tokens: of a chain; `auto`: as long as a further token is worth its time, `tree_depth` at most.
-        drafts: `greedy` (deterministic), `sampled` (from the draft's own law at the request's temperature), or
+        drafts: `greedy` (deterministic), `sampled` (from the draft's own distribution at the request's temperature), or
             `auto`: sampled where the request samples and the drafts are a chain or a tree of a fixed shape. A tree
             that is grown follows the draft's confidences, which drawn tokens must not.
         confidence_odds: the odds that a draft token is accepted, over the odds that the draft's confidence in it
@@ -73,14 +73,14 @@ class CachedDraftFields(TreeFields):
         return 0.0
 
     @property
-    def has_laws(self) -> bool:
+    def has_probs(self) -> bool:
         """Whether drafts are drawn where the request samples."""
         return self.tree != "auto" and self.drafts != "greedy"
 
     @property
-    def guesses_needed(self) -> int:
-        """Tokens to guess behind a node: one for a chain."""
-        return super().guesses_needed if self.has_tree else 1
+    def candidates_needed(self) -> int:
+        """Tokens to candidate behind a node: one for a chain."""
+        return super().candidates_needed if self.has_tree else 1
 
     def check_engine(self, engine: Engine, max_draft_nodes: int) -> None:
         """Refuse a draft that was built for other trees: a method chosen at load may differ from the recipe's.
@@ -92,17 +92,22 @@ class CachedDraftFields(TreeFields):
             got = f"a draft of an earlier version, which gives {', '.join(t.name for t in engine.spec.outputs[:3])}"
             raise RecipeError("speculator.method", got, "candidates after each node", "Build the bundle again.")
         todo, held = "Build a bundle whose recipe says so; at load it is too late.", engine.spec.num_candidates
-        if held < self.guesses_needed:
-            expected = f"{self.guesses_needed} guesses a node"
-            raise RecipeError("speculator.tree", f"a draft built for {held} guesses a node", expected, todo)
+        if held < self.candidates_needed:
+            expected = f"{self.candidates_needed} candidates a node"
+            raise RecipeError("speculator.tree", f"a draft built for {held} candidates a node", expected, todo)
         if self.num_tree_drafts > max_draft_nodes:
             got, expected = (
                 f"{self.num_tree_drafts} draft tokens",
                 f"at most engine.max_draft_nodes = {max_draft_nodes}",
             )
             raise RecipeError("speculator.tree", got, expected, todo)
-        if self.has_laws and not engine.spec.gives_probs:
-            raise RecipeError("speculator.drafts", "a draft built without laws", "laws to draw from, or greedy", todo)
+        if self.has_probs and not engine.spec.gives_probs:
+            raise RecipeError(
+                "speculator.drafts",
+                "a draft built without distributions",
+                "distributions to draw from, or greedy",
+                todo,
+            )
 
     def make_drafts(self, scorer: Scorer, engine: Engine, graph: str, context: MethodContext) -> tuple[Drafts, Drafts]:
         """Drafts for batches that are greedy, and for those that sample; the same object where it serves both.
@@ -133,8 +138,8 @@ class CachedDraftFields(TreeFields):
             min_path=self.min_path,
         )
         log_odds = math.log(self.confidence_odds)
-        grown = TreeGrower(scorer, budget, log_odds, num_guesses=self.guesses_needed)
-        if not self.has_laws:
+        grown = TreeGrower(scorer, budget, log_odds, num_candidates=self.candidates_needed)
+        if not self.has_probs:
             return grown, grown
         is_cut = self.leaves_length or self.min_path > 0
         length = DrawnLength(budget, log_odds, self.min_path) if is_cut else None
@@ -144,4 +149,4 @@ class CachedDraftFields(TreeFields):
         self, scorer: Scorer, shape: TreeShape, engine: Engine, length: DrawnLength | None = None
     ) -> StaticTrees:
         vocab_size = engine.spec.vocab_size
-        return StaticTrees(scorer, shape, may_sample=self.has_laws, vocab_size=vocab_size, length=length)
+        return StaticTrees(scorer, shape, may_sample=self.has_probs, vocab_size=vocab_size, length=length)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft trees grown level by level over a scorer, by confidence and measured costs.
 
-Drafts are the likeliest guesses, never drawn: the text is the target's own at any temperature whatever is drafted, so
+Drafts are the likeliest candidates, never drawn: the text is the target's own at any temperature whatever is drafted,
+so
 the slots of a batch decide together, and candidates that are known may be left out.
 """
 
@@ -13,12 +14,12 @@ import numpy as np
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Outputs, StepTimes
-from speccompile.core.specs import GUESS_PROBS, GUESSES
+from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates, tree_from_candidates
-from speccompile.drafting.expansion import Rows, Scorer, make_level
+from speccompile.drafting.expansion import DraftLayout, Scorer, make_expansion
 from speccompile.drafting.state import estimates
 
 
@@ -28,10 +29,10 @@ class TreeGrower:
     Args:
         scorer: the draft.
         budget: bounds and costs.
-        log_odds: of a guess being right over the odds that its confidence means, for a fresh slot.
+        log_odds: of a candidate being right over the odds that its confidence means, for a fresh slot.
         max_fed: most nodes that a level feeds; None: as many as are scored.
         d2t: [draft_vocab] int64, the target's token of each of the draft's; None: they are the same.
-        num_guesses: candidates that are read of each expanded node; None: all that the draft gives.
+        num_candidates: candidates that are read of each expanded node; None: all that the draft gives.
     """
 
     def __init__(
@@ -42,16 +43,16 @@ class TreeGrower:
         *,
         max_fed: int | None = None,
         d2t: Ints | None = None,
-        num_guesses: int | None = None,
+        num_candidates: int | None = None,
     ) -> None:
         self.scorer, self.budget, self._log_odds, self._d2t = scorer, budget, log_odds, d2t
-        self._num_guesses = num_guesses
+        self._num_candidates = num_candidates
         self._max_fed = max(budget.max_nodes, 1) if max_fed is None else max_fed
         self._prior = SharedPrior(budget.max_depth)
         self._trees: list[Candidates] = []  # of the last step; empty where nothing was drafted
         self._chosen: list[list[int]] = []
         self._able: list[int] = []  # slots that drafted in the last step
-        self._rows = Rows(0, 1)
+        self._rows = DraftLayout(0, 1)
 
     def new_estimate(self) -> AcceptanceEstimate:
         """Returns what is known of a new sequence."""
@@ -89,7 +90,7 @@ class TreeGrower:
             last_depths: by slot, the depth of the deepest node that may be expanded.
         """
         budget, num_slots = self.budget, len(trees)
-        self._rows = rows = Rows(num_slots, self._max_fed)
+        self._rows = rows = DraftLayout(num_slots, self._max_fed)
         outputs = self.scorer.begin(batch, able, {})
         spent_ms = budget.spend(num_slots, num_slots)
         scored = [[0] if limit >= 0 else [] for limit in last_depths]
@@ -106,7 +107,7 @@ class TreeGrower:
                 frontiers.append(frontier)
             if reach <= 0 or not budget.goes_on(trees, depth, reach, spent_ms):
                 return spent_ms
-            level, scored = make_level(depth, trees, frontiers, rows, {})
+            level, scored = make_expansion(depth, trees, frontiers, rows, {})
             outputs = self.scorer.expand(batch, level)
             spent_ms += budget.spend(num_slots, level.tokens.size)
 
@@ -117,9 +118,11 @@ class TreeGrower:
         scored: Sequence[Sequence[int]],
         outputs: Outputs,
     ) -> list[int]:
-        """Take in the guesses behind the scored nodes; returns the first new candidate of each slot."""
-        guesses, confidences = (np.asarray(outputs[n])[:, :, : self._num_guesses] for n in (GUESSES, GUESS_PROBS))
-        tokens = (guesses if self._d2t is None else self._d2t[guesses]).tolist()
+        """Take in the candidates behind the scored nodes; returns the first new candidate of each slot."""
+        candidates, confidences = (
+            np.asarray(outputs[n])[:, :, : self._num_candidates] for n in (CANDIDATES, CANDIDATE_PROBS)
+        )
+        tokens = (candidates if self._d2t is None else self._d2t[candidates]).tolist()
         sure, floor = confidences.tolist(), self.budget.floor(trees)
         starts = []
         for place, tree in enumerate(trees):

@@ -21,7 +21,7 @@ from speccompile.drafting.candidates import Candidates
 
 
 @dataclass(frozen=True, eq=False)
-class Level:
+class Expansion:
     """Feeds of an expansion. A slot that takes no part has padding: token 0, which sees itself alone.
 
     Args:
@@ -46,9 +46,10 @@ class Level:
 
 
 class Scorer(Protocol):
-    """A draft that guesses behind nodes, and owns what its cache holds.
+    """A draft that candidates behind nodes, and owns what its cache holds.
 
-    Both calls give `guesses` and `guess_probs` [batch, scored, guesses], and `node_laws` where the draft gives laws;
+    Both calls give `candidates` and `candidate_probs` [batch, scored, candidates], and `node_probs` where the draft
+    gives distributions;
     rows of slots that take no part mean nothing, and all are valid until the next call.
     """
 
@@ -57,15 +58,15 @@ class Scorer(Protocol):
         ...
 
     def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Read what is new of these slots, the root last, and guess behind it: scored is 1."""
+        """Read what is new of these slots, the root last, and candidate behind it: scored is 1."""
         ...
 
-    def expand(self, batch: Batch, level: Level) -> Outputs:
+    def expand(self, batch: Batch, level: Expansion) -> Outputs:
         """Guess behind the level's scored nodes."""
         ...
 
 
-class Rows:
+class DraftLayout:
     """Which drafts stand in the draft's cache behind each root.
 
     Args:
@@ -129,21 +130,21 @@ class Rows:
         return num
 
 
-def make_level(
+def make_expansion(
     depth: int,
     trees: Sequence[Candidates],
     frontiers: Sequence[Sequence[int]],
-    rows: Rows,
+    rows: DraftLayout,
     warp: Mapping[str, NDArray[Any]],
-) -> tuple[Level, list[list[int]]]:
+) -> tuple[Expansion, list[list[int]]]:
     """The feeds that expand `frontiers`, and which nodes they score.
 
     Args:
         depth: of the frontiers.
         trees: of all slots.
-        frontiers: by slot, see `Rows.plan`; empty: takes no part.
+        frontiers: by slot, see `DraftLayout.plan`; empty: takes no part.
         rows: of the drafts; moved on.
-        warp: see `Level`.
+        warp: see `Expansion`.
     """
     columns, scored = [], []
     for place, (tree, frontier) in enumerate(zip(trees, frontiers, strict=True)):
@@ -162,7 +163,7 @@ def make_level(
         tokens.append([tree.tokens[node] for node in fed] + [0] * missing)
         bits += seen + [1 << column for column in range(len(fed), nodes)]
         places.append([at[node] for node in taken] + [0] * (num_scored - len(taken)))
-    level = Level(
+    level = Expansion(
         depth,
         np.array(tokens, dtype=np.int64),
         mask_from_bits(bits, nodes).reshape(len(trees), nodes, nodes),

@@ -23,7 +23,7 @@ from speccompile.core.specs import (
     TREE_MASK,
 )
 from speccompile.core.tree import Ints, chain_mask
-from speccompile.drafting.expansion import Level
+from speccompile.drafting.expansion import Expansion
 from speccompile.drafting.features import PendingFeatures
 
 
@@ -62,12 +62,12 @@ class FeatureCache:
 
     def start(self, slot: int) -> None:
         """An empty cache."""
-        self.pending.settle()  # the target is about to read the prompt
+        self.pending.flush()  # the target is about to read the prompt
         self.lengths[slot] = 0
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
         """A row is of a feature and of the token behind it: the last one's is not known to be the same."""
-        self.pending.settle()
+        self.pending.flush()
         self.lengths[slot] = max(min(self.lengths[slot], num_rows - 1), 0)
         return self.lengths[slot]
 
@@ -125,7 +125,7 @@ class FeatureCache:
         start = self.lengths[place] + 1
         self._read(place, slot.tokens[start : start + num], self.pending.take_rows(slot, num)[None])
 
-    def expand(self, batch: Batch, level: Level) -> Outputs:
+    def expand(self, batch: Batch, level: Expansion) -> Outputs:
         """Read a level behind the roots."""
         width = level.tokens.shape[1]
         rows: Ints = np.zeros(level.tokens.shape, dtype=np.int64)
@@ -157,12 +157,12 @@ class FeatureCache:
         """Rows of drafts are read anew with the target's features, whatever became of them."""
         self.pending.keep(batch.slots, verdict, outputs)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Bring the features to the host."""
-        self.pending.settle()
+        self.pending.flush()
 
 
-def _mask_without_idle(level: Level) -> NDArray[np.bool_]:
+def _mask_without_idle(level: Expansion) -> NDArray[np.bool_]:
     """A level's mask in which what nobody reads sees itself alone, lest it stand at positions beyond the last."""
     is_idle = np.array([not nodes for nodes in level.nodes])
     if not is_idle.any():

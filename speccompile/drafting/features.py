@@ -72,7 +72,7 @@ class PendingFeatures:
             live = self._make(self._live)
             self._release()
             return live, np.ascontiguousarray(self._path[:, :width])
-        self.settle()
+        self.flush()
         held = np.zeros((batch, width, self._width), dtype=np.float32)
         for place, slot in enumerate(slots):
             rows = self._take_all(slot)
@@ -81,7 +81,7 @@ class PendingFeatures:
 
     def take_rows(self, sequence: Slot, num: int) -> Floats:
         """The first `num` rows [num, width] of a sequence."""
-        self.settle()
+        self.flush()
         rows = self._take_all(sequence)
         if num < len(rows):
             sequence.draft_state.features = [rows[num:]]
@@ -92,7 +92,7 @@ class PendingFeatures:
             slot.draft_state.num_live = 0
         self._live, self._slots = None, []
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Bring what lies in the target's outputs to the host: the target is about to run."""
         if self._live is None:
             return

@@ -16,12 +16,12 @@ import numpy as np
 from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot, StepTimes
 from speccompile.core.specs import (
+    CANDIDATE_PROBS,
+    CANDIDATES,
+    CHAIN_PROBS,
     CONFIDENCES,
     DRAFT_PARENTS,
-    GUESS_PROBS,
-    GUESSES,
     HIDDEN,
-    SAMPLED_LAWS,
     SAMPLED_TOKENS,
     TOKENS,
     UNIFORMS,
@@ -41,7 +41,7 @@ class HeadsProposer:
     """See `speccompile.core.protocols.Proposer`.
 
     Args:
-        engine: the heads (`heads_spec`, `tree_heads_spec` or `guessing_heads_spec`).
+        engine: the heads (`heads_spec`, `tree_heads_spec` or `candidate_heads_spec`).
         budget: bounds and costs; its draft costs are those of one run.
         shape: what is scored in every step; None: as many of the candidates as pay.
         log_odds: of acceptance over confidence, for a fresh sequence.
@@ -73,7 +73,7 @@ class HeadsProposer:
 
     def start(self, slot: int, sequence: Slot) -> None:
         """Nothing is known of it."""
-        self.states.settle()  # the target is about to read the prompt
+        self.states.flush()  # the target is about to read the prompt
         # Where drafts are drawn, what is drafted must not depend on other sequences.
         is_drawn = self.may_sample and not sequence.sampling.is_greedy
         prior = SharedPrior(self.budget.max_depth) if is_drawn else self._prior
@@ -126,13 +126,13 @@ class HeadsProposer:
         """Returns whole chains. Their distributions go to the target as they stand, so chains are as wide as these."""
         tokens = np.concatenate((roots[:, None], np.asarray(outputs[SAMPLED_TOKENS])), axis=1)
         num_nodes = 1 + np.minimum(limits, self.budget.max_depth).astype(np.int64)
-        return TokenTree.chain(tokens, num_nodes, outputs[SAMPLED_LAWS])
+        return TokenTree.chain(tokens, num_nodes, outputs[CHAIN_PROBS])
 
     def _tokens_of_shape(self, outputs: Outputs, shape: TreeShape) -> Ints:
         """Returns [batch, drafts] int64: the tokens of a fixed shape."""
-        if GUESSES in outputs:
+        if CANDIDATES in outputs:
             heads, ranks = shape.depths()[1:] - 1, shape.ranks()[1:]
-            return np.asarray(outputs[GUESSES])[:, heads, ranks]
+            return np.asarray(outputs[CANDIDATES])[:, heads, ranks]
         return np.asarray(outputs[SAMPLED_TOKENS])
 
     def _grow(
@@ -145,12 +145,12 @@ class HeadsProposer:
     ) -> TokenTree:
         """Returns the best of the candidates; `known` has the estimates of the sequences that draft."""
         trees = [Candidates.from_root(int(root)) for root in roots]
-        rows = {name: np.asarray(value).tolist() for name, value in outputs.items() if name != SAMPLED_LAWS}
+        rows = {name: np.asarray(value).tolist() for name, value in outputs.items() if name != CHAIN_PROBS}
         floor = self.budget.floor(trees) if self.is_chain else 0.0
         for place, estimate in known.items():
-            if GUESSES in rows:
-                probs = [estimate.probs(confidences) for confidences in rows[GUESS_PROBS][place]]
-                grow_product(trees[place], rows[GUESSES][place], probs, self.budget.max_nodes)
+            if CANDIDATES in rows:
+                probs = [estimate.probs(confidences) for confidences in rows[CANDIDATE_PROBS][place]]
+                grow_product(trees[place], rows[CANDIDATES][place], probs, self.budget.max_nodes)
                 continue
             num = self.budget.max_depth if self.is_chain else None
             tokens, confidences = rows[SAMPLED_TOKENS][place][:num], rows[CONFIDENCES][place][:num]
@@ -178,17 +178,17 @@ class HeadsProposer:
         """Corrects the costs."""
         self.budget.observe(num_slots, num_nodes, times)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Brings the states to the host."""
-        self.states.settle()
+        self.states.flush()
 
 
 def _check_tree(spec: GraphSpec, shape: TreeShape | None) -> None:
     """The engine can draft the tree: heads with candidates by rank draft every tree within them, others but one."""
     outputs, todo = {t.name: t.dims for t in spec.outputs}, "Build the bundle again with this tree, or ask for its own."
     got = "tree: chain or auto" if shape is None else f"a shape of {shape.num_drafts} draft tokens"
-    if GUESSES in outputs:
-        _, heads, ranks = outputs[GUESSES]
+    if CANDIDATES in outputs:
+        _, heads, ranks = outputs[CANDIDATES]
         assert isinstance(heads, int) and isinstance(ranks, int)
         if shape is not None and (shape.max_depth > heads or shape.max_rank >= ranks):
             raise RecipeError("speculator.tree", got, f"a depth of at most {heads} and ranks below {ranks}", todo)

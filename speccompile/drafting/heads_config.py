@@ -24,7 +24,7 @@ class HeadsFields(TreeFields):
         quantization: `none`, `int8` or `int4`.
         num_draft_tokens: tokens of a chain, all of them in every step; or `auto`: as many as the heads are made for,
             as far as a further token is worth its time. A grown tree is no deeper.
-        drafts: of a chain: `greedy` (deterministic), `sampled` (from the heads' own law at the request's
+        drafts: of a chain: `greedy` (deterministic), `sampled` (from the heads' own distribution at the request's
             temperature), or `auto`: sampled where the request samples. A tree's drafts are never drawn.
         min_confidence: of a chain: score no further behind a path that is accepted with less than this; `auto`: 0,
             and the measured costs decide.
@@ -67,7 +67,7 @@ class HeadsFields(TreeFields):
         if shape is not None:
             return FormOptions(depth=shape.max_depth, choices=shape.choices)
         if self.tree == "auto":
-            return FormOptions(length, self.tree_depth, width=self.tree_width, num_candidates=self.num_guesses)
+            return FormOptions(length, self.tree_depth, width=self.tree_width, num_candidates=self.num_candidates)
         return FormOptions(length)
 
     def make_proposer(self, engine: Engine, graph: str, context: MethodContext) -> Proposer:
@@ -99,6 +99,8 @@ class HeadsFields(TreeFields):
                 num_runs=1,
             )
             return HeadsProposer(engine, budget, None, log_odds, may_sample=self.drafts != "greedy")
-        depth = grown_depth(built.num_drafts, self.tree_width, self.num_guesses) if shape is None else shape.max_depth
+        depth = (
+            grown_depth(built.num_drafts, self.tree_width, self.num_candidates) if shape is None else shape.max_depth
+        )
         budget = Budget(context.max_draft_nodes, depth, self.tree_width, *costs, num_runs=1)
         return HeadsProposer(engine, budget, shape, log_odds)

@@ -54,7 +54,7 @@ class TargetStates:
     def _has_live(self, slots: Sequence[Slot]) -> bool:
         """Whether the last step's output holds the states of these slots; where it does not, all go to the host."""
         if self._live is not None and not same_sequences(slots, self._slots):
-            self.settle()
+            self.flush()
         return self._live is not None
 
     def feeds(self, slots: Sequence[Slot]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class TargetStates:
                 rows[place, 0] = slot.draft_state.hidden
         return {HIDDEN: rows, START_NODES: np.zeros(len(slots), dtype=np.int64)}
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Bring what lies in the target's output to the host: the target is about to run."""
         if self._live is None:
             return

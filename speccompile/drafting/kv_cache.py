@@ -15,7 +15,7 @@ from speccompile.core.jobs import PREFILL_CHUNK
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, TREE_MASK
 from speccompile.core.tree import Ints
-from speccompile.drafting.expansion import Level
+from speccompile.drafting.expansion import Expansion
 
 _FIRST = np.zeros((1, 1), dtype=np.int64)
 
@@ -24,7 +24,7 @@ class DraftCache:
     """See `speccompile.drafting.expansion.Scorer`, for a draft that reads tokens alone.
 
     Args:
-        engine: the draft (`guessing_spec`); its cache has rows for `max_nodes` and one more behind the last.
+        engine: the draft (`candidate_spec`); its cache has rows for `max_nodes` and one more behind the last.
         max_seq_len: cache rows a sequence may use.
         max_nodes: most nodes of a level, and of the tokens that a step catches up with before it drafts.
     """
@@ -104,7 +104,7 @@ class DraftCache:
         self.lengths[place] = min(self.lengths[place], last)
         return last
 
-    def expand(self, batch: Batch, level: Level) -> Outputs:
+    def expand(self, batch: Batch, level: Expansion) -> Outputs:
         """Read a level behind the roots."""
         width, span, starts = level.tokens.shape[1], level.depth + 1, []
         for place, (nodes, num) in enumerate(zip(level.nodes, level.num_in_place, strict=True)):
@@ -127,5 +127,5 @@ class DraftCache:
             if self.lengths[place] == len(slot.tokens):  # the root was read, and nothing was written over it
                 self.lengths[place] += min(num_kept[place], self.room(place, slot))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Nothing of the target's outputs is held."""

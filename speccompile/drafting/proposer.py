@@ -71,7 +71,7 @@ class DraftRows(Scorer, Protocol):
         """
         ...
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """What the target gave in its last step will be void."""
         ...
 
@@ -107,7 +107,7 @@ class DraftProposer:
         """Returns trees; a slot that cannot or should not draft has its root alone."""
         self._used = self.drawn if batch.may_draw else self.likeliest
         tree = self._used.propose(batch)
-        self.rows.settle()  # the target is about to run, and where nothing was drafted nothing was read
+        self.rows.flush()  # the target is about to run, and where nothing was drafted nothing was read
         return tree
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
@@ -119,6 +119,6 @@ class DraftProposer:
         """Corrects the costs."""
         self.likeliest.observe(num_slots, num_nodes, times)
 
-    def settle(self) -> None:
-        """See `DraftRows.settle`."""
-        self.rows.settle()
+    def flush(self) -> None:
+        """See `DraftRows.flush`."""
+        self.rows.flush()

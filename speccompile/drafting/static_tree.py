@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees of one shape over a scorer: guessed, or drawn with siblings without replacement.
+"""Draft trees of one shape over a scorer: drafted, or drawn with siblings without replacement.
 
 Where drafts are drawn, what is scored must not leave out a token because of what it is, or the output distribution
 would be bent: a fixed shape does not, and a chain may end after any token, see `drawn_length`. A node whose
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Outputs, StepTimes
-from speccompile.core.specs import GUESS_PROBS, GUESSES, NODE_LAWS
+from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.core.tree_shape import TreeShape
 from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.drawn_length import DrawnChains, DrawnLength
-from speccompile.drafting.expansion import Level, Rows, Scorer, make_level
+from speccompile.drafting.expansion import DraftLayout, Expansion, Scorer, make_expansion
 from speccompile.drafting.siblings import draw_siblings
 
 
@@ -32,7 +32,7 @@ class StaticTrees:
     Args:
         scorer: the draft.
         shape: of the tree; a level feeds no more nodes than it has drafts.
-        may_sample: draw drafts in slots that sample; otherwise they are the likeliest guesses.
+        may_sample: draw drafts in slots that sample; otherwise they are the likeliest candidates.
         vocab_size: of the target.
         d2t: [draft_vocab] int64, the target's token of each of the draft's; None: they are the same.
         length: where a drawn chain ends; None: drafts have the whole shape.
@@ -61,19 +61,19 @@ class StaticTrees:
                     level.append((node, children, [ranks[c] for c in children]))
             self._levels.append(level)
         self._plans = self._plan_levels()
-        self._rows: Rows | None = None
+        self._rows: DraftLayout | None = None
         self._kept: list[list[int]] = []
         self._fed: list[int] = []  # by slot, the deepest level that was read
         self._chains: DrawnChains | None = None
-        self._laws: dict[int, Floats] = {}  # by batch: [batch, 1 + num_drafts, vocab]
+        self._dists: dict[int, Floats] = {}  # by batch: [batch, 1 + num_drafts, vocab]
 
-    def _plan_levels(self) -> list[tuple[Level, Rows]]:
+    def _plan_levels(self) -> list[tuple[Expansion, DraftLayout]]:
         """What each level but the root's feeds, for one slot; tokens are filled in later."""
         num_drafts = self.shape.num_drafts
-        shape, rows, plans = Candidates([0] * (1 + num_drafts), self._parents), Rows(1, num_drafts), []
+        shape, rows, plans = Candidates([0] * (1 + num_drafts), self._parents), DraftLayout(1, num_drafts), []
         for depth, nodes in enumerate(self._levels[1:], start=1):
-            level, _ = make_level(depth, [shape], [[node for node, _, _ in nodes]], rows, {})
-            held = Rows(1, num_drafts)
+            level, _ = make_expansion(depth, [shape], [[node for node, _, _ in nodes]], rows, {})
+            held = DraftLayout(1, num_drafts)
             held.chains, held.columns = [list(rows.chains[0])], [list(rows.columns[0])]
             plans.append((level, held))
         return plans
@@ -126,12 +126,12 @@ class StaticTrees:
         return rows
 
 
-def _for_batch(plan: Level, drafts: _Drafts, places: Sequence[int]) -> Level:
+def _for_batch(plan: Expansion, drafts: _Drafts, places: Sequence[int]) -> Expansion:
     batch, nodes = len(drafts.tokens), plan.nodes[0]
     if batch == 1:
         return replace(plan, tokens=drafts.tokens[:, nodes], warp=drafts.warp)
     takes_part = set(places)
-    return Level(
+    return Expansion(
         plan.depth,
         drafts.tokens[:, nodes],
         np.ascontiguousarray(np.broadcast_to(plan.tree_mask, (batch, len(nodes), len(nodes)))),
@@ -154,30 +154,30 @@ class _Drafts:
         self.tokens[:, 0] = roots
         self.is_there = np.zeros((len(roots), size), dtype=np.bool_)
         self.is_there[:, 0] = True
-        self.laws: Floats | None = None
+        self.dists: Floats | None = None
         if is_drawn:
-            if len(roots) not in trees._laws:
-                trees._laws[len(roots)] = np.zeros((len(roots), size, trees._vocab), dtype=np.float32)
-            self.laws = trees._laws[len(roots)]
+            if len(roots) not in trees._dists:
+                trees._dists[len(roots)] = np.zeros((len(roots), size, trees._vocab), dtype=np.float32)
+            self.dists = trees._dists[len(roots)]
 
     def take(self, depth: int, places: Sequence[int], outputs: Outputs) -> None:
         """The children of the nodes at `depth`."""
-        guesses = np.asarray(outputs[GUESSES])
-        tokens = guesses if self.trees._d2t is None else self.trees._d2t[guesses]
+        candidates = np.asarray(outputs[CANDIDATES])
+        tokens = candidates if self.trees._d2t is None else self.trees._d2t[candidates]
         level = self.trees._levels[depth]
         for column, (_, children, ranks) in enumerate(level):
             self.tokens[:, children] = tokens[:, column, ranks]
         fresh = [child for _, children, _ in level for child in children]
         for place in places:
             self.is_there[place, fresh] = True
-        if self.laws is not None:
+        if self.dists is not None:
             width = max(len(children) for _, children, _ in level)
             draws = self.batch.sibling_uniforms(depth + 1, width).tolist()
-            laws = np.asarray(outputs[NODE_LAWS])
+            dists = np.asarray(outputs[NODE_PROBS])
             for place in places:
-                self._draw(place, level, laws[place], draws[place])
+                self._draw(place, level, dists[place], draws[place])
         if self.trees._chains is not None:
-            sure = np.asarray(outputs[GUESS_PROBS])[:, 0, 0].tolist()
+            sure = np.asarray(outputs[CANDIDATE_PROBS])[:, 0, 0].tolist()
             for place in places:
                 if self.is_there[place, depth + 1]:
                     share = self._share(place, depth + 1, int(tokens[place, 0, 0]))
@@ -185,30 +185,30 @@ class _Drafts:
 
     def _share(self, place: int, node: int, best: int) -> float:
         """The draft's probability of a drawn token over that of its likeliest, both at temperature 1."""
-        assert self.laws is not None
-        probs = self.laws[place, node]
+        assert self.dists is not None
+        probs = self.dists[place, node]
         prob, most = float(probs[self.tokens[place, node]]), float(probs[best])
         # An engine that breaks ties in another way than the warp may name a likeliest token that the warp cut off.
         return (prob / most) ** self.batch.slots[place].sampling.temperature if most > prob else 1.0
 
     def _draw(
-        self, place: int, level: Sequence[tuple[int, list[int], list[int]]], laws: Floats, draws: Sequence[float]
+        self, place: int, level: Sequence[tuple[int, list[int], list[int]]], dists: Floats, draws: Sequence[float]
     ) -> None:
-        """Replace the guesses of one slot by draws; a greedy slot keeps them, each under a law of its own."""
-        assert self.laws is not None
+        """Replace the candidates of one slot by draws; a greedy slot keeps them, each under a probs of its own."""
+        assert self.dists is not None
         is_greedy = self.batch.slots[place].sampling.is_greedy
         d2t = self.trees._d2t
         for column, (node, children, _) in enumerate(level):
             if not self.is_there[place, node]:
                 self.is_there[place, children] = False
                 continue
-            rows = self.laws[place, children[0] : children[-1] + 1]
+            rows = self.dists[place, children[0] : children[-1] + 1]
             if is_greedy:
                 rows[...] = 0
                 rows[np.arange(len(children)), self.tokens[place, children]] = 1
                 continue
             drawn = rows if d2t is None else np.empty((len(children), len(d2t)), dtype=np.float32)
-            tokens = draw_siblings(laws[column], draws[: len(children)], drawn)
+            tokens = draw_siblings(dists[column], draws[: len(children)], drawn)
             if d2t is not None:
                 rows[...] = 0
                 rows[:, d2t] = drawn
@@ -224,24 +224,24 @@ class _Drafts:
             everything = list(range(1 + shape.num_drafts))
             kept = [everything] * batch
             parents, num_nodes = np.tile(shape.parents(), (batch, 1)), np.full(batch, len(everything), dtype=np.int64)
-            return TokenTree(self.tokens, parents, num_nodes, self.laws), kept
+            return TokenTree(self.tokens, parents, num_nodes, self.dists), kept
         kept = [np.flatnonzero(row).tolist() for row in self.is_there]
         nodes = max(map(len, kept))
         tokens, parents = np.zeros((batch, nodes), dtype=np.int64), np.full((batch, nodes), -1, dtype=np.int64)
-        laws = None if self.laws is None else np.zeros((batch, nodes, self.laws.shape[2]), dtype=np.float32)
+        dists = None if self.dists is None else np.zeros((batch, nodes, self.dists.shape[2]), dtype=np.float32)
         for place, chosen in enumerate(kept):
             at = {node: number for number, node in enumerate(chosen)}
             tokens[place, : len(chosen)] = self.tokens[place, chosen]
             parents[place, 1 : len(chosen)] = [at[self.trees._parents[node]] for node in chosen[1:]]
-            if laws is not None and self.laws is not None:
-                laws[place, : len(chosen)] = self.laws[place, chosen]
+            if dists is not None and self.dists is not None:
+                dists[place, : len(chosen)] = self.dists[place, chosen]
         num_nodes = np.array([len(chosen) for chosen in kept], dtype=np.int64)
-        return TokenTree(tokens, parents, num_nodes, laws), kept
+        return TokenTree(tokens, parents, num_nodes, dists), kept
 
     def _chain(self) -> tuple[TokenTree, list[list[int]]]:
         num_nodes = self.is_there.sum(axis=1)
         nodes = int(num_nodes.max())
         tokens = np.where(self.is_there, self.tokens, 0)[:, :nodes]
-        laws = None if self.laws is None else self.laws[:, :nodes]
+        dists = None if self.dists is None else self.dists[:, :nodes]
         is_full = int(num_nodes.min()) == nodes
-        return TokenTree.chain(tokens, None if is_full else num_nodes, laws), [list(range(n)) for n in num_nodes]
+        return TokenTree.chain(tokens, None if is_full else num_nodes, dists), [list(range(n)) for n in num_nodes]

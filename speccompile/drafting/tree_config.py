@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from speccompile.core.tree_shape import TreeShape
 from speccompile.errors import RecipeError
 
-MAX_GUESSES = 64  # of a node, lest their search outweigh the draft
+MAX_CANDIDATES = 64  # of a node, lest their search outweigh the draft
 MAX_DEPTH = 64
 
 
@@ -40,7 +40,7 @@ class TreeFields:
             [[0], [1], [0, 0]], or `{widths: [4, 2, 1]}`: the same shape in every step.
         tree_width: `auto`: most nodes that are drafted behind at a depth.
         tree_depth: `auto`: most draft tokens on a path.
-        num_guesses: `auto`: tokens that are guessed behind a node; a fixed shape has as many as it needs.
+        num_candidates: `auto`: tokens that are drafted behind a node; a fixed shape has as many as it needs.
 
     Raises:
         RecipeError: a value is out of range, or the shape is no tree.
@@ -49,21 +49,21 @@ class TreeFields:
     tree: Tree = "chain"
     tree_width: int = 4
     tree_depth: int = 6
-    num_guesses: int = 8
+    num_candidates: int = 8
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tree", tree_from_words(self.tree))
         bounds = (
-            ("tree_width", self.tree_width, MAX_GUESSES),
+            ("tree_width", self.tree_width, MAX_CANDIDATES),
             ("tree_depth", self.tree_depth, MAX_DEPTH),
-            ("num_guesses", self.num_guesses, MAX_GUESSES),
+            ("num_candidates", self.num_candidates, MAX_CANDIDATES),
         )
         for name, got, most in bounds:
             if not 1 <= got <= most:
                 raise RecipeError(f"speculator.{name}", repr(got), f"1 to {most}", "Correct the recipe.")
-        if (shape := self.shape) is not None and shape.max_rank >= MAX_GUESSES:
+        if (shape := self.shape) is not None and shape.max_rank >= MAX_CANDIDATES:
             deepest = f"rank {shape.max_rank}"
-            raise RecipeError("speculator.tree", deepest, f"ranks below {MAX_GUESSES}", "Correct the tree.")
+            raise RecipeError("speculator.tree", deepest, f"ranks below {MAX_CANDIDATES}", "Correct the tree.")
 
     @property
     def has_tree(self) -> bool:
@@ -83,10 +83,10 @@ class TreeFields:
         return self.shape is None
 
     @property
-    def guesses_needed(self) -> int:
-        """Tokens to guess behind a node."""
+    def candidates_needed(self) -> int:
+        """Tokens to candidate behind a node."""
         shape = self.shape
-        return self.num_guesses if shape is None else shape.max_rank + 1
+        return self.num_candidates if shape is None else shape.max_rank + 1
 
     @property
     def num_tree_drafts(self) -> int:

@@ -79,14 +79,14 @@ def check_candidates(engine: Engine) -> dict[str, Any]:
     step = engine.run(feeds)
     num = _check_candidate_rows(engine, step)
     if engine.spec.gives_probs:
-        for mass in np.asarray(step[specs.NODE_LAWS])[0].sum(axis=-1).tolist():
+        for mass in np.asarray(step[specs.NODE_PROBS])[0].sum(axis=-1).tolist():
             _check_unit(engine, "the mass of a distribution", mass, 1.0 - 1e-2)
     return {"num_tokens": num}
 
 
 def _check_candidate_rows(engine: Engine, step: Outputs) -> int:
     """Checks the candidates of the first slot; returns how many a row has."""
-    rows, probs = np.asarray(step[specs.GUESSES])[0], np.asarray(step[specs.GUESS_PROBS])[0]
+    rows, probs = np.asarray(step[specs.CANDIDATES])[0], np.asarray(step[specs.CANDIDATE_PROBS])[0]
     for row, sure in zip(rows, probs.tolist(), strict=True):
         for token in row:
             _token(engine, token[None])
@@ -141,8 +141,8 @@ def check_heads(engine: Engine) -> dict[str, Any]:
         for column in range(num_drafts):
             _token(engine, step[specs.SAMPLED_TOKENS][:, column])
             _check_unit(engine, "confidence", float(step[specs.CONFIDENCES][0, column]), 0.0)
-    laws = np.asarray(step[specs.SAMPLED_LAWS])[0, 1:] if draws else np.ones((0, 1))
-    for mass in laws.sum(axis=-1).tolist():
+    dists = np.asarray(step[specs.CHAIN_PROBS])[0, 1:] if draws else np.ones((0, 1))
+    for mass in dists.sum(axis=-1).tolist():
         _check_unit(engine, "the mass of a distribution", mass, 1.0 - 1e-2)
     parents = np.asarray(step[specs.DRAFT_PARENTS])[0] if specs.DRAFT_PARENTS in step else np.zeros(0, np.int64)
     for draft, parent in enumerate(parents.tolist(), start=1):

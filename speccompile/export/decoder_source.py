@@ -17,8 +17,8 @@ from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, Weigh
 from speccompile.core.specs import (
     GraphSpec,
     ModelDims,
+    candidate_spec,
     decoder_spec,
-    guessing_spec,
     verified_spec,
 )
 from speccompile.errors import RecipeError
@@ -91,7 +91,7 @@ class DecoderSource:
             return verified_spec(plain, self.options.keep_logits)
         candidates = self.options.candidates
         num = min(candidates.num_candidates, self.dims.vocab_size, target.vocab_size)
-        return guessing_spec(plain, num, candidates.gives_probs)
+        return candidate_spec(plain, num, candidates.gives_probs)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
         """See `speccompile.export.checks.check_decoder`."""

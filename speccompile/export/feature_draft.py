@@ -22,15 +22,15 @@ from speccompile.doctor.decoder_rows import decoder_config
 from speccompile.errors import ExportError
 from speccompile.export import attention
 from speccompile.export.attention import Frame, forward_pass, gather_nodes
+from speccompile.export.candidates import node_probs, top_tokens
 from speccompile.export.decoder import cleanup_table
-from speccompile.export.guessing import node_laws, top_tokens
 from speccompile.export.trace import trace_module
 from speccompile.export.weights import name_weights, names_by_address, share_weights
 from speccompile.passes.base import run_pipeline
 
 RANDOM_SEED = 0
 # Logit of a token of the target that the draft has no word for: its probability is 0 at any temperature below 500,
-# and the number has a float16. Laws are what is drawn from, so they would be exact with any logit.
+# and the number has a float16. Distributions are what is drawn from, so they would be exact with any logit.
 UNKNOWN_LOGIT = -60000.0
 # Neither 0 nor 1, which torch would take for constants.
 _EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "states": 4, "max_seq": 16}
@@ -75,7 +75,7 @@ class FeatureDraft(nn.Module):
     def __init__(self, body: FeatureBody, spec: GraphSpec) -> None:
         super().__init__()
         self.body, self.rotary = body, LlamaRotaryEmbedding(body.config)
-        self.num_layers, self.num_guesses, self.laws = len(spec.caches) // 2, spec.num_candidates, spec.gives_probs
+        self.num_layers, self.num_candidates, self.dists = len(spec.caches) // 2, spec.num_candidates, spec.gives_probs
         tokens = body.target_tokens
         if tokens is not None:
             places = torch.full((spec.vocab_size,), len(tokens)).index_copy(0, tokens, torch.arange(len(tokens)))
@@ -98,14 +98,16 @@ class FeatureDraft(nn.Module):
         with forward_pass(Frame(lengths, tree_mask, scored_nodes, caches)) as frame:
             own = self.body.advance(tokens, told, self.rotary(told, lengths.unsqueeze(1) + depth))
         logits, tokens_of = self.body.logits(gather_nodes(own, scored_nodes)), self.body.target_tokens
-        if self.laws:  # with laws over the target's vocabulary, guesses are made over it as well: bodies know but one
+        if (
+            self.dists
+        ):  # with distributions over the target's vocabulary, candidates are made over it as well: bodies know but one
             logits, tokens_of = self._spread(logits), None
-        guesses, probs = top_tokens(logits, self.num_guesses)
+        candidates, probs = top_tokens(logits, self.num_candidates)
         if tokens_of is not None:
-            guesses = tokens_of[guesses]
-        laws = (node_laws(logits, *warp),) if self.laws else ()
+            candidates = tokens_of[candidates]
+        dists = (node_probs(logits, *warp),) if self.dists else ()
         updated = [cache for i in range(self.num_layers) for cache in frame.updated[i]]
-        return (guesses, probs, *laws, torch.cat((told[:, :1], own), 1), *updated)
+        return (candidates, probs, *dists, torch.cat((told[:, :1], own), 1), *updated)
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's vocabulary."""
@@ -199,7 +201,7 @@ def _export(module: nn.Module, spec: GraphSpec, max_rows: int, progress: Callabl
     tensors = [_example(t) for t in spec.inputs]
     shapes = [{i: sizes[d] for i, d in enumerate(t.dims) if isinstance(d, str)} for t in spec.inputs]
     names = names_by_address(module)
-    graph = trace_module(module, _grouped(tensors, spec), _grouped(shapes, spec), _with_whole_laws(spec), spec.name)
+    graph = trace_module(module, _grouped(tensors, spec), _grouped(shapes, spec), _with_whole_dists(spec), spec.name)
     for value, tensor in zip(graph.graph.outputs, spec.outputs, strict=True):
         value.shape = ir.Shape(list(tensor.dims))
     share_weights(graph)
@@ -208,9 +210,9 @@ def _export(module: nn.Module, spec: GraphSpec, max_rows: int, progress: Callabl
     return graph
 
 
-def _with_whole_laws(spec: GraphSpec) -> GraphSpec:
-    """As torch sees it: a law of a greedy batch, a dummy at run time, is as wide as any."""
-    dims = {"draft_vocab": spec.law_width}
+def _with_whole_dists(spec: GraphSpec) -> GraphSpec:
+    """As torch sees it: a distribution of a greedy batch, a dummy at run time, is as wide as any."""
+    dims = {"draft_vocab": spec.dist_width}
     outputs = tuple(replace(t, dims=tuple(dims.get(str(d), d) for d in t.dims)) for t in spec.outputs)
     return replace(spec, outputs=outputs)
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from speccompile.core.specs import SAMPLED_LAWS, GraphSpec, TensorSpec
+from speccompile.core.specs import CHAIN_PROBS, GraphSpec, TensorSpec
 from speccompile.export.trace import trace_module
 from speccompile.export.weights import name_weights, names_by_address, share_weights
 from speccompile.passes.base import Pass, run_pipeline
@@ -38,7 +38,8 @@ def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], N
     """Trace a drafter and clean the trace.
 
     Args:
-        module: takes the inputs of `spec` in order and gives its outputs; instead of the laws of a chain the law of
+        module: takes the inputs of `spec` in order and gives its outputs; instead of the distributions of a chain the
+            distribution of
             each draft [batch, vocab] one by one.
         spec: a `heads_spec`, or one of `core.heads_specs`; the graph's inputs and outputs.
         progress: called with the name of each stage.
@@ -58,7 +59,7 @@ def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], N
     share_weights(graph)
     name_weights(graph, names)
     if _num_drafts(spec):
-        _join_laws(graph, spec)
+        _join_dists(graph, spec)
     run_pipeline(graph, HEADS_CLEANUP, progress)
     return graph
 
@@ -69,34 +70,34 @@ def _example(tensor: TensorSpec) -> torch.Tensor:
 
 
 def _num_drafts(spec: GraphSpec) -> int:
-    """Drafts that come with their laws."""
-    rows = next((t.dims[1] for t in spec.outputs if t.name == SAMPLED_LAWS), 1)
+    """Drafts that come with their distributions."""
+    rows = next((t.dims[1] for t in spec.outputs if t.name == CHAIN_PROBS), 1)
     assert isinstance(rows, int)
     return rows - 1
 
 
 def _apart(spec: GraphSpec) -> GraphSpec:
-    """`spec` with the law of each draft as an output of its own."""
-    laws = [TensorSpec(f"{SAMPLED_LAWS}.{i}", ("batch", spec.vocab_size), "float32") for i in range(_num_drafts(spec))]
-    return replace(spec, outputs=(*(t for t in spec.outputs if t.name != SAMPLED_LAWS), *laws))
+    """`spec` with the distribution of each draft as an output of its own."""
+    dists = [TensorSpec(f"{CHAIN_PROBS}.{i}", ("batch", spec.vocab_size), "float32") for i in range(_num_drafts(spec))]
+    return replace(spec, outputs=(*(t for t in spec.outputs if t.name != CHAIN_PROBS), *dists))
 
 
-def _join_laws(model: ir.Model, spec: GraphSpec) -> None:
-    """Make one output of the laws; the row of the root, which nobody reads, repeats the first.
+def _join_dists(model: ir.Model, spec: GraphSpec) -> None:
+    """Make one output of the distributions; the row of the root, which nobody reads, repeats the first.
 
-    Their last dim is dynamic: where every slot is greedy a law is a dummy of one entry.
+    Their last dim is dynamic: where every slot is greedy a distribution is a dummy of one entry.
     """
-    num, wanted = _num_drafts(spec), spec.output(SAMPLED_LAWS)
-    laws = model.graph.outputs[-num:]
+    num, wanted = _num_drafts(spec), spec.output(CHAIN_PROBS)
+    dists = model.graph.outputs[-num:]
     edit = Editor(model)
     rows = []
-    for law in laws:
-        law.shape = ir.Shape(["batch", wanted.dims[2]])
-        row = edit.op("Unsqueeze", law, edit.ints([1]))
-        row.type, row.shape = law.type, ir.Shape(["batch", 1, wanted.dims[2]])
+    for dist in dists:
+        dist.shape = ir.Shape(["batch", wanted.dims[2]])
+        row = edit.op("Unsqueeze", dist, edit.ints([1]))
+        row.type, row.shape = dist.type, ir.Shape(["batch", 1, wanted.dims[2]])
         rows.append(row)
     joined = edit.op("Concat", rows[0], *rows, axis=1)
-    joined.name, joined.type, joined.shape = wanted.name, laws[0].type, ir.Shape(list(wanted.dims))
-    for _ in laws:  # not as a slice: onnx-ir would go on taking them for outputs, and leave out their types when saved
+    joined.name, joined.type, joined.shape = wanted.name, dists[0].type, ir.Shape(list(wanted.dims))
+    for _ in dists:  # not as a slice: onnx-ir would go on taking them for outputs, and leave out their types when saved
         model.graph.outputs.pop()
     model.graph.outputs.append(joined)

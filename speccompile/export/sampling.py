@@ -22,12 +22,13 @@ def sample_token(
         top_p: [batch] float32.
 
     Returns:
-        token [batch] int64, confidence [batch] float32, law [batch, vocab] float32 (zeros where all is greedy).
+        token [batch] int64, confidence [batch] float32, distribution [batch, vocab] float32 (zeros where all is
+        greedy).
     """
     arrays = [t.detach().numpy() for t in (logits, uniforms, temperature, top_k, top_p)]
-    token, confidence, law = (torch.from_numpy(a) for a in twin(*arrays))
-    # Tracing needs one shape: the dummy law of a greedy batch is widened.
-    return token, confidence, law.expand(-1, logits.shape[2]).clone()
+    token, confidence, dist = (torch.from_numpy(a) for a in twin(*arrays))
+    # Tracing needs one shape: the dummy distribution of a greedy batch is widened.
+    return token, confidence, dist.expand(-1, logits.shape[2]).clone()
 
 
 @sample_token.register_fake

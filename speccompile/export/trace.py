@@ -17,15 +17,15 @@ from torch import nn
 
 from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import ExportError
-from speccompile.export import attention, guessing, sampling
+from speccompile.export import attention, candidates, sampling
 from speccompile.ops.cached_attention import CACHED_ATTENTION
+from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
 from speccompile.ops.cross_attention import CROSS_ATTENTION
-from speccompile.ops.guesses import NODE_LAWS_OP, TOP_TOKENS
 from speccompile.ops.op import DOMAIN, OPSET, VERSION, Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
 
 IR_VERSION = 12  # of ONNX 1.19, the first with opset 24
-OUR_TORCH_OPS = (attention, guessing, sampling)  # the modules whose import registers the torch ops translated below
+OUR_TORCH_OPS = (attention, candidates, sampling)  # the modules whose import registers the torch ops translated below
 
 
 def trace_module(
@@ -106,7 +106,7 @@ def _first_cause(fault: BaseException) -> str:
 
 def _translations() -> dict[Any, Callable[..., Any]]:
     _declare_schema(CACHED_ATTENTION)
-    for op in (CROSS_ATTENTION, SAMPLE_TOKEN, TOP_TOKENS, NODE_LAWS_OP):
+    for op in (CROSS_ATTENTION, SAMPLE_TOKEN, TOP_TOKENS, NODE_PROBS_OP):
         _declare_schema(op)
     ours, standard = values.Opset(DOMAIN, VERSION), values.Opset("", OPSET)
 
@@ -124,11 +124,11 @@ def _translations() -> dict[Any, Callable[..., Any]]:
     def sample(logits, uniforms, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
         return ours.SampleToken(logits, uniforms, temperature, top_k, top_p)
 
-    def top_tokens(logits, num_guesses):  # type: ignore[no-untyped-def]
-        return ours.TopTokens(logits, num_guesses=num_guesses)
+    def top_tokens(logits, num_candidates):  # type: ignore[no-untyped-def]
+        return ours.TopTokens(logits, num_candidates=num_candidates)
 
-    def node_laws(logits, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
-        return ours.NodeLaws(logits, temperature, top_k, top_p)
+    def node_probs(logits, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
+        return ours.NodeProbs(logits, temperature, top_k, top_p)
 
     ops = torch.ops.speccompile
     return {
@@ -137,7 +137,7 @@ def _translations() -> dict[Any, Callable[..., Any]]:
         ops.gather_nodes.default: gather_nodes,
         ops.sample_token.default: sample,
         ops.top_tokens.default: top_tokens,
-        ops.node_laws.default: node_laws,
+        ops.node_probs.default: node_probs,
     }
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from speccompile.core.heads_specs import DraftForm
 from speccompile.core.tree_shape import TreeShape
 from speccompile.export.attention import gather_nodes
-from speccompile.export.guessing import top_tokens
+from speccompile.export.candidates import top_tokens
 from speccompile.export.sampling import sample_token
 
 Above: TypeAlias = tuple[int, ...] | torch.Tensor
@@ -56,12 +56,12 @@ def drafter_from_form(heads: Expander, form: DraftForm) -> nn.Module:
     if form.choices:
         return FixedTree(heads, form.shape).eval()
     if form.width:
-        return GrownTree(heads, form.depth, form.width, form.num_guesses).eval()
+        return GrownTree(heads, form.depth, form.width, form.num_candidates).eval()
     return Chain(heads, form.depth).eval()
 
 
 class Chain(nn.Module):
-    """Inputs as in `heads_spec`; outputs tokens, confidences and the law of each draft.
+    """Inputs as in `heads_spec`; outputs tokens, confidences and the distribution of each draft.
 
     Args:
         heads: what drafts.
@@ -84,15 +84,15 @@ class Chain(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """One chain a slot."""
         state = self.heads.begin(gather_nodes(hidden, start_nodes[:, None]))
-        drafted, sure, laws = [], [], []
+        drafted, sure, dists = [], [], []
         for depth in range(self.num_drafts):
             state, logits = self.heads.expand(depth, state, tokens, (0,))
-            token, confidence, law = sample_token(logits, uniforms[:, depth], temperature, top_k, top_p)
+            token, confidence, dist = sample_token(logits, uniforms[:, depth], temperature, top_k, top_p)
             tokens = token[:, None]
             drafted.append(tokens)
             sure.append(confidence[:, None])
-            laws.append(law)
-        return (torch.cat(drafted, 1), torch.cat(sure, 1), *laws)
+            dists.append(dist)
+        return (torch.cat(drafted, 1), torch.cat(sure, 1), *dists)
 
 
 class FixedTree(nn.Module):
@@ -118,11 +118,11 @@ class FixedTree(nn.Module):
         for depth in range(self.shape.max_depth):
             state, logits = self.heads.expand(depth, state, tokens, above)
             level = [path for path in self.shape.choices if len(path) == depth + 1]
-            num_guesses = 1 + max(path[-1] for path in level)
-            guesses, probs = top_tokens(logits, num_guesses)
+            num_candidates = 1 + max(path[-1] for path in level)
+            candidates, probs = top_tokens(logits, num_candidates)
             place = {path: node for node, path in enumerate(inner)}
-            picked = torch.tensor([place[path[:-1]] * num_guesses + path[-1] for path in level])
-            made = guesses.flatten(1).index_select(1, picked)
+            picked = torch.tensor([place[path[:-1]] * num_candidates + path[-1] for path in level])
+            made = candidates.flatten(1).index_select(1, picked)
             drafted.append(made)
             sure.append(probs.flatten(1).index_select(1, picked))
             parents = {path[:-1] for path in self.shape.choices}
@@ -140,12 +140,12 @@ class GrownTree(nn.Module):
         heads: what drafts.
         depth: draft tokens on the longest path.
         width: most nodes that are drafted behind at a depth.
-        num_guesses: tokens behind each.
+        num_candidates: tokens behind each.
     """
 
-    def __init__(self, heads: Expander, depth: int, width: int, num_guesses: int) -> None:
+    def __init__(self, heads: Expander, depth: int, width: int, num_candidates: int) -> None:
         super().__init__()
-        self.heads, self.depth, self.width, self.num_guesses = heads, depth, width, num_guesses
+        self.heads, self.depth, self.width, self.num_candidates = heads, depth, width, num_candidates
 
     def forward(
         self, hidden: torch.Tensor, start_nodes: torch.Tensor, tokens: torch.Tensor
@@ -158,11 +158,11 @@ class GrownTree(nn.Module):
         paths, num_made = torch.ones_like(tokens, dtype=torch.float32), 0
         for depth in range(self.depth):
             state, logits = self.heads.expand(depth, state, tokens, above)
-            guesses, probs = top_tokens(logits, self.num_guesses)
-            made = guesses.flatten(1)
+            candidates, probs = top_tokens(logits, self.num_candidates)
+            made = candidates.flatten(1)
             drafted.append(made)
             sure.append(probs.flatten(1))
-            repeated = torch.arange(logits.shape[1]).repeat_interleave(self.num_guesses)
+            repeated = torch.arange(logits.shape[1]).repeat_interleave(self.num_candidates)
             parents.append(number.index_select(1, repeated))
             if depth + 1 < self.depth:
                 paths = (paths[:, :, None] * probs).flatten(1)

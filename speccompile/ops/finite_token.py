@@ -11,7 +11,7 @@ import numpy as np
 
 from speccompile.core.specs import LOGITS, NEXT_TOKEN, TensorSpec
 from speccompile.core.tree import Floats, Ints
-from speccompile.ops.laws import ROWS
+from speccompile.ops.dists import ROWS
 from speccompile.ops.op import Op
 
 LARGEST = 2.0**63  # of a row's sum; a logit beyond it overflows at the least temperature (`core.sampling.COLDEST`)

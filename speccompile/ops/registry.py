@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from speccompile.errors import PassError
 from speccompile.ops.cached_attention import CACHED_ATTENTION
+from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
 from speccompile.ops.cross_attention import CROSS_ATTENTION
+from speccompile.ops.dists import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_BLOCKS
 from speccompile.ops.finite_token import FINITE_TOKEN
-from speccompile.ops.guesses import NODE_LAWS_OP, TOP_TOKENS
 from speccompile.ops.kv_rollback import KV_ROLLBACK
-from speccompile.ops.laws import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_BLOCKS
 from speccompile.ops.op import DOMAIN, VERSION, Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
 from speccompile.ops.spec_verify import SPEC_VERIFY
 from speccompile.ops.tensorrt.bodies import drafts_from_width, tensorrt_ops
-from speccompile.ops.walk import WALK, WALK_LAWS
+from speccompile.ops.walk import WALK, WALK_PROBS
 from speccompile.ops.warp import WARP
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ OPS: dict[str, Op] = {
         FINITE_TOKEN,
         SAMPLE_TOKEN,
         TOP_TOKENS,
-        NODE_LAWS_OP,
+        NODE_PROBS_OP,
         KV_ROLLBACK,
         CACHED_ATTENTION,
         CROSS_ATTENTION,
         WALK,
-        WALK_LAWS,
+        WALK_PROBS,
         WARP,
         DRAW,
         DRAW_IN_BLOCKS,
@@ -97,10 +97,10 @@ def _ops_for_tensorrt(nodes: Iterable[ir.Node], vocab: int | None, max_nodes: in
         todo = "Give the logits a static last dim before the bodies are attached."
         raise PassError(f"node {reducing[0]}", "a vocabulary of unknown size", "a static one", todo)
     if any(len(n.inputs) > 8 and n.inputs[8] is not None for n in verifying):
-        todo = "Run the pass expand_draft_laws first: this body knows no draft vocabulary."
+        todo = "Run the pass expand_draft_probs first: this body knows no draft vocabulary."
         raise PassError(f"node {SPEC_VERIFY.name}", "9 inputs", "8 inputs where there is no plugin", todo)
-    laws = [n.inputs[3] for n in verifying]
-    widths = {law.shape[-1] if law is not None and law.shape is not None else None for law in laws}
+    dists = [n.inputs[3] for n in verifying]
+    widths = {dist.shape[-1] if dist is not None and dist.shape is not None else None for dist in dists}
     width = next(iter(widths)) if len(widths) == 1 else None
     drafts = drafts_from_width(width if isinstance(width, int) else None, vocab)
     return {**OPS, **tensorrt_ops(drafts, max_nodes)}

@@ -87,12 +87,12 @@ SPEC_VERIFY = Op(
       },
       else_branch = scored () => (int64[] path_scored, int64[] num_scored, int64[] next_scored) {
     draft_vocab = Shape<start = 2>(draft_probs)
-    has_laws = Greater(draft_vocab, second)
-    is_by_laws = And(is_sampled, has_laws)
-    path_scored, num_scored, next_scored = If(is_by_laws) <
-      then_branch = by_laws () => (int64[] path_laws, int64[] num_laws, int64[] next_laws) {
+    has_probs = Greater(draft_vocab, second)
+    is_by_dists = And(is_sampled, has_probs)
+    path_scored, num_scored, next_scored = If(is_by_dists) <
+      then_branch = by_dists () => (int64[] path_dists, int64[] num_dists, int64[] next_dists) {
         target_probs = speccompile.Warp(logits, temperature, top_k, top_p)
-        path_laws, num_laws, next_laws = speccompile.WalkLaws(target_probs, tokens, parents, draft_probs, uniforms)
+        path_dists, num_dists, next_dists = speccompile.WalkProbs(target_probs, tokens, parents, draft_probs, uniforms)
       },
       else_branch = by_token () => (int64[] path_token, int64[] num_token, int64[] next_drawn) {
         drawn = If(is_sampled) <
@@ -106,5 +106,5 @@ SPEC_VERIFY = Op(
       }>
       }>
     """,
-    uses=("Warp", "WalkLaws", "Draw", "FirstMax", "Walk"),
+    uses=("Warp", "WalkProbs", "Draw", "FirstMax", "Walk"),
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walk and WalkLaws: the accepted path through a tree, by the token drawn at each node or by draft laws.
+"""Walk and WalkProbs: the accepted path through a tree, by the token drawn at each node or by draft distributions.
 
-A chain needs a running sum; a tree is walked by a Loop, one round per accepted node (Walk) or per node (WalkLaws).
+A chain needs a running sum; a tree is walked by a Loop, one round per accepted node (Walk) or per node (WalkProbs).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ VERDICT = (
 
 
 def _walk(drawn: Ints, tokens: Ints, parents: Ints) -> tuple[Ints, Ints, Ints]:
-    laws = np.eye(int(max(drawn.max(), tokens.max())) + 1, dtype=np.float32)[drawn]
+    dists = np.eye(int(max(drawn.max(), tokens.max())) + 1, dtype=np.float32)[drawn]
     tree = TokenTree(tokens, parents, np.full(len(tokens), tokens.shape[1], dtype=np.int64))
-    verdict = accept(tree, laws, np.zeros((*tokens.shape, 2), dtype=np.float32))
+    verdict = accept(tree, dists, np.zeros((*tokens.shape, 2), dtype=np.float32))
     return verdict.path, verdict.num_accepted, verdict.next_token
 
 
-def _walk_laws(
+def _walk_probs(
     target_probs: Floats, tokens: Ints, parents: Ints, draft_probs: Floats, uniforms: Floats
 ) -> tuple[Ints, Ints, Ints]:
     tree = TokenTree(tokens, parents, np.full(len(tokens), tokens.shape[1], dtype=np.int64), draft_probs)
@@ -135,20 +135,20 @@ WALK = Op(
 )
 
 _RESIDUAL = """
-        over = Sub(law_in, draft_law)
+        over = Sub(dist_in, draft_dist)
         left = Relu(over)
         mass = ReduceSum<keepdims = 1>(left, second)
         has_mass = Greater(mass, off)
 """
 
 # One pass over the nodes in index order is a walk: children stand behind parents, siblings in their order.
-_LAWS_TREE = f"""{_START}
+_DISTS_TREE = f"""{_START}
         rounds = Sub(num_nodes, one)
         root_place = Constant<value_int = 0>()
-        root_law = Gather<axis = 1>(target_probs, root_place)
-        end_tree, law_tree, is_reached = Loop(rounds, go, root, root_law, is_start) <body = step
-          (int64 i, bool go_on, int64[] at, float[] law_in, bool[] is_seen)
-          => (bool same, int64[] next_at, float[] law_out, bool[] is_seen_now) {{
+        root_dist = Gather<axis = 1>(target_probs, root_place)
+        end_tree, dist_tree, is_reached = Loop(rounds, go, root, root_dist, is_start) <body = step
+          (int64 i, bool go_on, int64[] at, float[] dist_in, bool[] is_seen)
+          => (bool same, int64[] next_at, float[] dist_out, bool[] is_seen_now) {{
             same = Identity(go_on)
             node = Add(i, one)
             node1 = Unsqueeze(node, nowhere)
@@ -157,32 +157,32 @@ _LAWS_TREE = f"""{_START}
             child = Cast<to = 6>(is_child)
             any_child1 = ReduceMax<keepdims = 0>(child)
             any_child = Cast<to = 9>(any_child1)
-            next_at, law_out, is_seen_now = If(any_child) <
-              then_branch = offer () => (int64[] at_then, float[] law_then, bool[] seen_then) {{
+            next_at, dist_out, is_seen_now = If(any_child) <
+              then_branch = offer () => (int64[] at_then, float[] dist_then, bool[] seen_then) {{
                 token = Gather<axis = 1>(token_used, node1)
-                draft_law = Gather<axis = 1>(draft_probs, node)
-                target_at1 = GatherND<batch_dims = 1>(law_in, token)
+                draft_dist = Gather<axis = 1>(draft_probs, node)
+                target_at1 = GatherND<batch_dims = 1>(dist_in, token)
                 target_at = Unsqueeze(target_at1, second)
-                draft_at1 = GatherND<batch_dims = 1>(draft_law, token)
+                draft_at1 = GatherND<batch_dims = 1>(draft_dist, token)
                 draft_at = Unsqueeze(draft_at1, second)
                 u = Gather<axis = 1>(accept_draws, node1)
                 bar = Mul(u, draft_at)
                 is_under = Less(bar, target_at)
                 is_kept = And(is_child, is_under)
                 {_RESIDUAL}
-                refused_law = Div(left, mass)
-                rest = Where(has_mass, refused_law, law_in)
-                own_law = Gather<axis = 1>(target_probs, node)
-                law_child = Where(is_kept, own_law, rest)
-                law_then = Where(is_child, law_child, law_in)
+                refused_dist = Div(left, mass)
+                rest = Where(has_mass, refused_dist, dist_in)
+                own_dist = Gather<axis = 1>(target_probs, node)
+                dist_child = Where(is_kept, own_dist, rest)
+                dist_then = Where(is_child, dist_child, dist_in)
                 at_then = Where(is_kept, node, at)
                 is_here = Equal(nodes, node)
                 is_new = And(is_kept, is_here)
                 seen_then = Or(is_seen, is_new)
               }},
-              else_branch = pass_by () => (int64[] at_else, float[] law_else, bool[] seen_else) {{
+              else_branch = pass_by () => (int64[] at_else, float[] dist_else, bool[] seen_else) {{
                 at_else = Identity(at)
-                law_else = Identity(law_in)
+                dist_else = Identity(dist_in)
                 seen_else = Identity(is_seen)
               }}>
           }}>
@@ -190,7 +190,7 @@ _LAWS_TREE = f"""{_START}
 """
 
 # Only the end of the path needs a residual, and a chain has one child there.
-_LAWS_CHAIN = f"""
+_DISTS_CHAIN = f"""
         at_parent = Concat<axis = 2>(parent3, token3)
         target_at = GatherND<batch_dims = 1>(target_probs, at_parent)
         draft_at = GatherND<batch_dims = 2>(draft_probs, token3)
@@ -203,15 +203,15 @@ _LAWS_CHAIN = f"""
         child = Min(after, highest)
         child_link = GatherElements<axis = 1>(link, child)
         is_child = Equal(child_link, end_chain)
-        law_in = GatherND<batch_dims = 1>(target_probs, end_chain)
-        draft_law = GatherND<batch_dims = 1>(draft_probs, child)
+        dist_in = GatherND<batch_dims = 1>(target_probs, end_chain)
+        draft_dist = GatherND<batch_dims = 1>(draft_probs, child)
         {_RESIDUAL}
         is_rest = And(is_child, has_mass)
-        law_chain = Where(is_rest, left, law_in)
+        dist_chain = Where(is_rest, left, dist_in)
 """
 
-WALK_LAWS = Op(
-    "WalkLaws",
+WALK_PROBS = Op(
+    "WalkProbs",
     (
         TensorSpec("target_probs", ("batch", "nodes", "vocab"), "float32"),
         *TREE_INPUTS,
@@ -219,7 +219,7 @@ WALK_LAWS = Op(
         TensorSpec(UNIFORMS, ("batch", "nodes", 2), "float32"),
     ),
     VERDICT,
-    _walk_laws,
+    _walk_probs,
     f"""{_LINKS}
     off = Constant<value_float = 0.0>()
     nowhere = Constant<value_ints = [0]>()
@@ -231,16 +231,16 @@ WALK_LAWS = Op(
     token_used = Where(is_linked, tokens, none)
     token3 = Unsqueeze(token_used, last)
     parent3 = Unsqueeze(parent, last)
-    path, num_accepted1, end, law = If(is_tree) <
-      then_branch = tree () => (int64[] path_tree, int64[] deepest, int64[] end_tree, float[] law_tree) {{
-        {_LAWS_TREE}
+    path, num_accepted1, end, dist = If(is_tree) <
+      then_branch = tree () => (int64[] path_tree, int64[] deepest, int64[] end_tree, float[] dist_tree) {{
+        {_DISTS_TREE}
       }},
-      else_branch = chain () => (int64[] path_chain, int64[] end_chain, int64[] end_same, float[] law_chain) {{
-        {_LAWS_CHAIN}
+      else_branch = chain () => (int64[] path_chain, int64[] end_chain, int64[] end_same, float[] dist_chain) {{
+        {_DISTS_CHAIN}
       }}>
     u_end = GatherElements<axis = 1>(node_draws, end)
-    law3 = Unsqueeze(law, second)
-    next1 = speccompile.Draw(law3, u_end)
+    dist3 = Unsqueeze(dist, second)
+    next1 = speccompile.Draw(dist3, u_end)
     num_accepted = Squeeze(num_accepted1, second)
     next_token = Squeeze(next1, second)
     """,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warp: from logits to the law that tokens are drawn from (temperature, top-k, top-p)."""
+"""Warp: from logits to the distribution that tokens are drawn from (temperature, top-k, top-p)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from speccompile.core.sampling import warp
 from speccompile.core.sampling_params import COLDEST
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P, TensorSpec
 from speccompile.core.tree import Floats, Ints
-from speccompile.ops.laws import ROWS
+from speccompile.ops.dists import ROWS
 from speccompile.ops.op import Op
 
 WARP_INPUTS = (
@@ -102,8 +102,8 @@ _NUCLEUS = f"""
           inside = Where(is_inside, falling, off)
           nucleus_mass = ScatterElements<axis = 2, reduction = "max">(sure, order, inside)
           nucleus_total = ReduceSum<keepdims = 1>(nucleus_mass, last)
-          nucleus_law = Div(nucleus_mass, nucleus_total)
-          probs_p = Where(is_cut_p, nucleus_law, probs_k)
+          nucleus_dist = Div(nucleus_mass, nucleus_total)
+          probs_p = Where(is_cut_p, nucleus_dist, probs_k)
 """
 
 _TRUNCATE = f"""

@@ -53,17 +53,17 @@ def attach_verify(model: ir.Model, spec: specs.GraphSpec) -> int:
     return 1
 
 
-def attach_guesses(model: ir.Model, spec: specs.GraphSpec) -> int:
-    """Add TopTokens, and NodeLaws where `spec` gives probs; `spec` is the `guessing_spec` of the graph afterwards."""
+def attach_candidates(model: ir.Model, spec: specs.GraphSpec) -> int:
+    """Add TopTokens, and NodeProbs where `spec` gives probs; `spec` is the `candidate_spec` of the graph afterwards."""
     values = _add_inputs(model, spec)
     edit = Editor(model)
     model.opset_imports[OPS_DOMAIN] = 1
     logits, num = _output(model, specs.LOGITS), spec.num_candidates
-    guesses = edit.op("TopTokens", logits, domain=OPS_DOMAIN, num_outputs=2, num_guesses=num)
-    made = dict(zip((specs.GUESSES, specs.GUESS_PROBS), guesses, strict=True))
+    candidates = edit.op("TopTokens", logits, domain=OPS_DOMAIN, num_outputs=2, num_candidates=num)
+    made = dict(zip((specs.CANDIDATES, specs.CANDIDATE_PROBS), candidates, strict=True))
     if spec.gives_probs:
         warp = [values[n] for n in (specs.TEMPERATURE, specs.TOP_K, specs.TOP_P)]
-        made[specs.NODE_LAWS] = edit.op("NodeLaws", logits, *warp, domain=OPS_DOMAIN)
+        made[specs.NODE_PROBS] = edit.op("NodeProbs", logits, *warp, domain=OPS_DOMAIN)
     _set_io(model, spec, made)
     return 1
 
@@ -85,4 +85,4 @@ def attach_tail(spec: specs.GraphSpec) -> Pass:
     return Pass(attach.__name__, rewrite)
 
 
-_TAILS = {"none": attach_nothing, "candidates": attach_guesses, "verify": attach_verify}
+_TAILS = {"none": attach_nothing, "candidates": attach_candidates, "verify": attach_verify}

@@ -97,7 +97,7 @@ def fuse_rms_norm(model: ir.Model) -> int:
 def _find_unfused(model: ir.Model) -> str | None:
     rule = _rule()
     left = next((n for n in model.graph if rule.match(model, n) is not None), None)
-    return None if left is None else f"{left.outputs[0].name} is an RMS normalisation in pieces"
+    return None if left is None else f"{left.outputs[0].name} is an RMS normalisation in outputs of steps"
 
 
 RMS_NORM_FUSED = Property("rms_norm_fused", _find_unfused)

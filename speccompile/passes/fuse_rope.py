@@ -146,7 +146,7 @@ def _halve(model: ir.Model, value: ir.Value, made: dict[ir.Value, ir.Value]) -> 
 def _find_unfused(model: ir.Model) -> str | None:
     rule = _rule()
     left = next((n for n in model.graph if rule.match(model, n) is not None), None)
-    return None if left is None else f"{left.outputs[0].name} is a rotary embedding in pieces"
+    return None if left is None else f"{left.outputs[0].name} is a rotary embedding in outputs of steps"
 
 
 ROPE_FUSED = Property("rope_fused", _find_unfused)

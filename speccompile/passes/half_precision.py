@@ -20,7 +20,7 @@ from speccompile.passes.edit import OPS_DOMAIN, Editor, sizes_of
 # Computed in float32: sums of squares overflow float16 and lose digits in bfloat16; so do angles.
 FLOAT32_OPS = ("RMSNormalization", "LayerNormalization", "RotaryEmbedding", "Softmax")
 # Read logits in any float type and keep what is sampled from in float32.
-TAIL_OPS = ("SpecVerify", "FiniteToken", "SampleToken", "TopTokens", "NodeLaws")
+TAIL_OPS = ("SpecVerify", "FiniteToken", "SampleToken", "TopTokens", "NodeProbs")
 _FLOAT = ir.DataType.FLOAT
 
 
@@ -99,7 +99,7 @@ class _Converter:
                     self.model.graph.outputs[position] = half
 
     def keep(self, node: ir.Node) -> None:
-        """An operator on draws, temperatures or laws, which stay float32."""
+        """An operator on draws, temperatures or distributions, which stay float32."""
         for index, value in enumerate(node.inputs):
             if value is not None and _is_computed(value):
                 node.replace_input_with(index, self.widen(value, node))

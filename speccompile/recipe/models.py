@@ -30,7 +30,7 @@ class Section(BaseModel):
 
 
 class TargetSection(Section):
-    """The model whose output law is preserved."""
+    """The model whose output distribution is preserved."""
 
     model: str = Field(
         min_length=1, description="Checkpoint folder (beside the recipe, or in the working directory) or hub id."

@@ -19,7 +19,7 @@ from speccompile.runtime.manifest_checks import check_types
 from speccompile.runtime.records import GraphRecord, RecipeRecord
 from speccompile.runtime.rules import record_from_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 TARGET = "target"
 _REBUILD = "Build the bundle again, or copy it again from where it was built."

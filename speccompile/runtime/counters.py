@@ -72,7 +72,7 @@ class Counters:
 
         Args:
             reason: why.
-            stats: of its last piece.
+            stats: of its last output of a step.
             request_ms: since it was submitted.
             outcomes: see `SlotStats`.
         """

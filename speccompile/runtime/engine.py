@@ -176,7 +176,7 @@ def _load_engine(
     backend: Backend,
     context: MethodContext,
     tuning: Mapping[str, Any],
-    lenders: Mapping[str, Engine],
+    owners: Mapping[str, Engine],
 ) -> Engine:
     # Nodes that pad a ragged batch need rows behind the last that a sequence may use.
     max_rows = context.seq_lens[graph] + context.max_draft_nodes + 1
@@ -190,7 +190,7 @@ def _load_engine(
             tuning=tuning,
             rollback=rollback,
             device=bundle.recipe.engine.device,
-            lenders=lenders,
+            owners=owners,
         )
     except MemoryError as fault:
         got = f"caches of {context.max_slots} slots of {max_rows} rows, for which there is no memory"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws that depend on the tokens before: penalties and biases on logits, and min-p.
+"""Distributions that depend on the tokens before: penalties and biases on logits, and min-p.
 
 The order is that of transformers 5 (`GenerationMixin._get_logits_processor`) and of vLLM 1 (`v1/sample/sampler.py`) as
 far as both have it: logit bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
 vLLM cuts min-p before top-k and top-p: the tokens that min-p keeps are the same, as it compares probabilities with the
 largest one, but top-p then counts mass among these alone.
 
-A law behind a node of a draft tree belongs to the path that leads there: its tokens count as text.
+A distribution behind a node of a draft tree belongs to the path that leads there: its tokens count as text.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from speccompile.core.tree import Floats, Ints
 
 
 def keep_likely(probs: Floats, min_p: float) -> Floats:
-    """The law without the tokens that are less than `min_p` times as probable as the likeliest.
+    """The distribution without the tokens that are less than `min_p` times as probable as the likeliest.
 
     Args:
         probs: [..., vocab] float32, each row sums to 1.
-        min_p: 0 to 1; 0 leaves the law as it is.
+        min_p: 0 to 1; 0 leaves the distribution as it is.
     """
     if min_p <= 0:
         return probs
     kept = np.where(probs < np.float32(min_p) * probs.max(axis=-1, keepdims=True), np.float32(0), probs)
     mass = kept.sum(axis=-1, keepdims=True, dtype=np.float64)
-    law: Floats = (kept / mass).astype(np.float32)
-    return law
+    dist: Floats = (kept / mass).astype(np.float32)
+    return dist
 
 
 _LARGEST = np.float32(2.0**63)  # of a shaped logit: divided by the least temperature it is still finite
 _PENALTIES = (1e-30, 1e30)  # float32 would make 0 and infinity of others
 
 
-class Shaper:
-    """The law of one request at any point of its text.
+class LogitsProcessor:
+    """The distribution of one request at any point of its text.
 
     Args:
         params: of the request.
@@ -72,9 +72,9 @@ class Shaper:
             logits: [vocab] float32, behind the last token of the path.
             path: drafts that would be text, from the root's child on.
         """
-        params, shaped, seen, counts = self.params, logits.copy(), self._seen, self._counts
+        params, processed, seen, counts = self.params, logits.copy(), self._seen, self._counts
         ids, biases = self._bias
-        shaped[ids] += biases
+        processed[ids] += biases
         if path:
             seen, counts = seen.copy(), counts.copy()
             seen[path] = True
@@ -82,39 +82,39 @@ class Shaper:
         if params.repetition_penalty != 1:
             penalty = np.float32(min(max(params.repetition_penalty, _PENALTIES[0]), _PENALTIES[1]))
             with np.errstate(over="ignore"):
-                shaped[seen] = np.where(shaped[seen] > 0, shaped[seen] / penalty, shaped[seen] * penalty)
-        shaped -= np.float32(params.frequency_penalty) * counts
-        shaped -= np.float32(params.presence_penalty) * (counts > 0)
+                processed[seen] = np.where(processed[seen] > 0, processed[seen] / penalty, processed[seen] * penalty)
+        processed -= np.float32(params.frequency_penalty) * counts
+        processed -= np.float32(params.presence_penalty) * (counts > 0)
         # A token that the model masks stays masked.
-        return np.where(np.isneginf(logits), logits, np.clip(shaped, -_LARGEST, _LARGEST))
+        return np.where(np.isneginf(logits), logits, np.clip(processed, -_LARGEST, _LARGEST))
 
-    def law(self, logits: Floats, path: Sequence[int]) -> Floats:
-        """The law that the token behind `path` is drawn from, [vocab] float32; see `logits`."""
+    def dist(self, logits: Floats, path: Sequence[int]) -> Floats:
+        """The distribution that the token behind `path` is drawn from, [vocab] float32; see `logits`."""
         params = self.params
         probs = warp(self.logits(logits, path)[None], [params.temperature], [params.top_k], [params.top_p])[0]
         return probs if params.is_greedy else keep_likely(probs, params.min_p)
 
 
-class TreeLaws:
-    """The laws behind the nodes of one slot's tree; see `acceptance.Laws`. A law that nobody asks for costs nothing.
+class TreeDists:
+    """The probs of the nodes of one tree; see `acceptance.Dists`. One that nobody asks for costs nothing.
 
     Args:
-        shaper: of the slot, which has read its tokens.
+        logits_processor: of the slot, which has read its tokens.
         tokens, parents: [nodes] int64, of the tree.
         logits: [nodes, vocab] float32.
     """
 
-    def __init__(self, shaper: Shaper, tokens: Ints, parents: Ints, logits: Floats) -> None:
-        self._shaper, self._logits = shaper, logits
+    def __init__(self, logits_processor: LogitsProcessor, tokens: Ints, parents: Ints, logits: Floats) -> None:
+        self._logits_processor, self._logits = logits_processor, logits
         self._tokens, self._parents = tokens.tolist(), parents.tolist()
-        self._laws: dict[int, Floats] = {}
+        self._dists: dict[int, Floats] = {}
 
     def __getitem__(self, node: int) -> Floats:
-        """[vocab] float32: the law behind a node."""
-        if node not in self._laws:
+        """[vocab] float32: the distribution behind a node."""
+        if node not in self._dists:
             path, above = list[int](), node
             while above > 0:
                 path.append(self._tokens[above])
                 above = self._parents[above]
-            self._laws[node] = self._shaper.law(self._logits[node], path[::-1])
-        return self._laws[node]
+            self._dists[node] = self._logits_processor.dist(self._logits[node], path[::-1])
+        return self._dists[node]

@@ -16,7 +16,7 @@ from speccompile.core.specs import LENGTHS, LOGITS, TOKENS, TREE_MASK
 from speccompile.core.tree import TokenTree
 from speccompile.runtime.control import Planner
 from speccompile.runtime.faults import FAULTS, NotFinite
-from speccompile.runtime.host_verify import judge_shaped
+from speccompile.runtime.host_verify import verify_on_host
 from speccompile.runtime.slots import Slot, Slots, Step
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
@@ -211,8 +211,8 @@ def decode_one(verifier: Verifier, proposer: Proposer, slot: Slot) -> Iterator[l
         seeds = np.array([params.seed], dtype=np.uint64)
         draws = tree_uniforms(seeds, slots.root_positions(), tree)
         verdict = accept(tree, probs, draws)
-        if params.is_shaped:
-            verdict = judge_shaped(verdict, tree, slots.slots, [0], outputs[LOGITS], draws, tree.draft_probs)
+        if params.needs_logits:
+            verdict = verify_on_host(verdict, tree, slots.slots, [0], outputs[LOGITS], draws, tree.draft_probs)
         verifier.commit(tree, verdict)
         proposer.commit(slots, tree, verdict, outputs)
         [step] = emit(tree, verdict, slots)

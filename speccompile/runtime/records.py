@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from speccompile.core.older_specs import SAMPLE_TAIL
 from speccompile.core.specs import GraphSpec, Probe, spec_from_json
 from speccompile.runtime.rules import (
     ANY_OBJECT,
@@ -102,10 +101,10 @@ _TENSOR = closed(name=TEXT, dims=list_of(DIM), dtype=TEXT, may_probe=one_of(*typ
 _SPEC = closed(
     name=TEXT, inputs=list_of(_TENSOR), outputs=list_of(_TENSOR), caches=list_of(TEXT), vocab_size=whole(0),
     may_max_rows=whole(0), may_draft_vocab=whole(0),
-    may_borrowed=list_of(closed(name=TEXT, cache=TEXT, may_lender=TEXT)),
+    may_borrowed=list_of(closed(name=TEXT, cache=TEXT, may_owner=TEXT)),
     may_rows_written_ahead=whole(0, 1024), may_reads_prompts=FLAG, may_scores=one_of("one", "nodes"),
     may_num_candidates=whole(0), may_num_drafts=whole(0), may_gives_probs=FLAG,
-    may_tail=one_of("none", "verify", "candidates", SAMPLE_TAIL),
+    may_tail=one_of("none", "verify", "candidates"),
 )  # fmt: skip
 _STEPS = Rule("milliseconds by number of nodes", lambda v: isinstance(v, dict) and all(map(_is_count, v)), items=TIME)
 

@@ -28,7 +28,7 @@ class Request:
         num_outputs: independent continuations of the prompt (`n` in the OpenAI API).
         speculation: `auto`: the controller decides; `on`: always draft, as far as limits let; `off`: never.
         timeout_s: seconds from submission to the last token; None: no limit but the service's own.
-        wants_trace: give the tree of every step with its piece.
+        wants_trace: give the tree of every step with its output of a step.
 
     Raises:
         RuntimeFault: a value is out of range.
@@ -72,7 +72,7 @@ class StepTrace:
     texts: list[str]
 
 
-class Piece(NamedTuple):
+class StepOutput(NamedTuple):
     """What one step gave one output of a request.
 
     Args:
@@ -83,7 +83,8 @@ class Piece(NamedTuple):
         num_accepted: of them, kept.
         is_bonus: a whole path of at least one draft was kept, so the last token is a bonus and not recovered.
         finish_reason: None while it goes on; `stop`, `length`, `cache_full`, `cancelled`, `timeout` or `error`.
-        stats: with the last piece: `SlotStats.json_from_stats` plus `num_prompt_tokens`, `num_reused_tokens`,
+        stats: with the last output of a step: `SlotStats.json_from_stats` plus `num_prompt_tokens`,
+            `num_reused_tokens`,
             `queue_ms`, `time_to_first_token_ms`, `time_per_token_ms`.
         trace: where the request wants it.
         error: with `error`, what happened.

@@ -15,21 +15,21 @@ from speccompile.core.specs import NEXT_TOKEN
 from speccompile.runtime.control import FixedLength, Planner
 from speccompile.runtime.counters import Counters
 from speccompile.runtime.faults import FAULTS, NotFinite, text_from_fault
+from speccompile.runtime.handles import RequestHandle, RequestOutput, trace_step
 from speccompile.runtime.loop import Round, run_step
-from speccompile.runtime.places import Places
 from speccompile.runtime.prefixes import MIN_SHARED
-from speccompile.runtime.requests import Piece
+from speccompile.runtime.requests import StepOutput
+from speccompile.runtime.slot_allocator import SlotAllocator
 from speccompile.runtime.slots import Slots
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.tickets import Output, Ticket, trace_step
 from speccompile.runtime.views import ViewKeeper
 
-Event = tuple[Ticket, Piece]
+Event = tuple[RequestHandle, StepOutput]
 _log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Decodes tickets, step by step. Used on one thread; nothing else may use the engine meanwhile.
+    """Decodes request handles, step by step. Used on one thread; nothing else may use the engine meanwhile.
 
     Args:
         engine: the target with its proposer.
@@ -48,59 +48,62 @@ class Scheduler:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.engine, self.planner, self.prefill_chunk = engine, planner or FixedLength(), prefill_chunk
-        self.queue: deque[Output] = deque()
-        # Draws decide, drafts only guess them: so a text depends neither on neighbours nor on what the planner does.
+        self.queue: deque[RequestOutput] = deque()
+        # Draws decide, drafts only candidate them: so a text depends neither on neighbours nor on what the
+        # planner does.
         self.slots = Slots((), engine.context.max_slots, is_invariant=True)
-        self.places = Places(engine.verifier, engine.proposer, self.slots, keep_prefixes)
+        self.places = SlotAllocator(engine.verifier, engine.proposer, self.slots, keep_prefixes)
         self.views = ViewKeeper(engine.engines, self.places, engine.context.max_seq_len)
         self.counters = Counters()
-        self.num_waiting = 0  # tickets none of whose outputs was given a place yet
+        self.num_waiting = 0  # request handles none of whose outputs was given a place yet
         self._clock = clock
         self._broken: BaseException | None = None
-        self._at_hand: Output | None = None  # whose prompt is being read, or was read last
+        self._at_hand: RequestOutput | None = None  # whose prompt is being read, or was read last
         self._is_lazy = engine.proposer.catches_up
-        self._tickets: dict[int, Ticket] = {}  # open ones
-        self._deadlines: list[tuple[float, int]] = []  # a heap of (when, number of the ticket)
-        engine.take_over()
+        self._handles: dict[int, RequestHandle] = {}  # open ones
+        self._deadlines: list[tuple[float, int]] = []  # a heap of (when, number of the request handle)
+        engine.reset()
 
     @property
     def has_work(self) -> bool:
         """Whether any output is not ended."""
-        return bool(self._tickets)
+        return bool(self._handles)
 
-    def add(self, ticket: Ticket) -> None:
-        """Take in a ticket with its outputs."""
-        self._tickets[ticket.number] = ticket
-        self.queue.extend(ticket.open)
+    def add(self, handle: RequestHandle) -> None:
+        """Take in a request handle with its outputs."""
+        self._handles[handle.number] = handle
+        self.queue.extend(handle.open)
         self.counters.num_requests += 1
         self.num_waiting += 1
-        if ticket.deadline_s is not None:
-            heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.number))
+        if handle.deadline_s is not None:
+            heapq.heappush(self._deadlines, (handle.deadline_s, handle.number))
 
-    def cancel(self, ticket: Ticket, reason: str = "cancelled") -> list[Event]:
-        """End all open outputs of a ticket; none where it has ended already."""
-        return [self._end(output, reason) for output in tuple(ticket.open)]
+    def cancel(self, handle: RequestHandle, reason: str = "cancelled") -> list[Event]:
+        """End all open outputs of a request handle; none where it has ended already."""
+        return [self._end(output, reason) for output in tuple(handle.open)]
 
     def cancel_all(self) -> list[Event]:
         """End everything."""
-        return [event for ticket in tuple(self._tickets.values()) for event in self.cancel(ticket)]
+        return [event for handle in tuple(self._handles.values()) for event in self.cancel(handle)]
 
     def abandon(self, error: str) -> list[Event]:
-        """Last pieces for all that is open, from a scheduler that can do nothing else any more."""
-        tickets, now_s = tuple(self._tickets.values()), self._clock()
-        self._tickets.clear()
-        return [(ticket, output.last_piece("error", now_s, error)) for ticket in tickets for output in ticket.open]
+        """Last outputs of steps for all that is open, from a scheduler that can do nothing else any more."""
+        handles, now_s = tuple(self._handles.values()), self._clock()
+        self._handles.clear()
+        return [
+            (handle, output.last_step_output("error", now_s, error)) for handle in handles for output in handle.open
+        ]
 
     def step(self) -> list[Event]:
         """Read a part of a prompt, decode one step; what came of it, in order."""
         events = self._expire()
-        events += self._mend()
+        events += self._recover()
         events += self._read_prompts()
         if self.places.active:
             events += self._decode()
-        return events + self._mend()
+        return events + self._recover()
 
-    def _mend(self) -> list[Event]:
+    def _recover(self) -> list[Event]:
         """Where a cache could not be moved, no place can be trusted."""
         fault, self._broken = self._broken, None
         return [] if fault is None else self._restart(fault)
@@ -109,8 +112,8 @@ class Scheduler:
         events: list[Event] = []
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             _, number = heapq.heappop(self._deadlines)
-            if number in self._tickets:
-                events += self.cancel(self._tickets[number], "timeout")
+            if number in self._handles:
+                events += self.cancel(self._handles[number], "timeout")
         return events
 
     def _read_prompts(self) -> list[Event]:
@@ -127,10 +130,10 @@ class Scheduler:
                 return self._fail(fault)
         return []
 
-    def _open(self, output: Output) -> None:
+    def _open(self, output: RequestOutput) -> None:
         self._at_hand = output
         output.started_s = output.slot.stats.start_s = output.slot.stats.end_s = self._clock()
-        self._serve(output.ticket)
+        self._serve(output.handle)
         output.num_reused = self.places.open(output)
         counters = self.counters
         counters.num_prompts += 1
@@ -138,10 +141,10 @@ class Scheduler:
         counters.num_reused_tokens += output.num_reused
         counters.num_prefix_hits += output.num_reused > 0
 
-    def _serve(self, ticket: Ticket) -> None:
+    def _serve(self, handle: RequestHandle) -> None:
         """It waits no more."""
-        self.num_waiting -= ticket.is_waiting
-        ticket.is_waiting = False
+        self.num_waiting -= handle.is_waiting
+        handle.is_waiting = False
 
     def _read(self, most: int) -> int:
         """Read at most `most` tokens of the prompt at hand; returns how many."""
@@ -152,7 +155,7 @@ class Scheduler:
         tokens, start = output.slot.tokens, int(verifier.lengths[place])
         num = 0
         if start < len(tokens) - 1:
-            proposer.settle()
+            proposer.flush()
             nodes, outputs = verifier.read(place, tokens, most)
             if NEXT_TOKEN in outputs and outputs[NEXT_TOKEN][0] < 0:
                 self._clear(place)
@@ -200,17 +203,17 @@ class Scheduler:
         self.planner.observe(sequences, round_.steps, times)
         return events
 
-    def _deliver(self, seated: tuple[Output, ...], round_: Round) -> list[Event]:
+    def _deliver(self, seated: tuple[RequestOutput, ...], round_: Round) -> list[Event]:
         """Pieces of a step; who has ended leaves, the last place first."""
         events, now_s = [], self._clock()
         for place, (output, step) in enumerate(zip(seated, round_.steps, strict=True)):
-            wants = output.ticket.request.wants_trace and step.finish_reason != "error"
+            wants = output.handle.request.wants_trace and step.finish_reason != "error"
             trace = trace_step(self.engine.tokenizer, round_.tree, round_.verdict, place) if wants else None
-            events.append((output.ticket, output.piece(step, now_s, trace)))
+            events.append((output.handle, output.step_output(step, now_s, trace)))
         for place in reversed(range(len(seated))):
-            piece = events[place][1]
-            if piece.finish_reason is not None:
-                self._close(seated[place], piece)
+            step_output = events[place][1]
+            if step_output.finish_reason is not None:
+                self._close(seated[place], step_output)
         return events
 
     def _restart(self, fault: BaseException) -> list[Event]:
@@ -223,34 +226,34 @@ class Scheduler:
         self.places.clear()
         if reading is not None:
             self.queue.appendleft(reading)
-        self.engine.take_over(clears=True)
+        self.engine.reset(clears=True)
         return events
 
-    def _end(self, output: Output, reason: str, error: str | None = None) -> Event:
+    def _end(self, output: RequestOutput, reason: str, error: str | None = None) -> Event:
         """End an output that no step ended, wherever it is."""
-        piece = output.last_piece(reason, self._clock(), error)
-        self._close(output, piece)
-        return output.ticket, piece
+        step_output = output.last_step_output(reason, self._clock(), error)
+        self._close(output, step_output)
+        return output.handle, step_output
 
-    def _close(self, output: Output, piece: Piece) -> None:
+    def _close(self, output: RequestOutput, step_output: StepOutput) -> None:
         """Free what an output holds, and count it."""
-        ticket = output.ticket
-        ticket.open.remove(output)
+        handle = output.handle
+        handle.open.remove(output)
         if output is self.places.reading or output in self.places.active:
             try:
-                self.places.leave(output, keeps=piece.finish_reason != "error" and self._is_of_use(output))
+                self.places.leave(output, keeps=step_output.finish_reason != "error" and self._is_of_use(output))
             except FAULTS as fault:
                 self._broken = fault
         elif output in self.queue:  # it may have come no further than to be taken out
             self.queue.remove(output)
-        if not ticket.open:
-            del self._tickets[ticket.number]
-            self._serve(ticket)
-        assert piece.finish_reason is not None and piece.stats is not None
-        request_ms = (self._clock() - ticket.submitted_s) * 1e3
-        self.counters.count_end(piece.finish_reason, piece.stats, request_ms, output.slot.stats.outcomes)
+        if not handle.open:
+            del self._handles[handle.number]
+            self._serve(handle)
+        assert step_output.finish_reason is not None and step_output.stats is not None
+        request_ms = (self._clock() - handle.submitted_s) * 1e3
+        self.counters.count_end(step_output.finish_reason, step_output.stats, request_ms, output.slot.stats.outcomes)
 
-    def _is_of_use(self, output: Output) -> bool:
+    def _is_of_use(self, output: RequestOutput) -> bool:
         """Whether a cache will outlive those that wait: they need the places, unless one of them begins alike."""
         room = self.places.max_places - len(self.places.active) + 1
         if len(self.queue) < room:

@@ -16,11 +16,11 @@ from speccompile.errors import RuntimeFault
 from speccompile.runtime.control import Controller, Planner
 from speccompile.runtime.engine import load
 from speccompile.runtime.faults import FAULTS
-from speccompile.runtime.piece_stream import Completion, PieceStream
-from speccompile.runtime.requests import SPECULATION, Busy, Piece, Request, Speculation
+from speccompile.runtime.handles import RequestHandle, open_outputs
+from speccompile.runtime.output_stream import Completion, OutputStream
+from speccompile.runtime.requests import SPECULATION, Busy, Request, Speculation, StepOutput
 from speccompile.runtime.scheduler import Event, Scheduler
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.tickets import Ticket, open_outputs
 
 JOIN_S = 30.0  # a step that takes longer than this when the service closes is hung
 
@@ -61,28 +61,28 @@ class ServiceOptions:
 
 
 class _Add(NamedTuple):
-    ticket: Ticket
+    handle: RequestHandle
 
 
 class _Cancel(NamedTuple):
-    ticket: Ticket
+    handle: RequestHandle
 
 
 class _Close(NamedTuple):
     deadline_s: float
 
 
-class _Tell(NamedTuple):
+class _Report(NamedTuple):
     answer: SimpleQueue[dict[str, Any]]
 
 
-_Command = _Add | _Cancel | _Close | _Tell
+_Command = _Add | _Cancel | _Close | _Report
 
 
 class Service:
     """Continuous batching behind a queue.
 
-    Every output of every accepted request ends with exactly one piece that has a finish reason.
+    Every output of every accepted request ends with exactly one output of a step that has a finish reason.
 
     Args:
         engine: nothing else may use it as long as the service runs.
@@ -98,7 +98,7 @@ class Service:
         self._scheduler = Scheduler(engine, planner, self.options.prefill_chunk, self.options.keep_prefixes)
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._lock = threading.Lock()  # over what follows; never held during a step
-        self._num_tickets = self._num_coming = self._num_busy = 0
+        self._num_handles = self._num_coming = self._num_busy = 0
         self._is_open = self._is_running = False
         self._fault: str | None = None
         self._on_fault: Callable[[], None] | None = None
@@ -135,12 +135,13 @@ class Service:
         if thread.is_alive():
             raise RuntimeFault("service", f"a step of more than {JOIN_S} s", "less", "End the process.")
 
-    def submit(self, request: Request, on_piece: Callable[[Piece], None]) -> Ticket:
+    def submit(self, request: Request, on_output: Callable[[StepOutput], None]) -> RequestHandle:
         """Hand in a request. May be called on any thread.
 
         Args:
             request: what is wanted.
-            on_piece: called with each piece, on the scheduler's thread. It must not block. Where it raises, the
+            on_output: called with each output of a step, on the scheduler's thread. It must not block. Where it
+                raises, the
                 request is cancelled, and nobody is told.
 
         Returns:
@@ -151,8 +152,8 @@ class Service:
             Busy: too many are waiting, or the service does not run.
         """
         timeout_s = self.options.timeout_s if request.timeout_s is None else request.timeout_s
-        ticket = Ticket(request, 0, perf_counter(), timeout_s, on_piece)
-        open_outputs(ticket, self.engine, self.options.speculation)
+        handle = RequestHandle(request, 0, perf_counter(), timeout_s, on_output)
+        open_outputs(handle, self.engine, self.options.speculation)
         with self._lock:
             if not self._is_open:
                 got = "a request to a service that does not run" if self._fault is None else self._fault
@@ -162,22 +163,22 @@ class Service:
                 self._num_busy += 1
                 raise Busy("queue", f"{waiting} waiting requests", f"less than {most}", "Send the request again later.")
             self._num_coming += 1
-            self._num_tickets += 1
-            ticket.number = self._num_tickets
-            self._commands.put(_Add(ticket))
-        return ticket
+            self._num_handles += 1
+            handle.number = self._num_handles
+            self._commands.put(_Add(handle))
+        return handle
 
-    def cancel(self, ticket: Ticket) -> None:
-        """End a request's open outputs, each with a piece `cancelled`. Any thread, any moment, any number of times."""
-        self._commands.put(_Cancel(ticket))
+    def cancel(self, handle: RequestHandle) -> None:
+        """End a request's open outputs, each with a output `cancelled`. Any thread, any moment, any number of times."""
+        self._commands.put(_Cancel(handle))
 
-    def stream(self, *requests: Request) -> PieceStream:
-        """Submit requests in the running event loop, and iterate over their pieces: see `PieceStream`.
+    def stream(self, *requests: Request) -> OutputStream:
+        """Submit requests in the running event loop, and iterate over their outputs of steps: see `OutputStream`.
 
         Raises:
             RuntimeFault, Busy: as `submit`; then none of the requests is taken.
         """
-        return PieceStream(self, requests)
+        return OutputStream(self, requests)
 
     async def generate(self, request: Request) -> list[Completion]:
         """All outputs of a request, in their order. Where the task is cancelled, so is the request.
@@ -194,12 +195,12 @@ class Service:
         with self._lock:
             is_running = self._is_running and threading.current_thread() is not self._thread
             if is_running:
-                self._commands.put(_Tell(answer))
+                self._commands.put(_Report(answer))
         snapshot = answer.get() if is_running else self._scheduler.json_from_scheduler()
         return {**snapshot, "num_busy": self._num_busy, "is_open": self._is_open, "fault": self._fault}
 
     def _serve(self) -> None:
-        """The scheduler's thread. However it ends, nobody is left without a last piece or an answer."""
+        """The scheduler's thread. However it ends, nobody is left without a last output of a step or an answer."""
         fault: str | None = "a bug in the service"
         try:
             self._run()
@@ -210,7 +211,7 @@ class Service:
             with self._lock:  # nobody adds a command behind this
                 self._is_open = self._is_running = False
                 self._fault = fault
-            self._obey(self._next_commands(is_busy=True), is_ending=True)
+            self._handle(self._next_commands(is_busy=True), is_ending=True)
             self._deliver(self._scheduler.cancel_all() if fault is None else self._scheduler.abandon(fault))
             if fault is not None and self._on_fault is not None:
                 self._on_fault()
@@ -237,7 +238,7 @@ class Service:
         while True:
             commands = self._next_commands(self._scheduler.has_work or end_s is not None)
             end_s = next((c.deadline_s for c in commands if isinstance(c, _Close)), end_s)
-            self._deliver(self._obey(commands))
+            self._deliver(self._handle(commands))
             if end_s is not None and (not self._scheduler.has_work or perf_counter() >= end_s):
                 return
             self._deliver(self._scheduler.step())
@@ -251,25 +252,25 @@ class Service:
         except Empty:
             return commands
 
-    def _obey(self, commands: list[_Command], is_ending: bool = False) -> list[Event]:
+    def _handle(self, commands: list[_Command], is_ending: bool = False) -> list[Event]:
         events: list[Event] = []
         for command in commands:
             if isinstance(command, _Add):
                 with self._lock:
                     self._num_coming -= 1
-                    self._scheduler.add(command.ticket)
+                    self._scheduler.add(command.handle)
             elif isinstance(command, _Cancel) and not is_ending:
-                events += self._scheduler.cancel(command.ticket)
-            elif isinstance(command, _Tell):
+                events += self._scheduler.cancel(command.handle)
+            elif isinstance(command, _Report):
                 command.answer.put(self._scheduler.json_from_scheduler())
         return events
 
     def _deliver(self, events: list[Event]) -> None:
-        for ticket, piece in events:
+        for handle, step_output in events:
             try:
-                ticket.on_piece(piece)
+                handle.on_output(step_output)
             except FAULTS:
-                self.cancel(ticket)  # whoever takes its pieces is broken; others are not
+                self.cancel(handle)  # whoever takes its outputs of steps is broken; others are not
 
 
 def load_service(path: Path | str, options: ServiceOptions | None = None, **load_kwargs: Any) -> Service:

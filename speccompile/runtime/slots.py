@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core import sampling as laws
+from speccompile.core import sampling as dists
 from speccompile.core.sampling import DRAFT_SIBLING_LANE, SIBLING_LANE, uniforms, warp_inputs
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.runtime.faults import FAULTS, text_from_fault
-from speccompile.runtime.logits_processors import Shaper
+from speccompile.runtime.logits_processors import LogitsProcessor
 from speccompile.runtime.requests import Speculation
 from speccompile.runtime.stats import SlotStats
 from speccompile.runtime.text import TextSink
 
 BLOCK = 256  # positions whose uniforms are made at once: a Philox call costs 100 us however few it makes
-LANES = (laws.ACCEPT_LANE, laws.TARGET_LANE, laws.DRAFT_LANE)
+LANES = (dists.ACCEPT_LANE, dists.TARGET_LANE, dists.DRAFT_LANE)
 
 
 class Step(NamedTuple):
@@ -101,12 +101,12 @@ class Slot:
         "draft_state",
         "error",
         "index",
+        "logits_processor",
         "max_drafts",
         "may_draft",
         "num_prompt",
         "room",
         "sampling",
-        "shaper",
         "sink",
         "speculation",
         "stats",
@@ -127,7 +127,9 @@ class Slot:
         self.max_drafts = 0
         self.may_draft = True  # False where its verdicts and the target's caches would part ways
         self.speculation: Speculation = "auto"
-        self.shaper: Shaper | None = None  # made by its first verdict, where the law is shaped
+        self.logits_processor: LogitsProcessor | None = (
+            None  # made by its first verdict, where the distribution is shaped
+        )
         self.stats = SlotStats(0.0)
         self.table = None if sampling.is_greedy else UniformTable(sampling.seed, len(prompt) - 1)
 
@@ -224,14 +226,14 @@ class Slots:
         self.is_invariant = is_invariant
         self.is_greedy = True  # every slot has temperature 0
         self.is_planned = False  # see `Batch.is_planned`
-        self.shaped: list[int] = []  # places whose law the target's graph does not know
+        self.processed: list[int] = []  # places whose distribution the target's graph does not know
         self._warp: dict[str, NDArray[Any]] = {}
 
     def changed(self) -> None:
         """Recompute what depends on who sits where."""
         params = [slot.sampling for slot in self.slots]
         self.is_greedy = all(p.is_greedy for p in params)
-        self.shaped = [place for place, p in enumerate(params) if p.is_shaped]
+        self.processed = [place for place, p in enumerate(params) if p.needs_logits]
         self._warp = {}
         if not self.is_greedy:
             temperature, top_k, top_p = warp_inputs(params)

@@ -194,7 +194,7 @@ class SpecEngine:
         """Makes text of a request's tokens; None without a tokenizer."""
         return None if self.tokenizer is None else TextSink(self.tokenizer, params.stop)
 
-    def take_over(self, rows: int = 1, clears: bool = False) -> int:
+    def reset(self, rows: int = 1, clears: bool = False) -> int:
         """End the runs before: their caches are void. Returns the number of the run that begins.
 
         Args:
@@ -216,7 +216,7 @@ class SpecEngine:
             )
         proposer = self.proposer if speculative else self._plain.make_proposer(None, {}, self.context)
         places = batch_size or most
-        run = self.take_over(max((slot.num_prompt for slot in slots[:places]), default=1))
+        run = self.reset(max((slot.num_prompt for slot in slots[:places]), default=1))
         planner = self.controller if speculative else None
         for steps in decode(self.verifier, proposer, Slots(slots, places), self.engines, planner):
             yield steps

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import CONFIDENCES, GUESS_PROBS, GraphSpec
+from speccompile.core.specs import CANDIDATE_PROBS, CONFIDENCES, GraphSpec
 
 
 class TimedEngine:
@@ -86,7 +86,7 @@ class DraftEngine(TimedEngine):
     def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
         """One step, timed."""
         outputs = super().run(feeds, first_slot)
-        for name in (GUESS_PROBS, CONFIDENCES):
+        for name in (CANDIDATE_PROBS, CONFIDENCES):
             sure = outputs.get(name)
             if sure is None or np.isfinite((sure := np.asarray(sure)).sum()):
                 continue

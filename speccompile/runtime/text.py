@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
 
 
 class TextStream:
-    """Turns tokens into pieces of text whose concatenation is the text of all of them.
+    """Turns tokens into outputs of steps of text whose concatenation is the text of all of them.
 
     Only a window of the latest tokens is decoded each time: from `_start`, whose text is known up to `_read`, to the
     end. A window that ends inside a character is held back; one that has become long begins anew.
@@ -55,7 +55,7 @@ class TextStream:
 
 
 class StopStrings:
-    """Finds the first of some strings in a text that comes in pieces.
+    """Finds the first of some strings in a text that comes in outputs of steps.
 
     Args:
         stops: non-empty strings; none is allowed.
@@ -66,11 +66,11 @@ class StopStrings:
         self._held = ""
         self.is_found = False
 
-    def push(self, piece: str) -> str:
+    def push(self, step_output: str) -> str:
         """The text that can be shown: nothing of a stop string, nothing that may yet become one."""
         if not self._stops:
-            return piece
-        text = self._held + piece
+            return step_output
+        text = self._held + step_output
         found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if found:
             self.is_found, self._held = True, ""
@@ -91,7 +91,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextSink:
-    """Text of one sequence: pieces to show, and the end at a stop string.
+    """Text of one sequence: outputs of steps to show, and the end at a stop string.
 
     Args:
         tokenizer: decodes runs of tokens.
@@ -110,9 +110,9 @@ class TextSink:
             The text to show, how many of the tokens were used, and whether a stop string ends the text there.
         """
         if not self._one_by_one:
-            piece = self._stream.push(tokens)
-            self.text += piece
-            return piece, len(tokens), False
+            step_output = self._stream.push(tokens)
+            self.text += step_output
+            return step_output, len(tokens), False
         shown = ""
         for num, token in enumerate(tokens, 1):
             shown += self._stops.push(self._stream.push((token,)))
@@ -126,8 +126,8 @@ class TextSink:
         """The text that was held back, once no token follows."""
         if self._stops.is_found:
             return ""
-        piece = self._stops.push(self._stream.finish())
+        step_output = self._stops.push(self._stream.finish())
         if not self._stops.is_found:
-            piece += self._stops.finish()
-        self.text += piece
-        return piece
+            step_output += self._stops.finish()
+        self.text += step_output
+        return step_output

@@ -28,7 +28,7 @@ from speccompile.core.specs import (
 )
 from speccompile.core.tree import Ints, TokenTree, chain_parents
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.host_verify import judge_shaped
+from speccompile.runtime.host_verify import verify_on_host
 from speccompile.runtime.slots import Slots
 
 
@@ -55,10 +55,11 @@ class Verifier:
         on the host drafts nothing there.
 
         Raises:
-            RuntimeFault: the request's law needs logits, which the target does not give, or names a token that is not
+            RuntimeFault: the request's distribution needs logits, which the target does not give, or names a token
+                that is not
                 in the vocabulary.
         """
-        if not params.is_shaped:
+        if not params.needs_logits:
             return True
         spec = self.engine.spec
         if all(tensor.name != LOGITS for tensor in spec.outputs):
@@ -122,12 +123,12 @@ class Verifier:
                 feeds[DRAFT_PROBS] = tree.draft_probs
         self.outputs = outputs = self.engine.run(feeds)
         verdict = Verdict(outputs[PATH], outputs[NUM_ACCEPTED], outputs[NEXT_TOKEN])
-        if not slots.shaped:
+        if not slots.processed:
             return verdict
-        laws = feeds.get(DRAFT_PROBS)
-        laws = None if laws is None else np.asarray(laws)
+        dists = feeds.get(DRAFT_PROBS)
+        dists = None if dists is None else np.asarray(dists)
         logits = np.asarray(outputs[LOGITS])
-        return judge_shaped(verdict, tree, slots.slots, slots.shaped, logits, feeds.get(UNIFORMS), laws)
+        return verify_on_host(verdict, tree, slots.slots, slots.processed, logits, feeds.get(UNIFORMS), dists)
 
     def score_finite(self, tree: TokenTree, slots: Slots) -> tuple[TokenTree, Verdict]:
         """`score`, and once more without the drafts of slots whose logits were not finite.

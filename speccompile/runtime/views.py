@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from speccompile.backends.kv_rows import bucket_rows
-from speccompile.runtime.places import Places
+from speccompile.runtime.slot_allocator import SlotAllocator
 from speccompile.runtime.stats import TimedEngine
 
 EVERY = 16  # steps between two looks
@@ -28,7 +28,7 @@ class ViewKeeper:
         max_rows: cache rows that a sequence may use.
     """
 
-    def __init__(self, engines: Sequence[TimedEngine], places: Places, max_rows: int) -> None:
+    def __init__(self, engines: Sequence[TimedEngine], places: SlotAllocator, max_rows: int) -> None:
         self.engines, self.places, self.max_rows = tuple(engines), places, max_rows
         self.num_shrinks = self.num_dropped = 0
         self._wasted = self._steps = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of guesses against the target's laws: the vocabulary projection and its gradient in one pass.
+"""The loss of candidates against the target's distributions: the vocabulary projection and its gradient in one pass.
 
 The logits of a few thousand rows are gigabytes: they are made for one block of rows at a time, turned into the
 gradient in place, and dropped. What remains of a backward pass is one product with a number.
@@ -19,8 +19,8 @@ from speccompile.core.training import Drafted, TrainingBatch
 BLOCK_ROWS = 1024
 
 
-class _LawLoss(torch.autograd.Function):
-    """Sum over rows of weight * cross-entropy(law, softmax(states @ projection^T)), laws given by their best tokens."""
+class _DistributionLoss(torch.autograd.Function):
+    """Sum over rows of weight * cross-entropy(probs, softmax(states @ projection^T)), probs by their best tokens."""
 
     @staticmethod
     def forward(
@@ -49,7 +49,7 @@ class _LawLoss(torch.autograd.Function):
             losses[part] = mass * (total.log() + top.float()) - expected
             if grad_states is None:
                 continue
-            # d loss / d logits = mass * softmax - law, times the row's weight.
+            # d loss / d logits = mass * softmax - distribution, times the row's weight.
             grad = soft.mul_((mass * weights[part] / total).to(dtype)[:, None])
             grad.scatter_add_(1, ids[part], -(probs[part] * weights[part][:, None]).to(dtype))
             grad_states[part] = (grad @ cast).float()
@@ -74,10 +74,10 @@ class _LawLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LossOptions:
-    """How guesses are judged.
+    """How candidates are judged.
 
     Args:
-        kl_share: of the target's law in the label; the rest is the next token of the text.
+        kl_share: of the target's distribution in the label; the rest is the next token of the text.
         decay: weight of a draft position over that of the one before.
         dtype: of the vocabulary projection's arithmetic.
     """
@@ -93,9 +93,9 @@ class Measures:
 
     Args:
         losses: cross-entropy against the label.
-        hits: guesses that are the target's own greedy token.
-        tried: guesses with a label.
-        kept: chains whose first i + 1 guesses are all hits.
+        hits: candidates that are the target's own greedy token.
+        tried: candidates with a label.
+        kept: chains whose first i + 1 candidates are all hits.
         chains: chains that have a label at position i.
     """
 
@@ -137,22 +137,22 @@ def judge(
     rows, depth = drafted.labels.shape
     device = drafted.states.device
     weights = torch.tensor([options.decay**i for i in range(depth)], device=device)
-    laws = _labels(batch, options.kl_share)
+    dists = _labels(batch, options.kl_share)
     total: torch.Tensor = drafted.states.new_zeros((), dtype=torch.float32)
     losses = torch.zeros(rows, depth, device=device)
     hits = torch.zeros(rows, depth, dtype=torch.bool, device=device)
-    greedy = batch.law_tokens.flatten(0, 1)[:, 0]
+    greedy = batch.dist_tokens.flatten(0, 1)[:, 0]
     valid = drafted.labels >= 0
     for group in _groups(drafted.projections):
-        chosen = valid[:, group].nonzero()  # [guesses, 2]
+        chosen = valid[:, group].nonzero()  # [candidates, 2]
         row, column = chosen[:, 0], torch.tensor(group, device=device)[chosen[:, 1]]
         labels = drafted.labels[row, column]
-        ids, probs = laws[0][labels], laws[1][labels]
+        ids, probs = dists[0][labels], dists[1][labels]
         wanted = greedy[labels]
         if drafted.d2t is not None:
             ids, probs = _to_draft_vocab(drafted.d2t, ids, probs, vocab_size)
         scale = weights[column] / max(1, rows) / weights.sum()
-        loss, each, best = _LawLoss.apply(
+        loss, each, best = _DistributionLoss.apply(
             drafted.states[row, column], drafted.projections[group[0]], ids, probs, scale, options.dtype
         )
         total = total + loss
@@ -163,13 +163,13 @@ def judge(
 
 def _labels(batch: TrainingBatch, kl_share: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and probabilities of each position's label; the text's next token comes as one more column."""
-    ids, probs = batch.law_tokens.flatten(0, 1), batch.law_probs.flatten(0, 1).float()
+    ids, probs = batch.dist_tokens.flatten(0, 1), batch.dist_probs.flatten(0, 1).float()
     probs = probs / probs.sum(-1, keepdim=True)
     if kl_share == 1.0:
         return ids, probs
     nodes = batch.tokens.shape[1]
     following = batch.tokens.roll(-1, 1).flatten()
-    # Behind the last token of a window nothing follows: there the target's own guess does.
+    # Behind the last token of a window nothing follows: there the target's own candidate does.
     is_last = torch.arange(nodes, device=ids.device).repeat(len(batch.tokens)) == nodes - 1
     following = torch.where(is_last, ids[:, 0], following)
     share = torch.full_like(probs[:, :1], 1.0 - kl_share)
@@ -179,7 +179,7 @@ def _labels(batch: TrainingBatch, kl_share: float) -> tuple[torch.Tensor, torch.
 def _to_draft_vocab(
     d2t: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The laws over draft tokens; what is no draft token loses its mass."""
+    """The distributions over draft tokens; what is no draft token loses its mass."""
     t2d = torch.full((vocab_size,), -1, dtype=torch.int64, device=d2t.device)
     t2d[d2t] = torch.arange(len(d2t), device=d2t.device)
     mapped = t2d[ids]

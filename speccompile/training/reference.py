@@ -73,13 +73,13 @@ def _decode(target: Target, trainable: Any, needs: TargetNeeds, prompt: list[int
     """Accepted drafts of each step. The target reads everything anew: a check, not an engine."""
     tokens = list(prompt)
     held = target.run(torch.tensor([tokens]), TargetNeeds(True, needs.layers, needs.caches))
-    tokens.append(int(held["law_tokens"][0, -1, 0]))
+    tokens.append(int(held["dist_tokens"][0, -1, 0]))
     accepted: list[int] = []
     while len(tokens) - len(prompt) < MAX_NEW_TOKENS:
         batch = _batch(tokens, held)
         drafts = trainable.draft(batch, num_drafts).tolist()
         held = target.run(torch.tensor([tokens + drafts]), TargetNeeds(True, needs.layers, needs.caches))
-        greedy = held["law_tokens"][0, len(tokens) - 1 :, 0].tolist()
+        greedy = held["dist_tokens"][0, len(tokens) - 1 :, 0].tolist()
         num = next((i for i, draft in enumerate(drafts) if draft != greedy[i]), len(drafts))
         accepted.append(num)
         tokens += [*drafts[:num], greedy[num]]

@@ -115,7 +115,7 @@ class _Run:
         record = self._open_record([book.digest(name) for name in stages])
         if record.model:
             self.team.load(module, optimizer, record.model, record.optimizer)
-            self._tell_start(stages, record)
+            self._report_start(stages, record)
         for index, name in list(enumerate(stages))[record.stage :]:
             windows = self._windows(book, name)
             stage = self._stage(name, windows, book.digest(name), target, needs)
@@ -154,14 +154,14 @@ class _Run:
             self.listener.stage(f"{name}: choose where the target's outputs come from")
             is_kept[0], facts = choose(folder, target, windows, needs, passes, self.section.states)
             if is_kept[0]:
-                write_states(folder, target, windows, needs, self._tell_states(name))
+                write_states(folder, target, windows, needs, self._report_states(name))
             _note(self.folder, name, {"kept": is_kept[0], **facts})
         self.team.wait()
         on_disk = self.team.total(torch.tensor(float(is_kept[0]), device=self.section.device)) > 0
         states = CachedStates(folder, output_names(needs)) if on_disk else LiveStates(target, needs)
         return Stage(name, section, windows, states, self.section.seed, self.section.device)
 
-    def _tell_states(self, name: str) -> Callable[[int, int], None]:
+    def _report_states(self, name: str) -> Callable[[int, int], None]:
         return lambda done, total: self.listener.stage(f"{name}: the target's outputs {done}/{total}")
 
     def _open_record(self, digests: list[str]) -> RunRecord:
@@ -169,7 +169,7 @@ class _Run:
         digest = digest_from_json({"plan": sections, "texts": digests, "processes": self.team.size})
         return open_record(self.folder, digest)
 
-    def _tell_start(self, stages: list[str], record: RunRecord) -> None:
+    def _report_start(self, stages: list[str], record: RunRecord) -> None:
         """Say which checkpoint the run goes on from."""
         name = stages[min(record.stage, len(stages) - 1)]
         steps = getattr(self.section, name).steps

@@ -74,7 +74,7 @@ def batch_from_outputs(
 def output_names(needs: TargetNeeds) -> tuple[str, ...]:
     """What `Target.run` gives."""
     names = [f"layer.{i}" for i in needs.layers] + ["k_cache", "v_cache"] * needs.caches + ["hidden"] * needs.hidden
-    return (*names, "law_tokens", "law_probs")
+    return (*names, "dist_tokens", "dist_probs")
 
 
 def missing_names(folder: Path, windows: Windows, names: Sequence[str]) -> list[str]:
@@ -190,14 +190,14 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 def _array_from_tensor(name: str, tensor: torch.Tensor) -> np.ndarray:
     """Tokens as int32, all else as the bits of bfloat16."""
-    if name == "law_tokens":
+    if name == "dist_tokens":
         return np.asarray(tensor.to(torch.int32).cpu().numpy())
     return np.asarray(tensor.to(torch.bfloat16).cpu().contiguous().view(torch.uint16).numpy())
 
 
 def _tensor_from_array(name: str, array: np.ndarray) -> torch.Tensor:
     plain = torch.from_numpy(array)
-    if name == "law_tokens":
+    if name == "dist_tokens":
         return plain.to(torch.int64)
     value = plain.view(torch.bfloat16)
-    return value.float() if name == "law_probs" else value
+    return value.float() if name == "dist_probs" else value

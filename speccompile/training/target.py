@@ -16,7 +16,7 @@ from speccompile.core.training import TargetNeeds, TargetParts
 from speccompile.errors import CheckpointError
 from speccompile.export.wrapper import find_layers
 
-KEPT_PROBS = 16  # most probable tokens of a law that are kept; the example target's hold 0.96 of its mass
+KEPT_PROBS = 16  # most probable tokens of a distribution that are kept; the example target's hold 0.96 of its mass
 
 
 class Target:
@@ -63,7 +63,7 @@ class Target:
 
     @torch.no_grad()
     def run(self, tokens: torch.Tensor, needs: TargetNeeds) -> dict[str, torch.Tensor]:
-        """What `needs` says and the laws, by name as in `TrainingBatch`; layers as `layer.<index>`.
+        """What `needs` says and the distributions, by name as in `TrainingBatch`; layers as `layer.<index>`.
 
         Args:
             tokens: [batch, nodes] int64.
@@ -82,17 +82,17 @@ class Target:
         if needs.caches:
             last = out.past_key_values.layers[self.dims.num_layers - 1]
             held |= {"k_cache": last.keys, "v_cache": last.values}
-        held |= law_from_logits(out.logits)
+        held |= dist_from_logits(out.logits)
         if not needs.hidden:
             held.pop("hidden")
         return held
 
 
-def law_from_logits(logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The most probable tokens of each law, the best first: `law_tokens` int64 and `law_probs` float32."""
+def dist_from_logits(logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The most probable tokens of each distribution, the best first: `dist_tokens` int64 and `dist_probs` float32."""
     best = logits.topk(min(KEPT_PROBS, logits.shape[-1]), dim=-1)
     mass = torch.logsumexp(logits.float(), -1, keepdim=True)
-    return {"law_tokens": best.indices, "law_probs": (best.values.float() - mass).exp()}
+    return {"dist_tokens": best.indices, "dist_probs": (best.values.float() - mass).exp()}
 
 
 def _plain(parameter: torch.Tensor) -> torch.Tensor:

@@ -181,13 +181,13 @@ def _cut(texts: Sequence[list[int]], seq_len: int) -> Tokens:
     """Whole sequences one a window; those that ended early are put one behind the other and cut."""
     rows = [t for t in texts if len(t) == seq_len]
     rest = [token for t in texts if len(t) != seq_len for token in t]
-    rows += list(_pieces(rest, seq_len))
+    rows += list(_step_outputs(rest, seq_len))
     if not rows:
         got = f"{len(rest)} tokens in all"
         raise RecipeError("training.generated", got, f"at least {seq_len}", "Generate more sequences.")
     return np.array(rows, dtype=np.int32)
 
 
-def _pieces(tokens: list[int], size: int) -> Iterator[list[int]]:
+def _step_outputs(tokens: list[int], size: int) -> Iterator[list[int]]:
     for start in range(0, len(tokens) - size + 1, size):
         yield tokens[start : start + size]

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from speccompile.core import registry
-from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, guessing_spec, verified_spec
+from speccompile.core.specs import GraphSpec, ModelDims, candidate_spec, decoder_spec, verified_spec
 from tests import store
 
 CONFIG = {
@@ -49,7 +49,7 @@ def compiled(neutral: tuple[ir.Model, ModelDims], tmp_path_factory: pytest.TempP
     @functools.cache
     def make(backend: str, quantization: str, form: str, role: str) -> tuple[Path, GraphSpec, Path]:
         decoder = decoder_spec(role, dims)
-        spec = guessing_spec(decoder, 1, laws=True) if role == "draft" else verified_spec(decoder, keep_logits=True)
+        spec = candidate_spec(decoder, 1, dists=True) if role == "draft" else verified_spec(decoder, keep_logits=True)
         folder = tmp_path_factory.mktemp(f"{backend}-{form}-{role}")
         maker = registry.backend(backend)
         maker.compile(model, spec, folder, quantization=quantization, form=form)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches lent between engines: the lender's own memory, slot for slot, whatever either of them does to it.
+"""Caches lent between engines: the owner's own memory, slot for slot, whatever either of them does to it.
 
 One borrower shares all caches of the target and writes them; the other, a GLIDE drafter, reads the last layer's.
 """
@@ -18,7 +18,7 @@ from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import registry, specs
 from speccompile.core.borrowed_specs import sharing_spec
 from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext
-from speccompile.core.specs import BorrowedCache, decoder_spec, guessing_spec, spec_from_json, verified_spec
+from speccompile.core.specs import BorrowedCache, candidate_spec, decoder_spec, spec_from_json, verified_spec
 from speccompile.errors import BundleError
 from speccompile.speculators.glide.checkpoint import GlideSource
 from tests import store
@@ -43,7 +43,7 @@ def graphs(neutral, tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(DRAFTER))
     job = GraphJob("reader", str(folder), options=CandidateOptions(3, gives_probs=False))
     source = GlideSource(job, SourceContext("random", ROWS - 17, 16, dims))
-    sharer = guessing_spec(sharing_spec(decoder_spec("sharer", dims)), 3, False)
+    sharer = candidate_spec(sharing_spec(decoder_spec("sharer", dims)), 3, False)
     return {
         "target": (model, verified_spec(decoder_spec("target", dims))),
         "sharer": (model, sharer),
@@ -70,19 +70,19 @@ def files(graphs, tmp_path_factory):
 
 @pytest.fixture
 def open_graph(graphs, files, monkeypatch, tmp_path):
-    """(kind, graph, lenders) -> engine; the GPU is a fake one."""
+    """(kind, graph, owners) -> engine; the GPU is a fake one."""
     lab = Lab(monkeypatch, tmp_path)
     FakeOrt(monkeypatch, FakeCuda())
 
-    def make(kind, name, lenders=None, slots=SLOTS, rows=ROWS):
+    def make(kind, name, owners=None, slots=SLOTS, rows=ROWS):
         file, spec, sizes = files(kind, name), graphs[name][1], {"max_slots": slots, "max_rows": rows}
         if kind == "cuda":
-            return load_cuda_engine(file, spec, **sizes, settings={}, lenders=lenders)
+            return load_cuda_engine(file, spec, **sizes, settings={}, owners=owners)
         if kind == "tensorrt":
             spec = tensorrt_spec(spec, "float32", rows)
             plan = lab.plan(file, spec, profiles_of(rows))
-            return trt_engine.load_engine(plan, spec, **sizes, settings={}, lenders=lenders)
-        return registry.backend(kind).load(file, spec, **sizes, tuning={"threads": 1}, lenders=lenders)
+            return trt_engine.load_engine(plan, spec, **sizes, settings={}, owners=owners)
+        return registry.backend(kind).load(file, spec, **sizes, tuning={"threads": 1}, owners=owners)
 
     return make
 
@@ -91,9 +91,9 @@ def feed(tokens, lengths, **more):
     return {specs.TOKENS: np.atleast_2d(tokens), specs.LENGTHS: np.atleast_1d(lengths), **more}
 
 
-def first_guess(outputs):
+def first_candidate(outputs):
     """The likeliest token behind the last node of each slot."""
-    return np.asarray(outputs[specs.GUESSES])[:, -1, 0].tolist()
+    return np.asarray(outputs[specs.CANDIDATES])[:, -1, 0].tolist()
 
 
 def read(engine, tokens, start, slot=0):
@@ -118,45 +118,45 @@ def addresses(kind, engine, names):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_borrowed_caches_are_the_lenders_own_memory(kind, open_graph):
+def test_borrowed_caches_are_the_owners_own_memory(kind, open_graph):
     target = open_graph(kind, "target")
     for name in ("sharer", "reader"):
         borrower = open_graph(kind, name, {"target": target})
-        loans = borrower.spec.borrowed
-        ours, theirs = [loan.name for loan in loans], [loan.cache for loan in loans]
+        cache_refs = borrower.spec.borrowed
+        ours, theirs = [cache_ref.name for cache_ref in cache_refs], [cache_ref.cache for cache_ref in cache_refs]
         assert addresses(kind, borrower, ours) == addresses(kind, target, theirs)
-    assert [loan.cache for loan in loans] == ["k_cache.1", "v_cache.1"]
+    assert [cache_ref.cache for cache_ref in cache_refs] == ["k_cache.1", "v_cache.1"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_target_reads_a_sharer_knows_through_growth_moves_and_resets(kind, open_graph):
-    """The sharer is the target once more, so its guess is the target's next token whenever it sees the same rows."""
+    """The sharer is the target once more: its candidate is the target's next token where it sees the same rows."""
     target, oracle = open_graph(kind, "target"), open_graph(kind, "target")
     sharer = open_graph(kind, "sharer", {"target": target})
     for slot, num in ((0, 90), (1, 5)):
         read(target, TOKENS[:num], 0, slot)
         read(oracle, TOKENS[:num], 0, slot)
-    assert first_guess(sharer.run(feed(TOKENS[5:6], 5), first_slot=1)) == [next_token(oracle, TOKENS[5:6], 5, 1)]
-    # Behind row 128 the view has to grow: here it is the borrower that asks for it, and the lender follows.
+    assert first_candidate(sharer.run(feed(TOKENS[5:6], 5), first_slot=1)) == [next_token(oracle, TOKENS[5:6], 5, 1)]
+    # Behind row 128 the view has to grow: here it is the borrower that asks for it, and the owner follows.
     chain = sharer.run(feed(TOKENS[90:140], 90))
-    assert first_guess(chain) == [next_token(oracle, TOKENS[90:140], 90)]
+    assert first_candidate(chain) == [next_token(oracle, TOKENS[90:140], 90)]
     assert next_token(target, TOKENS[140:142], 140) == next_token(oracle, TOKENS[140:142], 140)
     assert next_token(target, TOKENS[6:8], 6, 1) == next_token(oracle, TOKENS[6:8], 6, 1)
-    # Then the lender grows, and the borrower follows.
+    # Then the owner grows, and the borrower follows.
     read(target, TOKENS[142:260], 142)
     read(oracle, TOKENS[142:260], 142)
-    assert first_guess(sharer.run(feed(TOKENS[260:262], 260))) == [next_token(oracle, TOKENS[260:262], 260)]
+    assert first_candidate(sharer.run(feed(TOKENS[260:262], 260))) == [next_token(oracle, TOKENS[260:262], 260)]
     for engine in (target, oracle):
         engine.move_slot(0, 2)
     sharer.move_slot(0, 1)  # nothing of its own to move
-    assert first_guess(sharer.run(feed(TOKENS[262:263], 262), first_slot=2)) == [
+    assert first_candidate(sharer.run(feed(TOKENS[262:263], 262), first_slot=2)) == [
         next_token(oracle, TOKENS[262:263], 262, 2)
     ]
     assert next_token(target, TOKENS[8:9], 8, 1) == next_token(oracle, TOKENS[8:9], 8, 1)
     for engine in (target, sharer, oracle):
         engine.reset(4)
     read(target, TOKENS[:9], 0)
-    assert first_guess(sharer.run(feed(TOKENS[9:10], 9))) == [next_token(target, TOKENS[9:10], 9)]
+    assert first_candidate(sharer.run(feed(TOKENS[9:10], 9))) == [next_token(target, TOKENS[9:10], 9)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,7 +181,7 @@ def reader_run(engine, nodes, slots=SLOTS, lengths=0, target_length=12):
     tokens = TOKENS[: slots * nodes].reshape(slots, nodes)
     told = np.full(slots, target_length)
     outputs = engine.run(feed(tokens, np.full(slots, lengths), target_lengths=told))
-    return np.array(outputs[specs.GUESS_PROBS])
+    return np.array(outputs[specs.CANDIDATE_PROBS])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,7 +212,7 @@ def test_a_reader_sees_every_write_and_move_of_the_target(kind, open_graph):
     compare()
     assert not np.allclose(seen[1][0], seen[2][0])
     for target, _ in pairs:
-        read(target, TOKENS[100:220], 12)  # the lender's view grows, the reader's own does not
+        read(target, TOKENS[100:220], 12)  # the owner's view grows, the reader's own does not
     compare()
     for _, reader in pairs:  # and now the reader's own
         last = np.zeros((1, 1), np.int64)
@@ -234,28 +234,28 @@ def test_rows_behind_the_targets_length_are_not_seen(open_graph):
 def test_a_borrower_runs_alone_for_checks_and_measurements(kind, open_graph):
     for name in ("sharer", "reader"):
         outputs = open_graph(kind, name).run(feed(TOKENS[:5], 0))
-        assert np.isfinite(np.asarray(outputs[specs.GUESS_PROBS])).all()
+        assert np.isfinite(np.asarray(outputs[specs.CANDIDATE_PROBS])).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loan_that_does_not_fit_is_refused(kind, open_graph, graphs, monkeypatch):
+def test_a_cache_ref_that_does_not_fit_is_refused(kind, open_graph, graphs, monkeypatch):
     target = open_graph(kind, "target", slots=2)
     with pytest.raises(BundleError, match=r"engine sharer \(k_cache\.0\): got 2 slots to borrow; expected at least 3"):
         open_graph(kind, "sharer", {"target": target})
     model, spec = graphs["reader"]
-    wrong = tuple(BorrowedCache(loan.name, "k_cache.9") for loan in spec.borrowed)
+    wrong = tuple(BorrowedCache(cache_ref.name, "k_cache.9") for cache_ref in spec.borrowed)
     monkeypatch.setitem(graphs, "reader", (model, replace(spec, borrowed=wrong)))
     with pytest.raises(BundleError, match=r"got no cache 'k_cache\.9' of target; expected one of k_cache\.0"):
         open_graph(kind, "reader", {"target": target}, slots=2)
 
 
-def test_static_rows_must_be_the_lenders(open_graph):
+def test_static_rows_must_be_the_owners(open_graph):
     target = open_graph("tensorrt", "target", rows=256)
     with pytest.raises(BundleError, match="got float32 with 256 rows; expected float32 with 512 rows"):
         open_graph("tensorrt", "sharer", {"target": target})
 
 
-def test_a_spec_tells_its_loans_to_the_manifest(graphs):
+def test_a_spec_tells_its_cache_refs_to_the_manifest(graphs):
     for name, own in (("sharer", ()), ("reader", ("k_cache.0", "v_cache.0"))):
         spec = graphs[name][1]
         assert spec_from_json(json.loads(json.dumps(spec.json_from_spec()))) == spec

@@ -18,7 +18,7 @@ from speccompile.backends.onnxruntime.cuda_session import NO_GRAPH
 from speccompile.core import registry, specs
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
-from speccompile.core.specs import decoder_spec, guessing_spec, verified_spec
+from speccompile.core.specs import candidate_spec, decoder_spec, verified_spec
 from speccompile.errors import BundleError, RecipeError, RuntimeFault
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
@@ -42,7 +42,7 @@ def for_cuda(neutral, tmp_path_factory):
     backend = registry.backend("onnxruntime", "cuda")
     for role in ("target", "draft"):
         decoder = decoder_spec(role, dims)
-        spec = guessing_spec(decoder, 1, laws=True) if role == "draft" else verified_spec(decoder, keep_logits=True)
+        spec = candidate_spec(decoder, 1, dists=True) if role == "draft" else verified_spec(decoder, keep_logits=True)
         folder = tmp_path_factory.mktemp(f"cuda-{role}")
         backend.compile(model, spec, folder)
         backend.compile_rollback(dims, folder / "rollback")

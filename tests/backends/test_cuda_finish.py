@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 
 from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.core import specs
-from speccompile.core.specs import decoder_spec, guessing_spec, verified_spec
+from speccompile.core.specs import candidate_spec, decoder_spec, verified_spec
 from speccompile.errors import PassError
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.base import run_pipeline
@@ -33,7 +33,7 @@ def lowered(neutral):
 
     def make(role):
         decoder = decoder_spec(role, dims)
-        spec = guessing_spec(decoder, 1, laws=True) if role == "draft" else verified_spec(decoder, keep_logits=True)
+        spec = candidate_spec(decoder, 1, dists=True) if role == "draft" else verified_spec(decoder, keep_logits=True)
         work = model.clone()
         run_pipeline(work, onnxruntime_table(spec, "none", "fp32"))
         attach_functions(work, "tensorrt", 6)
@@ -62,8 +62,8 @@ def test_the_finished_graph_gives_the_same_bits(lowered, role):
         if specs.UNIFORMS in feeds:
             feeds[specs.UNIFORMS] = rng.random(feeds[specs.UNIFORMS].shape, np.float32)
         if draft_vocab > 1 and specs.DRAFT_PROBS in feeds:
-            laws = rng.random((2, nodes, 97), np.float32)
-            feeds[specs.DRAFT_PROBS] = laws / laws.sum(-1, keepdims=True)
+            dists = rng.random((2, nodes, 97), np.float32)
+            feeds[specs.DRAFT_PROBS] = dists / dists.sum(-1, keepdims=True)
         for got, wanted in zip(ours.run(None, feeds), theirs.run(None, feeds), strict=True):
             np.testing.assert_array_equal(got, wanted)
 

@@ -137,8 +137,8 @@ def test_draft_engine_gives_its_argmax_and_its_probability(open_engine: Any) -> 
         out = draft.run(feed(TOKENS[:9], 0, scored_nodes=np.array([[row]])))
         probs = np.exp(logits[row] - logits[row].max())
         probs /= probs.sum()
-        assert out[specs.GUESSES][0, 0, 0] == probs.argmax()
-        np.testing.assert_allclose(out[specs.GUESS_PROBS][0, 0, 0], probs.max(), rtol=1e-4)
+        assert out[specs.CANDIDATES][0, 0, 0] == probs.argmax()
+        np.testing.assert_allclose(out[specs.CANDIDATE_PROBS][0, 0, 0], probs.max(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "reference"])

@@ -10,7 +10,7 @@ import pytest
 from speccompile.backends.onnxruntime import fidelity, tune
 from speccompile.backends.onnxruntime.backend import OnnxRuntimeBackend
 from speccompile.backends.onnxruntime.fidelity import MAX_KL, Distance, choose_form, distance, with_logits
-from speccompile.core.specs import LOGITS, decoder_spec, guessing_spec, verified_spec
+from speccompile.core.specs import LOGITS, candidate_spec, decoder_spec, verified_spec
 from speccompile.errors import BuildError
 
 FAST, SLOW = {"1": 1.0, "4": 1.0}, {"1": 2.0, "4": 3.0}
@@ -88,7 +88,7 @@ def test_a_draft_is_not_compared(neutral: Any, tmp_path: Path, monkeypatch: pyte
     model, dims = neutral
     monkeypatch.setattr(tune, "measure_graph", lambda path, spec: {"step_ms": FAST if "rowq8" in str(path) else SLOW})
     monkeypatch.setattr(fidelity, "measure_distances", None)
-    spec = guessing_spec(decoder_spec("draft", dims), 1, laws=True)
+    spec = candidate_spec(decoder_spec("draft", dims), 1, dists=True)
     report = OnnxRuntimeBackend().compile(model, spec, tmp_path, quantization="int8")
     assert report["form"] == "rowq8" and report["form_distances"] == {}
 

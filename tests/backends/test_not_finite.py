@@ -23,7 +23,7 @@ from tests.runtime.test_service import Sink
 
 BAD = 91
 PROMPT = [5, 9, 5, 9, 5, 9]
-LAWS = [
+DISTS = [
     SamplingParams(max_new_tokens=7),
     SamplingParams(max_new_tokens=7, temperature=0.8, seed=3, top_k=20, top_p=0.9),
     SamplingParams(max_new_tokens=7, temperature=1.0, seed=3, min_p=0.02, presence_penalty=0.5),
@@ -70,7 +70,7 @@ def engines(request: Any, neutral: Any, tmp_path_factory: pytest.TempPathFactory
 
 def test_a_spoilt_prompt_harms_no_other(engines: Any) -> None:
     fresh, engine = engines(False), engines(True)
-    for params in LAWS:
+    for params in DISTS:
         [wanted] = fresh.generate([PROMPT], params)
         assert BAD not in wanted.tokens
         long = [1, BAD, *range(2, 40)]
@@ -81,20 +81,20 @@ def test_a_spoilt_prompt_harms_no_other(engines: Any) -> None:
 
 
 def test_a_service_goes_on(engines: Any) -> None:
-    wanted = [engines(False).generate([PROMPT], params)[0].tokens for params in LAWS]
+    wanted = [engines(False).generate([PROMPT], params)[0].tokens for params in DISTS]
     service = Service(engines(True))
     service.start()
     try:
         sinks = [Sink() for _ in range(12)]
         for i, sink in enumerate(sinks):
             prompt = [*PROMPT * 4, BAD, 1] if i % 2 else PROMPT
-            service.submit(Request(prompt, LAWS[i % 3], speculation="on"), sink)
+            service.submit(Request(prompt, DISTS[i % 3], speculation="on"), sink)
         for i, sink in enumerate(sinks):
-            pieces = sink.wait()
+            step_outputs = sink.wait()
             if i % 2:
-                assert pieces[-1].finish_reason == "error" and "not finite" in pieces[-1].error
+                assert step_outputs[-1].finish_reason == "error" and "not finite" in step_outputs[-1].error
             else:
-                assert [t for p in pieces for t in p.tokens] == wanted[i % 3]
+                assert [t for p in step_outputs for t in p.tokens] == wanted[i % 3]
     finally:
         service.close()
 

@@ -19,8 +19,8 @@ from speccompile.core.sampling import warp
 from speccompile.core.specs import (
     GraphSpec,
     ModelDims,
+    candidate_spec,
     decoder_spec,
-    guessing_spec,
     verified_spec,
 )
 from speccompile.passes.attach_tail import attach_tail
@@ -30,13 +30,13 @@ from speccompile.passes.fit_vocab import ABSENT, fit_vocab
 from speccompile.passes.pipelines import tensorrt_table
 from speccompile.speculators.draft_model.config import Config
 from speccompile.speculators.draft_model.method import DraftModelMethod
-from tests.speculators.law_check import LEAST, PROMPT, Warp, decode_many, law_p_value
+from tests.speculators.distribution_check import LEAST, PROMPT, Warp, decode_many, fit_p_value
 
 WIDE, NARROW = 97, 89
 ROWS, SLOTS, NODES = 40, 20, 8
 PAIRS = [(WIDE, NARROW), (NARROW, WIDE)]  # (target's vocabulary, draft's)
 CHAIN: dict[str, Any] = {"num_draft_tokens": 2}
-TREE: dict[str, Any] = {"tree": {"widths": [2, 1]}, "num_guesses": 2}
+TREE: dict[str, Any] = {"tree": {"widths": [2, 1]}, "num_candidates": 2}
 FORMS = [("chain", CHAIN), ("tree", TREE)]
 HEAT: Warp = (1.5, 4, 1.0)
 
@@ -59,7 +59,7 @@ def with_vocab(model: ir.Model, vocab: int, noise: float) -> ir.Model:
 
 def draft_spec(dims: ModelDims, vocab: int, form: str) -> GraphSpec:
     plain = decoder_spec("draft", replace(dims, vocab_size=vocab))
-    tails = {"tree": guessing_spec(plain, 2, laws=True), "chain": guessing_spec(plain, 1, laws=True)}
+    tails = {"tree": candidate_spec(plain, 2, dists=True), "chain": candidate_spec(plain, 1, dists=True)}
     return tails.get(form, plain)
 
 
@@ -91,7 +91,7 @@ def engines(neutral: tuple[ir.Model, ModelDims], tmp_path_factory: pytest.TempPa
 
 
 class Scored:
-    """The target as a function of its context, for `law_p_value`."""
+    """The target as a function of its context, for `fit_p_value`."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.known = engine, dict[tuple[int, ...], np.ndarray]()
@@ -119,7 +119,7 @@ def test_sampled_text_has_the_targets_distribution(
     model = Scored(engines("onnxruntime", target, draft, "target"))
     proposer = propose_with(engines("onnxruntime", target, draft, form), fields)
     done = decode_many(model.engine, proposer, HEAT, 600, ROWS - NODES - 1)
-    assert law_p_value(done, model, HEAT) > LEAST
+    assert fit_p_value(done, model, HEAT) > LEAST
     tokens = [token for slot in done for token in slot.tokens[len(PROMPT) :]]
     assert any(token >= NARROW for token in tokens) == (target == WIDE)  # the draft reads tokens that it lacks
     accepted = sum(slot.stats.num_tokens - sum(slot.stats.outcomes.values()) for slot in done)
@@ -161,7 +161,7 @@ def test_equal_vocabularies_are_left_alone(neutral: tuple[ir.Model, ModelDims]) 
     work = model.clone()
     assert fit_vocab(work, decoder_spec("draft", dims)) == 0
     assert len(work.graph) == len(model.graph)
-    assert attach_tail(guessing_spec(decoder_spec("draft", dims), 1, laws=True)).run(work) == 1
+    assert attach_tail(candidate_spec(decoder_spec("draft", dims), 1, dists=True)).run(work) == 1
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu_check import child, decoding, main, report
-from speccompile.backends.tensorrt.shim import find_compute_capabilities
+from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
 from speccompile.errors import RuntimeFault
 
 ROOT = Path(__file__).parents[2]

@@ -73,7 +73,7 @@ def test_sampled_texts_are_compared(bundle, fake_ort, work, monkeypatch):
     assert type(speccompile.load(twin, method="none").engines[0].engine).__name__ == "OrtEngine"
 
     def load_colder(path, **given):
-        """Draws from the laws of another temperature."""
+        """Draws from the distributions of another temperature."""
         engine = load(path, **given)
         generate = engine.generate
         engine.generate = lambda prompts, params: generate(prompts, [replace(p, temperature=0.5) for p in params])

@@ -25,12 +25,12 @@ class FakeServer:
     def pids(self):
         return [os.getpid()]
 
-    async def ask(self, client, task, streams, most_pieces):
+    async def ask(self, client, task, streams, most_step_outputs):
         await asyncio.sleep(0)
         text = self.answer(task)
         if text is None:
             return Outcome(error="lost")
-        return Outcome(text[:1] if most_pieces is not None else text, 0.001, 2)
+        return Outcome(text[:1] if most_step_outputs is not None else text, 0.001, 2)
 
     async def ask_wrongly(self, client, rng):
         await asyncio.sleep(0)

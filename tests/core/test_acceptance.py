@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 from speccompile.core import acceptance
 from speccompile.core.acceptance import Verdict, accept, accept_slot, residual
 from speccompile.core.tree import TokenTree
-from tests.core.law_lab import CHAIN, SETTINGS, TREE, Setting, decide_by_twin, emit, exact_joint, p_value, warped
+from tests.core.distribution_lab import (
+    CHAIN,
+    SETTINGS,
+    TREE,
+    Setting,
+    decide_by_twin,
+    emit,
+    exact_joint,
+    p_value,
+    warped,
+)
 
 BATCH = 6000
 RIGHT, WRONG = 1e-3, 1e-6  # p-values; the draws are seeded, so neither bound is a matter of luck
@@ -34,8 +44,8 @@ def test_emitted_tokens_follow_the_target(form: tuple[int, ...], sampled: bool, 
 
 
 @pytest.mark.distribution
-def test_one_hot_laws_are_a_deterministic_draft() -> None:
-    """A deterministic draft may also be given as a one-hot law; the text differs, the law does not."""
+def test_one_hot_dists_are_a_deterministic_draft() -> None:
+    """A deterministic draft may also be given as a one-hot probs; the text differs, the probs does not."""
 
     def decide(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
         one_hot = np.eye(logits.shape[-1], dtype=np.float32)[tree.tokens]
@@ -54,14 +64,14 @@ def _reused_draw(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, sett
     return decide_by_twin(tree, logits, uniforms, setting)
 
 
-def _law_of_the_parent(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
-    """Siblings are judged by the law before their elder siblings were taken out."""
+def _dist_of_the_parent(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
+    """Siblings are judged by the distribution before their elder siblings were taken out."""
     assert tree.draft_probs is not None
-    laws = tree.draft_probs.copy()
+    dists = tree.draft_probs.copy()
     for node in range(1, tree.nodes):
         first = min(n for n in range(1, tree.nodes) if tree.parents[0, n] == tree.parents[0, node])
-        laws[:, node] = laws[:, first]
-    return accept(tree, warped(logits, setting), uniforms, laws)
+        dists[:, node] = dists[:, first]
+    return accept(tree, warped(logits, setting), uniforms, dists)
 
 
 def _top_p_before_temperature(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
@@ -70,7 +80,7 @@ def _top_p_before_temperature(tree: TokenTree, logits: np.ndarray, uniforms: np.
 
 
 def _ties_to_the_draft(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
-    """Accepts a draft whenever the target likes it better than the uniform draw, whatever the draft law is."""
+    """Accepts a draft whenever the target likes it better than the uniform draw, whatever the draft distribution is."""
     return accept(tree, warped(logits, setting), uniforms, np.ones_like(tree.draft_probs))
 
 
@@ -86,7 +96,7 @@ def _row_of_the_parent(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray
     [
         (TREE, SETTINGS[0], _shared_accept_draw),
         (CHAIN, SETTINGS[0], _reused_draw),
-        (TREE, SETTINGS[0], _law_of_the_parent),
+        (TREE, SETTINGS[0], _dist_of_the_parent),
         (CHAIN, SETTINGS[4], _top_p_before_temperature),
         (CHAIN, SETTINGS[0], _ties_to_the_draft),
         (CHAIN, SETTINGS[0], _row_of_the_parent),
@@ -156,8 +166,8 @@ def test_the_next_token_is_drawn_with_the_draw_and_distribution_of_the_last_node
     rows[last] = [0.25, 0.25, 0.25, 0.25]
     uniforms = [[0.0, 0.1], [0.0, 0.4], [0.0, 0.6], [0.0, 0.6]][: len(tokens)]
     uniforms[last] = [0.0, 0.9]
-    laws = np.eye(10, 4, dtype=np.float32)[tokens][None] if is_drawn else None
-    tree = TokenTree.tree([tokens], [parents], draft_probs=laws)
+    dists = np.eye(10, 4, dtype=np.float32)[tokens][None] if is_drawn else None
+    tree = TokenTree.tree([tokens], [parents], draft_probs=dists)
     verdict = accept(tree, probs(*rows), draws(*uniforms))
     assert (verdict.nodes_kept(0), verdict.next_token.tolist()) == ([0, 1, last], [3])
     refused = accept(tree, probs(rows[0], [0.5, 0, 0, 0.5], *rows[2:]), draws(*uniforms[:1], [0, 0.8], *uniforms[2:]))
@@ -208,7 +218,7 @@ def test_residual_without_mass_keeps_the_target() -> None:
     one_hot = np.array([0, 1, 0], dtype=np.float32)
     assert residual(one_hot, one_hot) is one_hot
     np.testing.assert_allclose(residual(np.float32([0.5, 0.5, 0]), np.float32([0.8, 0.2, 0])), [0, 1, 0])
-    # A draft outside both laws is refused, and what is left is nothing.
+    # A draft outside both distributions is refused, and what is left is nothing.
     tree = TokenTree.chain(np.array([[9, 0]]), draft_probs=probs([0, 0, 0], [0, 1, 0]))
     assert accept(tree, probs([0, 1, 0], [1, 0, 0]), draws([0, 0.7], [0.5, 0])).next_token.tolist() == [1]
 
@@ -219,10 +229,10 @@ def test_every_verdict_is_a_path_of_the_tree(data: st.DataObject) -> None:
     nodes, vocab = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
     parents = [-1] + [data.draw(st.integers(0, i - 1)) for i in range(1, nodes)]
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    laws = rng.dirichlet(np.ones(vocab), size=(2, 1, nodes)).astype(np.float32)
+    dists = rng.dirichlet(np.ones(vocab), size=(2, 1, nodes)).astype(np.float32)
     tree = TokenTree.tree(rng.integers(0, vocab, (1, nodes)), [parents])
     uniforms = rng.random((1, nodes, 2)).astype(np.float32)
-    verdict = accept(tree, laws[0], uniforms, laws[1] if data.draw(st.booleans()) else None)
+    verdict = accept(tree, dists[0], uniforms, dists[1] if data.draw(st.booleans()) else None)
     kept = verdict.nodes_kept(0)
     assert kept[0] == 0 and verdict.path[0, len(kept) :].tolist() == [-1] * (nodes - len(kept))
     assert [parents[n] for n in kept[1:]] == kept[:-1]
@@ -243,10 +253,10 @@ def test_a_batch_is_decided_as_its_slots_are(data: st.DataObject) -> None:
     target, draft = rng.dirichlet(np.full(vocab, heat), size=(2, batch, nodes)).astype(np.float32)
     tokens = np.where(rng.random((batch, nodes)) < 0.5, target.argmax(-1), rng.integers(0, vocab, (batch, nodes)))
     uniforms = rng.random((batch, nodes, 2)).astype(np.float32)
-    laws = data.draw(st.sampled_from([draft, target, draft[..., :1], None]))
-    verdict = accept(TokenTree.tree(tokens, parents), target, uniforms, laws)
+    dists = data.draw(st.sampled_from([draft, target, draft[..., :1], None]))
+    verdict = accept(TokenTree.tree(tokens, parents), target, uniforms, dists)
     for slot in range(batch):
-        own = None if laws is None else laws[slot]
+        own = None if dists is None else dists[slot]
         kept, follows = accept_slot(tokens[slot], parents[slot], target[slot], uniforms[slot], own)
         assert (verdict.nodes_kept(slot), verdict.next_token[slot]) == (kept, follows)
         assert verdict.path[slot, len(kept) :].tolist() == [-1] * (nodes - len(kept))

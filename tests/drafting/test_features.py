@@ -56,7 +56,7 @@ def test_what_is_read_in_the_next_step_stays_on_the_device():
         taken = pending.take(slots[:2], max(map(len, paths)))
         for slot, path in enumerate(paths):
             assert np.array_equal(rows_of(taken, slot, len(path)), 2 * outputs["hidden"][slot, path])
-        pending.settle()
+        pending.flush()
         assert [pending.count(slot) for slot in slots] == [0, 0, 0]
     assert OnDevice.num_copies == 0
 
@@ -66,7 +66,7 @@ def test_what_would_be_lost_comes_to_the_host_in_order():
     pending.add(slots[0], np.array([[7.0, 8.0]]))
     first, second = target.step(2, 3), target.step(2, 3)
     keep(pending, slots, first, [[0, 1], [0]])
-    pending.settle()  # nothing was drafted
+    pending.flush()  # nothing was drafted
     keep(pending, slots, second, [[0], [0, 2]])
     assert [pending.count(slot) for slot in slots] == [4, 3]
     wanted = np.concatenate(([[7, 8]], 2 * first["hidden"][0, :2], 2 * second["hidden"][0, :1]))

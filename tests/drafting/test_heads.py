@@ -8,9 +8,9 @@ import pytest
 
 from speccompile.core.heads_specs import (
     DraftForm,
+    candidate_heads_spec,
     grown_depth,
     grown_drafts,
-    guessing_heads_spec,
     tree_heads_spec,
 )
 from speccompile.core.tree_shape import TreeShape
@@ -30,9 +30,9 @@ def test_products_are_the_likeliest_paths_of_all(num, seed):
     depth, ranks = 3, 3
     probs = -np.sort(-rng.random((depth, ranks)), axis=1)
     probs = (probs / probs.sum(axis=1, keepdims=True)).tolist()
-    guesses = [[10 * d + r for r in range(ranks)] for d in range(depth)]
+    candidates = [[10 * d + r for r in range(ranks)] for d in range(depth)]
     tree = Candidates.from_root(7)
-    grow_product(tree, guesses, probs, num)
+    grow_product(tree, candidates, probs, num)
     every = [p for n in range(1, depth + 1) for p in itertools.product(range(ranks), repeat=n)]
     products = sorted((np.prod([probs[d][r] for d, r in enumerate(p)]) for p in every), reverse=True)
     assert len(tree.tokens) == 1 + min(num, len(every))
@@ -40,12 +40,12 @@ def test_products_are_the_likeliest_paths_of_all(num, seed):
     seen = set()
     for node in range(1, len(tree.tokens)):
         parent = tree.parents[node]
-        assert parent < node and tree.tokens[node] in guesses[tree.depths[parent]]
+        assert parent < node and tree.tokens[node] in candidates[tree.depths[parent]]
         seen.add((parent, tree.tokens[node]))
     assert len(seen) == len(tree.tokens) - 1
 
 
-def test_one_guess_a_depth_is_a_chain():
+def test_one_candidate_a_depth_is_a_chain():
     tree = Candidates.from_root(7)
     grow_product(tree, [[4], [5], [6]], [[0.5], [0.9], [0.2]], 8)
     assert tree.tokens == [7, 4, 5, 6] and tree.parents == [-1, 0, 1, 2]
@@ -90,7 +90,7 @@ def test_depth_and_number_of_a_grown_tree_belong_together(depth, width, num):
     level, expected = 1, 0
     for _ in range(depth):
         expected += (level := min(level, width) * num)
-    assert total == expected == DraftForm(depth, width=width, num_guesses=num).num_drafts
+    assert total == expected == DraftForm(depth, width=width, num_candidates=num).num_drafts
 
 
 class Built:
@@ -110,9 +110,9 @@ class Built:
         (tree_heads_spec("h", 4, 9, 5), CHOICES, "got a shape of 6 draft tokens; expected the shape of 5"),
         (tree_heads_spec("h", 4, 9, 6, gives_parents=True), None, None),
         (tree_heads_spec("h", 4, 9, 6, gives_parents=True), CHOICES, "expected tree: auto"),
-        (guessing_heads_spec("h", 4, 9, 3, 2), CHOICES, None),
-        (guessing_heads_spec("h", 4, 9, 2, 2), CHOICES, "a depth of at most 2"),
-        (guessing_heads_spec("h", 4, 9, 3, 1), CHOICES, "ranks below 1"),
+        (candidate_heads_spec("h", 4, 9, 3, 2), CHOICES, None),
+        (candidate_heads_spec("h", 4, 9, 2, 2), CHOICES, "a depth of at most 2"),
+        (candidate_heads_spec("h", 4, 9, 3, 1), CHOICES, "ranks below 1"),
     ],
 )
 def test_an_engine_refuses_a_tree_that_it_was_not_built_for(spec, shape, fault):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.heads_specs import guessing_heads_spec
+from speccompile.core.heads_specs import candidate_heads_spec
 from speccompile.core.jobs import StepCosts
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import HIDDEN, heads_spec
@@ -24,7 +24,7 @@ def make_chain(may_sample=False):
 
 
 def make_tree():
-    engine = SimpleNamespace(spec=guessing_heads_spec("heads", 4, 9, 3, 2), max_slots=2)
+    engine = SimpleNamespace(spec=candidate_heads_spec("heads", 4, 9, 3, 2), max_slots=2)
     return HeadsProposer(engine, Budget(4, 3, 2, COSTS, COSTS, num_runs=1), None, 0.0)
 
 

@@ -21,13 +21,13 @@ class Config(TreeFields):
 
 def test_words_become_shapes() -> None:
     assert Config("m").tree == "chain" and not Config("m").has_tree and Config("m").shape is None
-    grown = Config("m", tree="auto", num_guesses=5)
-    assert grown.has_tree and grown.shape is None and grown.guesses_needed == 5 and grown.num_tree_drafts == 0
+    grown = Config("m", tree="auto", num_candidates=5)
+    assert grown.has_tree and grown.shape is None and grown.candidates_needed == 5 and grown.num_tree_drafts == 0
     product = Config("m", tree={"widths": [3, 2]})
     assert product.tree == ProductTree((3, 2)) and product.shape == TreeShape.product((3, 2))
-    assert product.guesses_needed == 3 and product.num_tree_drafts == 9
+    assert product.candidates_needed == 3 and product.num_tree_drafts == 9
     listed = Config("m", tree=[[1], [0], [0, 0]])
-    assert listed.tree == ((0,), (1,), (0, 0)) and listed.guesses_needed == 2 and listed.num_tree_drafts == 3
+    assert listed.tree == ((0,), (1,), (0, 0)) and listed.candidates_needed == 2 and listed.num_tree_drafts == 3
 
 
 @pytest.mark.parametrize("tree", ["chain", "auto", {"widths": [2, 1]}, [[0], [1], [1, 0]]])
@@ -57,7 +57,7 @@ def test_what_is_no_tree_is_refused(tree: object, said: str) -> None:
         Config("m", tree=tree)
 
 
-@pytest.mark.parametrize(("name", "value"), [("tree_width", 0), ("tree_depth", 65), ("num_guesses", 0)])
+@pytest.mark.parametrize(("name", "value"), [("tree_width", 0), ("tree_depth", 65), ("num_candidates", 0)])
 def test_bounds_are_checked(name: str, value: int) -> None:
     with pytest.raises(RecipeError, match=rf"speculator\.{name}: got {value}; expected 1 to 64"):
         Config("m", **{name: value})

@@ -164,9 +164,9 @@ def test_features_wait_while_nothing_is_drafted(engines):
 
 
 def shifted(tree):
-    """The tree with laws that its tokens were not drawn from."""
-    laws = tree.draft_probs
-    return tree if laws is None else replace(tree, draft_probs=np.roll(laws, 1, axis=2))
+    """The tree with distributions that its tokens were not drawn from."""
+    dists = tree.draft_probs
+    return tree if dists is None else replace(tree, draft_probs=np.roll(dists, 1, axis=2))
 
 
 @pytest.mark.distribution
@@ -174,8 +174,8 @@ def shifted(tree):
 @pytest.mark.parametrize(
     ("options", "is_wrong"), [(TREES["fixed"], False), (TREES["chain"], False), (TREES["fixed"], True)]
 )
-def test_two_sampled_tokens_follow_the_targets_law(engines, place, options, is_wrong):
-    """Laws over the draft's vocabulary reach acceptance as laws over the target's; shifted ones would be noticed."""
+def test_two_sampled_tokens_follow_the_targets_dist(engines, place, options, is_wrong):
+    """Probs over the draft's vocabulary reach acceptance as probs over the target's; shifted ones would be noticed."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -188,16 +188,16 @@ def test_two_sampled_tokens_follow_the_targets_law(engines, place, options, is_w
     results = engine.generate([prompt] * num, params, batch_size=8)
     model = LlamaForCausalLM.from_pretrained(place / "target", dtype=torch.float32).eval()
 
-    def law(text):
+    def dist(text):
         with torch.no_grad():
             logits = model(torch.tensor([text])).logits[:, -1].numpy()
         return warp(logits, [heat], [top_k], [1.0])[0].astype(np.float64)
 
-    first = law(prompt)
+    first = dist(prompt)
     expected = {
         (int(a), int(b)): num * first[a] * p
         for a in np.flatnonzero(first)
-        for b, p in enumerate(law([*prompt, int(a)]))
+        for b, p in enumerate(dist([*prompt, int(a)]))
         if p > 0
     }
     counts = Counter(tuple(r.tokens[:2]) for r in results)

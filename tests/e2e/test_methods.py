@@ -11,13 +11,13 @@ import pytest
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
+from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.loop import admit, retire, run_step
 from speccompile.runtime.requests import Request
 from speccompile.runtime.scheduler import Scheduler
 from speccompile.runtime.slots import Slots
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
-from speccompile.runtime.tickets import Ticket, open_outputs
 from tests import store
 from tests.backends.tensorrt.profile_watch import ProfileWatch
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, forms, sources
@@ -41,14 +41,14 @@ def lab(tmp_path_factory):
     def engine_of(source, backend, target=None):
         key = (source.job, backend)
         if key not in engines:
-            lenders = {"target": engine_of(target, backend).engine} if source.spec().borrowed else {}
+            owners = {"target": engine_of(target, backend).engine} if source.spec().borrowed else {}
             # A decoder's graph is the same whatever its tail will be.
             graph = (source.job.model, str(getattr(source, "outputs", source.job.options)))
             if graph not in graphs:
                 graphs[graph] = store.export(source)[0]
             maker, place = registry.backend(backend), folder / f"graph{len(engines)}"
             maker.compile(graphs[graph], source.spec(), place)
-            sizes = {"max_slots": SLOTS, "max_rows": MAX_ROWS, "tuning": {"threads": 1}, "lenders": lenders}
+            sizes = {"max_slots": SLOTS, "max_rows": MAX_ROWS, "tuning": {"threads": 1}, "owners": owners}
             if source.role == "target":
                 maker.compile_rollback(source.dims, place / "rollback")
                 sizes["rollback"] = place / "rollback" / maker.graph_file
@@ -126,7 +126,7 @@ def decode_with_limits(engine, asked, batch_size, seed):
     """Texts of `prompts()` where no text may depend on the drafts, and a clock could have chosen their lengths."""
     verifier, proposer, rng = engine.verifier, engine.proposer, np.random.default_rng(seed)
     waiting = [engine.make_slot(i, p, a, False) for i, (p, a) in enumerate(zip(prompts(), asked, strict=True))]
-    engine.take_over()
+    engine.reset()
     slots, num_accepted = Slots(waiting, batch_size, is_invariant=True), 0
     admit(verifier, proposer, slots)
     while slots.slots:
@@ -141,10 +141,10 @@ def decode_with_limits(engine, asked, batch_size, seed):
 @pytest.mark.parametrize(("method", "form"), forms())
 def test_sampled_text_is_plain_text_where_no_text_may_depend_on_drafts(lab, method, form):
     engine = lab(method, form, "onnxruntime")
-    laws = ((0.5, 0, 1.0), (1.0, 0, 1.0), (1.5, 5, 1.0), (0.0, 0, 1.0), (1.0, 0, 0.8), (0.8, 8, 0.9))
+    dists = ((0.5, 0, 1.0), (1.0, 0, 1.0), (1.5, 5, 1.0), (0.0, 0, 1.0), (1.0, 0, 0.8), (0.8, 8, 0.9))
     asked = [
         SamplingParams(max_new_tokens=14 + i, temperature=t, top_k=k, top_p=p, seed=50 + i, ignore_eos=True)
-        for i, (t, k, p) in enumerate((laws * 2)[: len(prompts())])
+        for i, (t, k, p) in enumerate((dists * 2)[: len(prompts())])
     ]
     plain = [r.tokens for r in engine.generate(prompts(), asked, speculative=False, batch_size=1)]
     texts, num_accepted = decode_with_limits(engine, asked, batch_size=3, seed=3)
@@ -182,13 +182,13 @@ def talk(engine, keeps, at_once):
         slots = []
         for i, said in enumerate(chats):
             asked = SamplingParams(max_new_tokens=5 + i, ignore_eos=True)
-            ticket = Ticket(Request(said, asked), next(numbers), 0.0, None, lambda piece: None)
-            open_outputs(ticket, engine, "auto")
-            slots.append(ticket.open[0].slot)
-            scheduler.add(ticket)
+            handle = RequestHandle(Request(said, asked), next(numbers), 0.0, None, lambda step_output: None)
+            open_outputs(handle, engine, "auto")
+            slots.append(handle.open[0].slot)
+            scheduler.add(handle)
             last = i == len(chats) - 1
             while scheduler.has_work and (last or not at_once):
-                stats += [piece.stats for _, piece in scheduler.step() if piece.stats]
+                stats += [step_output.stats for _, step_output in scheduler.step() if step_output.stats]
         chats = [[*slot.tokens, turn, 3 + turn] for slot in slots]
     return chats, stats
 

@@ -21,19 +21,19 @@ def service(pair):
     assert service.stats()["fault"] is None
 
 
-def tokens_of(pieces):
-    return [token for piece in pieces for token in piece.tokens]
+def tokens_of(step_outputs):
+    return [token for step_output in step_outputs for token in step_output.tokens]
 
 
 async def take(service, request, most=None):
-    """The pieces of a request; leaves it behind `most` of them."""
-    pieces = []
+    """The outputs of steps of a request; leaves it behind `most` of them."""
+    step_outputs = []
     async with service.stream(request) as stream:
-        async for _, piece in stream:
-            pieces.append(piece)
-            if most is not None and len(pieces) >= most:
+        async for _, step_output in stream:
+            step_outputs.append(step_output)
+            if most is not None and len(step_outputs) >= most:
                 break
-    return pieces
+    return step_outputs
 
 
 def test_concurrent_greedy_texts_equal_transformers(service, golden):
@@ -99,12 +99,12 @@ def test_a_random_load_with_cancels_timeouts_and_wrong_requests_leaves_nothing(s
                 return kind
             timeout = 0.02 if kind == "late" else None
             request = Request(row["prompt_ids"], params, timeout_s=timeout)
-            pieces = await take(service, request, rng.randint(1, 3) if kind == "left" else None)
-        got, reason = tokens_of(pieces), pieces[-1].finish_reason
+            step_outputs = await take(service, request, rng.randint(1, 3) if kind == "left" else None)
+        got, reason = tokens_of(step_outputs), step_outputs[-1].finish_reason
         assert got == row["tokens"][: len(got)]
         if kind == "whole":
             assert len(got) == num and reason == "length"
-        assert sum(piece.finish_reason is not None for piece in pieces) == (reason is not None)
+        assert sum(step_output.finish_reason is not None for step_output in step_outputs) == (reason is not None)
         return kind
 
     async def everybody():

@@ -180,8 +180,10 @@ def _rename(rng: random.Random, document: Any, parent: Any, key: Any, value: Any
 def damage(rng: random.Random, text: bytes) -> bytes:
     """A text with a few bytes changed, as a broken disk or a hostile hand does it."""
     at = rng.randrange(len(text) + 1)
-    piece = rng.choice((b"", b"\x00", b"\xff", b"\xed\xa0\x80", b"{", b"[" * 5000, b'"', b"\n", b"\xef\xbb\xbf", b",,"))
-    return rng.choice((text[:at] + piece + text[at + 1 :], text[:at], text[:at] + piece + text[at:]))
+    step_output = rng.choice(
+        (b"", b"\x00", b"\xff", b"\xed\xa0\x80", b"{", b"[" * 5000, b'"', b"\n", b"\xef\xbb\xbf", b",,")
+    )
+    return rng.choice((text[:at] + step_output + text[at + 1 :], text[:at], text[:at] + step_output + text[at:]))
 
 
 def text_of(value: Any) -> str:

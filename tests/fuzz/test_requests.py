@@ -172,18 +172,18 @@ def test_after_any_request_a_service_answers_as_a_fresh_one(service, many, specu
 
 def ask(service: Service, prompt: list[int], params: SamplingParams, speculation: str):
     """Submit; the result waits for (finish reason, tokens, error)."""
-    pieces, done = [], threading.Event()
+    step_outputs, done = [], threading.Event()
 
-    def take(piece):
-        pieces.append(piece)
-        if piece.finish_reason is not None:
+    def take(step_output):
+        step_outputs.append(step_output)
+        if step_output.finish_reason is not None:
             done.set()
 
     service.submit(Request(prompt, params, speculation=speculation), take)
 
     def wait():
         assert done.wait(20), "a request without an end"
-        return pieces[-1].finish_reason, [t for p in pieces for t in p.tokens], pieces[-1].error
+        return step_outputs[-1].finish_reason, [t for p in step_outputs for t in p.tokens], step_outputs[-1].error
 
     return wait
 

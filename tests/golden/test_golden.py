@@ -14,8 +14,8 @@ from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core.specs import (
     GraphSpec,
     ModelDims,
+    candidate_spec,
     decoder_spec,
-    guessing_spec,
     rollback_spec,
     verified_spec,
 )
@@ -96,7 +96,7 @@ def neutral(
 def specs_of(dims: ModelDims) -> dict[str, GraphSpec]:
     return {
         "target": verified_spec(decoder_spec("target", dims)),
-        "draft": guessing_spec(decoder_spec("draft", dims), 1, laws=True),
+        "draft": candidate_spec(decoder_spec("draft", dims), 1, dists=True),
     }
 
 

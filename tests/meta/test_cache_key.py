@@ -21,7 +21,7 @@ NEUTRAL = {
     f"{PACKAGE}.{name}"
     for name in (
         *("core.acceptance", "core.disk", "core.json_reader", "core.registry", "core.sampling", "core.tree"),
-        *("core.tokenizer_file", "core.parameters", "core.older_specs", "core.probes", "errors"),
+        *("core.tokenizer_file", "core.parameters", "core.probes", "errors"),
         *("core.sampling_params", "core.surfaces"),
     )
 }

@@ -64,25 +64,27 @@ def _parents(rng: np.random.Generator, batch: int, nodes: int, is_chain: bool) -
     return parents
 
 
-def _sibling_laws(rng: np.random.Generator, tokens: np.ndarray, parents: np.ndarray, probs: np.ndarray) -> np.ndarray:
-    """Draft laws that are far from, near to, equal to, or one-hot beside the target's."""
-    laws = np.zeros_like(probs)
+def _sibling_dists(rng: np.random.Generator, tokens: np.ndarray, parents: np.ndarray, probs: np.ndarray) -> np.ndarray:
+    """Draft distributions that are far from, near to, equal to, or one-hot beside the target's."""
+    dists = np.zeros_like(probs)
     vocab = probs.shape[-1]
     for slot, node in np.ndindex(tokens.shape):
         target = probs[slot, max(parents[slot, node], 0)]
         kind = rng.integers(4)
         if kind == 2 and target[tokens[slot, node]] == 0:
-            kind = 3  # a refusal under equal laws would leave rounding noise as residual; no draft is drawn there
-        law = rng.dirichlet(np.full(vocab, 0.5)) if kind < 2 else target.astype(np.float64)
+            kind = (
+                3  # a refusal under equal distributions would leave rounding noise as residual; no draft is drawn there
+            )
+        dist = rng.dirichlet(np.full(vocab, 0.5)) if kind < 2 else target.astype(np.float64)
         if kind == 1:
-            law = 0.9 * target + 0.1 * law
+            dist = 0.9 * target + 0.1 * dist
         if kind == 3:
-            law = np.eye(vocab)[tokens[slot, node]]
-        laws[slot, node] = law
-    return laws
+            dist = np.eye(vocab)[tokens[slot, node]]
+        dists[slot, node] = dist
+    return dists
 
 
-def verify_case(rng: np.random.Generator, vocab: int, *, is_chain: bool, has_laws: bool, heat: str) -> Case:
+def verify_case(rng: np.random.Generator, vocab: int, *, is_chain: bool, has_probs: bool, heat: str) -> Case:
     """A random call of SpecVerify; `heat` is greedy, sampled or mixed."""
     batch, nodes = int(rng.integers(1, 9)), int(rng.integers(1, 10))
     logits = rng.normal(size=(batch, nodes, vocab)) * rng.choice([0.3, 3.0])
@@ -98,8 +100,8 @@ def verify_case(rng: np.random.Generator, vocab: int, *, is_chain: bool, has_law
     best = np.take_along_axis(logits.argmax(-1), np.maximum(parents, 0), axis=1)
     tokens = np.where(rng.random((batch, nodes)) < 0.6, best, rng.integers(0, vocab, (batch, nodes)))
     draft_probs = np.zeros((batch, nodes, 1), np.float32)
-    if has_laws:
-        draft_probs = _sibling_laws(rng, tokens, parents, probs)
+    if has_probs:
+        draft_probs = _sibling_dists(rng, tokens, parents, probs)
     tokens[parents < 0] = rng.choice([0, -1, vocab, 10**6])  # roots and padding hold anything
     uniforms = rng.random((batch, nodes, 2)).astype(np.float32)
     return {

@@ -36,7 +36,7 @@ def test_body_equals_twin(vocab: int, temperatures: list[float]) -> None:
             assert [(a.dtype, a.shape) for a in got] == [(a.dtype, a.shape) for a in expected]
 
 
-def test_greedy_needs_no_law() -> None:
+def test_greedy_needs_no_dist() -> None:
     logits = np.log(np.array([[[0.2, 0.5, 0.3]]], np.float32))
     token, confidence, probs = sample_token(
         logits, *(np.array([x], np.float32) for x in (0.9, 0)), np.array([0]), np.ones(1)

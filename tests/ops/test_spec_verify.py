@@ -15,7 +15,7 @@ from speccompile.core.tree import TokenTree
 from speccompile.ops.op import DOMAIN
 from speccompile.ops.registry import OPS
 from speccompile.ops.spec_verify import spec_verify
-from tests.core.law_lab import CHAIN, SETTINGS, TREE, Setting, emit, exact_joint, p_value
+from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, Setting, emit, exact_joint, p_value
 from tests.ops.op_lab import is_at_boundary, model_of, same, session_of, verify_case
 from tests.ops.tensorrt.lab import body_model
 
@@ -34,13 +34,15 @@ def _compare(run, num_cases: int, seed: int) -> None:  # type: ignore[no-untyped
     rng = np.random.default_rng(seed)
     num_accepted = num_excluded = 0
     for number in range(num_cases):
-        heat, is_chain, has_laws = KINDS[number % len(KINDS)]
+        heat, is_chain, has_probs = KINDS[number % len(KINDS)]
         vocab = int(VOCABS[number // len(KINDS) % len(VOCABS)])
-        case = verify_case(rng, vocab, is_chain=is_chain, has_laws=has_laws, heat=heat)
+        case = verify_case(rng, vocab, is_chain=is_chain, has_probs=has_probs, heat=heat)
         got, expected = run(case), spec_verify(**case)
         assert [(a.dtype, a.shape) for a in got] == [(a.dtype, a.shape) for a in expected]
         if not same(got, expected):
-            assert is_at_boundary(case), f"case {number}, {heat}, chain {is_chain}, laws {has_laws}, vocab {vocab}"
+            assert is_at_boundary(case), (
+                f"case {number}, {heat}, chain {is_chain}, distributions {has_probs}, vocab {vocab}"
+            )
             num_excluded += 1
         num_accepted += int(expected[1].sum())
     assert num_excluded <= num_cases // 100
@@ -55,8 +57,8 @@ def test_onnxruntime_runs_the_body_as_the_twin(session: ort.InferenceSession) ->
 def test_onnxruntime_with_a_static_vocabulary(vocab: int) -> None:
     fixed = session_of(model_of("SpecVerify", {"vocab": vocab}))
     rng = np.random.default_rng(vocab)
-    for heat, is_chain, has_laws in KINDS * 3:
-        case = verify_case(rng, vocab, is_chain=is_chain, has_laws=has_laws, heat=heat)
+    for heat, is_chain, has_probs in KINDS * 3:
+        case = verify_case(rng, vocab, is_chain=is_chain, has_probs=has_probs, heat=heat)
         assert same(fixed.run(None, case), spec_verify(**case)) or is_at_boundary(case)
 
 
@@ -82,7 +84,7 @@ def _all_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 
 def test_prefill_leaves_a_parent_at_the_root(session: ort.InferenceSession) -> None:
-    case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_laws=False, heat="greedy")
+    case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_probs=False, heat="greedy")
     case = {n: a[:, :1] if a.ndim > 1 else a for n, a in case.items()}
     case["parents"] = np.full_like(case["parents"], 510)
     path, num_accepted, next_token = session.run(None, case)
@@ -90,16 +92,16 @@ def test_prefill_leaves_a_parent_at_the_root(session: ort.InferenceSession) -> N
     np.testing.assert_array_equal(next_token, case["logits"][:, 0].argmax(-1))
 
 
-@pytest.mark.parametrize("has_laws", [True, False])
-def test_zero_residual_mass(session: ort.InferenceSession, has_laws: bool) -> None:
-    """A one-hot target and a draft law equal to it, with a draft outside both."""
+@pytest.mark.parametrize("has_probs", [True, False])
+def test_zero_residual_mass(session: ort.InferenceSession, has_probs: bool) -> None:
+    """A one-hot target and a draft distribution equal to it, with a draft outside both."""
     logits = np.full((1, 3, 5), -50, np.float32)
     logits[0, :, 2] = 50
     case = {
         "logits": logits,
         "tokens": np.array([[0, 1, 3]]),
         "parents": np.array([[-1, 0, 0]]),
-        "draft_probs": np.eye(5, dtype=np.float32)[[[2, 2, 2]]] if has_laws else np.zeros((1, 3, 1), np.float32),
+        "draft_probs": np.eye(5, dtype=np.float32)[[[2, 2, 2]]] if has_probs else np.zeros((1, 3, 1), np.float32),
         "uniforms": np.full((1, 3, 2), 0.999999, np.float32),
         "temperature": np.array([1.0], np.float32),
         "top_k": np.array([1]),
@@ -115,14 +117,14 @@ def test_a_draft_is_refused_where_the_draw_meets_the_bound(session: ort.Inferenc
     logits[:, :, :2] = 0  # half of the mass each, exactly
     tokens, uniforms = np.array([[0, 0, 1], [0, 0, 1], [0, 3, 1]]), np.full((3, 3, 2), 0.25, np.float32)
     uniforms[:, 1, 0] = [0.5, 0.5 - 2**-24, 0]
-    laws = np.zeros((3, 3, 4), np.float32)
-    laws[np.arange(3), 1, tokens[:, 1]] = laws[np.arange(3), 2, tokens[:, 2]] = 1
+    dists = np.zeros((3, 3, 4), np.float32)
+    dists[np.arange(3), 1, tokens[:, 1]] = dists[np.arange(3), 2, tokens[:, 2]] = 1
     uniforms[:, 2, 0] = 1 - 2**-24
     case = {
         "logits": logits,
         "tokens": tokens,
         "parents": np.array([parents] * 3),
-        "draft_probs": laws,
+        "draft_probs": dists,
         "uniforms": uniforms,
         "temperature": np.ones(3, np.float32),
         "top_k": np.zeros(3, np.int64),
@@ -135,8 +137,8 @@ def test_a_draft_is_refused_where_the_draw_meets_the_bound(session: ort.Inferenc
 
 def test_a_slot_does_not_depend_on_its_batch(session: ort.InferenceSession) -> None:
     rng = np.random.default_rng(4)
-    for heat, is_chain, has_laws in KINDS:
-        case = verify_case(rng, 300, is_chain=is_chain, has_laws=has_laws, heat=heat)
+    for heat, is_chain, has_probs in KINDS:
+        case = verify_case(rng, 300, is_chain=is_chain, has_probs=has_probs, heat=heat)
         together = session.run(None, case)
         for slot in range(len(case["tokens"])):
             alone = session.run(None, {n: a[slot : slot + 1] for n, a in case.items()})
@@ -146,12 +148,12 @@ def test_a_slot_does_not_depend_on_its_batch(session: ort.InferenceSession) -> N
 def _decide(session: ort.InferenceSession):  # type: ignore[no-untyped-def]
     def decide(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
         batch, nodes = tree.tokens.shape
-        laws = np.zeros((batch, nodes, 1), np.float32) if tree.draft_probs is None else tree.draft_probs
+        dists = np.zeros((batch, nodes, 1), np.float32) if tree.draft_probs is None else tree.draft_probs
         feeds = {
             "logits": logits,
             "tokens": tree.tokens,
             "parents": tree.parents,
-            "draft_probs": laws,
+            "draft_probs": dists,
             "uniforms": uniforms,
             "temperature": np.full(batch, setting.temperature, np.float32),
             "top_k": np.full(batch, setting.top_k, np.int64),
@@ -182,37 +184,37 @@ def test_deterministic_drafts_do_not_change_the_text(session: ort.InferenceSessi
 
 
 MUTANTS = {
-    "chain accepts without the draft law": (
+    "chain accepts without the draft distribution": (
         CHAIN,
-        "WalkLaws",
+        "WalkProbs",
         "bar = Mul(accept_draws, draft_at)",
         "bar = Identity(accept_draws)",
     ),
     "chain forgets the residual": (
         CHAIN,
-        "WalkLaws",
-        "law_chain = Where(is_rest, left, law_in)",
-        "law_chain = Identity(law_in)",
+        "WalkProbs",
+        "dist_chain = Where(is_rest, left, dist_in)",
+        "dist_chain = Identity(dist_in)",
     ),
     "chain takes the residual of a bonus": (
         (-1, 0),
-        "WalkLaws",
+        "WalkProbs",
         "is_rest = And(is_child, has_mass)",
         "is_rest = Identity(has_mass)",
     ),
-    "tree accepts without the draft law": (TREE, "WalkLaws", "bar = Mul(u, draft_at)", "bar = Identity(u)"),
-    "tree does not normalise": (TREE, "WalkLaws", "refused_law = Div(left, mass)", "refused_law = Identity(left)"),
-    "tree judges siblings by the first law": (
+    "tree accepts without the draft distribution": (TREE, "WalkProbs", "bar = Mul(u, draft_at)", "bar = Identity(u)"),
+    "tree does not normalise": (TREE, "WalkProbs", "refused_dist = Div(left, mass)", "refused_dist = Identity(left)"),
+    "tree judges siblings by the first distribution": (
         TREE,
-        "WalkLaws",
-        "law_then = Where(is_child, law_child, law_in)",
-        "law_then = Where(is_kept, law_child, law_in)",
+        "WalkProbs",
+        "dist_then = Where(is_child, dist_child, dist_in)",
+        "dist_then = Where(is_kept, dist_child, dist_in)",
     ),
-    "tree keeps the parent's law": (
+    "tree keeps the parent's distribution": (
         TREE,
-        "WalkLaws",
-        "law_child = Where(is_kept, own_law, rest)",
-        "law_child = Where(is_kept, law_in, rest)",
+        "WalkProbs",
+        "dist_child = Where(is_kept, own_dist, rest)",
+        "dist_child = Where(is_kept, dist_in, rest)",
     ),
     "top_p counts the token itself": (
         TREE,
@@ -273,15 +275,15 @@ def test_the_signature_is_that_of_the_function() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-37, 3e-37, 1e-25, 2.0**-65])
-@pytest.mark.parametrize("has_laws", [False, True])
+@pytest.mark.parametrize("has_probs", [False, True])
 def test_the_lowest_temperatures_are_greedy_in_twin_and_bodies(
-    session: ort.InferenceSession, temperature: float, has_laws: bool
+    session: ort.InferenceSession, temperature: float, has_probs: bool
 ) -> None:
-    case = verify_case(np.random.default_rng(3), 97, is_chain=False, has_laws=has_laws, heat="greedy")
+    case = verify_case(np.random.default_rng(3), 97, is_chain=False, has_probs=has_probs, heat="greedy")
     case["logits"] = (case["logits"] * 100).astype(np.float32)
     greedy = spec_verify(**case)
     cold = {**case, "temperature": np.full(len(case["tokens"]), temperature, np.float32)}
-    assert same(spec_verify(**cold), greedy) or has_laws
+    assert same(spec_verify(**cold), greedy) or has_probs
     assert same(session.run(None, cold), spec_verify(**cold))
     names = {"vocab": 97, "draft_vocab": case["draft_probs"].shape[-1], "batch": len(case["tokens"])}
     pins = {**names, "nodes": case["tokens"].shape[1]}

@@ -14,7 +14,7 @@ from speccompile.passes.base import Pass
 from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM, RMS_NORM_FUSED, fuse_rms_norm
 from tests.passes.graphs import graph, ops, run
 
-# The fused kernel divides where the pieces multiply by a reciprocal: two roundings of float32 apart.
+# The fused kernel divides where the outputs of steps multiply by a reciprocal: two roundings of float32 apart.
 RTOL = 1e-6
 
 _PIECES = {
@@ -112,7 +112,7 @@ def test_a_matrix_is_no_weight() -> None:
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=RTOL)
 
 
-def test_shared_pieces_stay() -> None:
+def test_shared_step_outputs_stay() -> None:
     """The mean square is also an output: it must survive."""
     model = graph(
         """shared (float[a, 4] x) => (float[a, 4] y, float[a, 1] mean) {
@@ -142,7 +142,7 @@ def test_shared_pieces_stay() -> None:
 def test_the_property_sees_what_is_left() -> None:
     model = rms_model(4, 1e-6, 0, 0, 0, 0, 0)
     idle = Pass("idle", lambda m: 0, ensures=(RMS_NORM_FUSED,))
-    with pytest.raises(PassError, match=r"pass idle: got after it ran: .* is an RMS normalisation in pieces"):
+    with pytest.raises(PassError, match=r"pass idle: got after it ran: .* is an RMS normalisation in outputs of steps"):
         idle.run(model)
 
 

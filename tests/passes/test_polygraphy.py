@@ -19,8 +19,8 @@ from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.backends.writing import lower_and_save, save_rollback
 from speccompile.core.specs import (
     GraphSpec,
+    candidate_spec,
     decoder_spec,
-    guessing_spec,
     rollback_spec,
     verified_spec,
 )
@@ -38,7 +38,7 @@ COPIED = "TensorScatter: in-place optimization not activated, copying past_cache
 # No body is written for a node over several caches: the plugin is the only form.
 PLUGIN = "Fatal error: speccompile:KVRollback(-1) is not a registered function/op"
 TARGET = {"Attention": 1, "TensorScatter": 2, "SpecVerify": 1}
-DRAFT = {"Attention": 1, "TensorScatter": 2, "TopTokens": 1, "NodeLaws": 1}
+DRAFT = {"Attention": 1, "TensorScatter": 2, "TopTokens": 1, "NodeProbs": 1}
 # By name: operators it must hold, and what lint may say.
 KINDS = {
     "onnxruntime-target": (TARGET, COPIED),
@@ -57,7 +57,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     model, dims = store.export_decoder(folder, weights="random", max_seq_len=ROWS)
     target = verified_spec(decoder_spec("target", dims))
-    draft = guessing_spec(decoder_spec("draft", dims), 1, laws=True)
+    draft = candidate_spec(decoder_spec("draft", dims), 1, dists=True)
 
     def half(spec: GraphSpec, compacts: bool = False) -> GraphSpec:
         return tensorrt_spec(spec, "float16", ROWS, compacts=compacts)

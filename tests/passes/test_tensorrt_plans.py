@@ -44,7 +44,7 @@ def export(config: dict[str, Any], folder: Path) -> tuple[ir.Model, ModelDims]:
 def compile_target(
     model: ir.Model, dims: ModelDims, dest: Path, quantization: str, dtype: str, plugins: str = "auto"
 ) -> dict[str, Any]:
-    options = CompileOptions(dtype, 2, 56, 8, Config(plugins=plugins, flavour="tensorrt_rtx", keep_onnx=True))
+    options = CompileOptions(dtype, 2, 56, 8, Config(plugins=plugins, variant="tensorrt_rtx", keep_onnx=True))
     spec = verified_spec(decoder_spec("target", dims))
     return TensorRTBackend().compile(model.clone(), spec, dest, quantization=quantization, options=options)
 

@@ -29,7 +29,7 @@ BACKEND = "onnxruntime"  # the name the fake takes, so that recipes need no othe
 
 
 class CountingEngine:
-    """Its law: the token after t is t + 1. Accepts a chain as far as it counts."""
+    """Its distribution: the token after t is t + 1. Accepts a chain as far as it counts."""
 
     def __init__(self, spec: GraphSpec) -> None:
         self.spec = spec
@@ -43,9 +43,9 @@ class CountingEngine:
         accepted = np.cumprod(matches, axis=1).sum(axis=1)
         after = following[np.arange(len(tokens)), accepted]
         candidates = {
-            specs.GUESSES: following[:, :, None],
-            specs.GUESS_PROBS: np.full((*following.shape, 1), 0.5, np.float32),
-            specs.NODE_LAWS: np.eye(VOCAB, dtype=np.float32)[following],
+            specs.CANDIDATES: following[:, :, None],
+            specs.CANDIDATE_PROBS: np.full((*following.shape, 1), 0.5, np.float32),
+            specs.NODE_PROBS: np.eye(VOCAB, dtype=np.float32)[following],
         }
         return {specs.NUM_ACCEPTED: accepted, specs.NEXT_TOKEN: after, **candidates}
 

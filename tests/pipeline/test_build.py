@@ -34,7 +34,7 @@ def test_a_bundle_holds_what_its_manifest_says(
     manifest = bundle.manifest
     assert set(bundle.graphs) == {"target", "draft", "rollback"}
     assert bundle.graph_spec("target").name == "target"
-    assert bundle.graph_spec("draft").output("guesses").dims == ("batch", "scored", 1)
+    assert bundle.graph_spec("draft").output("candidates").dims == ("batch", "scored", 1)
     assert bundle.graphs["target"]["dims"]["num_params"] == 123
     assert bundle.graphs["target"]["checks"] == {"num_tokens": 7, "num_equal": 7}
     assert bundle.graphs["target"]["tuning"]["threads"] == 1

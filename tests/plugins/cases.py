@@ -53,12 +53,12 @@ def wide_case(
 
 
 def is_possible(case: Case, verdict: Sequence[np.ndarray]) -> bool:
-    """Whether the target's law has every token of the verdict, at the node where it was kept or drawn."""
-    laws = warp(case["logits"], case["temperature"], case["top_k"], case["top_p"])
+    """Whether the target's distribution has every token of the verdict, at the node where it was kept or drawn."""
+    dists = warp(case["logits"], case["temperature"], case["top_k"], case["top_p"])
     for slot, (path, num_accepted, next_token) in enumerate(zip(*verdict, strict=True)):
         nodes = path[: num_accepted + 1]
         tokens = [*case["tokens"][slot, nodes[1:]], next_token]
-        if not (laws[slot, nodes, tokens] > 0).all():
+        if not (dists[slot, nodes, tokens] > 0).all():
             return False
     return True
 

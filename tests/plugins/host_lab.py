@@ -148,8 +148,8 @@ def verify(
         shared = single_launch(batch, nodes, vocab).shared_bytes
         library.host_spec_verify_single(ctypes.byref(args), ctypes.c_ulong(shared), seed)
     else:
-        scan, settle = verify_launches(batch, nodes, vocab, dtype)
-        library.host_spec_verify(ctypes.byref(args), scan.grid[0], ctypes.c_ulong(settle.shared_bytes), seed)
+        scan, flush = verify_launches(batch, nodes, vocab, dtype)
+        library.host_spec_verify(ctypes.byref(args), scan.grid[0], ctypes.c_ulong(flush.shared_bytes), seed)
     for array in (*guarded.values(), work):
         array.check()
     return [out.array.copy() for out in guarded.values()]

@@ -40,9 +40,9 @@ def test_workspace_bytes(batch: int, nodes: int, vocab: int) -> None:
 def test_the_plugin_library_does_the_same_arithmetic(batch: int, nodes: int, vocab: int) -> None:
     sizes = (ctypes.c_ulonglong * 4)()
     host_lab.kernels().host_verify_launches(*(ctypes.c_longlong(n) for n in (batch, nodes, vocab)), sizes)
-    scan, settle = verify_launches(batch, nodes, vocab, "float16")
+    scan, flush = verify_launches(batch, nodes, vocab, "float16")
     with_map, without = (launches.verify_workspace_bytes(batch, nodes, vocab, flag) for flag in (True, False))
-    assert list(sizes) == [with_map, without, scan.grid[0], settle.shared_bytes]
+    assert list(sizes) == [with_map, without, scan.grid[0], flush.shared_bytes]
     for row_bytes, pointers in ((256, [4096, 16]), (256, [4096, 8]), (6, [64]), (12, [64])):
         unit = host_lab.kernels().host_rollback_unit(
             ctypes.c_longlong(row_bytes), (ctypes.c_void_p * len(pointers))(*pointers), len(pointers)
@@ -67,9 +67,9 @@ def test_constants_are_those_of_the_headers() -> None:
 
 
 def test_grids() -> None:
-    scan, settle = verify_launches(8, 8, 128256, "float16")  # 501 chunks, 126 warps a row, 8 warps a block
+    scan, flush = verify_launches(8, 8, 128256, "float16")  # 501 chunks, 126 warps a row, 8 warps a block
     assert (scan.kernel, scan.grid) == ("spec_verify_scan_f16", (8 * 8 * 126 // 8, 1, 1))
-    assert (settle.grid, settle.threads, settle.shared_bytes) == ((64, 1, 1), 512, 501 * 12)
+    assert (flush.grid, flush.threads, flush.shared_bytes) == ((64, 1, 1), 512, 501 * 12)
     assert verify_launches(1, 1, 1, "float32")[0].grid == (1, 1, 1)
     assert launches.single_launch(8, 8, 128256).grid == (8, 1, 1)
 

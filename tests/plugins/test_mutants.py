@@ -20,7 +20,7 @@ from tests.plugins.mutants import Mutants, Swap, chosen, write_mutants
 
 KINDS = list(itertools.product(("greedy", "sampled", "mixed"), (True, False), (True, False)))
 
-SCAN, WALK, LAW = "spec_verify/scan.cuh", "spec_verify/walk.cuh", "spec_verify/law.cuh"
+SCAN, WALK, DIST = "spec_verify/scan.cuh", "spec_verify/walk.cuh", "spec_verify/dist.cuh"
 LAYOUT, VERDICT, ROLL = "spec_verify/layout.cuh", "spec_verify/kernel.cuh", "kv_rollback/kernel.cuh"
 
 VERIFY: Mutants = {
@@ -45,9 +45,9 @@ VERIFY: Mutants = {
             "if (j < LANE_ENTRIES / 2) mass += exp_fast(scaled(entries[j]) - scaled_top);",
         ),
     ),
-    "chunks are not weighed by their tops": (Swap(LAW, "cell.mass * expf(cell.top - top)", "cell.mass * expf(0.0f)"),),
-    "carries are lost": (Swap(LAW, "(before + low < low ? 1u : 0u)", "0u"),),
-    "a bit too few is looked at": (Swap(LAW, "(least ^ most) >> left != 0", "(least ^ most) >> left > 1"),),
+    "chunks are not weighed by their tops": (Swap(DIST, "cell.mass * expf(cell.top - top)", "cell.mass * expf(0.0f)"),),
+    "carries are lost": (Swap(DIST, "(before + low < low ? 1u : 0u)", "0u"),),
+    "a bit too few is looked at": (Swap(DIST, "(least ^ most) >> left != 0", "(least ^ most) >> left > 1"),),
     "sums are of another temperature": (Swap(LAYOUT, "return fmaf(x, high, x * low);", "return 0.7f * x * high;"),),
     "a draw takes what it reaches": (
         Swap(WALK, "upto > rest && first == CHUNK", "upto >= rest + 0.01 && first == CHUNK"),
@@ -56,18 +56,18 @@ VERIFY: Mutants = {
     "no temperature": (Swap(LAYOUT, "divisor == 1.0f", "true"),),
     "top_k keeps one more": (
         Swap(
-            LAW,
+            DIST,
             "static_cast<u64>(top_k)",
             "1 + static_cast<u64>(top_k)",
             within="Order::ENTRIES, 0, static_cast<u64>(top_k)",
         ),
     ),
-    "top_p counts the token itself": (Swap(LAW, "(goal - edge.above + one - 1) / one", "(goal - edge.above) / one"),),
+    "top_p counts the token itself": (Swap(DIST, "(goal - edge.above + one - 1) / one", "(goal - edge.above) / one"),),
     "top_p ignores top_k": (
-        Swap(LAW, "total = weight_from(work, set, law.key_min);", "weight_from(work, set, law.key_min);"),
+        Swap(DIST, "total = weight_from(work, set, dist.key_min);", "weight_from(work, set, distribution.key_min);"),
     ),
-    "ties from the end": (Swap(LAW, "add(~index, 1)", "add(index, 1)"),),
-    "accepts without the draft law": (
+    "ties from the end": (Swap(DIST, "add(~index, 1)", "add(index, 1)"),),
+    "accepts without the draft distribution": (
         Swap(WALK, "drafted", "1.0f", within="__fmul_rn(params.uniforms[2 * (base + child)], drafted)"),
     ),
     "forgets the residual": (
@@ -135,8 +135,8 @@ def _grandchild_case() -> Case:
 
 
 def _random_case(number: int, rng: np.random.Generator) -> Case:
-    heat, is_chain, has_laws = KINDS[number % len(KINDS)]
-    return verify_case(rng, (1300, 300)[has_laws], is_chain=is_chain, has_laws=has_laws, heat=heat)
+    heat, is_chain, has_probs = KINDS[number % len(KINDS)]
+    return verify_case(rng, (1300, 300)[has_probs], is_chain=is_chain, has_probs=has_probs, heat=heat)
 
 
 def _late_draws(top_k: int, top_p: float) -> Case:

@@ -20,7 +20,7 @@ from tests.plugins.cases import CHAIN, TREE, assert_same, wide_case
 from tests.plugins.mutants import Mutants, Swap, chosen, write_mutants
 
 CUTS = ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.95}, {"temperature": 0})
-COMMON, WALK, LAW = "common.cuh", "spec_verify/walk.cuh", "spec_verify/law.cuh"
+COMMON, WALK, DIST = "common.cuh", "spec_verify/walk.cuh", "spec_verify/dist.cuh"
 WITHOUT = "(void)0;"
 # Each takes one barrier away that keeps two threads apart; the last makes lanes of a warp call different functions.
 BARRIERS: Mutants = {
@@ -29,18 +29,18 @@ BARRIERS: Mutants = {
     ),
     "the tops of other warps are not there": (
         Swap(
-            LAW,
+            DIST,
             "__syncthreads();",
             WITHOUT,
             within="shared.keys[threadIdx.x / WARP] = key;\n    __syncthreads();",
         ),
     ),
     "bins are read while they fill": (
-        Swap(LAW, "__syncthreads();", WITHOUT, within="        __syncthreads();\n        u64 before = 0;"),
+        Swap(DIST, "__syncthreads();", WITHOUT, within="        __syncthreads();\n        u64 before = 0;"),
     ),
     "bins are cleared while they are read": (
         Swap(
-            LAW,
+            DIST,
             "__syncthreads();",
             WITHOUT,
             within="            shared.above = 0;\n        }\n        __syncthreads();",
@@ -61,18 +61,18 @@ def _random_cases(number: int) -> Iterator[Case]:
     rng = np.random.default_rng(5)
     kinds = list(itertools.product(("greedy", "sampled", "mixed"), (True, False), (True, False)))
     for turn in range(number):
-        heat, is_chain, has_laws = kinds[turn % len(kinds)]
+        heat, is_chain, has_probs = kinds[turn % len(kinds)]
         vocab = int(rng.choice((97, 257, 1025)))
-        yield verify_case(rng, vocab, is_chain=is_chain, has_laws=has_laws, heat=heat)
+        yield verify_case(rng, vocab, is_chain=is_chain, has_probs=has_probs, heat=heat)
 
 
 def _refusals(vocab: int, **warp: float) -> Case:
-    """Drafts drawn from laws that the target does not share, so that most are refused."""
+    """Drafts drawn from distributions that the target does not share, so that most are refused."""
     rng = np.random.default_rng(9)
     case = wide_case(rng, vocab, 2, TREE, spread=1.0, dtype="float32", **warp)
-    laws = rng.random((*case["tokens"].shape, vocab)) ** 30
-    tokens = laws.argmax(-1)
-    return {**case, "tokens": tokens, "draft_probs": (laws / laws.sum(-1, keepdims=True)).astype(np.float32)}
+    dists = rng.random((*case["tokens"].shape, vocab)) ** 30
+    tokens = dists.argmax(-1)
+    return {**case, "tokens": tokens, "draft_probs": (dists / dists.sum(-1, keepdims=True)).astype(np.float32)}
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +96,8 @@ def test_there_are_no_races(watched: ctypes.CDLL, is_single: bool) -> None:
 def test_there_are_none_with_a_map(watched: ctypes.CDLL) -> None:
     case, rng = _refusals(900), np.random.default_rng(1)
     d2t = rng.permutation(900)[:200]
-    laws = case["draft_probs"][..., d2t] + np.float32(1e-4)
-    case["draft_probs"], case["tokens"] = laws / laws.sum(-1, keepdims=True), d2t[laws.argmax(-1)]
+    dists = case["draft_probs"][..., d2t] + np.float32(1e-4)
+    case["draft_probs"], case["tokens"] = dists / dists.sum(-1, keepdims=True), d2t[dists.argmax(-1)]
     assert same(host_lab.verify(watched, case, d2t=d2t), spec_verify(**case, d2t=d2t))
     num_accesses, num_races = host_lab.races(watched)
     assert num_accesses > 1000
@@ -148,7 +148,7 @@ from pathlib import Path
 from tests.ops.op_lab import verify_case
 from tests.plugins import host_lab, mutants, test_races
 library = host_lab.load_watched(Path({str(mutated)!r}))
-case = verify_case(np.random.default_rng(0), 1025, is_chain=True, has_laws=False, heat="greedy")
+case = verify_case(np.random.default_rng(0), 1025, is_chain=True, has_probs=False, heat="greedy")
 with mutants.chosen(library, test_races.MUTANTS, test_races.SPLIT) if {is_split} else nullcontext():
     host_lab.verify(library, case)
 """

@@ -35,9 +35,9 @@ def test_random_cases(dtype: str, is_single: bool) -> None:
     kernels, rng = host_lab.kernels(), np.random.default_rng(DTYPES.index(dtype))
     num_accepted = num_at_boundary = 0
     for number in range(96):
-        heat, is_chain, has_laws = KINDS[number % len(KINDS)]
-        vocab = int(rng.choice(VOCABS[3:] if has_laws else VOCABS))
-        case = in_dtype(verify_case(rng, vocab, is_chain=is_chain, has_laws=has_laws, heat=heat), dtype)
+        heat, is_chain, has_probs = KINDS[number % len(KINDS)]
+        vocab = int(rng.choice(VOCABS[3:] if has_probs else VOCABS))
+        case = in_dtype(verify_case(rng, vocab, is_chain=is_chain, has_probs=has_probs, heat=heat), dtype)
 
         def run(feeds, number=number):  # type: ignore[no-untyped-def]
             return host_lab.verify(kernels, as_dtype(feeds, dtype), is_single=is_single, seed=number)
@@ -71,16 +71,16 @@ def test_batches(batch: int, vocab: int) -> None:
         assert spec_verify(**case)[1].max() == 2  # whole paths are among them
 
 
-@pytest.mark.parametrize("has_laws", [True, False])
-def test_zero_residual_mass(has_laws: bool) -> None:
-    """A one-hot target and a draft law equal to it, with a draft outside both."""
+@pytest.mark.parametrize("has_probs", [True, False])
+def test_zero_residual_mass(has_probs: bool) -> None:
+    """A one-hot target and a draft distribution equal to it, with a draft outside both."""
     logits = np.full((1, 3, 5), -50, np.float32)
     logits[0, :, 2] = 50
     case = {
         "logits": logits,
         "tokens": np.array([[0, 1, 3]]),
         "parents": np.array([[-1, 0, 0]]),
-        "draft_probs": np.eye(5, dtype=np.float32)[[[2, 2, 2]]] if has_laws else np.zeros((1, 3, 1), np.float32),
+        "draft_probs": np.eye(5, dtype=np.float32)[[[2, 2, 2]]] if has_probs else np.zeros((1, 3, 1), np.float32),
         "uniforms": np.full((1, 3, 2), 0.999999, np.float32),
         "temperature": np.array([1.0], np.float32),
         "top_k": np.array([1]),
@@ -92,7 +92,7 @@ def test_zero_residual_mass(has_laws: bool) -> None:
 
 
 def test_no_drafts_and_a_parent_that_prefill_left_at_the_root() -> None:
-    case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_laws=False, heat="greedy")
+    case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_probs=False, heat="greedy")
     case = {n: a[:, :1] if a.ndim > 1 else a for n, a in case.items()}
     case["parents"] = np.full_like(case["parents"], 510)
     path, num_accepted, next_token = host_lab.verify(host_lab.kernels(), case)
@@ -105,12 +105,12 @@ def test_draft_vocabulary_map(is_sorted: bool) -> None:
     rng, accepted = np.random.default_rng(11), 0
     for number in range(24):
         case = verify_case(
-            rng, 300, is_chain=number % 2 == 0, has_laws=True, heat=("sampled", "mixed")[number // 2 % 2]
+            rng, 300, is_chain=number % 2 == 0, has_probs=True, heat=("sampled", "mixed")[number // 2 % 2]
         )
         d2t = rng.permutation(300)[:90]
         d2t = np.sort(d2t) if is_sorted else d2t
-        laws = case["draft_probs"][..., d2t] + np.float32(1e-4)
-        case["draft_probs"] = (laws / laws.sum(-1, keepdims=True)).astype(np.float32)
+        dists = case["draft_probs"][..., d2t] + np.float32(1e-4)
+        case["draft_probs"] = (dists / dists.sum(-1, keepdims=True)).astype(np.float32)
         drafts = d2t[rng.integers(0, 90, case["tokens"].shape)]
         case["tokens"] = np.where(rng.random(drafts.shape) < 0.5, drafts, case["tokens"])
         got = host_lab.verify(host_lab.kernels(), case, d2t=d2t, seed=number)
@@ -120,8 +120,8 @@ def test_draft_vocabulary_map(is_sorted: bool) -> None:
     assert accepted > 10
 
 
-def test_the_twin_spreads_draft_laws_over_the_target_vocabulary() -> None:
-    case = verify_case(np.random.default_rng(2), 64, is_chain=False, has_laws=True, heat="sampled")
+def test_the_twin_spreads_draft_dists_over_the_target_vocabulary() -> None:
+    case = verify_case(np.random.default_rng(2), 64, is_chain=False, has_probs=True, heat="sampled")
     order = np.random.default_rng(3).permutation(64)
     narrow = {**case, "draft_probs": case["draft_probs"][..., order]}
     assert same(spec_verify(**narrow, d2t=order), spec_verify(**case))
@@ -144,21 +144,21 @@ UNEVEN = [61, 84, 111, 113, 126, 135, 154, 186, 227, 244, 265, 271, 275, 279]
 UNEVEN += [281, 316, 326, 331, 353, 365, 372, 395, 407, 421, 466, 471]
 
 
-@pytest.mark.parametrize("is_refused", [False, True], ids=["own law", "residual"])
+@pytest.mark.parametrize("is_refused", [False, True], ids=["own distribution", "residual"])
 @pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
 def test_a_masked_entry_is_not_drawn_where_sums_differ_by_rounding(is_single: bool, is_refused: bool) -> None:
     """26 tokens of equal mass, all others impossible, and a draw in their very middle."""
     vocab, tokens, drafted = 128256, 256 * np.array(UNEVEN) + 100, 7
     logits = np.full((1, 2, vocab), -np.inf, np.float32)
     logits[..., tokens] = 3.0
-    laws = np.full((1, 2, vocab), 1 / vocab, np.float32)
+    dists = np.full((1, 2, vocab), 1 / vocab, np.float32)
     if is_refused:
-        logits[..., drafted], laws[0, 1] = 3.0, np.eye(1, vocab, drafted, dtype=np.float32)
+        logits[..., drafted], dists[0, 1] = 3.0, np.eye(1, vocab, drafted, dtype=np.float32)
     case = {
         "logits": logits,
         "tokens": np.array([[0, drafted]]),
         "parents": np.array([[-1, 0 if is_refused else -1]]),
-        "draft_probs": laws,
+        "draft_probs": dists,
         "uniforms": np.array([[[0.9, 0.5], [0.9999, 0.3]]], np.float32),
         "temperature": np.ones(1, np.float32),
         "top_k": np.zeros(1, np.int64),
@@ -172,20 +172,20 @@ def test_a_masked_entry_is_not_drawn_where_sums_differ_by_rounding(is_single: bo
 
 @pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
 def test_a_residual_of_rounding_alone_gives_a_possible_token(is_single: bool) -> None:
-    """The draft's law is the target's but for rounding, of which the pass over the row and the draw have their own."""
+    """Draft and target probs are equal but for rounding, of which the pass over the row and the draw have their own."""
     vocab = 600
     for logit, ulps in itertools.product(np.float32([-1.3, -2.7, -5.1, -8.3, -9.9, -10.7]), range(-3, 4)):
         logits = np.full((1, 2, vocab), logit, np.float32)
         logits[..., 5], logits[..., ::256] = 0.0, -np.inf  # each chunk begins with a token that is impossible
         held = np.isfinite(logits[0, 0])
         mass = np.float32(np.exp(np.float64(logit)) / np.exp(logits[0, 0][held].astype(np.float64)).sum())
-        laws = np.full((1, 2, vocab), mass + ulps * np.spacing(mass), np.float32)
-        laws[..., 5] = 1.0
+        dists = np.full((1, 2, vocab), mass + ulps * np.spacing(mass), np.float32)
+        dists[..., 5] = 1.0
         case = {
             "logits": logits,
             "tokens": np.array([[0, 256]]),
             "parents": np.array([[-1, 0]]),
-            "draft_probs": laws,
+            "draft_probs": dists,
             "uniforms": np.array([[[0.9, 0.4], [0.9, 0.4]]], np.float32),
             "temperature": np.ones(1, np.float32),
             "top_k": np.zeros(1, np.int64),
@@ -197,7 +197,7 @@ def test_a_residual_of_rounding_alone_gives_a_possible_token(is_single: bool) ->
 
 
 def test_a_draw_of_one_gives_the_last_possible_token() -> None:
-    """Uniforms end below 1; one that was rounded up must not leave the law."""
+    """Uniforms end below 1; one that was rounded up must not leave the distribution."""
     case = wide_case(np.random.default_rng(0), 2049, 1, (-1,), spread=1.0, dtype="float32")
     case["logits"][..., 700:] = -np.inf
     case["uniforms"][...] = 1.0
@@ -249,14 +249,14 @@ def test_small_cases_with_many_ties(data: st.DataObject) -> None:
     }
     if vocab > 1 and data.draw(st.booleans()):
         weights = np.array(data.draw(st.lists(st.integers(0, 5), min_size=nodes * vocab, max_size=nodes * vocab)))
-        laws = (weights + 1e-3).reshape(1, nodes, vocab)
-        case["draft_probs"] = (laws / laws.sum(-1, keepdims=True)).astype(np.float32)
+        dists = (weights + 1e-3).reshape(1, nodes, vocab)
+        case["draft_probs"] = (dists / dists.sum(-1, keepdims=True)).astype(np.float32)
     for is_single in (False, True):
         assert_same(lambda feeds, s=is_single: host_lab.verify(host_lab.kernels(), feeds, is_single=s), case)
 
 
 def test_the_result_does_not_depend_on_the_order_of_threads_and_blocks() -> None:
-    case = verify_case(np.random.default_rng(8), 1025, is_chain=False, has_laws=True, heat="sampled")
+    case = verify_case(np.random.default_rng(8), 1025, is_chain=False, has_probs=True, heat="sampled")
     first = host_lab.verify(host_lab.kernels(), case, seed=0)
     for seed in range(1, 6):
         assert same(host_lab.verify(host_lab.kernels(), case, seed=seed), first)
@@ -267,9 +267,9 @@ def test_other_block_sizes(options: tuple[str, ...]) -> None:
     """Loops over chunks and bins that one turn covers at 512 threads."""
     kernels, rng = host_lab.kernels(*options), np.random.default_rng(4)
     for number in range(14):
-        heat, is_chain, has_laws = KINDS[number % len(KINDS)]
+        heat, is_chain, has_probs = KINDS[number % len(KINDS)]
         vocab = 17000 if number in (6, 7) else 300  # 67 chunks, more than 64 threads
-        case = verify_case(rng, vocab, is_chain=is_chain, has_laws=has_laws, heat=heat)
+        case = verify_case(rng, vocab, is_chain=is_chain, has_probs=has_probs, heat=heat)
         assert_same(lambda feeds: host_lab.verify(kernels, feeds), case)
 
 

@@ -22,7 +22,7 @@ class PlainConfig:
 
 
 @dataclass(frozen=True)
-class GuessConfig:
+class CandidateConfig:
     """Keys of every shape a method may have."""
 
     model: str
@@ -40,21 +40,21 @@ class PlainMethod(Method):
     Config = PlainConfig
 
 
-class GuessMethod(Method):
-    name = "guess"
-    Config = GuessConfig
+class CandidateMethod(Method):
+    name = "candidate"
+    Config = CandidateConfig
 
-    def graph_jobs(self, config: GuessConfig) -> tuple[GraphJob, ...]:
+    def graph_jobs(self, config: CandidateConfig) -> tuple[GraphJob, ...]:
         return (GraphJob("draft", config.model, config.quantization),)
 
-    def target_outputs(self, config: GuessConfig) -> TargetOutputs:
+    def target_outputs(self, config: CandidateConfig) -> TargetOutputs:
         return TargetOutputs(hidden=True, hidden_layers=(1,))
 
 
 @pytest.fixture(autouse=True)
 def methods(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("methods_of_the_recipe_tests")
-    module.PlainMethod, module.GuessMethod = PlainMethod, GuessMethod  # type: ignore[attr-defined]
+    module.PlainMethod, module.CandidateMethod = PlainMethod, CandidateMethod  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    table = {"none": f"{module.__name__}:PlainMethod", "guess": f"{module.__name__}:GuessMethod"}
+    table = {"none": f"{module.__name__}:PlainMethod", "candidate": f"{module.__name__}:CandidateMethod"}
     monkeypatch.setattr(registry, "METHODS", table)

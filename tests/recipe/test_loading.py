@@ -16,7 +16,7 @@ target:
   quantization: int8
 
 speculator:
-  method: guess
+  method: candidate
   model: models/small
   num_draft_tokens: 4
 
@@ -170,13 +170,13 @@ def test_a_section_must_be_a_mapping(folder: Path, section: str) -> None:
 
 def test_missing_keys_are_named(folder: Path) -> None:
     assert "target" in fault(folder, "engine: {}\n").expected
-    error = fault(folder, "target: {model: org/gpt2}\nspeculator:\n  method: guess\n")
+    error = fault(folder, "target: {model: org/gpt2}\nspeculator:\n  method: candidate\n")
     assert error.where == f"{folder / 'r.yaml'}:2 (speculator.model)"
 
 
 def test_unknown_method_and_backend_name_the_nearest(folder: Path) -> None:
-    error = fault(folder, GOOD.replace("method: guess", "method: gues"))
-    assert error.where.endswith(":6 (speculator.method)") and "'guess'" in error.todo
+    error = fault(folder, GOOD.replace("method: candidate", "method: candidat"))
+    assert error.where.endswith(":6 (speculator.method)") and "'candidate'" in error.todo
     error = fault(folder, GOOD + "  backend: onnxruntim\n")
     assert error.where.endswith(":12 (engine.backend)") and "'onnxruntime'" in error.todo
     assert "speculator.method" in fault(folder, "target: {model: org/gpt2}\nspeculator: {method: 3}\n").where

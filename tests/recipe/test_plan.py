@@ -21,7 +21,7 @@ CPU = Device("cpu", 4)
 
 def plan(folder: Path, *overrides: str) -> BuildPlan:
     path = folder / "r.yaml"
-    path.write_text("target: {model: org/gpt2}\nspeculator: {method: guess, model: org/small}\n")
+    path.write_text("target: {model: org/gpt2}\nspeculator: {method: candidate, model: org/small}\n")
     return resolve(load_recipe(path, overrides), CPU)
 
 
@@ -121,7 +121,7 @@ def test_only_the_section_of_the_chosen_backend_is_in_the_recipe_of_a_plan(tmp_p
     made = plan(tmp_path, "engine.backend=tensorrt", "engine.tensorrt.decode.nodes=[1,4,17]")
     section = made.recipe_from_plan()["engine"]["tensorrt"]
     assert section["decode"] == {"batch": "auto", "nodes": [1, 4, 17], "kv": "auto"}
-    assert made.recipe_from_plan()["engine"]["flavour"] == "auto"
+    assert made.recipe_from_plan()["engine"]["variant"] == "auto"
     assert made.engine.options == Config(decode=ProfileConfig(nodes=(1, 4, 17)))
     assert plan(tmp_path).engine.options is None
 
@@ -132,4 +132,4 @@ def test_what_a_backend_reads_beside_its_section_is_its_own(tmp_path: Path) -> N
     assert made.recipe_from_plan()["engine"]["plugins"] == "none"
     again = made.recipe_from_plan()["engine"]
     assert engine_section().model_validate_json(json.dumps(again)).model_dump(mode="json") == again
-    assert not {"flavour", "plugins", "tensorrt"} & set(plan(tmp_path).recipe_from_plan()["engine"])
+    assert not {"variant", "plugins", "tensorrt"} & set(plan(tmp_path).recipe_from_plan()["engine"])

@@ -7,11 +7,11 @@ import numpy as np
 
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
+from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.requests import Request
 from speccompile.runtime.scheduler import Scheduler
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
-from speccompile.runtime.tickets import Ticket, open_outputs
 from speccompile.speculators.draft_model.config import Config as DraftConfig
 from speccompile.speculators.draft_model.method import DraftModelMethod
 from speccompile.speculators.mlp.config import HEADS, MlpMethod
@@ -74,22 +74,22 @@ class Bench:
             engine.engine.voids_moved = False
         self.clock = Clock()
         self.scheduler = Scheduler(self.engine, planner, 2 * chunk, keep, self.clock)
-        self.pieces, self.tickets = {}, []
+        self.step_outputs, self.handles = {}, []
 
     def submit(self, prompt, **fields):
         request = Request(prompt, **{"sampling": SamplingParams(max_new_tokens=8), **fields})
-        ticket = Ticket(request, len(self.tickets), self.clock(), request.timeout_s, lambda piece: None)
-        open_outputs(ticket, self.engine, "auto")
-        self.scheduler.add(ticket)
-        self.tickets.append(ticket)
-        self.pieces[ticket.number] = [[] for _ in range(request.num_outputs)]
-        return ticket
+        handle = RequestHandle(request, len(self.handles), self.clock(), request.timeout_s, lambda step_output: None)
+        open_outputs(handle, self.engine, "auto")
+        self.scheduler.add(handle)
+        self.handles.append(handle)
+        self.step_outputs[handle.number] = [[] for _ in range(request.num_outputs)]
+        return handle
 
     def take(self, events):
-        for ticket, piece in events:
-            pieces = self.pieces[ticket.number][piece.output_index]
-            assert not pieces or pieces[-1].finish_reason is None, "a piece behind the last"
-            pieces.append(piece)
+        for handle, step_output in events:
+            step_outputs = self.step_outputs[handle.number][step_output.output_index]
+            assert not step_outputs or step_outputs[-1].finish_reason is None, "a output of a step behind the last"
+            step_outputs.append(step_output)
 
     def step(self):
         self.take(self.scheduler.step())
@@ -98,13 +98,13 @@ class Bench:
         while self.scheduler.has_work:
             self.step()
 
-    def tokens(self, ticket, output=0):
-        return [token for piece in self.pieces[ticket.number][output] for token in piece.tokens]
+    def tokens(self, handle, output=0):
+        return [token for step_output in self.step_outputs[handle.number][output] for token in step_output.tokens]
 
     def ask(self, prompt, **fields):
-        ticket = self.submit(prompt, **fields)
+        handle = self.submit(prompt, **fields)
         self.finish()
-        return self.tokens(ticket), self.pieces[ticket.number][0][-1].stats
+        return self.tokens(handle), self.step_outputs[handle.number][0][-1].stats
 
     def check(self):
         """Every output is at one place, and every place holds what is said of it."""
@@ -113,7 +113,7 @@ class Bench:
         assert [o.slot for o in places.active] == scheduler.slots.slots
         reading = [] if places.reading is None else [places.reading]
         seated = [*places.active, *reading, *scheduler.queue]
-        open_ones = [o for ticket in self.tickets for o in ticket.open]
+        open_ones = [o for handle in self.handles for o in handle.open]
         assert Counter(map(id, seated)) == Counter(map(id, open_ones))
         taken = [*range(len(places.active)), *([places.reading_place] if reading else []), *dict(places.kept.items())]
         assert len(taken) == len(set(taken)) and all(0 <= place < places.max_places for place in taken)
@@ -122,7 +122,7 @@ class Bench:
         for place, tokens in places.kept.items():
             assert lengths[place] == len(tokens) and cache[place, : lengths[place]].tolist() == tokens
         self.check_draft({p: o.slot.tokens for p, o in enumerate(places.active)} | dict(places.kept.items()))
-        assert scheduler.num_waiting == sum(ticket.is_waiting for ticket in self.tickets)
+        assert scheduler.num_waiting == sum(handle.is_waiting for handle in self.handles)
         assert scheduler.has_work == bool(open_ones)
 
     def check_draft(self, texts):

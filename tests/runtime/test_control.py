@@ -264,10 +264,10 @@ def test_no_decision_changes_a_text(kind: str) -> None:
     texts = []
     for planner in (None, Controller(), Restless()):
         bench = Bench(planner, kind=kind)
-        tickets = [
+        handles = [
             bench.submit([1 + i, 2, 3 + i], sampling=SamplingParams(max_new_tokens=14 + i, temperature=t, seed=i))
             for i, t in enumerate((0.0, 1.0, 0.7, 0.0, 1.3))
         ]
         bench.finish()
-        texts.append([bench.tokens(ticket) for ticket in tickets])
+        texts.append([bench.tokens(handle) for handle in handles])
     assert texts[0] == texts[1] == texts[2]

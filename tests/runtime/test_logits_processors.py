@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws that depend on the tokens before, against transformers, by hand, and through the acceptance rule."""
+"""Distributions that depend on the tokens before, against transformers, by hand, and through the acceptance rule."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.sampling import SamplingParams, tree_uniforms
 from speccompile.errors import RuntimeFault
 from speccompile.runtime import logits_processors as processors
-from speccompile.runtime.host_verify import judge_shaped
-from speccompile.runtime.logits_processors import Shaper, TreeLaws, keep_likely
+from speccompile.runtime.host_verify import verify_on_host
+from speccompile.runtime.logits_processors import LogitsProcessor, TreeDists, keep_likely
 from speccompile.runtime.slots import Slot
-from tests.core.law_lab import CHAIN, NUM_TOKENS, PROMPT, TREE, VOCAB, p_value, propose, tables
+from tests.core.distribution_lab import CHAIN, NUM_TOKENS, PROMPT, TREE, VOCAB, p_value, propose, tables
 
 BATCH = 3000
 RIGHT, WRONG = 1e-3, 1e-6  # p-values; the draws are seeded, so neither bound is a matter of luck
@@ -33,8 +33,8 @@ ALL = SamplingParams(
 HOT = SamplingParams(temperature=1.3, min_p=0.15, frequency_penalty=-0.9, repetition_penalty=0.8)
 
 
-def naive_law(row: np.ndarray, prompt: list[int], text: list[int], params: SamplingParams) -> list[float]:
-    """The law behind `prompt + text`, token by token."""
+def naive_dist(row: np.ndarray, prompt: list[int], text: list[int], params: SamplingParams) -> list[float]:
+    """The distribution behind `prompt + text`, token by token."""
     logits = [float(v) for v in row]
     for token, bias in dict(params.logit_bias).items():
         logits[token] += bias
@@ -58,14 +58,14 @@ def naive_law(row: np.ndarray, prompt: list[int], text: list[int], params: Sampl
 
 
 def exact_joint(params: SamplingParams) -> np.ndarray:
-    """[VOCAB ** NUM_TOKENS] float64: the law of the text behind PROMPT, by enumeration."""
+    """[VOCAB ** NUM_TOKENS] float64: the distribution of the text behind PROMPT, by enumeration."""
     joint = np.ones((VOCAB,) * NUM_TOKENS)
     for text in np.ndindex(*joint.shape):
         tokens = [*PROMPT, *map(int, text)]
         for at, token in enumerate(text):
             end = len(PROMPT) + at
             row = tables()[0][tokens[end - 2], tokens[end - 1]]
-            joint[text] *= naive_law(row, list(PROMPT), tokens[len(PROMPT) : end], params)[token]
+            joint[text] *= naive_dist(row, list(PROMPT), tokens[len(PROMPT) : end], params)[token]
     return joint.reshape(-1)
 
 
@@ -79,7 +79,7 @@ def emit(form: tuple[int, ...], sampled: bool, params: SamplingParams, batch: in
         tree, contexts = propose(form, ends[:, 0], ends[:, 1], seeds, last, sampled)
         logits, draws = tables()[0][contexts[..., 0], contexts[..., 1]], tree_uniforms(seeds, last, tree)
         graph = Verdict(np.zeros_like(tree.tokens), np.zeros(len(todo), np.int64), np.zeros(len(todo), np.int64))
-        verdict = judge_shaped(graph, tree, todo, range(len(todo)), logits, draws, tree.draft_probs)
+        verdict = verify_on_host(graph, tree, todo, range(len(todo)), logits, draws, tree.draft_probs)
         for place, slot in enumerate(todo):
             slot.tokens += [*tree.tokens_on(place, verdict.path[place, 1:]), int(verdict.next_token[place])]
     return np.array([slot.tokens[len(PROMPT) : len(PROMPT) + NUM_TOKENS] for slot in slots])
@@ -92,7 +92,7 @@ def emit(form: tuple[int, ...], sampled: bool, params: SamplingParams, batch: in
     [((-1,), False), (CHAIN, True), (TREE, True), (TREE, False)],
     ids=["plain", "chain", "tree", "top"],
 )
-def test_emitted_tokens_follow_the_exact_law(form, sampled, params):
+def test_emitted_tokens_follow_the_exact_dist(form, sampled, params):
     assert p_value(emit(form, sampled, params, BATCH), exact_joint(params)) > RIGHT
 
 
@@ -108,8 +108,10 @@ def test_greedy_text_is_the_likeliest_token_after_penalties(sampled):
     params = replace(ALL, temperature=0.0)
     tokens = list(PROMPT)
     for _ in range(NUM_TOKENS):
-        law = naive_law(tables()[0][tokens[-2], tokens[-1]], list(PROMPT), tokens[2:], replace(params, temperature=1.0))
-        tokens.append(int(np.argmax(law)))
+        dist = naive_dist(
+            tables()[0][tokens[-2], tokens[-1]], list(PROMPT), tokens[2:], replace(params, temperature=1.0)
+        )
+        tokens.append(int(np.argmax(dist)))
     unshaped = [*PROMPT]
     for _ in range(NUM_TOKENS):
         unshaped.append(int(tables()[0][unshaped[-2], unshaped[-1]].argmax()))
@@ -118,28 +120,28 @@ def test_greedy_text_is_the_likeliest_token_after_penalties(sampled):
         assert emit(form, sampled, params, 3).tolist() == [tokens[2:]] * 3
 
 
-def _blind_to_the_path(shaper, logits, path):
-    return RIGHT_LOGITS(shaper, logits, [])
+def _blind_to_the_path(logits_processor, logits, path):
+    return RIGHT_LOGITS(logits_processor, logits, [])
 
 
-def _counts_the_prompt(shaper, logits, path):
-    return RIGHT_LOGITS(shaper, logits, [*path, *PROMPT])
+def _counts_the_prompt(logits_processor, logits, path):
+    return RIGHT_LOGITS(logits_processor, logits, [*path, *PROMPT])
 
 
-def _path_without_its_end(shaper, logits, path):
-    return RIGHT_LOGITS(shaper, logits, path[:-1])
+def _path_without_its_end(logits_processor, logits, path):
+    return RIGHT_LOGITS(logits_processor, logits, path[:-1])
 
 
-def _bias_behind_penalties(shaper, logits, path):
-    ids, biases = shaper._bias
+def _bias_behind_penalties(logits_processor, logits, path):
+    ids, biases = logits_processor._bias
     taken = logits.copy()
     taken[ids] -= biases
-    shaped = RIGHT_LOGITS(shaper, taken, path)
-    shaped[ids] += biases
-    return shaped
+    processed = RIGHT_LOGITS(logits_processor, taken, path)
+    processed[ids] += biases
+    return processed
 
 
-RIGHT_LOGITS = Shaper.logits
+RIGHT_LOGITS = LogitsProcessor.logits
 
 
 @pytest.mark.distribution
@@ -147,12 +149,12 @@ RIGHT_LOGITS = Shaper.logits
     "wrong", [_blind_to_the_path, _counts_the_prompt, _path_without_its_end, _bias_behind_penalties]
 )
 def test_wrong_shapes_are_noticed(wrong, monkeypatch):
-    # Strong penalties: the law moves far enough for few draws to tell.
+    # Strong penalties: the distribution moves far enough for few draws to tell.
     params = replace(
         ALL, frequency_penalty=1.8, repetition_penalty=2.5, logit_bias={1: 2.0, 2: -1.0}, top_k=0, min_p=0.0
     )
     assert p_value(emit(CHAIN, True, params, BATCH), exact_joint(params)) > RIGHT
-    monkeypatch.setattr(Shaper, "logits", wrong)
+    monkeypatch.setattr(LogitsProcessor, "logits", wrong)
     assert p_value(emit(CHAIN, True, params, BATCH), exact_joint(params)) < WRONG
 
 
@@ -163,7 +165,7 @@ def test_a_wrong_min_p_is_noticed(monkeypatch):
 
 
 @pytest.mark.export
-def test_laws_are_those_of_transformers():
+def test_dists_are_those_of_transformers():
     torch = pytest.importorskip("torch")
     from transformers import generation
 
@@ -189,28 +191,30 @@ def test_laws_are_those_of_transformers():
         chain.append(generation.TopPLogitsWarper(params.top_p))
         chain.append(generation.MinPLogitsWarper(params.min_p))
         wanted = torch.softmax(chain(torch.tensor([tokens]), torch.tensor(logits)[None].clone()), -1)[0].numpy()
-        shaper = Shaper(params, 6, vocab)
-        shaper.read(tokens[:5])
-        shaper.read(tokens[:9])
-        np.testing.assert_allclose(shaper.law(logits, tokens[9:]), wanted, atol=2e-6)
+        logits_processor = LogitsProcessor(params, 6, vocab)
+        logits_processor.read(tokens[:5])
+        logits_processor.read(tokens[:9])
+        np.testing.assert_allclose(logits_processor.dist(logits, tokens[9:]), wanted, atol=2e-6)
 
 
 def test_openai_penalties_count_the_text_alone():
     params = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
-    shaper = Shaper(params, 2, 5)
-    shaper.read([0, 1, 2, 2, 3])
+    logits_processor = LogitsProcessor(params, 2, 5)
+    logits_processor.read([0, 1, 2, 2, 3])
     zeros = np.zeros(5, dtype=np.float32)
-    np.testing.assert_allclose(shaper.logits(zeros, []), [0, 0, -1.0, -0.75, 0])
-    np.testing.assert_allclose(shaper.logits(zeros, [3, 4]), [0, 0, -1.0, -1.0, -0.75])
-    np.testing.assert_allclose(shaper.logits(zeros, []), [0, 0, -1.0, -0.75, 0])  # a path is not taken in
+    np.testing.assert_allclose(logits_processor.logits(zeros, []), [0, 0, -1.0, -0.75, 0])
+    np.testing.assert_allclose(logits_processor.logits(zeros, [3, 4]), [0, 0, -1.0, -1.0, -0.75])
+    np.testing.assert_allclose(logits_processor.logits(zeros, []), [0, 0, -1.0, -0.75, 0])  # a path is not taken in
 
 
 def test_only_nodes_on_the_way_are_shaped():
-    shaper = Shaper(SamplingParams(temperature=1.0, presence_penalty=2.0), 1, 6)
-    shaper.read([0])
-    laws = TreeLaws(shaper, np.array([0, 4, 5, 3]), np.array([-1, 0, 0, 1]), np.zeros((4, 6), dtype=np.float32))
-    assert laws[3][[3, 4]] == pytest.approx(laws[3][0] * np.exp(-2)) and laws[3][5] == laws[3][0]
-    assert len(laws._laws) == 1
+    logits_processor = LogitsProcessor(SamplingParams(temperature=1.0, presence_penalty=2.0), 1, 6)
+    logits_processor.read([0])
+    dists = TreeDists(
+        logits_processor, np.array([0, 4, 5, 3]), np.array([-1, 0, 0, 1]), np.zeros((4, 6), dtype=np.float32)
+    )
+    assert dists[3][[3, 4]] == pytest.approx(dists[3][0] * np.exp(-2)) and dists[3][5] == dists[3][0]
+    assert len(dists._dists) == 1
 
 
 def test_min_p_keeps_what_is_near_the_top():
@@ -229,7 +233,7 @@ def test_a_bias_is_named_once_and_in_order():
 
 
 @pytest.mark.parametrize(
-    ("fields", "is_shaped"),
+    ("fields", "needs_logits"),
     [
         ({}, False),
         ({"temperature": 1.0, "top_k": 5, "top_p": 0.5}, False),
@@ -241,8 +245,8 @@ def test_a_bias_is_named_once_and_in_order():
         ({"logit_bias": {0: 0.0}}, True),
     ],
 )
-def test_a_law_is_shaped_where_it_needs_more_than_the_graph_knows(fields, is_shaped):
-    assert SamplingParams(**fields).is_shaped is is_shaped
+def test_a_dist_is_shaped_where_it_needs_more_than_the_graph_knows(fields, needs_logits):
+    assert SamplingParams(**fields).needs_logits is needs_logits
 
 
 @pytest.mark.parametrize(
@@ -265,10 +269,10 @@ def test_values_out_of_range_are_refused(fields, message):
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e-45, 1e-20, 1e20, 1e39, 1e300])
 @pytest.mark.parametrize("temperature", [0.0, 1e-19, 0.5, 1e30])
-def test_extreme_penalties_leave_a_law(penalty, temperature):
+def test_extreme_penalties_leave_a_dist(penalty, temperature):
     params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
-    shaper = Shaper(params, 3, 5)
-    shaper.read([0, 1, 2])
+    logits_processor = LogitsProcessor(params, 3, 5)
+    logits_processor.read([0, 1, 2])
     logits = np.array([324.0, -324.0, 0.0, -np.inf, 5.0], dtype=np.float32)
-    law = shaper.law(logits, [4])
-    assert np.isfinite(law).all() and law.sum() == pytest.approx(1, abs=1e-6) and law[3] == 0
+    dist = logits_processor.dist(logits, [4])
+    assert np.isfinite(dist).all() and dist.sum() == pytest.approx(1, abs=1e-6) and dist[3] == 0

@@ -20,10 +20,10 @@ from speccompile.runtime.records import EngineRecord, RecipeRecord, TargetRecord
 
 SPEC = {
     "name": "target", "inputs": [{"name": "tokens", "dims": ["batch", 1], "dtype": "int64"}], "outputs": [],
-    "caches": ["k"], "vocab_size": 8, "max_rows": 4, "borrowed": [{"name": "a", "cache": "b", "lender": "target"}],
+    "caches": ["k"], "vocab_size": 8, "max_rows": 4, "borrowed": [{"name": "a", "cache": "b", "owner": "target"}],
 }  # fmt: skip
 MANIFEST: Any = {
-    "schema_version": 1,
+    "schema_version": 2,
     "recipe": {
         "target": {"model": "m"},
         "engine": {"backend": "onnxruntime", "max_batch_size": 1, "max_seq_len": 32, "max_draft_nodes": 4},
@@ -160,7 +160,7 @@ def test_what_a_manifest_records_is_read_with_types_and_defaults() -> None:
 def test_keys_of_other_versions_and_nulls_are_no_hindrance() -> None:
     """A section may hold what this version does not know, and null where a key may be missing."""
     recipe = {**MANIFEST["recipe"], "later": 1, "target": None, "decoding": None}
-    recipe["engine"] = {**recipe["engine"], "flavour": "auto", "threads": None, "device": None}
+    recipe["engine"] = {**recipe["engine"], "variant": "auto", "threads": None, "device": None}
     graph = {**MANIFEST["graphs"]["target"], "form": "int8", "dims": {"max_positions": 64, "hidden": 8}, "tuning": None}
     manifest = {**MANIFEST, "recipe": recipe, "graphs": {"target": graph}}
     check_types("m", manifest)

@@ -8,7 +8,7 @@ import pytest
 
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
-from speccompile.core.specs import GUESS_PROBS, GUESSES, TOKENS
+from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, TOKENS
 from speccompile.runtime.requests import Request
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import DraftEngine, TimedEngine
@@ -102,7 +102,7 @@ def test_drafts_that_spoil_the_targets_rows_do_not_end_the_request():
 
     def proposes_bad(feeds, first_slot=0):
         outputs = dict(run(feeds, first_slot))
-        outputs[GUESSES] = np.full_like(outputs[GUESSES], BAD)
+        outputs[CANDIDATES] = np.full_like(outputs[CANDIDATES], BAD)
         return outputs
 
     draft.run = proposes_bad
@@ -121,9 +121,11 @@ def test_a_draft_without_numbers_does_not_touch_the_text_nor_later_drafts(kind, 
     engine = make_engine(kind, bad_target=False, bad_draft=True)
     spoilt = engine.generate([SPOILT] * 3, params)
     assert {g.finish_reason for g in spoilt} == {"length"}
-    if params.is_greedy and not params.is_shaped:
+    if params.is_greedy and not params.needs_logits:
         assert [g.tokens for g in spoilt] == [greedy(SPOILT, 12)] * 3
-    assert np.isfinite(engine.engines[1].run({TOKENS: np.array([[1]]), "lengths": np.array([0])})[GUESS_PROBS]).all()
+    assert np.isfinite(
+        engine.engines[1].run({TOKENS: np.array([[1]]), "lengths": np.array([0])})[CANDIDATE_PROBS]
+    ).all()
     if params.is_greedy:  # what was drawn follows draft lengths offline, and these follow what was learnt
         results, wanted = engine.generate(CLEAN, params), fresh.generate(CLEAN, params)
         assert [g.tokens for g in results] == [g.tokens for g in wanted]
@@ -138,9 +140,9 @@ def test_a_scheduler_keeps_nothing_of_what_was_spoilt(kind, name):
     bench = Bench(kind=kind)
     bench.target.bad = BAD
     for spoilt in ([*prefix, BAD, 5], [*prefix, BAD], SPOILT, [*prefix[:18], BAD, 5, 6]):
-        ticket, beside = bench.submit(spoilt, sampling=params), bench.submit([*prefix, 5], sampling=params)
+        handle, beside = bench.submit(spoilt, sampling=params), bench.submit([*prefix, 5], sampling=params)
         bench.finish()
-        last = bench.pieces[ticket.number][0][-1]
+        last = bench.step_outputs[handle.number][0][-1]
         assert last.finish_reason == "error" and "not finite" in last.error
         assert bench.tokens(beside) == wanted
         assert not any(BAD in tokens for _, tokens in bench.scheduler.places.kept.items())
@@ -154,9 +156,9 @@ def test_a_scheduler_keeps_nothing_of_what_was_spoilt(kind, name):
 def test_a_spoilt_prompt_that_is_cancelled_while_it_is_read_leaves_nothing():
     bench = Bench(chunk=4)
     bench.target.bad = BAD
-    ticket = bench.submit([1, 2, BAD, 4] * 10)
+    handle = bench.submit([1, 2, BAD, 4] * 10)
     bench.step()
-    bench.take(bench.scheduler.cancel(ticket))
+    bench.take(bench.scheduler.cancel(handle))
     assert not (bench.target.cache == BAD).any()
     assert bench.ask([1, 2, 3])[0] == greedy([1, 2, 3], 8)
 
@@ -168,11 +170,11 @@ def test_a_service_answers_the_others(serve):  # noqa: F811
     for i, sink in enumerate(sinks):
         service.submit(Request(SPOILT if i % 2 else CLEAN[0], SAMPLINGS["greedy"]), sink)
     for i, sink in enumerate(sinks):
-        pieces = sink.wait()
+        step_outputs = sink.wait()
         if i % 2:
-            assert pieces[-1].finish_reason == "error" and "not finite" in pieces[-1].error
+            assert step_outputs[-1].finish_reason == "error" and "not finite" in step_outputs[-1].error
         else:
-            assert [t for p in pieces for t in p.tokens] == greedy(CLEAN[0], 12)
+            assert [t for p in step_outputs for t in p.tokens] == greedy(CLEAN[0], 12)
     assert service.stats()["is_open"]
 
 

@@ -36,11 +36,11 @@ def test_a_long_prompt_does_not_stall_those_that_decode():
 
 def test_short_prompts_join_together_up_to_a_chunk():
     bench = Bench(slots=3)
-    tickets = [bench.submit([i, i + 1, i + 2, i + 3]) for i in range(5)]
+    handles = [bench.submit([i, i + 1, i + 2, i + 3]) for i in range(5)]
     bench.step()
-    assert [len(bench.tokens(ticket)) > 0 for ticket in tickets] == [True] * 3 + [False] * 2
+    assert [len(bench.tokens(handle)) > 0 for handle in handles] == [True] * 3 + [False] * 2
     bench.finish()
-    assert [bench.tokens(t) for t in tickets] == [greedy([i, i + 1, i + 2, i + 3], 8) for i in range(5)]
+    assert [bench.tokens(t) for t in handles] == [greedy([i, i + 1, i + 2, i + 3], 8) for i in range(5)]
 
 
 def test_the_next_turn_of_a_chat_reads_only_what_is_new():
@@ -80,9 +80,9 @@ def test_outputs_of_one_request_share_its_prompt():
     bench = Bench(max_seq=120, slots=4)
     hot = SamplingParams(max_new_tokens=9, temperature=1.2, seed=7)
     prompt = numbers(50)
-    ticket = bench.submit(prompt, sampling=hot, num_outputs=4)
+    handle = bench.submit(prompt, sampling=hot, num_outputs=4)
     bench.finish()
-    texts = [bench.tokens(ticket, i) for i in range(4)]
+    texts = [bench.tokens(handle, i) for i in range(4)]
     for i, text in enumerate(texts):
         alone = SamplingParams(max_new_tokens=9, temperature=1.2, seed=7 + i)
         [wanted] = make_engine(max_seq=120).generate([prompt], alone, speculative=False)
@@ -117,12 +117,12 @@ def test_full_places_keep_what_leaves_them_for_the_next_turn():
     bench = Bench(max_seq=120, slots=3)
     chats = [numbers(20 + i, seed=i) for i in range(3)]
     for _ in range(4):
-        tickets = [bench.submit(c, sampling=SamplingParams(max_new_tokens=3 + i)) for i, c in enumerate(chats)]
+        handles = [bench.submit(c, sampling=SamplingParams(max_new_tokens=3 + i)) for i, c in enumerate(chats)]
         bench.finish()
         bench.check()
-        for chat, ticket in zip(chats, tickets, strict=True):
-            assert bench.tokens(ticket) == greedy(chat, len(bench.tokens(ticket)))
-            chat += [*bench.tokens(ticket), 3]
+        for chat, handle in zip(chats, handles, strict=True):
+            assert bench.tokens(handle) == greedy(chat, len(bench.tokens(handle)))
+            chat += [*bench.tokens(handle), 3]
     assert bench.scheduler.counters.num_prefix_hits == 9
 
 
@@ -169,9 +169,9 @@ def test_a_forbidden_or_bounded_draft_gives_the_same_text():
     texts = []
     for limit, speculation in ((0, "auto"), (2, "auto"), (None, "auto"), (None, "off"), (0, "on")):
         planner.limit, planner.seen = limit, []
-        ticket = bench.submit([1, 2, 3], sampling=hot, speculation=speculation)
+        handle = bench.submit([1, 2, 3], sampling=hot, speculation=speculation)
         bench.finish()
-        texts.append(bench.tokens(ticket))
+        texts.append(bench.tokens(handle))
         drafted = {num for _, [num] in planner.seen}
         bound = {"auto": 9 if limit is None else limit, "on": FORCED_LENGTH, "off": 0}[speculation]
         assert max(drafted) <= bound and (max(drafted) > 0) == (bound > 0)
@@ -205,10 +205,10 @@ def test_who_wants_drafts_gets_them_though_a_method_would_decline(limit):
     for speculation in ("auto", "on"):
         bench = Bench(Planner(), slots=2)
         bench.scheduler.engine.proposer = declining = Declining(bench.scheduler.engine.proposer)
-        tickets = [bench.submit([1, 2, 3], sampling=params, speculation=word) for word in (speculation, "auto")]
+        handles = [bench.submit([1, 2, 3], sampling=params, speculation=word) for word in (speculation, "auto")]
         bench.finish()
-        assert bench.tokens(tickets[0]) == bench.tokens(tickets[1])
-        ends = [bench.pieces[ticket.number][0][-1].stats for ticket in tickets]
+        assert bench.tokens(handles[0]) == bench.tokens(handles[1])
+        ends = [bench.step_outputs[handle.number][0][-1].stats for handle in handles]
         drafted[speculation] = [end["num_draft_tokens"] for end in ends]
         most = {0: [FORCED_LENGTH, 0], 2: [2, 2], None: [FORCED_LENGTH] * 2}[limit]
         if speculation == "on":
@@ -234,29 +234,31 @@ def test_neighbours_and_their_coming_and_going_do_not_change_a_sampled_text():
     [wanted] = make_engine().generate([[1, 2, 3]], hot, speculative=False)
     for seed in range(4):
         rng, bench = random.Random(seed), Bench(slots=4)
-        ticket = bench.submit([1, 2, 3], sampling=hot)
+        handle = bench.submit([1, 2, 3], sampling=hot)
         while bench.scheduler.has_work:
             if rng.random() < 0.4:
                 heat = rng.choice((0.0, 1.0))
                 params = SamplingParams(max_new_tokens=rng.randint(1, 9), temperature=heat, seed=rng.randint(0, 99))
-                if len(bench.tickets) < 12:
+                if len(bench.handles) < 12:
                     bench.submit(numbers(rng.randint(1, 30), seed), sampling=params)
             bench.step()
-        assert bench.tokens(ticket) == wanted.tokens
+        assert bench.tokens(handle) == wanted.tokens
 
 
 def test_a_trace_shows_the_tree_and_what_was_kept_of_it():
     bench = Bench()
-    ticket = bench.submit([1, 2, 3], wants_trace=True)
+    handle = bench.submit([1, 2, 3], wants_trace=True)
     bench.finish()
     root = 3
-    for piece in bench.pieces[ticket.number][0]:
-        trace = piece.trace
+    for step_output in bench.step_outputs[handle.number][0]:
+        trace = step_output.trace
         assert trace.tokens[0] == root and trace.path[0] == 0 and trace.parents[0] == -1
-        assert len(trace.tokens) == len(trace.texts) == piece.num_draft_tokens + 1
-        assert [*(trace.tokens[node] for node in trace.path[1:]), trace.next_token][: len(piece.tokens)] == piece.tokens
-        assert piece.is_bonus == (0 < piece.num_accepted == piece.num_draft_tokens)
-        root = piece.tokens[-1]
+        assert len(trace.tokens) == len(trace.texts) == step_output.num_draft_tokens + 1
+        assert [*(trace.tokens[node] for node in trace.path[1:]), trace.next_token][
+            : len(step_output.tokens)
+        ] == step_output.tokens
+        assert step_output.is_bonus == (0 < step_output.num_accepted == step_output.num_draft_tokens)
+        root = step_output.tokens[-1]
 
 
 def test_a_fault_while_a_prompt_is_read_ends_that_request_alone(monkeypatch):
@@ -273,8 +275,8 @@ def test_a_fault_while_a_prompt_is_read_ends_that_request_alone(monkeypatch):
     monkeypatch.setattr(bench.target, "run", failing)
     two = bench.submit([4, 5, 6])
     bench.step()
-    assert [p.finish_reason for p in bench.pieces[two.number][0]] == ["error"]
-    assert "a fault" in bench.pieces[two.number][0][0].error
+    assert [p.finish_reason for p in bench.step_outputs[two.number][0]] == ["error"]
+    assert "a fault" in bench.step_outputs[two.number][0][0].error
     monkeypatch.undo()
     three = bench.submit([7, 8, 9])
     bench.finish()
@@ -284,8 +286,8 @@ def test_a_fault_while_a_prompt_is_read_ends_that_request_alone(monkeypatch):
 @pytest.mark.parametrize("by", ["end", "cancel"])
 def test_a_cache_that_cannot_be_moved_ends_who_decodes_and_no_other(monkeypatch, by):
     bench = Bench(slots=3, max_seq=120)
-    tickets = [bench.submit(numbers(20, i), sampling=SamplingParams(max_new_tokens=30 + 20 * i)) for i in range(3)]
-    while not bench.tokens(tickets[2]):
+    handles = [bench.submit(numbers(20, i), sampling=SamplingParams(max_new_tokens=30 + 20 * i)) for i in range(3)]
+    while not bench.tokens(handles[2]):
         bench.step()
 
     def failing(*places):
@@ -293,9 +295,9 @@ def test_a_cache_that_cannot_be_moved_ends_who_decodes_and_no_other(monkeypatch,
 
     monkeypatch.setattr(bench.target, "swap_slots", failing)
     if by == "cancel":
-        bench.take(bench.scheduler.cancel(tickets[0]))
+        bench.take(bench.scheduler.cancel(handles[0]))
     bench.finish()
-    ends = [bench.pieces[t.number][0][-1].finish_reason for t in tickets]
+    ends = [bench.step_outputs[t.number][0][-1].finish_reason for t in handles]
     assert ends == ["cancelled" if by == "cancel" else "length", "error", "error"]
     monkeypatch.undo()
     bench.check()
@@ -335,12 +337,12 @@ def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_tur
             outputs = rng.choice((1, 1, 1, 2, 4))
             stops = tuple(rng.sample(range(VOCAB), rng.choice((0, 0, 3))))
             params = SamplingParams(max_new_tokens=rng.randint(1, 6), stop_token_ids=stops)
-            ticket = bench.submit(chats[chat], sampling=params, timeout_s=timeout, num_outputs=outputs)
+            handle = bench.submit(chats[chat], sampling=params, timeout_s=timeout, num_outputs=outputs)
             chats[chat] = [*chats[chat], *greedy(chats[chat], 3), *numbers(rng.randint(0, 5), turn)]
             if len(chats[chat]) > 50:
                 chats[chat] = numbers(rng.randint(1, 20), turn)
-        elif what < 0.4 and bench.tickets:
-            bench.take(bench.scheduler.cancel(rng.choice(bench.tickets[-12:])))
+        elif what < 0.4 and bench.handles:
+            bench.take(bench.scheduler.cancel(rng.choice(bench.handles[-12:])))
         elif what < 0.42:
             armed[:] = [rng.choice(("prompt", "step", "move"))]
             bench.step()
@@ -352,13 +354,13 @@ def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_tur
     bench.finish()
     bench.check()
     reasons = Counter()
-    for ticket in bench.tickets:
-        prompt = ticket.request.prompt
-        for output in range(ticket.request.num_outputs):
-            pieces, tokens = bench.pieces[ticket.number][output], bench.tokens(ticket, output)
-            assert [p.finish_reason is None for p in pieces] == [True] * (len(pieces) - 1) + [False]
+    for handle in bench.handles:
+        prompt = handle.request.prompt
+        for output in range(handle.request.num_outputs):
+            step_outputs, tokens = bench.step_outputs[handle.number][output], bench.tokens(handle, output)
+            assert [p.finish_reason is None for p in step_outputs] == [True] * (len(step_outputs) - 1) + [False]
             assert tokens == greedy(prompt, len(tokens))
-            reasons[pieces[-1].finish_reason] += 1
+            reasons[step_outputs[-1].finish_reason] += 1
     scheduler = bench.scheduler
     assert reasons == scheduler.counters.finished
     assert set(reasons) == {
@@ -370,4 +372,4 @@ def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_tur
     }
     assert min(reasons.values()) > num_turns // 500 and scheduler.counters.num_prefix_hits > num_turns // 50
     assert not (scheduler.queue or scheduler.places.active or scheduler.places.reading or scheduler.num_waiting)
-    assert not scheduler._tickets and len(scheduler._deadlines) < 60
+    assert not scheduler._handles and len(scheduler._deadlines) < 60

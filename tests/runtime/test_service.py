@@ -31,22 +31,22 @@ def serve():
 
 
 class Sink:
-    """Takes pieces; `wait` until all outputs have ended."""
+    """Takes outputs of steps; `wait` until all outputs have ended."""
 
     def __init__(self, num_outputs=1):
-        self.pieces, self._left, self._done = [], num_outputs, threading.Event()
+        self.step_outputs, self._left, self._done = [], num_outputs, threading.Event()
         self.started = threading.Event()
 
-    def __call__(self, piece):
-        self.pieces.append(piece)
+    def __call__(self, step_output):
+        self.step_outputs.append(step_output)
         self.started.set()
-        self._left -= piece.finish_reason is not None
+        self._left -= step_output.finish_reason is not None
         if self._left == 0:
             self._done.set()
 
     def wait(self):
         assert self._done.wait(30)
-        return self.pieces
+        return self.step_outputs
 
 
 def test_many_requests_at_once_get_their_own_texts(serve):
@@ -56,10 +56,10 @@ def test_many_requests_at_once_get_their_own_texts(serve):
     for i, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
         service.submit(Request(prompt, greedy(5 + i)), sink)
     for i, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
-        pieces = sink.wait()
-        assert "".join(p.text for p in pieces) == text(prompt, 5 + i)
-        assert [t for p in pieces for t in p.tokens] == TARGET.greedy(Letters().encode(prompt).ids, 5 + i)
-        assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + ["length"]
+        step_outputs = sink.wait()
+        assert "".join(p.text for p in step_outputs) == text(prompt, 5 + i)
+        assert [t for p in step_outputs for t in p.tokens] == TARGET.greedy(Letters().encode(prompt).ids, 5 + i)
+        assert [p.finish_reason for p in step_outputs] == [None] * (len(step_outputs) - 1) + ["length"]
     stats = service.stats()
     assert stats["num_finished"] == {"length": len(prompts)} and stats["num_requests"] == len(prompts)
     assert stats["num_tokens"] == sum(5 + i for i in range(len(prompts)))
@@ -72,16 +72,16 @@ def test_streams_and_completions_in_an_event_loop(serve):
     async def all_of_it():
         one = service.generate(Request("abc", greedy(20)))
         three = service.generate(Request("dab", greedy(9, temperature=1.0, seed=5), num_outputs=3))
-        pieces = [piece async for _, piece in service.stream(Request("xx", greedy(7)))]
-        return await one, await three, pieces
+        step_outputs = [step_output async for _, step_output in service.stream(Request("xx", greedy(7)))]
+        return await one, await three, step_outputs
 
-    [one], three, pieces = asyncio.run(all_of_it())
+    [one], three, step_outputs = asyncio.run(all_of_it())
     assert (one.text, one.finish_reason, one.error) == (text("abc", 20), "length", None)
     assert [c.index for c in three] == [0, 1, 2] and len({c.text for c in three}) > 1
     alone = make_engine().generate("dab", greedy(9, temperature=1.0, seed=6), speculative=False)[0]
     assert three[1].tokens == alone.tokens
-    assert "".join(p.text for p in pieces) == text("xx", 7)
-    stats = pieces[-1].stats
+    assert "".join(p.text for p in step_outputs) == text("xx", 7)
+    stats = step_outputs[-1].stats
     assert stats["num_tokens"] == 7 and stats["num_prompt_tokens"] == 2 and stats["num_reused_tokens"] == 0
     assert 0 <= stats["queue_ms"] <= stats["time_to_first_token_ms"]
 
@@ -89,43 +89,43 @@ def test_streams_and_completions_in_an_event_loop(serve):
 def test_a_stream_that_is_closed_cancels_its_request(serve):
     service = serve(max_seq=4096)
 
-    async def first_piece():
+    async def first_step_output():
         async with service.stream(Request("abc", greedy(4000))) as stream:
             return (await anext(stream))[1]
 
-    assert asyncio.run(first_piece()).finish_reason is None
+    assert asyncio.run(first_step_output()).finish_reason is None
     while service.stats()["num_active"]:
         pass
     assert service.stats()["num_finished"] == {"cancelled": 1}
 
 
-def test_cancel_is_idempotent_and_gives_each_output_one_last_piece(serve):
+def test_cancel_is_idempotent_and_gives_each_output_one_last_step_output(serve):
     service = serve(max_seq=4096)
     sink, waiting = Sink(3), Sink()
-    ticket = service.submit(Request("abc", greedy(4000), num_outputs=3), sink)
+    handle = service.submit(Request("abc", greedy(4000), num_outputs=3), sink)
     behind = service.submit(Request("abc", greedy(4)), waiting)
     assert sink.started.wait(30)
     service.cancel(behind)
-    service.cancel(ticket)
-    service.cancel(ticket)
+    service.cancel(handle)
+    service.cancel(handle)
     ends = [p for p in sink.wait() if p.finish_reason]
     assert sorted(p.output_index for p in ends) == [0, 1, 2]
     assert {p.finish_reason for p in ends} == {"cancelled"} == {p.finish_reason for p in waiting.wait()}
-    service.cancel(ticket)
+    service.cancel(handle)
     assert service.stats()["num_finished"] == {"cancelled": 4}
 
 
 def test_a_full_queue_is_busy(serve):
     service = serve(ServiceOptions(max_queue=2), slots=1, max_seq=4096)
     first = Sink()
-    ticket = service.submit(Request("abc", greedy(4000)), first)
+    handle = service.submit(Request("abc", greedy(4000)), first)
     assert first.started.wait(30)
     sinks = [Sink(), Sink()]
     for sink in sinks:
         service.submit(Request("dab", greedy(3)), sink)
     with pytest.raises(Busy, match=r"queue: got 2 waiting requests; expected less than 2\. Send the request again"):
         service.submit(Request("dab", greedy(3)), Sink())
-    service.cancel(ticket)
+    service.cancel(handle)
     assert all(sink.wait()[-1].finish_reason == "length" for sink in sinks)
     assert service.stats()["num_busy"] == 1
 
@@ -136,8 +136,8 @@ def test_a_timeout_ends_a_request_and_keeps_its_text(serve):
     service.submit(Request("abc", greedy(19000)), sink)
     service.submit(Request("abc", greedy(4), timeout_s=0.01), late)
     assert sink.wait()[-1].finish_reason == late.wait()[-1].finish_reason == "timeout"
-    got = [t for p in sink.pieces for t in p.tokens]
-    assert got == TARGET.greedy([0, 1, 2], len(got)) and sink.pieces[-1].stats["num_tokens"] == len(got)
+    got = [t for p in sink.step_outputs for t in p.tokens]
+    assert got == TARGET.greedy([0, 1, 2], len(got)) and sink.step_outputs[-1].stats["num_tokens"] == len(got)
 
 
 def test_close_drains_or_cancels_and_refuses(serve):
@@ -192,9 +192,9 @@ def test_a_fault_of_the_engine_ends_the_batch_and_the_service_goes_on(serve, mon
     assert 0 < reasons.count("error") <= 3 and set(reasons) == {"error", "length"}
     for sink, reason in zip(sinks, reasons, strict=True):
         if reason == "length":
-            assert "".join(p.text for p in sink.pieces) == text("abc", 20)
+            assert "".join(p.text for p in sink.step_outputs) == text("abc", 20)
         else:
-            assert "a fault" in sink.pieces[-1].error
+            assert "a fault" in sink.step_outputs[-1].error
     assert service.stats()["num_engine_faults"] == 1
 
 
@@ -222,8 +222,8 @@ def test_a_bug_in_the_service_leaves_nobody_waiting_and_is_told(serve, monkeypat
 def test_a_sink_that_fails_ends_its_own_request(serve):
     service, other, taken = serve(), Sink(), []
 
-    def wrong(piece):
-        taken.append(piece)
+    def wrong(step_output):
+        taken.append(step_output)
         raise TypeError("a sink that fails")
 
     service.submit(Request("abc", greedy(60)), other)
@@ -247,10 +247,10 @@ def test_a_prompt_that_cannot_join_ends_alone(serve, monkeypatch):
     monkeypatch.setattr(slots, "changed", wrong)
     for i, sink in enumerate(sinks):
         service.submit(Request("abc", greedy(20, seed=99 if i == 1 else 0)), sink)
-    pieces = [sink.wait() for sink in sinks]
-    assert pieces[1][-1].finish_reason == "error" and "OverflowError: too large" in pieces[1][-1].error
+    step_outputs = [sink.wait() for sink in sinks]
+    assert step_outputs[1][-1].finish_reason == "error" and "OverflowError: too large" in step_outputs[1][-1].error
     for i in (0, 2):
-        assert "".join(p.text for p in pieces[i]) == text("abc", 20)
+        assert "".join(p.text for p in step_outputs[i]) == text("abc", 20)
 
 
 def test_stop_strings_and_ends_are_not_shown(serve):
@@ -260,19 +260,21 @@ def test_stop_strings_and_ends_are_not_shown(serve):
     stopped, ended = Sink(), Sink()
     service.submit(Request("abc", greedy(40, stop=(stop,))), stopped)
     service.submit(Request("abc", greedy(40)), ended)
-    pieces = stopped.wait()
-    assert "".join(p.text for p in pieces) == whole[: whole.index(stop)] and pieces[-1].finish_reason == "stop"
-    pieces, wanted = ended.wait(), TARGET.greedy([0, 1, 2], 40)
-    assert [t for p in pieces for t in p.tokens] == wanted[: wanted.index(eos) + 1]
-    assert pieces[-1].finish_reason == "stop"
+    step_outputs = stopped.wait()
+    assert (
+        "".join(p.text for p in step_outputs) == whole[: whole.index(stop)] and step_outputs[-1].finish_reason == "stop"
+    )
+    step_outputs, wanted = ended.wait(), TARGET.greedy([0, 1, 2], 40)
+    assert [t for p in step_outputs for t in p.tokens] == wanted[: wanted.index(eos) + 1]
+    assert step_outputs[-1].finish_reason == "stop"
 
 
-def test_stats_can_be_asked_for_where_pieces_are_taken(serve):
+def test_stats_can_be_asked_for_where_step_outputs_are_taken(serve):
     service, seen, done = serve(), [], threading.Event()
 
-    def take(piece):
+    def take(step_output):
         seen.append(service.stats()["num_tokens"])
-        if piece.finish_reason:
+        if step_output.finish_reason:
             done.set()
 
     service.submit(Request("abc", greedy(9)), take)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots with laws of their own beside others, through the loop, on a target in numpy."""
+"""Slots with distributions of their own beside others, through the loop, on a target in numpy."""
 
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.tree import TokenTree
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.host_verify import judge_shaped
-from speccompile.runtime.logits_processors import Shaper
+from speccompile.runtime.host_verify import verify_on_host
+from speccompile.runtime.logits_processors import LogitsProcessor
 from speccompile.runtime.loop import decode, decode_one
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
@@ -19,14 +19,14 @@ from tests.mock_lm import VOCAB, MockEngine
 from tests.runtime.test_loop import MAX_SEQ, TARGET, make_proposer, make_verifier
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5, 3, 5], [8], [9, 7, 9, 3, 2, 3]]
-LAWS = [
+DISTS = [
     {"temperature": 1.0, "frequency_penalty": 0.6, "presence_penalty": 0.3},
     {"temperature": 0.8, "top_p": 0.9},
     {"repetition_penalty": 1.6},
     {},
     {"temperature": 1.2, "min_p": 0.1, "logit_bias": {4: 3.0, 7: -100.0}},
 ]
-ASKED = [SamplingParams(max_new_tokens=30 + i, seed=40 + i, **law) for i, law in enumerate(LAWS)]
+ASKED = [SamplingParams(max_new_tokens=30 + i, seed=40 + i, **dist) for i, dist in enumerate(DISTS)]
 
 
 def text_of(kind, batch, asked=ASKED, is_invariant=True, **config):
@@ -42,9 +42,9 @@ def test_drafts_and_neighbours_change_nothing():
         texts, num_drafts = text_of(kind, batch)
         assert texts == alone, (kind, batch)
         assert (num_drafts > 0) == (kind != "none")
-    others = [a if a.is_shaped else replace(a, max_new_tokens=5) for a in ASKED]
+    others = [a if a.needs_logits else replace(a, max_new_tokens=5) for a in ASKED]
     texts, _ = text_of("tree", 4, others)
-    assert [t for t, a in zip(texts, ASKED, strict=True) if a.is_shaped] == [alone[0], alone[2], alone[4]]
+    assert [t for t, a in zip(texts, ASKED, strict=True) if a.needs_logits] == [alone[0], alone[2], alone[4]]
 
 
 def test_a_greedy_penalised_text_is_the_one_written_out_by_hand():
@@ -64,7 +64,7 @@ def test_a_token_that_is_forbidden_never_comes_and_one_that_is_wanted_does():
     assert 7 not in texts[4] and texts[4].count(4) > 3
 
 
-def test_drawn_drafts_are_judged_by_the_law_that_is_asked_for():
+def test_drawn_drafts_are_judged_by_the_dist_that_is_asked_for():
     """Sampled drafts with residual acceptance: the text is another draw, whatever the batch."""
     texts, num_drafts = text_of("draft", 1, is_invariant=False, num_draft_tokens=3)
     assert num_drafts > 0 and 7 not in texts[4]
@@ -78,12 +78,14 @@ def test_the_single_sequence_oracle_agrees():
         assert [t for new in decode_one(make_verifier(1), make_proposer(kind, 1), slot) for t in new] == alone[0]
 
 
-def test_a_shaper_that_forgets_is_noticed(monkeypatch):
+def test_a_logits_processor_that_forgets_is_noticed(monkeypatch):
     strong = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 3.0}
     asked = [SamplingParams(max_new_tokens=40, temperature=1.0, seed=i, **strong) for i in range(len(PROMPTS))]
     alone, _ = text_of("none", 1, asked)
     assert text_of("tree", 1, asked)[0] == alone
-    monkeypatch.setattr(Shaper, "logits", lambda self, logits, path, right=Shaper.logits: right(self, logits, []))
+    monkeypatch.setattr(
+        LogitsProcessor, "logits", lambda self, logits, path, right=LogitsProcessor.logits: right(self, logits, [])
+    )
     assert text_of("tree", 1, asked)[0] != alone
 
 
@@ -94,10 +96,10 @@ class Compacting(MockEngine):
 
 
 def test_requests_are_checked_against_the_target():
-    verifier, shaped = make_verifier(), SamplingParams(presence_penalty=1.0)
-    assert verifier.may_draft("request", SamplingParams()) and verifier.may_draft("request", shaped)
+    verifier, processed = make_verifier(), SamplingParams(presence_penalty=1.0)
+    assert verifier.may_draft("request", SamplingParams()) and verifier.may_draft("request", processed)
     compacting = Verifier(Compacting(TARGET, "target", 2, MAX_SEQ), MAX_SEQ)
-    assert compacting.may_draft("request", SamplingParams()) and not compacting.may_draft("request", shaped)
+    assert compacting.may_draft("request", SamplingParams()) and not compacting.may_draft("request", processed)
     with pytest.raises(RuntimeFault) as fault:
         verifier.may_draft("prompt 3", SamplingParams(logit_bias={VOCAB: 1.0}))
     assert str(fault.value) == (
@@ -107,7 +109,7 @@ def test_requests_are_checked_against_the_target():
     silent.engine.spec = replace(silent.engine.spec, outputs=())
     assert silent.may_draft("request", SamplingParams(temperature=1.0))
     with pytest.raises(RuntimeFault) as fault:
-        silent.may_draft("request", shaped)
+        silent.may_draft("request", processed)
     assert str(fault.value) == (
         "request: got min_p, a penalty or a logit_bias, with a target that keeps its logits to itself; expected "
         "temperature, top_k and top_p alone. Build the bundle with engine.logits: true, or leave these out."
@@ -122,26 +124,26 @@ def test_a_slot_that_must_not_draft_is_decoded_plainly():
 
 
 def test_drawn_drafts_are_judged_on_the_host_as_the_graph_judges_them():
-    """A min_p that cuts nothing leaves the law as it is, and takes the verdict to the host."""
-    laws = [{"temperature": 1.0 + 0.1 * i} for i in range(len(PROMPTS))]
-    asked = [SamplingParams(max_new_tokens=40, seed=i, **law) for i, law in enumerate(laws)]
+    """A min_p that cuts nothing leaves the distribution as it is, and takes the verdict to the host."""
+    dists = [{"temperature": 1.0 + 0.1 * i} for i in range(len(PROMPTS))]
+    asked = [SamplingParams(max_new_tokens=40, seed=i, **dist) for i, dist in enumerate(dists)]
     on_host = [replace(params, min_p=1e-30) for params in asked]
-    assert all(params.is_shaped for params in on_host)
+    assert all(params.needs_logits for params in on_host)
     plain, _ = text_of("none", 4, asked)
     drawn, num_drafts = text_of("draft", 4, asked, is_invariant=False, num_draft_tokens=4)
     assert drawn != plain and num_drafts > 0, "these drafts are not drawn"
     assert text_of("draft", 4, on_host, is_invariant=False, num_draft_tokens=4) == (drawn, num_drafts)
 
 
-def test_a_drawn_draft_that_the_law_holds_less_often_is_refused_by_its_own_draw():
-    """Drawn from [1, 0, 0] where the law is [1/2, 1/2, 0]: kept in half the cases, else the second token follows."""
+def test_a_drawn_draft_that_the_dist_holds_less_often_is_refused_by_its_own_draw():
+    """Drawn from [1, 0, 0] where the probs is [1/2, 1/2, 0]: kept in half the cases, else the second token follows."""
     params = SamplingParams(temperature=1.0, min_p=1e-30)
     slot = Slot(0, [2], params, frozenset(), None)
     tree = TokenTree.chain(np.array([[2, 0]]))
     logits = np.log(np.array([[[0.5, 0.5, 1e-30], [1e-30, 1e-30, 1.0]]], dtype=np.float32))
-    laws = np.array([[[0, 0, 0], [1, 0, 0]]], dtype=np.float32)
+    dists = np.array([[[0, 0, 0], [1, 0, 0]]], dtype=np.float32)
     nothing = Verdict(np.zeros((1, 2), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
     for accept_draw, accepted, following in ((0.4, 1, 2), (0.6, 0, 1)):
         draws = np.array([[[0, 0.1], [accept_draw, 0.1]]], dtype=np.float32)
-        verdict = judge_shaped(nothing, tree, [slot], [0], logits, draws, laws)
+        verdict = verify_on_host(nothing, tree, [slot], [0], logits, draws, dists)
         assert (verdict.num_accepted[0], verdict.next_token[0]) == (accepted, following)

@@ -18,13 +18,13 @@ TEXTS = st.text(alphabet=st.sampled_from("ab é€😀\n字"), max_size=40)
 
 @given(TEXTS, st.lists(st.integers(1, 5), min_size=1, max_size=60))
 @settings(max_examples=200, deadline=None)
-def test_pieces_make_the_text_and_hold_no_half_character(text, cuts):
-    tokens, stream, pieces, at = list(text.encode()), TextStream(ByteTokenizer()), [], 0
+def test_step_outputs_make_the_text_and_hold_no_half_character(text, cuts):
+    tokens, stream, step_outputs, at = list(text.encode()), TextStream(ByteTokenizer()), [], 0
     for cut in [*cuts, len(tokens)]:
-        pieces.append(stream.push(tokens[at : at + cut]))
+        step_outputs.append(stream.push(tokens[at : at + cut]))
         at += cut
-    assert REPLACEMENT not in "".join(pieces)
-    assert "".join(pieces) + stream.finish() == text
+    assert REPLACEMENT not in "".join(step_outputs)
+    assert "".join(step_outputs) + stream.finish() == text
 
 
 def test_broken_bytes_come_out_at_the_end_and_before_good_ones():

@@ -42,9 +42,10 @@ async def ask(app, method, path, body=None, *, headers=(), hang_up_after=None, p
     """
     raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     size = max(1, -(-len(raw) // parts))
-    pieces = [raw[at : at + size] for at in range(0, len(raw), size)] or [b""]
+    step_outputs = [raw[at : at + size] for at in range(0, len(raw), size)] or [b""]
     messages = [
-        {"type": "http.request", "body": piece, "more_body": i + 1 < len(pieces)} for i, piece in enumerate(pieces)
+        {"type": "http.request", "body": step_output, "more_body": i + 1 < len(step_outputs)}
+        for i, step_output in enumerate(step_outputs)
     ]
     reply, hung_up = Reply(), asyncio.Event()
     if hang_up_after == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts on the target's caches must keep, whatever they draft: the target's text and the target's law."""
+"""What drafts on the target's caches must keep, whatever they draft: the target's text and the target's probs."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ def check_seeds(make: Callable[[], Lab]) -> None:
     assert texts[0] == texts[1] == texts[2]
 
 
-def check_law(lab: Lab, num: int = 1500) -> None:
-    """Two tokens behind the first follow the target's law. p < 1e-4 happens by chance once in ten thousand seeds."""
+def check_dist(lab: Lab, num: int = 1500) -> None:
+    """Two tokens behind the first follow the target's probs. p < 1e-4 happens by chance once in ten thousand seeds."""
     prompt, heat, top_k = [3, 1, 4], 0.9, 4
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     slots = lab.run([prompt] * num, params, 20)
     expected = {(): float(num)}
     for _ in range(2):
-        laws = {p: warp(TARGET.logits(np.array([*prompt, *p]))[None], [heat], [top_k], [1.0])[0] for p in expected}
+        dists = {p: warp(TARGET.logits(np.array([*prompt, *p]))[None], [heat], [top_k], [1.0])[0] for p in expected}
         expected = {
-            (*p, int(t)): mass * float(laws[p][t]) for p, mass in expected.items() for t in np.flatnonzero(laws[p])
+            (*p, int(t)): mass * float(dists[p][t]) for p, mass in expected.items() for t in np.flatnonzero(dists[p])
         }
     counts = Counter(tuple(slot.tokens[3:5]) for slot in slots)
     assert set(counts) <= set(expected)

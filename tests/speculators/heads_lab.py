@@ -74,7 +74,7 @@ def tree_by_steps(form: DraftForm, logits: Logits, state: np.ndarray, root: int)
     for _ in range(form.depth):
         fresh = []
         for above, path, parent in level:
-            for token, prob in zip(*likeliest(logits(state, above), form.num_guesses), strict=True):
+            for token, prob in zip(*likeliest(logits(state, above), form.num_candidates), strict=True):
                 drafts.append((token, prob, parent))
                 fresh.append(([*above, token], path * prob, len(drafts)))
         level = sorted(fresh, key=lambda row: -row[1])[: form.width]

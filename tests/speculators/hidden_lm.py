@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from speccompile.core.heads_specs import DraftForm, guessing_heads_spec
+from speccompile.core.heads_specs import DraftForm, candidate_heads_spec
 from speccompile.core.sampling import draw, warp
 from speccompile.core.specs import (
+    CANDIDATE_PROBS,
+    CANDIDATES,
+    CHAIN_PROBS,
     CONFIDENCES,
     DRAFT_PARENTS,
-    GUESS_PROBS,
-    GUESSES,
     HIDDEN,
     LENGTHS,
-    SAMPLED_LAWS,
     SAMPLED_TOKENS,
     START_NODES,
     TEMPERATURE,
@@ -90,18 +90,18 @@ class MockHeads:
         warping = (heat, feeds.get(TOP_K, np.zeros(batch, np.int64)), feeds.get(TOP_P, np.ones(batch)))
         draws = feeds.get(UNIFORMS, np.zeros((batch, self.num_drafts), np.float32))
         drafted = np.zeros((batch, self.num_drafts), np.int64)
-        sure, laws = drafted.astype(np.float32), np.zeros((batch, self.num_drafts + 1, VOCAB), np.float32)
+        sure, dists = drafted.astype(np.float32), np.zeros((batch, self.num_drafts + 1, VOCAB), np.float32)
         texts = [self._text(hidden[b, start[b], 0], tokens[b, 0]) for b in range(batch)]
         self.read = [list(map(int, text)) for text in texts]
         for i in range(self.num_drafts):
             logits = np.stack([self.model.logits(text) for text in texts])
-            law = warp(logits[:, None], *warping)[:, 0]
-            drafted[:, i], laws[:, i + 1] = draw(law, draws[:, i]), law
+            dist = warp(logits[:, None], *warping)[:, 0]
+            drafted[:, i], dists[:, i + 1] = draw(dist, draws[:, i]), dist
             plain = np.exp(logits - logits.max(axis=-1, keepdims=True))
             plain /= plain.sum(axis=-1, keepdims=True)
             sure[:, i] = plain[np.arange(batch), drafted[:, i]]
             texts = [np.append(text, token) for text, token in zip(texts, drafted[:, i], strict=True)]
-        return {SAMPLED_TOKENS: drafted, CONFIDENCES: sure, SAMPLED_LAWS: laws if heat.any() else laws[:, :, :1]}
+        return {SAMPLED_TOKENS: drafted, CONFIDENCES: sure, CHAIN_PROBS: dists if heat.any() else dists[:, :, :1]}
 
     def _text(self, number: float, root: int) -> np.ndarray:
         # Rows of slots that have no state yet hold zeros; what they draft is not used.
@@ -152,32 +152,32 @@ class MockTreeHeads(MockHeads):
         for _ in range(self.form.depth):
             fresh = []
             for above, path, number in level:
-                for token, prob in zip(*likeliest(self.model, above, self.form.num_guesses), strict=True):
+                for token, prob in zip(*likeliest(self.model, above, self.form.num_candidates), strict=True):
                     made.append((token, prob, number))
                     fresh.append((np.append(above, token), path * prob, len(made)))
             level = sorted(fresh, key=lambda row: -row[1])[: self.form.width]
         return tuple(list(column) for column in zip(*made, strict=True))
 
 
-class MockGuessingHeads(MockHeads):
-    """Heads that each guess the tokens of a depth: behind the likeliest text, which heads know nothing of."""
+class MockCandidateHeads(MockHeads):
+    """Heads that each candidate the tokens of a depth: behind the likeliest text, which heads know nothing of."""
 
-    def __init__(self, model: MockLM, target: MockTarget, num_heads: int, num_guesses: int, max_slots: int) -> None:
+    def __init__(self, model: MockLM, target: MockTarget, num_heads: int, num_candidates: int, max_slots: int) -> None:
         super().__init__(model, target, num_heads, max_slots)
-        self.num_guesses = num_guesses
-        self.spec = guessing_heads_spec("heads", WIDTH, VOCAB, num_heads, num_guesses)
+        self.num_candidates = num_candidates
+        self.spec = candidate_heads_spec("heads", WIDTH, VOCAB, num_heads, num_candidates)
 
     def run(self, feeds, first_slot=0):
         self.num_runs += 1
         hidden, start = feeds[HIDDEN], feeds[START_NODES]
         hidden = hidden.array if isinstance(hidden, OnDevice) else hidden
         assert set(feeds) == {HIDDEN, START_NODES}
-        shape = (len(start), self.num_drafts, self.num_guesses)
-        guesses, probs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        shape = (len(start), self.num_drafts, self.num_candidates)
+        candidates, probs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
         for slot in range(len(start)):
             text = self.target.contexts[int(hidden[slot, start[slot], 0])]
             text = np.append(text, self.model.logits(text).argmax())  # the likeliest root, as heads cannot read it
             for head in range(self.num_drafts):
-                guesses[slot, head], probs[slot, head] = likeliest(self.model, text, self.num_guesses)
-                text = np.append(text, guesses[slot, head, 0])
-        return {GUESSES: guesses, GUESS_PROBS: probs}
+                candidates[slot, head], probs[slot, head] = likeliest(self.model, text, self.num_candidates)
+                text = np.append(text, candidates[slot, head, 0])
+        return {CANDIDATES: candidates, CANDIDATE_PROBS: probs}

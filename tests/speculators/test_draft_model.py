@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
-from speccompile.core.specs import GUESS_PROBS, GUESSES, NODE_LAWS, GraphSpec
+from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS, GraphSpec
 from speccompile.core.tree import TokenTree
 from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.drawn_length import DrawnRecord
@@ -22,7 +22,7 @@ from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import Config
 from speccompile.speculators.draft_model.method import DraftModelMethod
 from tests.mock_lm import VOCAB, MockEngine, MockLM
-from tests.speculators.law_check import LEAST, decode_many, law_p_value
+from tests.speculators.distribution_check import LEAST, decode_many, fit_p_value
 
 TARGET = MockLM(seed=11, sharpness=1.2)
 DRAFT = TARGET.blurred(seed=12, blur=0.7)
@@ -33,7 +33,7 @@ HEAT = (0.9, 4, 1.0)
 
 def make_proposer(costs=None, slots=2, **config):
     context = MethodContext(slots, 96, 8, costs or {})
-    engine = MockEngine(DRAFT, "draft", slots, 96, num_guesses=1)
+    engine = MockEngine(DRAFT, "draft", slots, 96, num_candidates=1)
     return DraftModelMethod().make_proposer(Config("draft", **config), {"draft": engine}, context)
 
 
@@ -60,9 +60,9 @@ class Certain:
 
     def _after(self, depth):
         num = len(self.confidences)
-        laws = np.tile(np.eye(1, VOCAB, dtype=np.float32), (num, 1, 1))
+        dists = np.tile(np.eye(1, VOCAB, dtype=np.float32), (num, 1, 1))
         sure = np.array([row[depth] for row in self.confidences]).reshape(num, 1, 1)
-        return {GUESSES: np.zeros((num, 1, 1), dtype=np.int64), GUESS_PROBS: sure, NODE_LAWS: laws}
+        return {CANDIDATES: np.zeros((num, 1, 1), dtype=np.int64), CANDIDATE_PROBS: sure, NODE_PROBS: dists}
 
 
 def draft_lengths(confidences, costs=None, drawn=False, planned=False, odds=1.0, **config):
@@ -197,7 +197,7 @@ def test_rows_of_refused_drafts_are_read_again_even_after_steps_without_drafts()
     assert tree.tokens[0].tolist() == [6, *DRAFT.greedy(slot.tokens, 3)]
 
 
-def test_sampled_drafts_carry_the_warped_law_they_were_drawn_from():
+def test_sampled_drafts_carry_the_warped_dist_they_were_drawn_from():
     proposer = make_proposer(num_draft_tokens=2)
     params = [SamplingParams(temperature=0.8, top_k=5, seed=3), SamplingParams()]
     slots = Slots([], 2)
@@ -208,8 +208,8 @@ def test_sampled_drafts_carry_the_warped_law_they_were_drawn_from():
         proposer.start(place, slot)
     tree = proposer.propose(slots)
     tree.validate(VOCAB)
-    law = warp(DRAFT.logits(np.array([4, 5]))[None, None], [0.8], [5], [1.0])[0, 0]
-    np.testing.assert_allclose(tree.draft_probs[0, 1], law, rtol=1e-6)
+    dist = warp(DRAFT.logits(np.array([4, 5]))[None, None], [0.8], [5], [1.0])[0, 0]
+    np.testing.assert_allclose(tree.draft_probs[0, 1], dist, rtol=1e-6)
     assert np.count_nonzero(tree.draft_probs[0, 2]) == 5
     assert tree.draft_probs[1, 1, tree.tokens[1, 1]] == 1  # a greedy slot: one-hot
     greedy = make_proposer(num_draft_tokens=2, drafts="greedy")
@@ -235,10 +235,11 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
 
 
 @pytest.mark.distribution
-# `auto` stops on the tokens it has seen: that must not bend the law. Seeds are fixed; p < 1e-4 happens by chance once
+# `auto` stops on the tokens it has seen: that must not bend the distribution. Seeds are fixed; p < 1e-4 happens by
+# chance once
 # in ten thousand choices of them.
 @pytest.mark.parametrize("config", [{"num_draft_tokens": 2}, {}, {"min_confidence": 0.2}, {"drafts": "greedy"}])
-def test_three_sampled_tokens_follow_the_targets_law(config):
+def test_three_sampled_tokens_follow_the_targets_dist(config):
     num, prompt, heat, top_k = 3000, [3, 1, 4], 0.9, 4
     proposer = make_proposer(slots=20, costs=CHEAP, **config)
     verifier = Verifier(MockEngine(TARGET, "target", 20, 96, headroom=9), 96)
@@ -248,13 +249,13 @@ def test_three_sampled_tokens_follow_the_targets_law(config):
         pass
     expected = {(): float(num)}
     for _ in range(3):
-        laws = {
+        dists = {
             path: warp(TARGET.logits(np.array([*prompt, *path]))[None], [heat], [top_k], [1.0])[0] for path in expected
         }
         expected = {
-            (*path, int(t)): mass * float(laws[path][t])
+            (*path, int(t)): mass * float(dists[path][t])
             for path, mass in expected.items()
-            for t in np.flatnonzero(laws[path])
+            for t in np.flatnonzero(dists[path])
         }
     counts = Counter(tuple(slot.tokens[3:6]) for slot in waiting)
     assert set(counts) <= set(expected)
@@ -293,11 +294,11 @@ class Dropping:
 def test_an_adaptive_stop_keeps_the_targets_distribution_and_dropping_drawn_tokens_does_not(costs):
     engine = MockEngine(TARGET, "target", 20, 96, headroom=9)
     done = decode_many(engine, make_proposer(costs, 20), HEAT, 1500, 96, 7)
-    assert law_p_value(done, TARGET, HEAT) > LEAST
+    assert fit_p_value(done, TARGET, HEAT) > LEAST
     first = Counter(next(iter(slot.stats.outcomes))[0] for slot in done)
     assert sum(count > 100 for count in first.values()) > 1  # it does adapt
     wrong = Dropping(make_proposer(costs, 20))
-    assert law_p_value(decode_many(engine, wrong, HEAT, 1500, 96), TARGET, HEAT) < LEAST
+    assert fit_p_value(decode_many(engine, wrong, HEAT, 1500, 96), TARGET, HEAT) < LEAST
     assert wrong.num_dropped > 1000
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of a small model over mock engines: the target's text and law, the draft's cache, and what is refused."""
+"""Trees of a small model over mock engines: the target's text and probs, the draft's cache, and what is refused."""
 
 import json
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import Config
 from speccompile.speculators.draft_model.method import DraftModelMethod
 from tests.mock_lm import VOCAB, MockEngine, MockLM
-from tests.speculators.law_check import LEAST, WARPS, decode_many, law_p_value
+from tests.speculators.distribution_check import LEAST, WARPS, decode_many, fit_p_value
 
 TARGET = MockLM(seed=1)
 DRAFT = TARGET.blurred(seed=2, blur=0.8)
@@ -32,7 +32,9 @@ TREES = ("auto", {"widths": [2, 2, 1]}, [[0], [2], [0, 1], [0, 1, 0], [0, 1, 0, 
 def make_proposer(tree, slots=1, costs=None, rows=ROWS, **fields):
     context = MethodContext(slots, ROWS, NODES, costs or {}, {"draft": rows})
     engine = MockEngine(DRAFT, "draft", slots, rows, headroom=NODES + 1)
-    return DraftModelMethod().make_proposer(Config("d", tree=tree, num_guesses=4, **fields), {"draft": engine}, context)
+    return DraftModelMethod().make_proposer(
+        Config("d", tree=tree, num_candidates=4, **fields), {"draft": engine}, context
+    )
 
 
 def run(proposer, slots, params):
@@ -130,16 +132,16 @@ def test_rows_of_accepted_drafts_are_kept(num_accepted, reads):
 @pytest.mark.distribution
 @pytest.mark.parametrize("tree", TREES[1:])
 @pytest.mark.parametrize("heat", WARPS)
-def test_drawn_trees_follow_the_targets_law(tree, heat):
+def test_drawn_trees_follow_the_targets_dist(tree, heat):
     proposer = make_proposer(tree, slots=20)
     target = MockEngine(TARGET, "target", 20, ROWS, headroom=NODES + 1)
     done = decode_many(target, proposer, heat, 1000, ROWS)
-    assert law_p_value(done, TARGET, heat) > LEAST
+    assert fit_p_value(done, TARGET, heat) > LEAST
     assert sum(slot.stats.num_draft_tokens for slot in done) > 1000
 
 
 @pytest.mark.parametrize("fields", [{"drafts": "greedy"}, {}])
-def test_guessed_trees_leave_sampled_text_as_it_is(fields):
+def test_drafted_trees_leave_sampled_text_as_it_is(fields):
     tree = "auto" if not fields else {"widths": [2, 2, 1]}
     params = [SamplingParams(max_new_tokens=30, temperature=0.8, top_p=0.9, seed=i) for i in range(len(PROMPTS))]
     texts = []
@@ -160,29 +162,29 @@ def test_drawn_text_depends_on_the_seed_alone():
             assert texts[0][i][len(PROMPTS[i]) :] == TARGET.greedy(PROMPTS[i], 30)
 
 
-def _with_replacement(law, draws, laws):
-    tokens = draw_siblings(law, draws, laws)
-    laws[: len(tokens)] = law  # as if each sibling were drawn from the whole law
+def _with_replacement(dist, draws, dists):
+    tokens = draw_siblings(dist, draws, dists)
+    dists[: len(tokens)] = dist  # as if each sibling were drawn from the whole distribution
     return tokens
 
 
-def _of_the_parent(law, draws, laws):
-    tokens = draw_siblings(law, draws, laws)
-    laws[: len(tokens)] = laws[0] if len(tokens) == 1 else laws[: len(tokens)][::-1].copy()
+def _of_the_parent(dist, draws, dists):
+    tokens = draw_siblings(dist, draws, dists)
+    dists[: len(tokens)] = dists[0] if len(tokens) == 1 else dists[: len(tokens)][::-1].copy()
     return tokens
 
 
 @pytest.mark.distribution
 @pytest.mark.parametrize("wrong", [_with_replacement, _of_the_parent])
-def test_a_wrong_law_of_siblings_is_noticed(monkeypatch, wrong):
+def test_a_wrong_dist_of_siblings_is_noticed(monkeypatch, wrong):
     monkeypatch.setattr(static_trees, "draw_siblings", wrong)
     proposer = make_proposer({"widths": [3, 2]}, slots=20)
     target = MockEngine(TARGET, "target", 20, ROWS, headroom=NODES + 1)
     heat = WARPS[0]
-    assert law_p_value(decode_many(target, proposer, heat, 1000, ROWS), TARGET, heat) < LEAST
+    assert fit_p_value(decode_many(target, proposer, heat, 1000, ROWS), TARGET, heat) < LEAST
 
 
-def test_drawn_siblings_carry_the_laws_they_were_drawn_from():
+def test_drawn_siblings_carry_the_dists_they_were_drawn_from():
     proposer = make_proposer({"widths": [2, 1]}, slots=2)
     params = [SamplingParams(temperature=0.8, top_k=5, seed=3), SamplingParams()]
     slots = Slots([], 2)
@@ -193,11 +195,11 @@ def test_drawn_siblings_carry_the_laws_they_were_drawn_from():
         proposer.start(place, slot)
     tree = proposer.propose(slots)
     tree.validate(VOCAB)
-    law = warp(DRAFT.logits(np.array([4, 5]))[None, None], [0.8], [5], [1.0])[0, 0]
-    np.testing.assert_allclose(tree.draft_probs[0, 1], law, rtol=1e-6)
-    rest = np.where(np.arange(VOCAB) == tree.tokens[0, 1], 0, law)
+    dist = warp(DRAFT.logits(np.array([4, 5]))[None, None], [0.8], [5], [1.0])[0, 0]
+    np.testing.assert_allclose(tree.draft_probs[0, 1], dist, rtol=1e-6)
+    rest = np.where(np.arange(VOCAB) == tree.tokens[0, 1], 0, dist)
     np.testing.assert_allclose(tree.draft_probs[0, 2], rest / rest.sum(), rtol=1e-5)
-    for node in range(1, 5):  # a greedy slot: one-hot laws of the guesses
+    for node in range(1, 5):  # a greedy slot: one-hot distributions of the candidates
         assert tree.draft_probs[1, node, tree.tokens[1, node]] == 1 and tree.draft_probs[1, node].sum() == 1
 
 
@@ -215,11 +217,11 @@ def test_every_drawn_node_has_a_distribution_that_can_give_it_and_none_of_its_el
             return made
         for place, slot in enumerate(batch.slots):
             num = int(made.num_nodes[place])
-            tokens, parents, laws = made.tokens[place, :num], made.parents[place, :num], made.draft_probs[place, :num]
-            np.testing.assert_allclose(laws[1:].sum(axis=1), 1, rtol=1e-5)
+            tokens, parents, dists = made.tokens[place, :num], made.parents[place, :num], made.draft_probs[place, :num]
+            np.testing.assert_allclose(dists[1:].sum(axis=1), 1, rtol=1e-5)
             for node in range(1, num):
                 elder = [n for n in range(1, node) if parents[n] == parents[node]]
-                assert laws[node, tokens[node]] > 0 and not laws[node, tokens[elder]].any()
+                assert dists[node, tokens[node]] > 0 and not dists[node, tokens[elder]].any()
                 assert not elder or slot.sampling.top_k != 1
                 seen.append(len(elder))
         return made
@@ -232,12 +234,12 @@ def test_every_drawn_node_has_a_distribution_that_can_give_it_and_none_of_its_el
 def test_trees_that_the_draft_cannot_make_are_refused():
     with pytest.raises(RecipeError, match=r"speculator\.drafts: got sampled with tree: auto; expected auto or greedy"):
         Config("d", tree="auto", drafts="sampled")
-    with pytest.raises(RecipeError, match="got a draft built for 4 guesses a node; expected 5 guesses a node"):
+    with pytest.raises(RecipeError, match="got a draft built for 4 candidates a node; expected 5 candidates a node"):
         make_proposer({"widths": [5]})
     with pytest.raises(RecipeError, match=r"got 12 draft tokens; expected at most engine\.max_draft_nodes = 10"):
         make_proposer({"widths": [3, 3]})
-    chains = MockEngine(DRAFT, "draft", 1, ROWS, headroom=NODES + 1, num_guesses=1)
-    with pytest.raises(RecipeError, match="got a draft built for 1 guesses a node; expected 8 guesses a node"):
+    chains = MockEngine(DRAFT, "draft", 1, ROWS, headroom=NODES + 1, num_candidates=1)
+    with pytest.raises(RecipeError, match="got a draft built for 1 candidates a node; expected 8 candidates a node"):
         DraftModelMethod().make_proposer(Config("d", tree="auto"), {"draft": chains}, MethodContext(1, ROWS, NODES))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs of EAGLE drafters against the drafters in plain torch: chains in pieces, trees, laws, variants."""
+"""The graphs of EAGLE drafters against the drafters in plain torch: chains in outputs, trees, probs, variants."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext
 from speccompile.core.specs import (
+    CANDIDATE_PROBS,
+    CANDIDATES,
     FEATURE_NODES,
     FEATURES,
-    GUESS_PROBS,
-    GUESSES,
     LENGTHS,
     NEXT_FEATURES,
-    NODE_LAWS,
+    NODE_PROBS,
     SCORED_NODES,
     TEMPERATURE,
     TOKENS,
@@ -49,11 +49,11 @@ def context(folder, weights="checkpoint"):
     return SourceContext(weights, 64, 6, read_dims(target), GraphJob("target", str(target)))
 
 
-def eagle3_source(folder, name, kind="Draft", weights="checkpoint", layers=None, laws=False):
+def eagle3_source(folder, name, kind="Draft", weights="checkpoint", layers=None, dists=False):
     from speccompile.speculators.eagle3 import checkpoint as source
     from speccompile.speculators.eagle3.config import DraftOptions, FusionOptions
 
-    made = DraftOptions(4, laws, layers) if kind == "Draft" else FusionOptions(layers)
+    made = DraftOptions(4, dists, layers) if kind == "Draft" else FusionOptions(layers)
     job = GraphJob(kind.lower(), str(folder / name), options=made)
     return getattr(source, f"{kind}Source")(job, context(folder, weights))
 
@@ -75,10 +75,10 @@ def features_of(width, seed=0):
 
 
 def drafted(engine, features, warp=None):
-    """A chain read in two pieces (the second in slot 1 of a ragged batch), then a tree behind it on own features.
+    """A chain read in two outputs (the second in slot 1 of a ragged batch), then a tree behind it on own features.
 
     Returns:
-        Outputs of the second piece and of the tree, of slot 1.
+        Outputs of the second output of a step and of the tree, of slot 1.
     """
     split = 2
     first = {TOKENS: np.array([TOKENS_READ[:split]]), LENGTHS: np.array([0]), FEATURES: features[None]}
@@ -143,7 +143,7 @@ def reduced(folder):
 def test_eagle3_graph_drafts_what_the_heads_do(folder, reduced, tmp_path):
     from speccompile.checkpoints.target_tables import read_tables
 
-    source = eagle3_source(folder, "reduced", laws=True)
+    source = eagle3_source(folder, "reduced", dists=True)
     source.check()
     features = features_of(lab.HIDDEN)
     heat = {TEMPERATURE: np.full(2, 0.7, np.float32)}
@@ -157,14 +157,14 @@ def test_eagle3_graph_drafts_what_the_heads_do(folder, reduced, tmp_path):
         assert_close(tree[NEXT_FEATURES], torch.cat((own[0, -1:], nodes[0])))
         for got, raw in zip((chain, tree), logits, strict=True):
             order = raw.argsort(-1, descending=True)[:, :4].numpy()
-            assert np.array_equal(got[GUESSES], d2t[order])
-            assert_close(got[GUESS_PROBS], np.take_along_axis(raw.softmax(-1).numpy(), order, -1))
-            laws = np.zeros((len(raw), lab.VOCAB))
-            laws[:, d2t] = (raw / 0.7).softmax(-1).numpy()
-            assert_close(got[NODE_LAWS], laws)
-            assert not got[NODE_LAWS][:, np.setdiff1d(np.arange(lab.VOCAB), d2t)].any()
-        if engine.__class__.__name__ == "OrtEngine":  # a greedy batch gets a dummy law
-            assert drafted(engine, features)[0][NODE_LAWS].shape == (1, 1)
+            assert np.array_equal(got[CANDIDATES], d2t[order])
+            assert_close(got[CANDIDATE_PROBS], np.take_along_axis(raw.softmax(-1).numpy(), order, -1))
+            dists = np.zeros((len(raw), lab.VOCAB))
+            dists[:, d2t] = (raw / 0.7).softmax(-1).numpy()
+            assert_close(got[NODE_PROBS], dists)
+            assert not got[NODE_PROBS][:, np.setdiff1d(np.arange(lab.VOCAB), d2t)].any()
+        if engine.__class__.__name__ == "OrtEngine":  # a greedy batch gets a dummy distribution
+            assert drafted(engine, features)[0][NODE_PROBS].shape == (1, 1)
 
 
 def test_eagle_graph_drafts_what_the_published_layers_do(folder, tmp_path):
@@ -194,7 +194,7 @@ def test_eagle_graph_drafts_what_the_published_layers_do(folder, tmp_path):
         chain, tree = drafted(engine, features)
         assert_close(chain[NEXT_FEATURES][1:], chain_wanted[2:])
         assert_close(tree[NEXT_FEATURES][1:], nodes[num:])
-        assert np.array_equal(tree[GUESSES], logits.argsort(-1, descending=True)[:, :4].numpy())
+        assert np.array_equal(tree[CANDIDATES], logits.argsort(-1, descending=True)[:, :4].numpy())
 
 
 @pytest.mark.parametrize("variant", ["plain", "norm_before_fc", "fc_norm"])

@@ -20,7 +20,7 @@ from speccompile.speculators.early_exit.config import DRAFT, EarlyExitMethod, Ex
 from speccompile.speculators.early_exit.config import ExitConfig as Config
 from speccompile.speculators.early_exit.model import ExitHead, ExitSizes, cut_model
 from tests.mock_lm import MockEngine
-from tests.speculators.borrower_lab import MAX_SEQ, Lab, check_greedy, check_law, check_seeds
+from tests.speculators.borrower_lab import MAX_SEQ, Lab, check_dist, check_greedy, check_seeds
 
 NUM_LAYERS = 2
 SIZES = ExitSizes(48, 61, NUM_LAYERS, 24)
@@ -51,7 +51,7 @@ def source_of(folders, head, asked=None, weights="checkpoint", model=None):
     return ExitSource(job, context)
 
 
-def expected_laws(folders, tokens, head, num_layers):
+def expected_dists(folders, tokens, head, num_layers):
     """[nodes, vocab]: transformers' stream behind the first layers, then the head or the final norm."""
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32).eval()
     with torch.no_grad():
@@ -75,11 +75,11 @@ def test_the_graph_is_the_targets_first_layers(folders, tmp_path, head, asked):
     source.check()
     model, dims = source.export(lambda stage: None)
     num_layers = asked or NUM_LAYERS
-    assert dims.num_layers == num_layers and {loan.cache for loan in source.spec().borrowed} == set(
+    assert dims.num_layers == num_layers and {cache_ref.cache for cache_ref in source.spec().borrowed} == set(
         source.spec().caches
     )
     tokens = np.random.default_rng(2).integers(0, 61, (1, 17))
-    want = expected_laws(folders, tokens, head, num_layers)
+    want = expected_dists(folders, tokens, head, num_layers)
     for backend in ("reference", "onnxruntime"):
         maker = registry.backend(backend)
         maker.compile(model, source.spec(), tmp_path / backend)
@@ -89,7 +89,7 @@ def test_the_graph_is_the_targets_first_layers(folders, tmp_path, head, asked):
         got = []
         for start, end in ((0, 9), (9, 10), (10, 17)):
             feeds = {specs.TOKENS: tokens[:, start:end], specs.LENGTHS: np.array([start])}
-            got.append(np.array(engine.run({**feeds, specs.TEMPERATURE: np.ones(1, np.float32)})[specs.NODE_LAWS])[0])
+            got.append(np.array(engine.run({**feeds, specs.TEMPERATURE: np.ones(1, np.float32)})[specs.NODE_PROBS])[0])
         np.testing.assert_allclose(np.concatenate(got), want, atol=2e-5)
 
 
@@ -151,7 +151,7 @@ CONFIGS = [
     {"num_draft_tokens": 3},
     {"drafts": "greedy"},
     {"tree": {"widths": [2, 2]}},
-    {"tree": "auto", "num_guesses": 3, "tree_width": 2},
+    {"tree": "auto", "num_candidates": 3, "tree_width": 2},
 ]
 
 
@@ -168,8 +168,8 @@ def test_same_seed_gives_same_text_in_any_batch(config):
 
 @pytest.mark.distribution
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]])
-def test_sampled_text_follows_the_targets_law(config):
-    check_law(lab(**config))
+def test_sampled_text_follows_the_targets_dist(config):
+    check_dist(lab(**config))
 
 
 def test_layers_that_cannot_draft_are_refused(folders, tmp_path):

@@ -14,7 +14,7 @@ from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, Sou
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import ModelDims
 from speccompile.core.training import TrainingBatch
-from speccompile.drafting.expansion import Level
+from speccompile.drafting.expansion import Expansion
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.runtime.slots import Slot
@@ -25,7 +25,7 @@ from speccompile.speculators.glide.model import Glide, GlideSizes
 from speccompile.speculators.glide.proposer import GlideRows
 from speccompile.speculators.glide.trainer import TrainableGlide, config_from_sizes
 from tests.mock_lm import MockEngine
-from tests.speculators.borrower_lab import MAX_SEQ, Lab, check_greedy, check_law, check_seeds
+from tests.speculators.borrower_lab import MAX_SEQ, Lab, check_dist, check_greedy, check_seeds
 
 TARGET = ModelDims("llama", 61, 48, 3, 4, 2, 12, 128)
 SIZES = GlideSizes(32, 40, 2, 4, 2, 8, 61, 48, 4, 2, 12, 1e-5, 10000.0, 5000.0)
@@ -51,8 +51,8 @@ def context(weights="checkpoint", target=TARGET):
     return SourceContext(weights, 64, 8, target, None)
 
 
-def job(folder, num_guesses=3, laws=True):
-    return GraphJob(DRAFT, str(folder), options=CandidateOptions(num_guesses, laws))
+def job(folder, num_candidates=3, dists=True):
+    return GraphJob(DRAFT, str(folder), options=CandidateOptions(num_candidates, dists))
 
 
 @pytest.fixture(scope="module")
@@ -81,29 +81,27 @@ def open_engine(graph, backend, batch, slots=1):
     """The drafter on the rows of `batch`, which lie in every slot."""
     folder, spec = graph
     sizes = {"max_slots": slots, "max_rows": 73}
-    lender = registry.backend(backend).load(
+    owner = registry.backend(backend).load(
         folder / backend / "graph.onnx", spec, **sizes, tuning={"threads": 1}
     )  # its own caches are as good as any to lend from
-    lent = {}
-    for loan, rows in zip(spec.borrowed, (batch.k_cache, batch.v_cache), strict=True):
+    shared = {}
+    for cache_ref, rows in zip(spec.borrowed, (batch.k_cache, batch.v_cache), strict=True):
         array = np.zeros((slots, TARGET.num_kv_heads, 73, TARGET.head_dim), np.float32)
         array[:, :, : rows.shape[2]] = rows.numpy()
-        lent[loan.cache] = array
+        shared[cache_ref.cache] = array
     if backend == "reference":
-        lenders = {"target": SimpleNamespace(caches=lent)}
-        return registry.backend(backend).load(
-            folder / backend / "graph.onnx", spec, **sizes, tuning={}, lenders=lenders
-        )
-    for cache in lender.bound:
-        if cache.name in {loan.name for loan in spec.borrowed}:
-            loan = next(loan for loan in spec.borrowed if loan.name == cache.name)
+        owners = {"target": SimpleNamespace(caches=shared)}
+        return registry.backend(backend).load(folder / backend / "graph.onnx", spec, **sizes, tuning={}, owners=owners)
+    for cache in owner.bound:
+        if cache.name in {cache_ref.name for cache_ref in spec.borrowed}:
+            cache_ref = next(cache_ref for cache_ref in spec.borrowed if cache_ref.name == cache.name)
             cache.buffers.grow(73)
-            cache.buffers.view(cache.index)[...] = lent[loan.cache][:, :, : cache.buffers.rows]
-    return lender
+            cache.buffers.view(cache.index)[...] = shared[cache_ref.cache][:, :, : cache.buffers.rows]
+    return owner
 
 
 @pytest.mark.parametrize("backend", ["reference", "onnxruntime"])
-def test_blocks_have_the_laws_that_were_trained(trainable, graph, text, backend):
+def test_blocks_have_the_dists_that_were_trained(trainable, graph, text, backend):
     """Each block is fed as a chain behind its root, as drafting does it."""
     drafted = trainable[0](text)
     want = (drafted.states[:] @ drafted.projections[0].T).softmax(-1).detach().numpy()
@@ -118,10 +116,10 @@ def test_blocks_have_the_laws_that_were_trained(trainable, graph, text, backend)
             specs.TARGET_LENGTHS: np.array([root]),
             specs.TEMPERATURE: np.ones(1, np.float32),
         }
-        laws = np.array(engine.run(feeds)[specs.NODE_LAWS])[0]
+        dists = np.array(engine.run(feeds)[specs.NODE_PROBS])[0]
         if root > 0:
             starts.append(root)
-            got.append(laws)
+            got.append(dists)
         root = end
     assert len(want) == len(starts) >= 4
     for ours, theirs in zip(got, want, strict=True):
@@ -139,12 +137,12 @@ def test_a_chain_is_the_one_that_training_drafts(trainable, graph, text, backend
     rows.start(0)
     for start in (0, 9, 18):
         rows.prefill(0, slot, np.array([tokens[start : min(start + 9, NODES - 1)]]), start, {})
-    drafts = [int(np.asarray(rows.begin(SimpleNamespace(slots=[slot]), [0], {})[specs.GUESSES])[0, 0, 0])]
+    drafts = [int(np.asarray(rows.begin(SimpleNamespace(slots=[slot]), [0], {})[specs.CANDIDATES])[0, 0, 0])]
     for depth in range(1, 5):
         ones, nothing = np.ones((1, 1, 1), bool), np.zeros((1, 1), np.int64)
-        level = Level(depth, np.array([[drafts[-1]]]), ones, nothing, [depth - 1], [[depth]], [[depth - 1]], {})
+        level = Expansion(depth, np.array([[drafts[-1]]]), ones, nothing, [depth - 1], [[depth]], [[depth - 1]], {})
         outputs = rows.expand(SimpleNamespace(slots=[slot]), level)
-        drafts.append(int(np.asarray(outputs[specs.GUESSES])[0, 0, 0]))
+        drafts.append(int(np.asarray(outputs[specs.CANDIDATES])[0, 0, 0]))
     assert drafts == want
 
 
@@ -177,7 +175,7 @@ CONFIGS = [
     {"drafts": "greedy"},
     {"tree": {"widths": [2, 2]}},
     {"tree": [[0], [1], [0, 0], [0, 0, 0]]},
-    {"tree": "auto", "num_guesses": 3, "tree_width": 2},
+    {"tree": "auto", "num_candidates": 3, "tree_width": 2},
 ]
 
 
@@ -195,8 +193,8 @@ def test_same_seed_gives_same_text_in_any_batch(config):
 
 @pytest.mark.distribution
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2], CONFIGS[4]])
-def test_sampled_text_follows_the_targets_law(config):
-    check_law(lab(**config))
+def test_sampled_text_follows_the_targets_dist(config):
+    check_dist(lab(**config))
 
 
 def test_a_drafter_of_another_target_is_refused(trainable):

@@ -16,7 +16,7 @@ from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
 from tests.mock_lm import VOCAB, MockLM
-from tests.speculators.hidden_lm import MockGuessingHeads, MockTarget, MockTreeHeads, OnDevice
+from tests.speculators.hidden_lm import MockCandidateHeads, MockTarget, MockTreeHeads, OnDevice
 
 TARGET = MockLM(seed=21, sharpness=1.2)
 DRAFT = TARGET.blurred(seed=22, blur=0.5)
@@ -32,13 +32,13 @@ CASES = [*((method, tree) for method in METHODS for tree in TREES), ("medusa", "
 def make(method, tree, costs=None, slots=8, chunk=5):
     """(verifier, proposer, heads)."""
     made = registry.method(method)
-    config = made.Config("heads", tree=tree, num_guesses=3, tree_width=2)
+    config = made.Config("heads", tree=tree, num_candidates=3, tree_width=2)
     target = MockTarget(TARGET, slots, MAX_SEQ, headroom=MAX_DRAFTS + 1)
     (job,) = made.graph_jobs(config)
     if isinstance(job.options, FormOptions):
         heads = MockTreeHeads(DRAFT, target, DraftForm.from_options(job.options, NUM_HEADS), slots)
     else:
-        heads = MockGuessingHeads(DRAFT, target, NUM_HEADS, job.options.num_candidates, slots)
+        heads = MockCandidateHeads(DRAFT, target, NUM_HEADS, job.options.num_candidates, slots)
     context = MethodContext(slots, MAX_SEQ, MAX_DRAFTS, costs or {})
     return Verifier(target, MAX_SEQ, chunk), made.make_proposer(config, {job.name: heads}, context), heads
 
@@ -95,16 +95,16 @@ def test_sampled_text_depends_on_the_seed_alone(method, tree):
 @pytest.mark.distribution
 # Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
 @pytest.mark.parametrize(("method", "tree"), [("medusa", "auto"), ("mlp", "auto"), ("prophet", CHOICES)], ids=str)
-def test_two_sampled_tokens_follow_the_targets_law(method, tree):
+def test_two_sampled_tokens_follow_the_targets_dist(method, tree):
     num, prompt, heat, top_k = 1500, [3, 1, 4], 0.9, 4
     verifier, proposer, _ = make(method, tree, slots=20)
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     slots = run(verifier, proposer, [prompt] * num, params, 20)
     expected = {(): float(num)}
     for _ in range(2):
-        laws = {p: warp(TARGET.logits(np.array([*prompt, *p]))[None], [heat], [top_k], [1.0])[0] for p in expected}
+        dists = {p: warp(TARGET.logits(np.array([*prompt, *p]))[None], [heat], [top_k], [1.0])[0] for p in expected}
         expected = {
-            (*p, int(t)): mass * float(laws[p][t]) for p, mass in expected.items() for t in np.flatnonzero(laws[p])
+            (*p, int(t)): mass * float(dists[p][t]) for p, mass in expected.items() for t in np.flatnonzero(dists[p])
         }
     counts = Counter(tuple(slot.tokens[3:5]) for slot in slots)
     assert set(counts) <= set(expected)

@@ -70,7 +70,7 @@ def test_a_checkpoint_becomes_a_graph_that_computes_the_formula(uses_target, tmp
         target = str(tmp_path / "target")
         fakes.make_checkpoint(tmp_path / "target", hidden=HIDDEN)
         lm_head = load_file(tmp_path / "target/model.safetensors")["model.embed_tokens.weight"].astype(np.float64)
-    source = open_source(folder, target=target, num_guesses=5)
+    source = open_source(folder, target=target, num_candidates=5)
     source.check()
     assert any(name.startswith("target/") for name in source.digests()) is uses_target
     model, dims = source.export(lambda stage: None)
@@ -81,25 +81,25 @@ def test_a_checkpoint_becomes_a_graph_that_computes_the_formula(uses_target, tmp
     del given[specs.TOKENS]
     for engine in heads_lab.engines(source, tmp_path):
         outputs = engine.run(given)
-        assert outputs[specs.GUESSES].shape == (3, NUM_HEADS, 5)
+        assert outputs[specs.CANDIDATES].shape == (3, NUM_HEADS, 5)
         for slot, state in enumerate(heads_lab.starts(given)):
             for head, logits in enumerate(logits_of(held, state, lm_head)):
                 best, probs = heads_lab.likeliest(logits, 5)
-                np.testing.assert_array_equal(outputs[specs.GUESSES][slot, head], best)
-                np.testing.assert_allclose(outputs[specs.GUESS_PROBS][slot, head], probs, rtol=1e-4)
+                np.testing.assert_array_equal(outputs[specs.CANDIDATES][slot, head], best)
+                np.testing.assert_allclose(outputs[specs.CANDIDATE_PROBS][slot, head], probs, rtol=1e-4)
 
 
 def test_the_first_heads_alone_are_the_same_heads(tmp_path):
-    source = open_source(write(tmp_path / "in", weights()), num_heads=2, num_guesses=4)
+    source = open_source(write(tmp_path / "in", weights()), num_heads=2, num_candidates=4)
     source.check()
     given = heads_lab.feeds(HIDDEN, VOCAB)
     del given[specs.TOKENS]
     engine = next(heads_lab.engines(source, tmp_path))
-    guesses = engine.run(given)[specs.GUESSES]
-    assert guesses.shape == (3, 2, 4)
+    candidates = engine.run(given)[specs.CANDIDATES]
+    assert candidates.shape == (3, 2, 4)
     for slot, state in enumerate(heads_lab.starts(given)):
         for head in range(2):
-            assert guesses[slot, head].tolist() == heads_lab.likeliest(logits_of(weights(), state)[head], 4)[0]
+            assert candidates[slot, head].tolist() == heads_lab.likeliest(logits_of(weights(), state)[head], 4)[0]
 
 
 def test_a_config_that_states_another_number_is_refused_until_the_recipe_gives_it(tmp_path):
@@ -111,7 +111,7 @@ def test_a_config_that_states_another_number_is_refused_until_the_recipe_gives_i
     for num in (3, 2):
         source = open_source(folder, num_heads=num)
         source.check()
-        assert source.dims.num_heads == 3 and source.spec().output(specs.GUESSES).dims[1] == num
+        assert source.dims.num_heads == 3 and source.spec().output(specs.CANDIDATES).dims[1] == num
 
 
 def test_random_weights_need_a_config_alone(tmp_path):
@@ -148,11 +148,11 @@ def test_bad_fields_are_refused(field, value):
         Config("heads", **{field: value})
 
 
-def test_what_the_graph_guesses_follows_the_tree():
-    def guesses(**config):
+def test_what_the_graph_candidates_follows_the_tree():
+    def candidates(**config):
         (job,) = MedusaMethod().graph_jobs(Config("m", **config))
         assert isinstance(job, GraphJob)
         return job.options.num_candidates, job.options.least_heads
 
-    assert guesses(tree="chain") == (1, 0) and guesses() == (8, 0) and guesses(num_guesses=3) == (3, 0)
-    assert guesses(tree=[[0], [1], [0, 4]]) == (5, 2) and guesses(tree={"widths": [4, 2, 1]}) == (4, 3)
+    assert candidates(tree="chain") == (1, 0) and candidates() == (8, 0) and candidates(num_candidates=3) == (3, 0)
+    assert candidates(tree=[[0], [1], [0, 4]]) == (5, 2) and candidates(tree={"widths": [4, 2, 1]}) == (4, 3)

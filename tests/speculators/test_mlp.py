@@ -107,16 +107,16 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
 @pytest.mark.distribution
 # Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
 @pytest.mark.parametrize(("config", "costs"), [({}, None), ({}, CHEAP), ({"drafts": "greedy"}, CHEAP)])
-def test_three_sampled_tokens_follow_the_targets_law(config, costs):
+def test_three_sampled_tokens_follow_the_targets_dist(config, costs):
     num, prompt, heat, top_k = 3000, [3, 1, 4], 0.9, 4
     verifier, proposer, _ = make(costs, slots=20, **config)
     params = [SamplingParams(max_new_tokens=4, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     slots = run(verifier, proposer, [prompt] * num, params, 20)
     expected = {(): float(num)}
     for _ in range(3):
-        laws = {p: warp(TARGET.logits(np.array([*prompt, *p]))[None], [heat], [top_k], [1.0])[0] for p in expected}
+        dists = {p: warp(TARGET.logits(np.array([*prompt, *p]))[None], [heat], [top_k], [1.0])[0] for p in expected}
         expected = {
-            (*p, int(t)): mass * float(laws[p][t]) for p, mass in expected.items() for t in np.flatnonzero(laws[p])
+            (*p, int(t)): mass * float(dists[p][t]) for p, mass in expected.items() for t in np.flatnonzero(dists[p])
         }
     counts = Counter(tuple(slot.tokens[3:6]) for slot in slots)
     assert set(counts) <= set(expected)
@@ -130,23 +130,23 @@ def test_three_sampled_tokens_follow_the_targets_law(config, costs):
 
 
 @pytest.mark.distribution
-def test_the_law_test_would_notice_laws_of_another_draft():
-    """The same with the heads' laws shifted by one token: the text no longer follows the target."""
+def test_the_dist_test_would_notice_dists_of_another_draft():
+    """The same with the heads' distributions shifted by one token: the text no longer follows the target."""
     num, prompt = 1500, [3, 1, 4]
     verifier, proposer, heads = make(None, slots=20)
     right = heads.run
 
     def wrong(feeds, first_slot=0):
         outputs = right(feeds)
-        return {**outputs, "sampled_laws": np.roll(outputs["sampled_laws"], 1, axis=2)}
+        return {**outputs, "chain_probs": np.roll(outputs["chain_probs"], 1, axis=2)}
 
     heads.run = wrong
     params = [SamplingParams(max_new_tokens=2, temperature=0.9, seed=s) for s in range(num)]
     slots = run(verifier, proposer, [prompt] * num, params, 20)
-    law = warp(TARGET.logits(np.array(prompt))[None], [0.9], [0], [1.0])[0].astype(np.float64)
+    dist = warp(TARGET.logits(np.array(prompt))[None], [0.9], [0], [1.0])[0].astype(np.float64)
     counts = np.bincount([slot.tokens[3] for slot in slots], minlength=VOCAB)
-    seen = law * num >= 5
-    assert chisquare(counts[seen], law[seen] * num, sum_check=False).pvalue < 1e-4
+    seen = dist * num >= 5
+    assert chisquare(counts[seen], dist[seen] * num, sum_check=False).pvalue < 1e-4
 
 
 def test_heads_draft_behind_the_slots_own_text_and_states_stay_on_the_device():
@@ -183,7 +183,7 @@ def test_a_prompt_of_one_token_drafts_from_its_second_step_on():
     assert heads.num_runs >= 2 and slot.tokens[1:] == TARGET.greedy([3], 12)
 
 
-def test_drawn_drafts_are_all_scored_and_padded_to_the_laws_width():
+def test_drawn_drafts_are_all_scored_and_padded_to_the_dists_width():
     verifier, proposer, _ = make(CHEAP)
     slots = Slots([Slot(0, [1, 2, 3], SamplingParams(max_new_tokens=3, temperature=1.0), frozenset(), None)], 1)
     trees = []

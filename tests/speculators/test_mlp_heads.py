@@ -84,18 +84,18 @@ def paths_twin(weights, variant, hidden, tokens):
 
 
 def twin(weights, variant, hidden, tokens, draws, warping):
-    """(tokens, confidences, laws) of a chain: state [batch, HIDDEN], tokens [batch]."""
-    read, drafted, sure, laws = tokens[:, None], [], [], []
+    """(tokens, confidences, distributions) of a chain: state [batch, HIDDEN], tokens [batch]."""
+    read, drafted, sure, dists = tokens[:, None], [], [], []
     for i in range(VARIANTS[variant][0]):
         logits = paths_twin(weights, variant, hidden, read).astype(np.float32)
-        law = warp(logits, *warping)
-        tokens = draw(law, draws[:, i])
+        dist = warp(logits, *warping)
+        tokens = draw(dist, draws[:, i])
         plain = np.exp(logits - logits.max(axis=-1, keepdims=True))
         drafted.append(tokens)
         sure.append(plain[np.arange(len(tokens)), tokens] / plain.sum(axis=-1))
-        laws.append(law)
+        dists.append(dist)
         read = np.append(read, tokens[:, None], axis=1)
-    return np.stack(drafted, 1), np.stack(sure, 1), np.stack(laws, 1)
+    return np.stack(drafted, 1), np.stack(sure, 1), np.stack(dists, 1)
 
 
 def save(folder, weights, config, form="safetensors", prefix=PREFIX):
@@ -150,10 +150,10 @@ def test_torch_is_the_formula(variant):
     drafter = Chain(MlpExpander(heads.eval()), sizes(variant).num_heads)
     with torch.no_grad():
         got = drafter(*(torch.from_numpy(feeds[t.name]) for t in sizes(variant).spec("h").inputs))
-    drafted, sure, laws = wanted_from(weights, variant, feeds)
+    drafted, sure, dists = wanted_from(weights, variant, feeds)
     np.testing.assert_array_equal(got[0].numpy(), drafted)
     np.testing.assert_allclose(got[1].numpy(), sure, rtol=2e-5)
-    np.testing.assert_allclose(np.stack([law.numpy() for law in got[2:]], 1), laws, atol=2e-6)
+    np.testing.assert_allclose(np.stack([dist.numpy() for dist in got[2:]], 1), dists, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -179,13 +179,13 @@ def test_a_checkpoint_becomes_a_graph_that_computes_the_formula(variant, form, t
         engine = maker.load(path, spec, max_slots=4, max_rows=0, tuning={"threads": 1})
         for batch, nodes, hot in ((4, 5, True), (1, 1, True), (3, 2, False)):
             feeds = make_feeds(sizes(variant).num_heads, batch, nodes, hot)
-            got, (drafted, sure, laws) = engine.run(feeds), wanted_from(weights, variant, feeds)
+            got, (drafted, sure, dists) = engine.run(feeds), wanted_from(weights, variant, feeds)
             np.testing.assert_array_equal(got[specs.SAMPLED_TOKENS], drafted)
             np.testing.assert_allclose(got[specs.CONFIDENCES], sure, rtol=1e-4)
             width = VOCAB if hot else 1
-            assert got[specs.SAMPLED_LAWS].shape == (batch, sizes(variant).num_heads + 1, width)
+            assert got[specs.CHAIN_PROBS].shape == (batch, sizes(variant).num_heads + 1, width)
             if hot:
-                np.testing.assert_allclose(got[specs.SAMPLED_LAWS][:, 1:], laws, atol=2e-6)
+                np.testing.assert_allclose(got[specs.CHAIN_PROBS][:, 1:], dists, atol=2e-6)
 
 
 @pytest.mark.parametrize(("quantization", "near"), [("int8", 0.05), ("int4", 0.5)])
@@ -219,7 +219,7 @@ def test_fewer_heads_than_the_checkpoint_has_draft_its_first_tokens(tmp_path):
 def test_a_tree_is_that_of_its_paths(tree, tmp_path):
     weights = random_state("plain")
     folder = save(tmp_path / "in", weights, config())
-    options = Config("heads", tree=tree, tree_width=2, num_guesses=3).form_options()
+    options = Config("heads", tree=tree, tree_width=2, num_candidates=3).form_options()
     source = HeadsSource(GraphJob("heads", str(folder), options=options), heads_lab.context(HIDDEN, VOCAB))
 
     def logits(state, tokens):
@@ -238,7 +238,7 @@ def test_published_configs_give_their_sizes(name, tmp_path):
     source = open_source(tmp_path, "random", hidden=hidden, vocab=vocab)
     made = source.dims
     assert (made.hidden_size, made.inner_size, made.num_heads, made.is_tied) == (hidden, inner, num, tied)
-    assert source.spec().output(specs.SAMPLED_LAWS).dims == ("batch", num + 1, "draft_vocab")
+    assert source.spec().output(specs.CHAIN_PROBS).dims == ("batch", num + 1, "draft_vocab")
     tables, projections = (1, 2) if tied else (num, num)
     linear = tables * vocab * inner + inner * hidden + (projections - 1) * inner * inner
     assert made.counts().num_linear == linear

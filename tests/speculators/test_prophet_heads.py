@@ -122,7 +122,7 @@ def made(tmp_path, **changed):
 def test_a_tree_is_that_of_whole_sequences(name, tmp_path):
     tree, num_layers = TREES[name]
     _, logits, _ = made(tmp_path, num_hidden_layers=num_layers)
-    source = open_source(tmp_path / "in", tree=tree, tree_width=3, tree_depth=3, num_guesses=3)
+    source = open_source(tmp_path / "in", tree=tree, tree_width=3, tree_depth=3, num_candidates=3)
     source.check()
     given = heads_lab.feeds(TARGET, VOCAB)
     for engine in heads_lab.engines(source, tmp_path):
@@ -150,9 +150,9 @@ def test_a_chain_is_that_of_whole_sequences(tables, tmp_path):
             tokens = [int(given[specs.TOKENS][slot, 0])]
             for i in range(3):
                 row = logits(state, tokens).astype(np.float32)[None]
-                law = warp(row, given[specs.TEMPERATURE][[slot]], given[specs.TOP_K][[slot]], np.ones(1))[0]
-                np.testing.assert_allclose(outputs[specs.SAMPLED_LAWS][slot, i + 1], law, atol=1e-5)
-                tokens.append(int(draw(law, given[specs.UNIFORMS][slot, i])))
+                dist = warp(row, given[specs.TEMPERATURE][[slot]], given[specs.TOP_K][[slot]], np.ones(1))[0]
+                np.testing.assert_allclose(outputs[specs.CHAIN_PROBS][slot, i + 1], dist, atol=1e-5)
+                tokens.append(int(draw(dist, given[specs.UNIFORMS][slot, i])))
             assert outputs[specs.SAMPLED_TOKENS][slot].tolist() == tokens[1:]
 
 

@@ -44,14 +44,14 @@ def test_a_speculator_is_what_its_recipe_says(path, model):
     held = model.run(tokens[:, :-1], needs)
     drafts = trainable.draft(batch_from_outputs(tokens, held, 0), 3)
     assert drafts.shape == (3,) and (drafts >= 0).all() and (drafts < 8192).all()
-    # Trained: on plain code its first guesses agree with the target far more often than by chance.
+    # Trained: on plain code its first candidates agree with the target far more often than by chance.
     whole = batch_from_outputs(tokens, model.run(tokens, needs), seed=0)
     with torch.no_grad():
         drafted = trainable(whole)
     first = drafted.labels[:, 0] >= 0
-    guess = (drafted.states[first, 0] @ drafted.projections[0].T).argmax(-1)
-    guess = guess if drafted.d2t is None else drafted.d2t[guess]
-    assert (guess == whole.law_tokens[0, drafted.labels[first, 0], 0]).float().mean() > 0.25
+    candidate = (drafted.states[first, 0] @ drafted.projections[0].T).argmax(-1)
+    candidate = candidate if drafted.d2t is None else drafted.d2t[candidate]
+    assert (candidate == whole.dist_tokens[0, drafted.labels[first, 0], 0]).float().mean() > 0.25
 
 
 def model_tokens():

@@ -38,19 +38,19 @@ def make_drafted(seed=1, depth=3, d2t=None):
 def reference(drafted, batch, kl_share, decay):
     """The same sum, a row at a time."""
     total, weights = 0.0, torch.tensor([decay**i for i in range(drafted.labels.shape[1])])
-    laws = torch.zeros(2 * NODES, VOCAB).scatter_(1, batch.law_tokens.flatten(0, 1), batch.law_probs.flatten(0, 1))
-    laws /= laws.sum(-1, keepdim=True)
+    dists = torch.zeros(2 * NODES, VOCAB).scatter_(1, batch.dist_tokens.flatten(0, 1), batch.dist_probs.flatten(0, 1))
+    dists /= dists.sum(-1, keepdim=True)
     for row in range(len(drafted.labels)):
         for depth, label in enumerate(drafted.labels[row].tolist()):
             if label < 0:
                 continue
-            law = laws[label] * kl_share
+            dist = dists[label] * kl_share
             place = label % NODES
-            after = int(batch.tokens.flatten()[label + 1]) if place < NODES - 1 else int(laws[label].argmax())
-            law[after] += 1 - kl_share
-            law = law if drafted.d2t is None else law[drafted.d2t]
+            after = int(batch.tokens.flatten()[label + 1]) if place < NODES - 1 else int(dists[label].argmax())
+            dist[after] += 1 - kl_share
+            dist = dist if drafted.d2t is None else dist[drafted.d2t]
             logits = drafted.states[row, depth] @ drafted.projections[depth].T
-            total = total - (law * logits.log_softmax(-1)).sum() * weights[depth]
+            total = total - (dist * logits.log_softmax(-1)).sum() * weights[depth]
     return total / len(drafted.labels) / weights.sum()
 
 
@@ -71,7 +71,7 @@ def test_loss_and_gradients_are_those_of_autograd(monkeypatch, kl_share, d2t):
 def test_hits_and_chains_are_counted():
     batch = make_batch()
     projection = torch.eye(VOCAB)
-    greedy = batch.law_tokens.flatten(0, 1)[:, 0]
+    greedy = batch.dist_tokens.flatten(0, 1)[:, 0]
     labels = torch.tensor([[1, 2], [2, 3], [5, -1]])
     states = torch.nn.functional.one_hot(greedy[labels.clamp(min=0)], VOCAB).float()
     states[1, 0] = -states[1, 0]  # this one misses, so its chain ends at once
@@ -83,9 +83,9 @@ def test_hits_and_chains_are_counted():
     assert measures_from_sums(sums)["acceptance_length"] == 2.0
 
 
-def test_a_guess_outside_the_draft_vocabulary_cannot_hit():
+def test_a_candidate_outside_the_draft_vocabulary_cannot_hit():
     batch = make_batch()
-    greedy = batch.law_tokens.flatten(0, 1)[:, 0]
+    greedy = batch.dist_tokens.flatten(0, 1)[:, 0]
     d2t = torch.tensor([t for t in range(VOCAB) if t != int(greedy[3])])
     states = torch.randn(1, 1, len(d2t))
     drafted = Drafted(states, torch.tensor([[3]]), (torch.eye(len(d2t)),), d2t)

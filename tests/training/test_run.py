@@ -149,8 +149,8 @@ def test_the_target_writes_the_text_of_the_second_stage(write_recipe, target, mo
     from speccompile.core.training import TargetNeeds
     from speccompile.training.target import Target
 
-    laws = Target(target, torch.float32).run(tokens, TargetNeeds())
-    follows = (laws["law_tokens"][:, 5:-1, 0] == tokens[:, 6:]).all(-1)
+    dists = Target(target, torch.float32).run(tokens, TargetNeeds())
+    follows = (dists["dist_tokens"][:, 5:-1, 0] == tokens[:, 6:]).all(-1)
     assert follows.sum() >= 8
 
 
@@ -193,8 +193,8 @@ def test_outputs_are_kept_where_they_are_read_often(write_recipe, folder):
     tokens = windows.rows("train", [600, 3])
     kept = CachedStates(place, output_names(needs)).read("train", [600, 3], tokens)
     live = LiveStates(target, needs).read("train", [600, 3], tokens)
-    assert kept["law_tokens"].tolist() == live["law_tokens"].tolist()
-    for name in set(live) - {"law_tokens"}:  # a relative error of 2^-8 is bfloat16's
+    assert kept["dist_tokens"].tolist() == live["dist_tokens"].tolist()
+    for name in set(live) - {"dist_tokens"}:  # a relative error of 2^-8 is bfloat16's
         torch.testing.assert_close(kept[name].float(), live[name].float(), rtol=2**-8, atol=1e-6)
 
 

@@ -43,7 +43,7 @@ def make(model, write_recipe):
 
 
 def shake(trainable):
-    """Away from where training begins, which guesses the same token everywhere."""
+    """Away from where training begins, which candidates the same token everywhere."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in trainable.parameters():
@@ -68,14 +68,14 @@ def test_teacher_forced_equals_step_by_step(method, make, model):
         drafts = trainable.draft(batch_from_outputs(tokens[:, : ROOT + 1], held, 0), num)
         tokens[0, ROOT + 1 : ROOT + 1 + num] = drafts
         states, row = forced(trainable, batch_from_outputs(tokens, model.run(tokens, needs), 0))
-        guesses = [best(states, row, depth) for depth in range(num)]
-        assert guesses == drafts.tolist()
-        found.add(tuple(guesses))
+        candidates = [best(states, row, depth) for depth in range(num)]
+        assert candidates == drafts.tolist()
+        found.add(tuple(candidates))
     assert len(found) > 1
 
 
 def forced(trainable, batch):
-    """The guesses of a batch whose drawn starts include the root, and the row of the root's chain."""
+    """The candidates of a batch whose drawn starts include the root, and the row of the root's chain."""
     for seed in range(64):
         drafted = trainable(replace(batch, seed=seed))
         rows = (drafted.labels[:, 0] == ROOT).nonzero()

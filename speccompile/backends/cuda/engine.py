@@ -31,7 +31,7 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
         settings: see `Runner`.
         allocate: makes caches for a spec whose `caches` they are.
         rollback: the plan that compacts caches of this spec, for trees.
-        lenders: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
+        owners: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
 
     Raises:
         BundleError: see `bind_caches`.
@@ -46,14 +46,14 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
         settings: Mapping[str, Any],
         allocate: Callable[[GraphSpec], CachesT],
         rollback: PlanT | None = None,
-        lenders: Mapping[str, CudaEngine[PlanT, CachesT]] | None = None,
+        owners: Mapping[str, CudaEngine[PlanT, CachesT]] | None = None,
     ) -> None:
         super().__init__(plan.spec, max_slots, max_rows)
         self.plan, self.device = plan, plan.device
         own = self.spec.own_caches
         self.caches = allocate(replace(self.spec, caches=own)) if own else None
-        lent = {name: engine.caches for name, engine in (lenders or {}).items()}
-        bound = bind_caches(self.spec, self.caches, lent, max_slots, allocate)
+        shared = {name: engine.caches for name, engine in (owners or {}).items()}
+        bound = bind_caches(self.spec, self.caches, shared, max_slots, allocate)
         self.written = () if bound is None else cast(tuple[CachesT, ...], bound.written(self.spec.caches))
         # Of `kv_rows` the length alone is read; a graph without it gets no memory.
         reads_kv = any(tensor.name == specs.KV_ROWS for tensor in self.spec.inputs)

@@ -11,7 +11,7 @@ from typing import cast
 from speccompile.backends.cuda.arrays import item_bytes
 from speccompile.backends.cuda.device import ALIGNMENT, Device
 from speccompile.core import specs
-from speccompile.core.borrowed_specs import find_lender
+from speccompile.core.borrowed_specs import find_owner
 from speccompile.core.specs import GraphSpec, TensorSpec, compacted_cache_name, updated_cache_name
 from speccompile.errors import BundleError
 
@@ -164,7 +164,7 @@ class BoundCaches:
 def bind_caches(
     spec: GraphSpec,
     own: Caches | None,
-    lenders: Mapping[str, Caches | None],
+    owners: Mapping[str, Caches | None],
     max_slots: int,
     allocate: Callable[[GraphSpec], Caches],
 ) -> BoundCaches | None:
@@ -173,31 +173,31 @@ def bind_caches(
     Args:
         spec: of the engine.
         own: caches of its own.
-        lenders: those of others by graph name.
+        owners: those of others by graph name.
         max_slots: of the engine.
         allocate: makes caches for a graph that runs alone, of a spec whose `caches` they are.
 
     Raises:
-        BundleError: see `find_lender`; or a lender's caches have another number of rows, or another dtype.
+        BundleError: see `find_owner`; or a owner's caches have another number of rows, or another dtype.
     """
     bound = [] if own is None else [BoundCache(name, own, index) for index, name in enumerate(own.names)]
     alone: dict[bool, Caches] = {}
-    for loan in spec.borrowed:
-        held = lenders.get(loan.lender)
+    for cache_ref in spec.borrowed:
+        held = owners.get(cache_ref.owner)
         if held is None:
-            is_written = loan.name in spec.caches
+            is_written = cache_ref.name in spec.caches
             names = tuple(n.name for n in spec.borrowed if (n.name in spec.caches) is is_written)
             if is_written not in alone:
                 alone[is_written] = allocate(replace(spec, caches=names))
-            bound.append(BoundCache(loan.name, alone[is_written], names.index(loan.name)))
+            bound.append(BoundCache(cache_ref.name, alone[is_written], names.index(cache_ref.name)))
             continue
         sizes = (held.dims[0], held.dims[2])
-        index = find_lender(spec, loan, held.names, sizes, held.max_slots, max_slots)
-        wanted = spec.input(loan.name)
+        index = find_owner(spec, cache_ref, held.names, sizes, held.max_slots, max_slots)
+        wanted = spec.input(cache_ref.name)
         if held.dtype != wanted.dtype or (isinstance(wanted.dims[2], int) and wanted.dims[2] != held.rows):
             got, expected = f"{held.dtype} with {held.rows} rows", f"{wanted.dtype} with {wanted.dims[2]} rows"
-            raise BundleError(f"engine {spec.name} ({loan.name})", got, expected, "Build the bundle again.")
-        bound.append(BoundCache(loan.name, held, index))
+            raise BundleError(f"engine {spec.name} ({cache_ref.name})", got, expected, "Build the bundle again.")
+        bound.append(BoundCache(cache_ref.name, held, index))
     return BoundCaches(bound) if bound else None
 
 

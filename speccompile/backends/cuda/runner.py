@@ -84,17 +84,17 @@ class Runner:
             RuntimeFault: the shapes fit no profile, or the run failed.
         """
         self.device.activate()
-        lent, copied = self._split(feeds)
+        shared, copied = self._split(feeds)
         layout = () if self.caches is None else self.caches.layout
-        key = (*sizes.values(), first_slot, layout, *((n, a.address) for n, a in (*lent.items(), *copied.items())))
+        key = (*sizes.values(), first_slot, layout, *((n, a.address) for n, a in (*shared.items(), *copied.items())))
         step = self._steps.get(key)
         if step is None:
-            step = Step(self, sizes, first_slot, lent, copied)
+            step = Step(self, sizes, first_slot, shared, copied)
             if len(self._steps) >= MAX_STEPS:
                 self._drop(*self._steps.popitem(last=False))
             self._steps[key] = step
         self._steps.move_to_end(key)
-        staged = {name: value for name, value in feeds.items() if name not in lent and name not in copied}
+        staged = {name: value for name, value in feeds.items() if name not in shared and name not in copied}
         step.fill(staged, ran_last=self.last_step is step)
         self.last_step = step
         self._launch(step)
@@ -103,13 +103,13 @@ class Runner:
 
     def _split(self, feeds: Mapping[str, Any]) -> tuple[dict[str, DeviceArray], dict[str, DeviceArray]]:
         """Feeds that can be read where they lie, and those that this run itself would write over."""
-        lent: dict[str, DeviceArray] = {}
+        shared: dict[str, DeviceArray] = {}
         copied: dict[str, DeviceArray] = {}
         for tensor in self.plain_inputs:
             value = feeds.get(tensor.name)
             if isinstance(value, DeviceArray) and value.device is self.device and value.dtype == tensor.dtype:
-                (copied if self.outputs.memory.holds(value.address) else lent)[tensor.name] = value
-        return lent, copied
+                (copied if self.outputs.memory.holds(value.address) else shared)[tensor.name] = value
+        return shared, copied
 
     def _launch(self, step: Step) -> None:
         self._num_runs += 1

@@ -49,7 +49,7 @@ def comes_to_host(tensor: TensorSpec) -> bool:
     """Whether an output is small enough to come back with every step: integers, and one number a slot or draft."""
     is_small = all(dim != "draft_vocab" and (isinstance(dim, str) or dim <= MAX_HOST_DIM) for dim in tensor.dims)
     is_float = tensor.dtype.startswith(("float", "bfloat"))
-    return is_small and (not is_float or len(tensor.dims) <= 2 or tensor.name == specs.GUESS_PROBS)
+    return is_small and (not is_float or len(tensor.dims) <= 2 or tensor.name == specs.CANDIDATE_PROBS)
 
 
 class Step:
@@ -61,7 +61,7 @@ class Step:
         runner: whose plan and regions it uses.
         sizes: of the dynamic dims.
         first_slot: the slot of batch row 0.
-        lent: inputs that lie on the device already, bound where they are.
+        shared: inputs that lie on the device already, bound where they are.
         copied: inputs that lie in this runner's own output region, copied into its input region before each run.
 
     Raises:
@@ -73,7 +73,7 @@ class Step:
         runner: Runner,
         sizes: Mapping[str, int],
         first_slot: int,
-        lent: Mapping[str, DeviceArray],
+        shared: Mapping[str, DeviceArray],
         copied: Mapping[str, DeviceArray],
     ) -> None:
         self.plan, self.device = runner.plan, runner.device
@@ -87,7 +87,7 @@ class Step:
             self.shapes |= runner.caches.shapes(sizes["batch"])
         self.profile = runner.plan.find_profile(self.shapes)
         self.output_shapes = self._infer_output_shapes(runner)
-        self.addresses = {name: array.address for name, array in lent.items()}
+        self.addresses = {name: array.address for name, array in shared.items()}
         if runner.caches is not None:
             self.addresses |= runner.caches.addresses(first_slot, runner.cache_tensors)
         if specs.KV_ROWS in self.shapes:

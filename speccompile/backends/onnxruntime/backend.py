@@ -167,11 +167,11 @@ class OnnxRuntimeBackend(Backend):
         tuning: Mapping[str, Any],
         rollback: Path | None = None,
         device: str = "cpu",
-        lenders: Mapping[str, Any] | None = None,
+        owners: Mapping[str, Any] | None = None,
     ) -> OrtEngine:
         """Open an engine: see `speccompile.backends.onnxruntime.engine.load_engine`."""
         from speccompile.backends.onnxruntime.engine import load_engine
 
         del device
         sizes = {"max_slots": max_slots, "max_rows": max_rows}
-        return load_engine(path, spec, **sizes, settings=tuning, rollback=rollback, lenders=lenders)
+        return load_engine(path, spec, **sizes, settings=tuning, rollback=rollback, owners=owners)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from speccompile.backends.kv_rows import bucket_rows
-from speccompile.core.borrowed_specs import find_lender
+from speccompile.core.borrowed_specs import find_owner
 from speccompile.core.specs import GraphSpec
 
 
@@ -121,34 +121,34 @@ class BoundCache:
 
 
 def bind_borrowed(
-    spec: GraphSpec, lenders: Mapping[str, CacheBuffers], max_slots: int, max_rows: int
+    spec: GraphSpec, owners: Mapping[str, CacheBuffers], max_slots: int, max_rows: int
 ) -> list[BoundCache]:
     """The inputs that are caches of other engines, at their addresses.
 
     Args:
         spec: of the borrower.
-        lenders: buffers by graph name; what is not lent is a buffer of its own, for a graph that runs alone.
+        owners: buffers by graph name; what is not lent is a buffer of its own, for a graph that runs alone.
         max_slots: of the borrower.
         max_rows: of the borrower.
 
     Raises:
-        BundleError: a lender has no such cache, one of another shape, or fewer slots.
+        BundleError: a owner has no such cache, one of another shape, or fewer slots.
     """
     bound, alone = [], {}
-    for loan in spec.borrowed:
-        dims = spec.input(loan.name).dims
+    for cache_ref in spec.borrowed:
+        dims = spec.input(cache_ref.name).dims
         kv_heads, head_dim = dims[1], dims[3]
         assert isinstance(kv_heads, int) and isinstance(head_dim, int)
-        buffers = lenders.get(loan.lender)
+        buffers = owners.get(cache_ref.owner)
         if buffers is None:
-            is_written = loan.name in spec.caches
+            is_written = cache_ref.name in spec.caches
             names = tuple(n.name for n in spec.borrowed if (n.name in spec.caches) is is_written)
             if is_written not in alone:
                 alone[is_written] = CacheBuffers(names, kv_heads, head_dim, max_slots, max_rows)
-            bound.append(BoundCache(loan.name, alone[is_written], names.index(loan.name)))
+            bound.append(BoundCache(cache_ref.name, alone[is_written], names.index(cache_ref.name)))
             continue
-        index = find_lender(
-            spec, loan, buffers.names, (buffers.kv_heads, buffers.head_dim), buffers.max_slots, max_slots
+        index = find_owner(
+            spec, cache_ref, buffers.names, (buffers.kv_heads, buffers.head_dim), buffers.max_slots, max_slots
         )
-        bound.append(BoundCache(loan.name, buffers, index))
+        bound.append(BoundCache(cache_ref.name, buffers, index))
     return bound

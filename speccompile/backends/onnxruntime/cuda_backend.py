@@ -119,10 +119,10 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         tuning: Mapping[str, Any],
         rollback: Path | None = None,
         device: str = "cuda",
-        lenders: Mapping[str, Any] | None = None,
+        owners: Mapping[str, Any] | None = None,
     ) -> OrtCudaEngine:
         """Open an engine: see `speccompile.backends.onnxruntime.cuda_engine.load_cuda_engine`."""
         from speccompile.backends.onnxruntime.cuda_engine import load_cuda_engine
 
         sizes = {"max_slots": max_slots, "max_rows": max_rows}
-        return load_cuda_engine(path, spec, **sizes, settings=tuning, rollback=rollback, device=device, lenders=lenders)
+        return load_cuda_engine(path, spec, **sizes, settings=tuning, rollback=rollback, device=device, owners=owners)

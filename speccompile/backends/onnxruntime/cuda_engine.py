@@ -71,7 +71,7 @@ class OrtCudaEngine(CudaEngine[SessionPlan, GrowingCaches]):
         max_slots, max_rows: capacity of the caches.
         settings: see `speccompile.backends.cuda.runner.Runner`.
         rollback: session of the rollback graph of the same model, for trees.
-        lenders: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
+        owners: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class OrtCudaEngine(CudaEngine[SessionPlan, GrowingCaches]):
         max_rows: int,
         settings: Mapping[str, Any],
         rollback: SessionPlan | None = None,
-        lenders: Mapping[str, OrtCudaEngine] | None = None,
+        owners: Mapping[str, OrtCudaEngine] | None = None,
     ) -> None:
         def allocate(spec: GraphSpec) -> GrowingCaches:
             return GrowingCaches(plan.device, spec, max_slots, max_rows)
 
-        super().__init__(plan, max_slots, max_rows, settings, allocate, rollback, lenders)
+        super().__init__(plan, max_slots, max_rows, settings, allocate, rollback, owners)
 
     def make_view(self, sizes: dict[str, int], rows: int) -> None:
         """See `CudaEngine.make_view`."""
@@ -120,7 +120,7 @@ def load_cuda_engine(
     settings: Mapping[str, Any],
     rollback: Path | None = None,
     device: str = "cuda",
-    lenders: Mapping[str, OrtCudaEngine] | None = None,
+    owners: Mapping[str, OrtCudaEngine] | None = None,
 ) -> OrtCudaEngine:
     """Open a graph that was lowered for CUDA, and allocate its caches on the device.
 
@@ -132,7 +132,7 @@ def load_cuda_engine(
         settings: those of `Runner`.
         rollback: the graph that compacts trees.
         device: cuda or cuda:N.
-        lenders: see `OrtCudaEngine`.
+        owners: see `OrtCudaEngine`.
 
     Raises:
         BundleError: the graph cannot be opened, or ONNX Runtime has no CUDA provider.
@@ -144,4 +144,4 @@ def load_cuda_engine(
     # A rollback overwrites rows that it reads: run several times, as a capture does, it would move them again.
     plain = {**settings, "cuda_graphs": False}
     compactor = None if rollback is None else open_plan(rollback, rollback_spec_of(spec), gpu, plain)
-    return OrtCudaEngine(plan, max_slots, max_rows, settings, compactor, lenders)
+    return OrtCudaEngine(plan, max_slots, max_rows, settings, compactor, owners)

@@ -68,7 +68,7 @@ class SessionContext:
         sizes: dict[Any, int] = {}
         for tensor in self.plan.spec.inputs:
             sizes |= {d: n for d, n in zip(tensor.dims, self._shapes[tensor.name], strict=True) if isinstance(d, str)}
-        sizes.setdefault("draft_vocab", self.plan.spec.law_width)  # laws come out whole
+        sizes.setdefault("draft_vocab", self.plan.spec.dist_width)  # distributions come out whole
         sizes.setdefault(NEXT_STATES, sizes.get("nodes", 0) + 1)
         return tuple(sizes[d] if isinstance(d, str) else d for d in self.plan.spec.output(name).dims)
 

@@ -85,7 +85,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         spec: its inputs and outputs.
         max_slots, max_rows: capacity of the caches.
         rollback: session of the rollback graph of the same model, for trees.
-        lenders: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
+        owners: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         max_slots: int,
         max_rows: int,
         rollback: ort.InferenceSession | None = None,
-        lenders: Mapping[str, OrtEngine] | None = None,
+        owners: Mapping[str, OrtEngine] | None = None,
     ) -> None:
         super().__init__(spec, max_slots, max_rows)
         self.session, self.rollback = session, rollback
@@ -105,9 +105,9 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         _, kv_heads, _, head_dim = spec.input(own[0]).dims if own else (0, 0, 0, 0)
         assert isinstance(kv_heads, int) and isinstance(head_dim, int)
         self.caches = CacheBuffers(own, kv_heads, head_dim, max_slots, max_rows)
-        lent = {name: engine.caches for name, engine in (lenders or {}).items()}
+        shared = {name: engine.caches for name, engine in (owners or {}).items()}
         self.bound = [BoundCache(name, self.caches, index) for index, name in enumerate(own)]
-        self.bound += bind_borrowed(spec, lent, max_slots, max_rows)
+        self.bound += bind_borrowed(spec, shared, max_slots, max_rows)
         self._buffers = tuple(dict.fromkeys(cache.buffers for cache in self.bound))
         written = set(spec.caches)
         self._written = tuple(dict.fromkeys(cache.buffers for cache in self.bound if cache.name in written))
@@ -241,7 +241,7 @@ def load_engine(
     max_rows: int,
     settings: Mapping[str, Any],
     rollback: Path | None = None,
-    lenders: Mapping[str, OrtEngine] | None = None,
+    owners: Mapping[str, OrtEngine] | None = None,
 ) -> OrtEngine:
     """Open a graph on the CPU and allocate its caches; see `OrtEngine`.
 
@@ -251,7 +251,7 @@ def load_engine(
     session = open_session(path, settings)
     check_io(path, spec, session)
     compactor = open_session(rollback, {**settings, "threads": 1}) if rollback is not None else None
-    return OrtEngine(session, spec, max_slots, max_rows, compactor, lenders)
+    return OrtEngine(session, spec, max_slots, max_rows, compactor, owners)
 
 
 def check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None:

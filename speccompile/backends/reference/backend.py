@@ -72,10 +72,10 @@ class ReferenceBackend(Backend):
         tuning: Mapping[str, Any],
         rollback: Path | None = None,
         device: str = "cpu",
-        lenders: Mapping[str, Any] | None = None,
+        owners: Mapping[str, Any] | None = None,
     ) -> ReferenceEngine:
         """Open an engine; `tuning`, `rollback` and `device` do not matter here."""
         from speccompile.backends.reference.engine import ReferenceEngine
 
         del tuning, rollback, device
-        return ReferenceEngine(path, spec, max_slots, max_rows, lenders)
+        return ReferenceEngine(path, spec, max_slots, max_rows, owners)

@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from speccompile.backends.base import EngineBase
 from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.core import specs
-from speccompile.core.borrowed_specs import find_lender
+from speccompile.core.borrowed_specs import find_owner
 from speccompile.core.specs import GraphSpec
 from speccompile.ops.kv_rollback import kv_rollback
 from speccompile.ops.registry import reference_ops
@@ -26,7 +26,7 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
         path: a neutral graph with its tail attached.
         spec: its inputs and outputs.
         max_slots, max_rows: capacity of the caches.
-        lenders: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
+        owners: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
         spec: GraphSpec,
         max_slots: int,
         max_rows: int,
-        lenders: Mapping[str, ReferenceEngine] | None = None,
+        owners: Mapping[str, ReferenceEngine] | None = None,
     ) -> None:
         super().__init__(spec, max_slots, max_rows)
         self.rollback = kv_rollback
@@ -46,14 +46,14 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
         shapes = {n: shape_from_dims(spec.input(n), sizes) for n in spec.cache_inputs}
         self.caches = {n: np.zeros(shapes[n], np.float32) for n in spec.own_caches}
         self.bound = dict(self.caches)
-        for loan in spec.borrowed:
-            lender = (lenders or {}).get(loan.lender)
-            if lender is None:
-                self.bound[loan.name] = np.zeros(shapes[loan.name], np.float32)
+        for cache_ref in spec.borrowed:
+            owner = (owners or {}).get(cache_ref.owner)
+            if owner is None:
+                self.bound[cache_ref.name] = np.zeros(shapes[cache_ref.name], np.float32)
                 continue
-            (first, *_), names = lender.caches.values(), list(lender.caches)
-            index = find_lender(spec, loan, names, (first.shape[1], first.shape[3]), len(first), max_slots)
-            self.bound[loan.name] = lender.caches[names[index]]
+            (first, *_), names = owner.caches.values(), list(owner.caches)
+            index = find_owner(spec, cache_ref, names, (first.shape[1], first.shape[3]), len(first), max_slots)
+            self.bound[cache_ref.name] = owner.caches[names[index]]
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRT in two flavours: plans, plugins, engines on an NVIDIA GPU."""
+"""TensorRT in two variants: plans, plugins, engines on an NVIDIA GPU."""

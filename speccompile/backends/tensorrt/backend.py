@@ -46,12 +46,12 @@ class TensorRTBackend(Backend):
                     "build_child",
                     "builder",
                     "config",
-                    "flavours",
+                    "variants",
                     "kernels",
                     "launches",
                     "network",
                 ),
-                *("plugin_names", "plugins", "profiles", "records", "settings", "shim", "sizes", "specs"),
+                *("plugin_names", "plugins", "profiles", "records", "settings", "import_helper", "sizes", "specs"),
             )
         ),
     )
@@ -149,16 +149,16 @@ class TensorRTBackend(Backend):
     ) -> dict[str, Any]:
         from speccompile.backends.tensorrt import settings
         from speccompile.backends.tensorrt.builder import BuildRequest, build_plan
+        from speccompile.backends.tensorrt.import_helper import load_tensorrt
         from speccompile.backends.tensorrt.profiles import make_profiles
         from speccompile.backends.tensorrt.records import make_record, write_record
-        from speccompile.backends.tensorrt.shim import load_tensorrt
 
         config = config_from_options(options)
-        flavour = load_tensorrt(config.flavour)
+        variant = load_tensorrt(config.variant)
         profiles = make_profiles(spec, options)
-        wanted = settings.settings_from_options(flavour.can, spec, options, profiles, plugins, quantization)
-        cache, limit = settings.timing_cache_file(flavour, options), settings.memory_limit(options)
-        request = BuildRequest(source, spec, flavour.name, wanted, cache, limit)
+        wanted = settings.settings_from_options(variant.can, spec, options, profiles, plugins, quantization)
+        cache, limit = settings.timing_cache_file(variant, options), settings.memory_limit(options)
+        request = BuildRequest(source, spec, variant.name, wanted, cache, limit)
         built = build_plan(request, dest / PLAN_FILE, progress)
         record = make_record(source, wanted, profiles, built)
         sides = spec.json_from_spec()
@@ -172,19 +172,19 @@ class TensorRTBackend(Backend):
         """Refuse what cannot be built before anything is exported.
 
         Raises:
-            BuildError: TensorRT is not installed, or profiles or fields do not go with the graph or the flavour.
+            BuildError: TensorRT is not installed, or profiles or fields do not go with the graph or the variant.
         """
         from speccompile.backends.tensorrt import settings
+        from speccompile.backends.tensorrt.import_helper import load_tensorrt
         from speccompile.backends.tensorrt.plugin_names import SPEC_VERIFY
         from speccompile.backends.tensorrt.profiles import make_profiles
-        from speccompile.backends.tensorrt.shim import load_tensorrt
 
         config = config_from_options(options)
-        flavour = load_tensorrt(config.flavour)
+        variant = load_tensorrt(config.variant)
         own = tensorrt_spec(spec, options.dtype, options.max_rows)
         profiles = make_profiles(own, options)
         plugins = [SPEC_VERIFY] if _verifies(spec) and config.has_plugins else []
-        settings.settings_from_options(flavour.can, own, options, profiles, plugins, quantization)
+        settings.settings_from_options(variant.can, own, options, profiles, plugins, quantization)
 
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
         """Sizes of a plan and the memory of its build: see `sizes.predict_sizes`."""
@@ -194,15 +194,15 @@ class TensorRTBackend(Backend):
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
         """What else a plan depends on: the TensorRT that builds it, its plugins, and the GPU where it measures one."""
+        from speccompile.backends.tensorrt.import_helper import find_compute_capabilities, load_tensorrt
         from speccompile.backends.tensorrt.records import plugin_abi_of
-        from speccompile.backends.tensorrt.shim import find_compute_capabilities, load_tensorrt
 
         config = config_from_options(options)
-        flavour = load_tensorrt(config.flavour)
-        gpus = [list(pair) for pair in find_compute_capabilities()] if flavour.can.needs_gpu_to_build else []
+        variant = load_tensorrt(config.variant)
+        gpus = [list(pair) for pair in find_compute_capabilities()] if variant.can.needs_gpu_to_build else []
         return {
-            "flavour": flavour.name,
-            "version": flavour.version,
+            "variant": variant.name,
+            "version": variant.version,
             "gpus": gpus,
             "plugins": plugin_abi_of(config.has_plugins),
             "options": options.json_from_options(),
@@ -210,7 +210,7 @@ class TensorRTBackend(Backend):
 
     def why_unchecked(self) -> str | None:
         """Why plans cannot run on the machine that builds them; None where there is a GPU."""
-        from speccompile.backends.tensorrt.shim import find_compute_capabilities
+        from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
 
         return None if find_compute_capabilities() else _NO_GPU
 
@@ -246,7 +246,7 @@ class TensorRTBackend(Backend):
         tuning: Mapping[str, Any],
         rollback: Path | None = None,
         device: str = "cuda",
-        lenders: Mapping[str, Any] | None = None,
+        owners: Mapping[str, Any] | None = None,
     ) -> TrtEngine:
         """Open an engine, after the plan's record was compared with what is here: see `engine.load_engine`.
 
@@ -260,9 +260,9 @@ class TensorRTBackend(Backend):
 
         record = read_record(path)
         check_record(path, record, max_slots)
-        settings = {**tuning, "flavour": record["flavour"], "plugins": needs_registration(record)}
+        settings = {**tuning, "variant": record["variant"], "plugins": needs_registration(record)}
         sizes = {"max_slots": max_slots, "max_rows": max_rows}
-        return load_engine(path, spec, **sizes, settings=settings, rollback=rollback, device=device, lenders=lenders)
+        return load_engine(path, spec, **sizes, settings=settings, rollback=rollback, device=device, owners=owners)
 
 
 def _verifies(spec: GraphSpec) -> bool:

@@ -24,8 +24,8 @@ from typing import Any
 
 from speccompile.backends.memory import read_peak_rss, reset_peak_rss
 from speccompile.backends.tensorrt import network as networks
-from speccompile.backends.tensorrt.flavours import Flavour
-from speccompile.backends.tensorrt.shim import find_compute_capabilities, load_tensorrt, text_from_lines
+from speccompile.backends.tensorrt.import_helper import find_compute_capabilities, load_tensorrt, text_from_lines
+from speccompile.backends.tensorrt.variants import Variant
 from speccompile.core.specs import spec_from_json
 from speccompile.errors import BuildError
 
@@ -56,26 +56,26 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
 
     Returns:
         {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "plugin_layers": {name: layers of the
-        network}, "flavour", "version"}.
+        network}, "variant", "version"}.
 
     Raises:
         BuildError: see `network` and the builder's own reasons.
     """
     stages: list[dict[str, Any]] = []
-    flavour = load_tensorrt(request["flavour"])
-    flavour.logger.listener = lambda level, text: send({"log": [level, text]}) if level <= 2 else None
+    variant = load_tensorrt(request["variant"])
+    variant.logger.listener = lambda level, text: send({"log": [level, text]}) if level <= 2 else None
     settings, source, dest = request["settings"], Path(request["onnx"]), Path(request["plan"])
-    trt, spec, form = flavour.trt, spec_from_json(request["spec"]), settings["plugin_form"]
+    trt, spec, form = variant.trt, spec_from_json(request["spec"]), settings["plugin_form"]
     if settings["plugins"]:
         _register_plugins(trt, form, len(spec.caches))
-    builder = trt.Builder(flavour.logger)
+    builder = trt.Builder(variant.logger)
     with _stage("parse", stages, send):
-        network, parser = networks.parse_network(flavour, builder, source, settings["plugins"], form)
-        networks.check_network(flavour, network, spec)
-        plugin_layers = networks.count_plugins(flavour, network)
-        config = networks.configure(flavour, builder, settings)
+        network, parser = networks.parse_network(variant, builder, source, settings["plugins"], form)
+        networks.check_network(variant, network, spec)
+        plugin_layers = networks.count_plugins(variant, network)
+        config = networks.configure(variant, builder, settings)
     timing_cache = Path(request["timing_cache"]) if request["timing_cache"] else None
-    cache = networks.load_timing_cache(flavour, config, timing_cache)
+    cache = networks.load_timing_cache(variant, config, timing_cache)
     config.progress_monitor = make_monitor(trt, send)
     with _stage("optimise", stages, send), dest.open("wb") as file:
         writer = make_writer(trt, file)
@@ -85,11 +85,11 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
     if writer.fault is not None:
         raise _disk_error(dest, writer.fault)
     if not built or writer.num_bytes == 0:
-        raise _builder_error(flavour, source)
+        raise _builder_error(variant, source)
     if cache is not None and timing_cache is not None:
         networks.save_timing_cache(config, timing_cache)
     del parser
-    names = {"flavour": flavour.name, "version": flavour.version}
+    names = {"variant": variant.name, "version": variant.version}
     return {"stages": stages, "plan_bytes": writer.num_bytes, "plugin_layers": plugin_layers, **names}
 
 
@@ -197,8 +197,8 @@ def _json_from_error(fault: BuildError) -> dict[str, str]:
     return {"where": fault.where, "got": fault.got, "expected": fault.expected, "todo": fault.todo}
 
 
-def _builder_error(flavour: Flavour, source: Path) -> BuildError:
-    got = text_from_lines(flavour.logger.lines) or "no plan and no reason"
+def _builder_error(variant: Variant, source: Path) -> BuildError:
+    got = text_from_lines(variant.logger.lines) or "no plan and no reason"
     todo = (
         "See the builder's message; engine.plugins: none and engine.tensorrt.optimization_level change what it tries."
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.memory import read_memory, read_peak_rss
-from speccompile.backends.tensorrt.shim import text_from_lines
+from speccompile.backends.tensorrt.import_helper import text_from_lines
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError
 
@@ -35,7 +35,7 @@ class BuildRequest:
     Args:
         onnx: the lowered graph.
         spec: its inputs and outputs.
-        flavour: `tensorrt` or `tensorrt_rtx`.
+        variant: `tensorrt` or `tensorrt_rtx`.
         settings: see `network.configure`.
         timing_cache: file of measured kernels; None: none is kept.
         max_bytes: the child is ended when it holds more memory; None: no limit.
@@ -43,7 +43,7 @@ class BuildRequest:
 
     onnx: Path
     spec: GraphSpec
-    flavour: str
+    variant: str
     settings: dict[str, Any]
     timing_cache: Path | None = None
     max_bytes: int | None = None
@@ -54,7 +54,7 @@ class BuildRequest:
             "onnx": str(self.onnx),
             "plan": str(plan),
             "spec": self.spec.json_from_spec(),
-            "flavour": self.flavour,
+            "variant": self.variant,
             "settings": self.settings,
             "timing_cache": None if self.timing_cache is None else str(self.timing_cache),
         }
@@ -92,7 +92,7 @@ def build_plan(
         progress: called with "STAGE" and "PHASE STEP/STEPS".
 
     Returns:
-        {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "plugin_layers", "flavour", "version",
+        {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "plugin_layers", "variant", "version",
         "peak_rss_bytes", "parent_rss_bytes": what this process held meanwhile, "lowering_peak_bytes": its most before}.
 
     Raises:

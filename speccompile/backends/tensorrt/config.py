@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe fields that the TensorRT backend alone reads: `engine.flavour`, `engine.plugins` and `engine.tensorrt`."""
+"""Recipe fields that the TensorRT backend alone reads: `engine.variant`, `engine.plugins` and `engine.tensorrt`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ProfileConfig:
 class Config:
     """What the TensorRT backend alone reads."""
 
-    flavour: Literal["auto", "tensorrt", "tensorrt_rtx"] = parameter(
+    variant: Literal["auto", "tensorrt", "tensorrt_rtx"] = parameter(
         "auto", beside_section=True, description="Which TensorRT builds; 'auto' is the one that is installed."
     )
     plugins: Literal["auto", "native", "aot", "none"] = parameter(
@@ -52,7 +52,7 @@ class Config:
     compute_capabilities: tuple[str | float, ...] = parameter(
         (),
         check=_check_capabilities,
-        description="GPUs the plans are for, e.g. [12.0]; empty: as the flavour chooses.",
+        description="GPUs the plans are for, e.g. [12.0]; empty: as the variant chooses.",
     )
     prefill: ProfileConfig = parameter(ProfileConfig(), description="The profile that reads prompts.")
     decode: ProfileConfig = parameter(ProfileConfig(), description="The profile that scores drafts.")

@@ -11,9 +11,9 @@ from speccompile.backends.cuda.device import open_device, ordinal_from_name
 from speccompile.backends.cuda.engine import CudaEngine
 from speccompile.backends.cuda.kv_caches import Caches, cache_bytes, rollback_spec_of
 from speccompile.backends.kv_rows import bucket_rows
-from speccompile.backends.tensorrt.flavours import Flavour
+from speccompile.backends.tensorrt.import_helper import load_tensorrt
 from speccompile.backends.tensorrt.loading import Plan
-from speccompile.backends.tensorrt.shim import load_tensorrt
+from speccompile.backends.tensorrt.variants import Variant
 from speccompile.core.specs import GraphSpec, compacted_cache_name
 from speccompile.errors import BundleError
 
@@ -28,7 +28,7 @@ class TrtEngine(CudaEngine[Plan, Caches]):
         max_slots, max_rows: what may be used of the caches.
         settings: see `Runner`.
         rollback: the plan that compacts caches of this spec, for trees.
-        lenders: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
+        owners: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class TrtEngine(CudaEngine[Plan, Caches]):
         max_rows: int,
         settings: Mapping[str, Any],
         rollback: Plan | None = None,
-        lenders: Mapping[str, TrtEngine] | None = None,
+        owners: Mapping[str, TrtEngine] | None = None,
     ) -> None:
         def allocate(spec: GraphSpec) -> Caches:
             return Caches(plan.device, spec, max_slots)
 
-        super().__init__(plan, max_slots, max_rows, settings, allocate, rollback, lenders)
+        super().__init__(plan, max_slots, max_rows, settings, allocate, rollback, owners)
         names = {t.name for t in plan.spec.outputs}
         self.compacts_in_step = any(compacted_cache_name(c) in names for c in plan.spec.caches)
 
@@ -62,7 +62,7 @@ def load_engine(
     settings: Mapping[str, Any],
     rollback: Path | None = None,
     device: str = "cuda",
-    lenders: Mapping[str, TrtEngine] | None = None,
+    owners: Mapping[str, TrtEngine] | None = None,
 ) -> TrtEngine:
     """Load a plan and allocate its caches. The plan's digest must have been checked: loading can run code in it.
 
@@ -71,11 +71,11 @@ def load_engine(
         spec: its inputs and outputs.
         max_slots: sequences decoded at once.
         max_rows: cache rows wanted of each; the plan has at least as many.
-        settings: `flavour` (default auto), `plugins` (whether plans hold plugins that are registered from Python),
+        settings: `variant` (default auto), `plugins` (whether plans hold plugins that are registered from Python),
             and those of `Plan` and `Runner`.
         rollback: the plan that compacts trees.
         device: cuda or cuda:N.
-        lenders: see `TrtEngine`.
+        owners: see `TrtEngine`.
 
     Raises:
         BundleError: the plan does not fit this machine, this TensorRT or its spec.
@@ -84,23 +84,23 @@ def load_engine(
     """
     gpu = open_device(ordinal_from_name(device))
     gpu.activate()
-    flavour = load_tensorrt(str(settings.get("flavour", "auto")))
+    variant = load_tensorrt(str(settings.get("variant", "auto")))
     if settings.get("plugins"):
-        _register_plugins(flavour)
+        _register_plugins(variant)
     if spec.caches:
         _check_rows(path, spec, max_rows)
-    plan = Plan(flavour, path, spec, gpu, settings, cache_bytes(spec, max_slots))
+    plan = Plan(variant, path, spec, gpu, settings, cache_bytes(spec, max_slots))
     # A rollback overwrites rows that it reads: run again before a capture that TensorRT makes by itself, it would move
     # them twice. (Our own captures run nothing.)
     plain = {**settings, "cuda_graphs": False} if plan.captures_itself else settings
-    compactor = None if rollback is None else Plan(flavour, rollback, rollback_spec_of(spec), gpu, plain)
-    return TrtEngine(plan, max_slots, max_rows, settings, compactor, lenders)
+    compactor = None if rollback is None else Plan(variant, rollback, rollback_spec_of(spec), gpu, plain)
+    return TrtEngine(plan, max_slots, max_rows, settings, compactor, owners)
 
 
-def _register_plugins(flavour: Flavour) -> None:
+def _register_plugins(variant: Variant) -> None:
     from speccompile.backends.tensorrt.plugins import register_plugins
 
-    register_plugins(flavour.trt)
+    register_plugins(variant.trt)
 
 
 def _check_rows(path: Path, spec: GraphSpec, max_rows: int) -> None:

@@ -26,7 +26,7 @@ MAX_CACHES = 480
 DTYPES = ("float32", "float16", "bfloat16")  # in the order of the kernels' enum
 SUFFIXES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_CELL_BYTES, _LAW_BYTES, _OUTCOME_BYTES = 8, 24, 8
+_CELL_BYTES, _DIST_BYTES, _OUTCOME_BYTES = 8, 24, 8
 
 
 class SpecVerifyArgs(ctypes.Structure):
@@ -84,13 +84,13 @@ def num_chunks(vocab: int) -> int:
 
 
 def verify_workspace_bytes(batch: int, nodes: int, vocab: int, has_map: bool = False) -> int:
-    """Bytes of SpecVerify's workspace: cells of the chunks, laws, outcomes, counters, the inverse of d2t."""
+    """Bytes of SpecVerify's workspace: cells of the chunks, distributions, outcomes, counters, the inverse of d2t."""
     rows = batch * nodes
     cells = rows * num_chunks(vocab)
-    return cells * _CELL_BYTES + rows * (_LAW_BYTES + _OUTCOME_BYTES) + 4 * batch + (4 * vocab if has_map else 0)
+    return cells * _CELL_BYTES + rows * (_DIST_BYTES + _OUTCOME_BYTES) + 4 * batch + (4 * vocab if has_map else 0)
 
 
-def _settle_shared_bytes(vocab: int) -> int:
+def _final_shared_bytes(vocab: int) -> int:
     return num_chunks(vocab) * (8 + 4)
 
 
@@ -112,7 +112,7 @@ def verify_launches(batch: int, nodes: int, vocab: int, dtype: str) -> tuple[Lau
     scan_blocks = max(-(-tasks * WARP // SCAN_THREADS), -(-batch // SCAN_THREADS))
     return (
         Launch(f"spec_verify_scan_{SUFFIXES[dtype]}", (scan_blocks, 1, 1), SCAN_THREADS),
-        Launch("spec_verify_settle", (batch * nodes, 1, 1), SETTLE_THREADS, _settle_shared_bytes(vocab)),
+        Launch("spec_verify_flush", (batch * nodes, 1, 1), SETTLE_THREADS, _final_shared_bytes(vocab)),
     )
 
 
@@ -120,7 +120,7 @@ def single_launch(batch: int, nodes: int, vocab: int) -> Launch:
     """SpecVerify as one launch without workspace, for plugins of one kernel; arguments and errors as above."""
     _check("SpecVerify", "nodes", nodes, MAX_NODES)
     _check("SpecVerify", "vocab", vocab, MAX_VOCAB)
-    return Launch("spec_verify_single", (batch, 1, 1), SETTLE_THREADS, _settle_shared_bytes(vocab))
+    return Launch("spec_verify_single", (batch, 1, 1), SETTLE_THREADS, _final_shared_bytes(vocab))
 
 
 def rollback_vector_bytes(head_dim: int, dtype: str, pointers: Sequence[int]) -> int:

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from speccompile.backends.cuda.device import Device
 from speccompile.backends.cuda.profile import Profile
-from speccompile.backends.tensorrt.flavours import Flavour
-from speccompile.backends.tensorrt.shim import text_from_lines
+from speccompile.backends.tensorrt.import_helper import text_from_lines
+from speccompile.backends.tensorrt.variants import Variant
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BundleError, RuntimeFault
 
@@ -33,15 +33,15 @@ _DTYPES = {
 _HEAD_BYTES = 1 << 20
 
 
-def validity_from_plan(flavour: Flavour, plan: bytes) -> dict[str, Any]:
+def validity_from_plan(variant: Variant, plan: bytes) -> dict[str, Any]:
     """Compare a plan with this machine without deserialising it.
 
     Returns:
         {"validity": "VALID", "SUBOPTIMAL", "INVALID" or "not checked", "diagnostics": str}.
     """
-    if not flavour.can.supports_validity_check:
-        return {"validity": "not checked", "diagnostics": f"{flavour.name} has no such check"}
-    validity, diagnostics = flavour.trt.Runtime(flavour.logger).get_engine_validity(plan)
+    if not variant.can.supports_validity_check:
+        return {"validity": "not checked", "diagnostics": f"{variant.name} has no such check"}
+    validity, diagnostics = variant.trt.Runtime(variant.logger).get_engine_validity(plan)
     return {"validity": str(validity.name), "diagnostics": str(getattr(diagnostics, "name", diagnostics))}
 
 
@@ -49,7 +49,7 @@ class Plan:
     """A deserialised plan and the scratch memory that its execution contexts share.
 
     Args:
-        flavour: the TensorRT that made it.
+        variant: the TensorRT that made it.
         path: the plan's file.
         spec: its inputs and outputs.
         device: where it runs.
@@ -60,42 +60,42 @@ class Plan:
         BundleError: it does not fit this machine or this TensorRT, or differs from its spec.
     """
 
-    idle_runs = 256  # a guess: what TensorRT takes to make a context was not measured
+    idle_runs = 256  # a candidate: what TensorRT takes to make a context was not measured
 
     def __init__(
         self,
-        flavour: Flavour,
+        variant: Variant,
         path: Path,
         spec: GraphSpec,
         device: Device,
         settings: Mapping[str, Any],
         cache_bytes: int = 0,
     ) -> None:
-        self.flavour, self.path, self.spec, self.device = flavour, path, spec, device
+        self.variant, self.path, self.spec, self.device = variant, path, spec, device
         blob = path.read_bytes()
-        self.validity = validity_from_plan(flavour, blob)
+        self.validity = validity_from_plan(variant, blob)
         if self.validity["validity"] == "INVALID":
             expected = "a plan that TensorRT finds valid for this machine"
             todo = "Build the bundle again for this GPU: engine.tensorrt.compute_capabilities."
             raise BundleError(str(path), f"an invalid plan: {self.validity['diagnostics']}", expected, todo)
-        self._runtime = flavour.trt.Runtime(flavour.logger)
+        self._runtime = variant.trt.Runtime(variant.logger)
         self.engine = self._runtime.deserialize_cuda_engine(blob)
         if self.engine is None:
-            got = f"a plan that cannot be loaded: {text_from_lines(flavour.logger.lines)}"
-            expected = f"one of {flavour.name} {flavour.version} for this GPU"
+            got = f"a plan that cannot be loaded: {text_from_lines(variant.logger.lines)}"
+            expected = f"one of {variant.name} {variant.version} for this GPU"
             raise BundleError(str(path), got, expected, "Build the bundle again with the TensorRT installed here.")
-        _check_io(path, spec, flavour, self.engine)
+        _check_io(path, spec, variant, self.engine)
         if self.engine.streamable_weights_size > 0:  # 0 where the plan was built without the flag
             # TensorRT streams nothing by default. The budget also decides how much scratch memory is needed.
             budget = self.engine.get_weight_streaming_automatic_budget() - cache_bytes
             self.engine.weight_streaming_budget_v2 = max(budget, 0)
         self.profiles = tuple(_read_profile(self.engine, spec, i) for i in range(self.engine.num_optimization_profiles))
         self._scratch = device.allocate(int(self.engine.device_memory_size_v2))
-        self.captures_itself = flavour.can.supports_cuda_graph_strategy
-        self._config = self._make_config(settings, blob) if flavour.can.supports_runtime_cache else None
+        self.captures_itself = variant.can.supports_cuda_graph_strategy
+        self._config = self._make_config(settings, blob) if variant.can.supports_runtime_cache else None
 
     def _make_config(self, settings: Mapping[str, Any], blob: bytes) -> Any:
-        trt, config = self.flavour.trt, self.engine.create_runtime_config()
+        trt, config = self.variant.trt, self.engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if settings.get("cuda_graphs", True):
             config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
@@ -118,7 +118,7 @@ class Plan:
             RuntimeFault: TensorRT makes none.
         """
         del is_kept
-        strategy = self.flavour.trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        strategy = self.variant.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self.engine.create_execution_context(self._config if self._config is not None else strategy)
         if context is None:
             self.fail("an execution context", "none")
@@ -143,7 +143,7 @@ class Plan:
 
     def fail(self, wanted: str, got: str) -> NoReturn:
         """Raise a RuntimeFault with the end of TensorRT's log."""
-        log = text_from_lines(self.flavour.logger.lines)
+        log = text_from_lines(self.variant.logger.lines)
         raise RuntimeFault(f"engine {self.spec.name}", f"{got}: {log}", wanted, "See TensorRT's message.")
 
 
@@ -155,13 +155,13 @@ def _read_profile(engine: Any, spec: GraphSpec, index: int) -> Profile:
     return Profile(index, bounds)
 
 
-def _check_io(path: Path, spec: GraphSpec, flavour: Flavour, engine: Any) -> None:
+def _check_io(path: Path, spec: GraphSpec, variant: Variant, engine: Any) -> None:
     """Compare names, directions, dtypes, places and static dims with the spec.
 
     Raises:
         BundleError: they differ, or a tensor must lie in host memory.
     """
-    trt, todo = flavour.trt, "Build the bundle again."
+    trt, todo = variant.trt, "Build the bundle again."
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
     is_input = {name: engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT for name in names}
     wanted = {**{t.name: True for t in spec.inputs}, **{t.name: False for t in spec.outputs}}

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speccompile.backends.tensorrt.flavours import DTYPE_NAMES, Flavour
-from speccompile.backends.tensorrt.shim import text_from_lines
+from speccompile.backends.tensorrt.import_helper import text_from_lines
+from speccompile.backends.tensorrt.variants import DTYPE_NAMES, Variant
 from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import BuildError
 
@@ -17,12 +17,12 @@ GIB = 1 << 30
 
 
 def parse_network(
-    flavour: Flavour, builder: Any, path: Path, plugins: Sequence[str], form: str = "python"
+    variant: Variant, builder: Any, path: Path, plugins: Sequence[str], form: str = "python"
 ) -> tuple[Any, Any]:
     """Parse a lowered graph; its weights are mapped from the file, not read.
 
     Args:
-        flavour: which TensorRT.
+        variant: which TensorRT.
         builder: its Builder.
         path: the ONNX file.
         plugins: ops that shall become plugins even where they carry a body; empty: bodies are used.
@@ -34,17 +34,17 @@ def parse_network(
     Raises:
         BuildError: an operator or attribute that TensorRT does not take, or a plugin that is not there.
     """
-    trt, flags = flavour.trt, 0
+    trt, flags = variant.trt, 0
     if plugins and form == "aot":
         flags |= 1 << int(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS)
     network = builder.create_network(flags)
     network.name = path.stem
-    parser = trt.OnnxParser(network, flavour.logger)
+    parser = trt.OnnxParser(network, variant.logger)
     if plugins and form == "python":
         parser.set_flag(trt.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE)
     if not parser.parse_from_file(str(path)):
-        raise _parse_error(path, flavour, parser)
-    num_plugins = sum(count_plugins(flavour, network).values())
+        raise _parse_error(path, variant, parser)
+    num_plugins = sum(count_plugins(variant, network).values())
     if num_plugins < len(plugins):
         got = f"{num_plugins} plugin layers: {', '.join(plugins)} became something else"
         todo = "Report it, or build with engine.plugins: none."
@@ -52,9 +52,9 @@ def parse_network(
     return network, parser
 
 
-def count_plugins(flavour: Flavour, network: Any) -> dict[str, int]:
+def count_plugins(variant: Variant, network: Any) -> dict[str, int]:
     """Returns how many layers of a network each plugin has, by the plugin's name."""
-    trt, counts = flavour.trt, Counter[str]()
+    trt, counts = variant.trt, Counter[str]()
     for layer in (network.get_layer(i) for i in range(network.num_layers)):
         if layer.type == trt.LayerType.PLUGIN_V3:
             layer.__class__ = trt.IPluginV3Layer  # the binding gives the base class
@@ -63,9 +63,9 @@ def count_plugins(flavour: Flavour, network: Any) -> dict[str, int]:
     return dict(counts)
 
 
-def _parse_error(path: Path, flavour: Flavour, parser: Any) -> BuildError:
+def _parse_error(path: Path, variant: Variant, parser: Any) -> BuildError:
     if parser.num_errors == 0:
-        got = text_from_lines(flavour.logger.lines) or "no reason given"
+        got = text_from_lines(variant.logger.lines) or "no reason given"
         return BuildError(f"parsing {path.name}", got, "a graph that TensorRT's parser takes", "See the message.")
     fault = parser.get_error(0)
     node, op = fault.node_name() or f"number {fault.node()}", fault.node_operator()
@@ -73,14 +73,14 @@ def _parse_error(path: Path, flavour: Flavour, parser: Any) -> BuildError:
     if "Plugin not found" in fault.desc():
         expected = "a registered plugin of that name, or a body in the graph"
         return BuildError(where, f"no plugin {op}", expected, "Build with engine.plugins: none.")
-    expected = f"an operator that {flavour.name} {flavour.version} takes"
+    expected = f"an operator that {variant.name} {variant.version} takes"
     todo = (
         "Report it with the model's config.json; engine.tensorrt.keep_onnx keeps the graph of a build that ends well."
     )
     return BuildError(where, fault.desc(), expected, todo)
 
 
-def check_network(flavour: Flavour, network: Any, spec: GraphSpec) -> None:
+def check_network(variant: Variant, network: Any, spec: GraphSpec) -> None:
     """Compare the network's inputs and outputs with the spec.
 
     Raises:
@@ -114,11 +114,11 @@ def _check_tensor(spec: GraphSpec, side: str, wanted: TensorSpec, found: Any) ->
         raise BuildError(where, f"{dtype}{list(shape)}", expected, "Report it with the recipe.")
 
 
-def configure(flavour: Flavour, builder: Any, settings: Mapping[str, Any]) -> Any:
+def configure(variant: Variant, builder: Any, settings: Mapping[str, Any]) -> Any:
     """A builder configuration.
 
     Args:
-        flavour: which TensorRT.
+        variant: which TensorRT.
         builder: its Builder.
         settings: `flags`, `compute_capabilities`, `workspace_gib`, `optimization_level`, `plugins`, `profiles` (by
             input: min, opt and max shape), as `settings.settings_from_options` makes them.
@@ -126,7 +126,7 @@ def configure(flavour: Flavour, builder: Any, settings: Mapping[str, Any]) -> An
     Raises:
         BuildError: TensorRT refuses a profile.
     """
-    trt, config = flavour.trt, builder.create_builder_config()
+    trt, config = variant.trt, builder.create_builder_config()
     for name in settings["flags"]:
         config.set_flag(getattr(trt.BuilderFlag, name))
     capabilities = settings["compute_capabilities"]
@@ -141,11 +141,11 @@ def configure(flavour: Flavour, builder: Any, settings: Mapping[str, Any]) -> An
     if settings["plugins"]:
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     for index, shapes in enumerate(settings["profiles"]):
-        _add_profile(flavour, builder, config, index, shapes)
+        _add_profile(variant, builder, config, index, shapes)
     return config
 
 
-def _add_profile(flavour: Flavour, builder: Any, config: Any, index: int, shapes: Mapping[str, Any]) -> None:
+def _add_profile(variant: Variant, builder: Any, config: Any, index: int, shapes: Mapping[str, Any]) -> None:
     profile, todo = builder.create_optimization_profile(), "Correct engine.tensorrt.prefill and decode."
     for name, (low, best, high) in shapes.items():
         try:
@@ -154,17 +154,17 @@ def _add_profile(flavour: Flavour, builder: Any, config: Any, index: int, shapes
             got = f"{low}, {best}, {high}: {fault}"
             raise BuildError(f"profile {index}, input {name}", got, "shapes that TensorRT takes", todo) from fault
     if config.add_optimization_profile(profile) < 0:
-        got = text_from_lines(flavour.logger.lines) or "refused without a reason"
+        got = text_from_lines(variant.logger.lines) or "refused without a reason"
         raise BuildError(f"profile {index}", got, "a profile that TensorRT takes", todo)
 
 
-def load_timing_cache(flavour: Flavour, config: Any, path: Path | None) -> Any:
+def load_timing_cache(variant: Variant, config: Any, path: Path | None) -> Any:
     """Let the builder start with kernels measured before, or with none where they are of another GPU.
 
     Returns:
-        The cache, or None where the flavour has none.
+        The cache, or None where the variant has none.
     """
-    if path is None or not flavour.can.supports_timing_cache:
+    if path is None or not variant.can.supports_timing_cache:
         return None
     cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
     if not config.set_timing_cache(cache, ignore_mismatch=False):

@@ -98,7 +98,7 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
             # What a draft is told: the target's features of a step, or its own and one more.
             STATES: (1, sizes["nodes"][1], max(sizes["nodes"][2], nodes + 1)),
             "scored": (1, 1 if is_prefill or steps_by_one else scored, scored),
-            "draft_vocab": (1, 1, max(spec.law_width, 1)),
+            "draft_vocab": (1, 1, max(spec.dist_width, 1)),
         },
     )
 

@@ -36,13 +36,13 @@ def make_record(
         built: what the builder's process reported.
 
     Returns:
-        {"flavour", "version", "platform", "compute_capabilities", "plugins", "plugin_form", "plugin_abi",
+        {"variant", "version", "platform", "compute_capabilities", "plugins", "plugin_form", "plugin_abi",
         "plugin_layers": {op: layers of the network}, "flags", "workspace_gib", "optimization_level", "profiles",
         "plan_bytes", "lowered_weights_bytes": in `source`,
         "build": {"stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes"}}.
     """
     return {
-        "flavour": built["flavour"],
+        "variant": built["variant"],
         "version": built["version"],
         "platform": f"{platform.system().lower()}-{platform.machine()}",
         "compute_capabilities": list(settings["compute_capabilities"]),
@@ -95,7 +95,7 @@ def read_record(plan: Path) -> dict[str, Any]:
     """
     path = record_file(plan)
     record = read_json_object(path, BundleError, "Build the bundle again.", "the record of the plan")
-    if not {"flavour", "version", "plugins", "profiles"} <= set(record):
+    if not {"variant", "version", "plugins", "profiles"} <= set(record):
         raise BundleError(str(path), "something else", "the record of the plan", "Build the bundle again.")
     return record
 
@@ -104,15 +104,15 @@ def check_record(plan: Path, record: Mapping[str, Any], max_slots: int) -> None:
     """Compare a plan's record with what is installed and with the sizes asked for. Nothing is deserialised.
 
     Raises:
-        BundleError: another flavour or version, another plugin ABI, a GPU it was not built for, too few slots, or a
+        BundleError: another variant or version, another plugin ABI, a GPU it was not built for, too few slots, or a
             plan of another size.
-        BuildError: the flavour is not installed.
+        BuildError: the variant is not installed.
     """
-    from speccompile.backends.tensorrt.shim import find_compute_capabilities, load_tensorrt
+    from speccompile.backends.tensorrt.import_helper import find_compute_capabilities, load_tensorrt
 
-    flavour = load_tensorrt(str(record["flavour"]))
-    if flavour.version != record["version"]:
-        got, expected = f"{flavour.name} {flavour.version}", f"{record['version']}, which built the plan"
+    variant = load_tensorrt(str(record["variant"]))
+    if variant.version != record["version"]:
+        got, expected = f"{variant.name} {variant.version}", f"{record['version']}, which built the plan"
         raise BundleError(str(plan), got, expected, _REBUILD)
     machine = f"{platform.system().lower()}-{platform.machine()}"
     if record.get("platform") != machine:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe's engine fields to what the builder is told; contradictions with the flavour are refused."""
+"""From a recipe's engine fields to what the builder is told; contradictions with the variant are refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.tensorrt.config import config_from_options
-from speccompile.backends.tensorrt.flavours import Capabilities, Flavour
+from speccompile.backends.tensorrt.import_helper import find_gpus
 from speccompile.backends.tensorrt.launches import MAX_NODES, MAX_VOCAB
 from speccompile.backends.tensorrt.plugin_names import SPEC_VERIFY
 from speccompile.backends.tensorrt.profiles import Profile
-from speccompile.backends.tensorrt.shim import find_gpus
+from speccompile.backends.tensorrt.variants import Capabilities, Variant
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError
@@ -24,7 +24,7 @@ _FP8_FROM = (8, 9)  # the first architecture with FP8 tensor cores
 
 
 def settings_from_options(
-    flavour: Capabilities,
+    variant: Capabilities,
     spec: GraphSpec,
     options: CompileOptions,
     profiles: Sequence[Profile],
@@ -34,7 +34,7 @@ def settings_from_options(
     """What the child configures TensorRT with, JSON-ready; it goes into the manifest as it is.
 
     Args:
-        flavour: what the TensorRT at hand can do.
+        variant: what the TensorRT at hand can do.
         spec: the graph's inputs and outputs.
         options: the recipe's sizes and fields.
         profiles: of the graph.
@@ -42,22 +42,22 @@ def settings_from_options(
         quantization: of the weights.
 
     Raises:
-        BuildError: the flavour or a plugin does not do what a field asks for.
+        BuildError: the variant or a plugin does not do what a field asks for.
     """
     config = config_from_options(options)
     level = config.optimization_level
-    if level != "auto" and not flavour.supports_optimization_level:
-        got, expected = f"{level} with flavour {flavour.name}", "auto, as this flavour has no such levels"
+    if level != "auto" and not variant.supports_optimization_level:
+        got, expected = f"{level} with variant {variant.name}", "auto, as this variant has no such levels"
         raise BuildError("engine.tensorrt.optimization_level", got, expected, "Leave it out.")
-    if config.plugins == "aot" and not flavour.supports_aot_plugins:
-        todo = "Write native, or build with engine.flavour: tensorrt."
-        raise BuildError("engine.plugins", f"aot with flavour {flavour.name}", "native or none", todo)
+    if config.plugins == "aot" and not variant.supports_aot_plugins:
+        todo = "Write native, or build with engine.variant: tensorrt."
+        raise BuildError("engine.plugins", f"aot with variant {variant.name}", "native or none", todo)
     if SPEC_VERIFY in plugins:
         _check_plugin("engine.max_draft_nodes", options.max_nodes - 1, MAX_NODES - 1)
         _check_plugin(f"the vocabulary of {spec.name}", spec.vocab_size, MAX_VOCAB)
     return {
         "flags": ["WEIGHT_STREAMING"] if config.weight_streaming else [],
-        "compute_capabilities": _capabilities(flavour, [str(c) for c in config.compute_capabilities], quantization),
+        "compute_capabilities": _capabilities(variant, [str(c) for c in config.compute_capabilities], quantization),
         "workspace_gib": config.workspace_gib,
         "optimization_level": level,
         "plugins": list(plugins),
@@ -72,20 +72,20 @@ def _check_plugin(where: str, got: int, most: int) -> None:
         raise BuildError(where, str(got), f"at most {most} with the plugin {SPEC_VERIFY}", todo)
 
 
-def _capabilities(flavour: Capabilities, wanted: Sequence[str], quantization: str) -> list[str]:
+def _capabilities(variant: Capabilities, wanted: Sequence[str], quantization: str) -> list[str]:
     where = "engine.tensorrt.compute_capabilities"
-    if wanted and not flavour.supports_compute_capabilities:
-        got = f"{', '.join(wanted)} with flavour {flavour.name}"
-        expected = "nothing: this flavour builds for the GPU it builds on"
-        raise BuildError(where, got, expected, "Leave it out, or build with engine.flavour: tensorrt_rtx.")
-    known = ["{}.{}".format(*pair) for pair in flavour.target_capabilities]
+    if wanted and not variant.supports_compute_capabilities:
+        got = f"{', '.join(wanted)} with variant {variant.name}"
+        expected = "nothing: this variant builds for the GPU it builds on"
+        raise BuildError(where, got, expected, "Leave it out, or build with engine.variant: tensorrt_rtx.")
+    known = ["{}.{}".format(*pair) for pair in variant.target_capabilities]
     unknown = [text for text in wanted if text not in known]
     if unknown:
-        expected = f"some of {', '.join(known)} with flavour {flavour.name}"
+        expected = f"some of {', '.join(known)} with variant {variant.name}"
         raise BuildError(where, unknown[0], expected, "Leave out the others, or build with full TensorRT on that GPU.")
     if quantization != "fp8":
         return list(wanted)
-    able = [f"{major}.{minor}" for major, minor in flavour.target_capabilities if (major, minor) >= _FP8_FROM]
+    able = [f"{major}.{minor}" for major, minor in variant.target_capabilities if (major, minor) >= _FP8_FROM]
     unable = [text for text in wanted if text not in able]
     if unable:
         got = f"{unable[0]} with quantization fp8"
@@ -93,12 +93,12 @@ def _capabilities(flavour: Capabilities, wanted: Sequence[str], quantization: st
     return list(wanted) or able
 
 
-def timing_cache_file(flavour: Flavour, options: CompileOptions) -> Path | None:
-    """Where kernels measured on this GPU are kept between builds; None where the flavour or the recipe has none."""
-    if not flavour.can.supports_timing_cache or not config_from_options(options).timing_cache:
+def timing_cache_file(variant: Variant, options: CompileOptions) -> Path | None:
+    """Where kernels measured on this GPU are kept between builds; None where the variant or the recipe has none."""
+    if not variant.can.supports_timing_cache or not config_from_options(options).timing_cache:
         return None
     folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile")
-    mark = hashlib.sha256(f"{flavour.name} {flavour.version} {find_gpus()[:1]}".encode()).hexdigest()[:16]
+    mark = hashlib.sha256(f"{variant.name} {variant.version} {find_gpus()[:1]}".encode()).hexdigest()[:16]
     return folder / "tensorrt" / f"{mark}.timings"
 
 

@@ -40,9 +40,10 @@ def tensorrt_spec(spec: GraphSpec, dtype: str, max_rows: int, *, compacts: bool 
 
     caches = {name for cache in spec.cache_inputs for name in (cache, updated_cache_name(cache))}
     inputs = [convert(t) for t in spec.inputs]
-    # A law is never a dummy there: its function has no branches, and all that branches is the size of an input.
-    laws = {"draft_vocab": spec.law_width}
-    outputs = [replace(convert(t), dims=tuple(laws.get(str(d), d) for d in convert(t).dims)) for t in spec.outputs]
+    # A distribution is never a dummy there: its function has no branches, and all that branches is the size of an
+    # input.
+    dists = {"draft_vocab": spec.dist_width}
+    outputs = [replace(convert(t), dims=tuple(dists.get(str(d), d) for d in convert(t).dims)) for t in spec.outputs]
     if spec.caches and spec.reads_prompts:
         inputs.insert(len(inputs) - len(spec.caches), TensorSpec(KV_ROWS, ("kv",), "int8"))
     if compacts:

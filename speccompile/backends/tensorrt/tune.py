@@ -27,7 +27,7 @@ def measure_plan(path: Path, spec: GraphSpec) -> dict[str, Any]:
     record = read_record(path)
     slots, rows = measured_sizes(spec)
     slots = min([slots, *(int(p["sizes"]["batch"][2]) for p in record["profiles"])])
-    settings = {"flavour": record["flavour"], "plugins": needs_registration(record)}
+    settings = {"variant": record["variant"], "plugins": needs_registration(record)}
     engine = load_engine(path, spec, max_slots=slots, max_rows=rows, settings=settings)
     step_ms = measure_steps(engine, max_nodes=_max_nodes(spec, record))
     return {"measured": True, "gpu": engine.device.properties()["name"], "step_ms": step_ms}
@@ -48,7 +48,7 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict
         BundleError, RuntimeFault: see `measure_plan`.
     """
     from speccompile.backends.cuda.device import open_device
-    from speccompile.backends.tensorrt.shim import find_compute_capabilities
+    from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
 
     if not find_compute_capabilities():
         return dict(tuning)  # loading will say that there is no GPU

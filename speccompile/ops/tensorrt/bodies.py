@@ -6,17 +6,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from speccompile.core.specs import NODE_LAWS, SAMPLED_PROBS, TensorSpec
+from speccompile.core.specs import NODE_PROBS, SAMPLED_PROBS, TensorSpec
+from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
 from speccompile.ops.finite_token import FINITE_TOKEN
-from speccompile.ops.guesses import NODE_LAWS_OP, TOP_TOKENS
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.op import Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
 from speccompile.ops.spec_verify import SPEC_VERIFY
-from speccompile.ops.tensorrt.laws import LOCATE, TRT_DRAW, TRT_WARP
+from speccompile.ops.tensorrt.dists import LOCATE, TRT_DRAW, TRT_WARP
 from speccompile.ops.tensorrt.walk import walk_ops
 
-Drafts = Literal["tokens", "laws", "both"]
+Drafts = Literal["tokens", "dists", "both"]
 
 _SAMPLE_TOKEN = """
     second = Constant<value_ints = [1]>()
@@ -34,18 +34,18 @@ _SAMPLE_TOKEN = """
     """
 
 _TOP_TOKENS = """
-    asked = Constant<value_int: int = @num_guesses>()
+    asked = Constant<value_int: int = @num_candidates>()
     unit = Constant<value_ints = [1]>()
     num = Reshape(asked, unit)
     scores = Cast<to = 1>(logits)
-    tops, guesses = TopK<axis = 2>(scores, num)
+    tops, candidates = TopK<axis = 2>(scores, num)
     plain = Softmax<axis = -1>(scores)
-    guess_probs = GatherElements<axis = 2>(plain, guesses)
+    candidate_probs = GatherElements<axis = 2>(plain, candidates)
     """
 
-_NODE_LAWS = """
+_NODE_PROBS = """
     scores = Cast<to = 1>(logits)
-    node_laws = speccompile.Warp(scores, temperature, top_k, top_p)
+    node_probs = speccompile.Warp(scores, temperature, top_k, top_p)
     """
 
 _TARGET = """
@@ -60,35 +60,36 @@ _BY_TOKENS = """
     {0} = speccompile.Walk(drawn, tokens, parents)
     """
 
-_BY_LAWS = """
-    {0} = speccompile.WalkLaws(target_probs, tokens, parents, draft_probs, uniforms)
+_BY_DISTS = """
+    {0} = speccompile.WalkProbs(target_probs, tokens, parents, draft_probs, uniforms)
     """
 
 _CHOICE = """
     draft_vocab = Shape<start = 2>(draft_probs)
-    has_laws = Greater(draft_vocab, one)
-    path = Where(has_laws, path_laws, path_tokens)
-    num_accepted = Where(has_laws, num_laws, num_tokens)
-    next_token = Where(has_laws, next_laws, next_tokens)
+    has_probs = Greater(draft_vocab, one)
+    path = Where(has_probs, path_dists, path_tokens)
+    num_accepted = Where(has_probs, num_dists, num_tokens)
+    next_token = Where(has_probs, next_dists, next_tokens)
     """
 
 _VERDICT = "path, num_accepted, next_token"
-# A greedy slot's law is one-hot, and then both rules keep the same drafts: laws never have to be left unread.
+# A greedy slot's distribution is one-hot, and then both rules keep the same drafts: distributions never have to be
+# left unread.
 _SPEC_VERIFY: dict[Drafts, tuple[str, tuple[str, ...]]] = {
     "tokens": (_TARGET + _BY_TOKENS.format(_VERDICT), ("Warp", "Draw", "Walk")),
-    "laws": (_TARGET + _BY_LAWS.format(_VERDICT), ("Warp", "WalkLaws")),
+    "dists": (_TARGET + _BY_DISTS.format(_VERDICT), ("Warp", "WalkProbs")),
     "both": (
         _TARGET
         + _BY_TOKENS.format("path_tokens, num_tokens, next_tokens")
-        + _BY_LAWS.format("path_laws, num_laws, next_laws")
+        + _BY_DISTS.format("path_dists, num_dists, next_dists")
         + _CHOICE,
-        ("Warp", "Draw", "Walk", "WalkLaws"),
+        ("Warp", "Draw", "Walk", "WalkProbs"),
     ),
 }
 
 
 def drafts_from_width(draft_vocab: int | str | None, vocab: int | None) -> Drafts:
-    """The form of SpecVerify for a graph whose draft laws are so wide; a name or None: decided at run time.
+    """The form of SpecVerify for a graph whose draft distributions are so wide; a name or None: decided at run time.
 
     Args:
         draft_vocab: last dim of `draft_probs`.
@@ -96,7 +97,7 @@ def drafts_from_width(draft_vocab: int | str | None, vocab: int | None) -> Draft
     """
     if draft_vocab == 1 and vocab != 1:
         return "tokens"
-    return "laws" if isinstance(draft_vocab, int) and draft_vocab == vocab and vocab != 1 else "both"
+    return "dists" if isinstance(draft_vocab, int) and draft_vocab == vocab and vocab != 1 else "both"
 
 
 def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
@@ -106,23 +107,23 @@ def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
     cache layer, whose cache must be an input of the graph and its update an output.
 
     Args:
-        drafts: `tokens`: draft_vocab is 1; `laws`: it is the target's; `both`: it may be either at run time.
+        drafts: `tokens`: draft_vocab is 1; `dists`: it is the target's; `both`: it may be either at run time.
         max_nodes: most nodes of a scored tree, the root included.
     """
-    walk, walk_laws = walk_ops(max_nodes)
+    walk, walk_probs = walk_ops(max_nodes)
     verify, uses = _SPEC_VERIFY[drafts]
-    *plain, law = SAMPLE_TOKEN.outputs
-    outputs = (*plain, TensorSpec(SAMPLED_PROBS, ("batch", "vocab"), law.dtype))
-    laws = (TensorSpec(NODE_LAWS, ("batch", "nodes", "vocab"), law.dtype),)
+    *plain, dist = SAMPLE_TOKEN.outputs
+    outputs = (*plain, TensorSpec(SAMPLED_PROBS, ("batch", "vocab"), dist.dtype))
+    dists = (TensorSpec(NODE_PROBS, ("batch", "nodes", "vocab"), dist.dtype),)
     ops = (
         replace(SPEC_VERIFY, body=verify, uses=uses),
         replace(SAMPLE_TOKEN, outputs=outputs, body=_SAMPLE_TOKEN, uses=("Warp", "Draw")),
         replace(TOP_TOKENS, body=_TOP_TOKENS),
-        replace(NODE_LAWS_OP, outputs=laws, body=_NODE_LAWS),
+        replace(NODE_PROBS_OP, outputs=dists, body=_NODE_PROBS),
         FINITE_TOKEN,
         KV_ROLLBACK,
         walk,
-        walk_laws,
+        walk_probs,
         TRT_WARP,
         TRT_DRAW,
         LOCATE,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walk and WalkLaws as TensorRT builds them: no loop, no branch.
+"""Walk and WalkProbs as TensorRT builds them: no loop, no branch.
 
 Drafts that are kept for their token alone are kept or not whatever becomes of the others, so paths are followed by
-doubling. By draft laws, siblings bend the law that the next one is judged by: that walk is unrolled over the nodes.
+doubling. By draft distributions, siblings bend the distribution that the next one is judged by: that walk is unrolled
+over the nodes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from speccompile.ops.op import Op
-from speccompile.ops.walk import WALK, WALK_LAWS
+from speccompile.ops.walk import WALK, WALK_PROBS
 
 # `link` is the parent clipped to what precedes the node: -1 at the root, whatever the prefill's gather left there.
 _LINKS = """
@@ -89,7 +90,7 @@ def walk_body(max_nodes: int) -> str:
 
 
 def _offer(node: int) -> str:
-    """Statements that judge one node and, where it is refused, take its law from what the next sibling sees."""
+    """Statements that judge one node and, where it is refused, take its probs from what the next sibling sees."""
     n, m = f"_{node}", f"_{node - 1}"
     return f"""
     node{n} = Constant<value_ints = [{node}]>()
@@ -100,29 +101,29 @@ def _offer(node: int) -> str:
     u{n} = Gather<axis = 1>(accepts, node{n})
     draft1{n} = Gather<axis = 1>(draft_probs, row{n})
     draft0{n} = Squeeze(draft1{n}, second)
-    draft_law{n} = Expand(draft0{n}, law_shape)
-    target_at{n} = GatherElements<axis = 1>(law{m}, token{n})
-    draft_at{n} = GatherElements<axis = 1>(draft_law{n}, token{n})
+    draft_dist{n} = Expand(draft0{n}, dist_shape)
+    target_at{n} = GatherElements<axis = 1>(dist{m}, token{n})
+    draft_at{n} = GatherElements<axis = 1>(draft_dist{n}, token{n})
     bar{n} = Mul(u{n}, draft_at{n})
     is_under{n} = Less(bar{n}, target_at{n})
     is_kept{n} = And(is_child{n}, is_under{n})
-    over{n} = Sub(law{m}, draft_law{n})
+    over{n} = Sub(dist{m}, draft_dist{n})
     left{n} = Relu(over{n})
     mass{n} = ReduceSum<keepdims = 1>(left{n}, second)
     has_mass{n} = Greater(mass{n}, off)
-    refused_law{n} = Div(left{n}, mass{n})
+    refused_dist{n} = Div(left{n}, mass{n})
     is_rest{n} = And(is_child{n}, has_mass{n})
-    rest{n} = Where(is_rest{n}, refused_law{n}, law{m})
+    rest{n} = Where(is_rest{n}, refused_dist{n}, dist{m})
     own1{n} = Gather<axis = 1>(target_probs, row{n})
     own{n} = Squeeze(own1{n}, second)
-    law{n} = Where(is_kept{n}, own{n}, rest{n})
+    dist{n} = Where(is_kept{n}, own{n}, rest{n})
     at{n} = Where(is_kept{n}, node{n}, at{m})
     kept{n} = Cast<to = 7>(is_kept{n})
     """
 
 
-def walk_laws_body(max_nodes: int) -> str:
-    """The statements of WalkLaws for trees of at most `max_nodes` nodes; nodes behind them are never kept.
+def walk_probs_body(max_nodes: int) -> str:
+    """The statements of WalkProbs for trees of at most `max_nodes` nodes; nodes behind them are never kept.
 
     `draft_probs` may be [batch, nodes, 1], for the sake of its shape alone.
     """
@@ -145,9 +146,9 @@ def walk_laws_body(max_nodes: int) -> str:
     node_draws = Gather<axis = 2>(uniforms, one)
     slots = Shape<end = 1>(target_probs)
     vocab = Shape<start = 2>(target_probs)
-    law_shape = Concat<axis = 0>(slots, vocab)
-    root_law = Gather<axis = 1>(target_probs, first)
-    law_0 = Squeeze(root_law, second)
+    dist_shape = Concat<axis = 0>(slots, vocab)
+    root_dist = Gather<axis = 1>(target_probs, first)
+    dist_0 = Squeeze(root_dist, second)
     root_shape = Concat<axis = 0>(slots, second)
     at_0 = Expand(none, root_shape)
     kept_0 = Expand(one, root_shape)
@@ -163,15 +164,15 @@ def walk_laws_body(max_nodes: int) -> str:
     alive = Slice(kept_long, first, num_nodes1, second)
     {_PATH}
     u_end = GatherElements<axis = 1>(node_draws, end)
-    law_end = Unsqueeze(law_{nodes[-1]}, second)
-    next1 = speccompile.Draw(law_end, u_end)
+    dist_end = Unsqueeze(dist_{nodes[-1]}, second)
+    next1 = speccompile.Draw(dist_end, u_end)
     next_token = Squeeze(next1, second)
     """
 
 
 def walk_ops(max_nodes: int) -> tuple[Op, Op]:
-    """Walk and WalkLaws with these bodies."""
+    """Walk and WalkProbs with these bodies."""
     return (
         replace(WALK, body=walk_body(max_nodes), uses=(), sized_body=None),
-        replace(WALK_LAWS, body=walk_laws_body(max_nodes), uses=("Draw",), sized_body=None),
+        replace(WALK_PROBS, body=walk_probs_body(max_nodes), uses=("Draw",), sized_body=None),
     )

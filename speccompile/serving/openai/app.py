@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 import speccompile
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.piece_stream import PieceStream
+from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.chat import ChatTemplate, read_chat_template
@@ -98,7 +98,7 @@ class OpenAIServer:
             message = f"The model `{name}` is not served here; `{self.model_name}` is."
             raise ApiError(404, message, NOT_FOUND, "model", "model_not_found")
 
-    def submit(self, requests: Sequence[Request]) -> PieceStream:
+    def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Submit requests.
 
         Raises:
@@ -119,14 +119,14 @@ class OpenAIServer:
         }
         with_usage = body.stream_options is not None and body.stream_options.include_usage
         head = Head(form, identity, with_usage, body.return_stats)
-        pieces = self.submit(requests)
+        step_outputs = self.submit(requests)
         usage = Usage(sum(len(request.prompt) for request in requests))
         if body.stream:
-            return EventStream(chunks(head, pieces, usage), pieces.close)
+            return EventStream(chunks(head, step_outputs, usage), step_outputs.close)
         try:
-            whole = await unless_disconnected(http, whole_answer(head, pieces, usage))
+            whole = await unless_disconnected(http, whole_answer(head, step_outputs, usage))
         finally:
-            pieces.close()
+            step_outputs.close()
         return Response(status_code=_HUNG_UP) if whole is None else JSONResponse(whole)
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.requests import Busy, Piece
+from speccompile.runtime.requests import Busy, StepOutput
 
 INVALID, AUTHENTICATION, NOT_FOUND = "invalid_request_error", "authentication_error", "not_found_error"
 OVERLOADED, TIMEOUT, SERVER = "overloaded_error", "timeout_error", "server_error"
@@ -105,12 +105,12 @@ def _param(loc: Sequence[str | int]) -> str:
     return ".".join(parts[:end])
 
 
-def error_from_piece(piece: Piece) -> ApiError | None:
+def error_from_step_output(step_output: StepOutput) -> ApiError | None:
     """The answer to a request whose output ended without having come to an end; None for `stop` and the limits."""
-    if piece.finish_reason == "timeout":
+    if step_output.finish_reason == "timeout":
         return ApiError(504, "The request took longer than its time-out.", TIMEOUT, None, "timeout")
-    if piece.finish_reason == "cancelled":
+    if step_output.finish_reason == "cancelled":
         return ApiError(503, "The server is shutting down.", OVERLOADED, None, "shutting_down")
-    if piece.finish_reason == "error":
-        return ApiError(500, f"The engine failed: {piece.error}", SERVER, None, "engine_error")
+    if step_output.finish_reason == "error":
+        return ApiError(500, f"The engine failed: {step_output.error}", SERVER, None, "engine_error")
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From pieces to the objects of OpenAI's API: whole answers, chunks, usage."""
+"""From outputs of steps to the objects of OpenAI's API: whole answers, chunks, usage."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from speccompile.runtime.piece_stream import PieceStream
-from speccompile.runtime.requests import Piece
-from speccompile.serving.openai.errors import error_from_piece
+from speccompile.runtime.output_stream import OutputStream
+from speccompile.runtime.requests import StepOutput
+from speccompile.serving.openai.errors import error_from_step_output
 from speccompile.serving.openai.stream import DONE, event_from_json
 
 # Of ours: what OpenAI's API calls it. A full cache is a length too.
@@ -67,8 +67,8 @@ class Head:
     with_usage: bool = False
     with_stats: bool = False
 
-    def choice(self, index: int, text: Mapping[str, Any], last: Piece | None) -> dict[str, Any]:
-        """One choice of an answer or a chunk; `last` is the piece that ended it."""
+    def choice(self, index: int, text: Mapping[str, Any], last: StepOutput | None) -> dict[str, Any]:
+        """One choice of an answer or a chunk; `last` is the output of a step that ended it."""
         reason = FINISH_REASONS[last.finish_reason if last else None]
         choice = {"index": index, **text, "logprobs": None, "finish_reason": reason}
         if last is not None and self.with_stats:
@@ -85,7 +85,7 @@ class Head:
 class Usage:
     """Adds up tokens, drafts among them.
 
-    `prediction` tokens of OpenAI's API are the same idea as drafts: guessed, and then kept or not.
+    `prediction` tokens of OpenAI's API are the same idea as drafts: drafted, and then kept or not.
 
     Args:
         prompt_tokens: of all prompts of the request.
@@ -97,13 +97,13 @@ class Usage:
     drafts: int = 0
     accepted: int = 0
 
-    def add(self, piece: Piece) -> None:
-        """Count a piece."""
-        self.completion_tokens += len(piece.tokens)
-        self.drafts += piece.num_draft_tokens
-        self.accepted += piece.num_accepted
-        if piece.stats is not None and piece.output_index == 0:
-            self.reused_tokens += piece.stats.get("num_reused_tokens", 0)
+    def add(self, step_output: StepOutput) -> None:
+        """Count a output of a step."""
+        self.completion_tokens += len(step_output.tokens)
+        self.drafts += step_output.num_draft_tokens
+        self.accepted += step_output.num_accepted
+        if step_output.stats is not None and step_output.output_index == 0:
+            self.reused_tokens += step_output.stats.get("num_reused_tokens", 0)
 
     def json_from_usage(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
@@ -122,42 +122,42 @@ class Usage:
 @dataclass
 class _Choice:
     parts: list[str] = field(default_factory=list)
-    last: Piece | None = None
+    last: StepOutput | None = None
 
 
-async def whole_answer(head: Head, pieces: PieceStream, usage: Usage) -> dict[str, Any]:
+async def whole_answer(head: Head, step_outputs: OutputStream, usage: Usage) -> dict[str, Any]:
     """The answer once all choices have ended.
 
     Raises:
         ApiError: one of them did not come to its end.
     """
-    choices = [_Choice() for _ in range(pieces.num_outputs)]
-    async for index, piece in pieces:
-        usage.add(piece)
-        choices[index].parts.append(piece.text)
-        if piece.finish_reason is not None:
-            if error := error_from_piece(piece):
+    choices = [_Choice() for _ in range(step_outputs.num_outputs)]
+    async for index, step_output in step_outputs:
+        usage.add(step_output)
+        choices[index].parts.append(step_output.text)
+        if step_output.finish_reason is not None:
+            if error := error_from_step_output(step_output):
                 raise error
-            choices[index].last = piece
+            choices[index].last = step_output
     texts = [head.form.text_of_whole("".join(choice.parts)) for choice in choices]
     made = [head.choice(i, text, choice.last) for i, (text, choice) in enumerate(zip(texts, choices, strict=True))]
     return {**head.identity, "object": head.form.whole, "choices": made, "usage": usage.json_from_usage()}
 
 
-async def chunks(head: Head, pieces: PieceStream, usage: Usage) -> AsyncGenerator[bytes, None]:
+async def chunks(head: Head, step_outputs: OutputStream, usage: Usage) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events. A choice that fails ends the stream with an event that holds the error."""
     if head.form.opening is not None:
-        for index in range(pieces.num_outputs):
+        for index in range(step_outputs.num_outputs):
             yield head.chunk_from_choice(head.choice(index, head.form.opening, None))
-    async for index, piece in pieces:
-        usage.add(piece)
-        is_last = piece.finish_reason is not None
-        if is_last and (error := error_from_piece(piece)):
+    async for index, step_output in step_outputs:
+        usage.add(step_output)
+        is_last = step_output.finish_reason is not None
+        if is_last and (error := error_from_step_output(step_output)):
             yield event_from_json(error.json_from_error())
             yield DONE
             return
-        if piece.text or is_last:
-            choice = head.choice(index, head.form.text_of_chunk(piece.text), piece if is_last else None)
+        if step_output.text or is_last:
+            choice = head.choice(index, head.form.text_of_chunk(step_output.text), step_output if is_last else None)
             yield head.chunk_from_choice(choice)
     if head.with_usage:
         identity = {**head.identity, "object": head.form.chunk}

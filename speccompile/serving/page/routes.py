@@ -79,8 +79,8 @@ def page_routes(server: OpenAIServer) -> APIRouter:
         tokens = await encode(engine, body.prompt, special=True)
         sampling = sampling_from_body(body, engine.defaults)
         asked = request_from_tokens(tokens, body.model_copy(update={"n": 1}), sampling)
-        pieces = server.submit([replace(asked, wants_trace=True)])
+        step_outputs = server.submit([replace(asked, wants_trace=True)])
         painter = engine.text_sink(sampling)
-        return EventStream(events(pieces, painter, engine.tokenizer, len(tokens)), pieces.close)
+        return EventStream(events(step_outputs, painter, engine.tokenizer, len(tokens)), step_outputs.close)
 
     return router

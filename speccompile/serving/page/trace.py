@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From pieces to what the page draws."""
+"""From outputs of steps to what the page draws."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
-from speccompile.runtime.piece_stream import PieceStream
-from speccompile.runtime.requests import Piece, StepTrace
-from speccompile.serving.openai.errors import error_from_piece
+from speccompile.runtime.output_stream import OutputStream
+from speccompile.runtime.requests import StepOutput, StepTrace
+from speccompile.serving.openai.errors import error_from_step_output
 from speccompile.serving.openai.stream import event_from_json
 
 
@@ -25,10 +25,10 @@ class Painter(Protocol):
         ...
 
 
-def kinds_from_piece(piece: Piece) -> list[str]:
+def kinds_from_step_output(step_output: StepOutput) -> list[str]:
     """What each token of a step is: drafts first, then the one that the target gave."""
-    last = "bonus" if piece.is_bonus else "recovered" if piece.num_draft_tokens else "plain"
-    return [*["accepted"] * piece.num_accepted, last][: len(piece.tokens)]
+    last = "bonus" if step_output.is_bonus else "recovered" if step_output.num_draft_tokens else "plain"
+    return [*["accepted"] * step_output.num_accepted, last][: len(step_output.tokens)]
 
 
 def json_from_trace(trace: StepTrace, next_text: str) -> dict[str, Any]:
@@ -37,42 +37,44 @@ def json_from_trace(trace: StepTrace, next_text: str) -> dict[str, Any]:
 
 
 async def events(
-    pieces: PieceStream, painter: Painter | None, tokenizer: Any, num_prompt: int
+    step_outputs: OutputStream, painter: Painter | None, tokenizer: Any, num_prompt: int
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events: `start`, a `step` for each step, `end` or `error`.
 
     Args:
-        pieces: of one request with one output and a trace.
+        step_outputs: of one request with one output and a trace.
         painter: makes text of single tokens; None without a tokenizer.
         tokenizer: of the bundle, or None.
         num_prompt: tokens of the prompt.
     """
     start_s = perf_counter()
     yield event_from_json({"kind": "start", "num_prompt_tokens": num_prompt})
-    async for _, piece in pieces:
-        if piece.tokens:
-            yield event_from_json(_step(piece, painter, tokenizer, (perf_counter() - start_s) * 1e3))
-        if piece.finish_reason is None:
+    async for _, step_output in step_outputs:
+        if step_output.tokens:
+            yield event_from_json(_step(step_output, painter, tokenizer, (perf_counter() - start_s) * 1e3))
+        if step_output.finish_reason is None:
             continue
-        if error := error_from_piece(piece):
+        if error := error_from_step_output(step_output):
             yield event_from_json({"kind": "error", **error.json_from_error()})
             return
         tail = painter.finish() if painter is not None else ""
-        yield event_from_json({"kind": "end", "reason": piece.finish_reason, "tail": tail, "stats": piece.stats})
+        yield event_from_json(
+            {"kind": "end", "reason": step_output.finish_reason, "tail": tail, "stats": step_output.stats}
+        )
 
 
-def _step(piece: Piece, painter: Painter | None, tokenizer: Any, time_ms: float) -> dict[str, Any]:
-    texts = [painter.push([token])[0] if painter is not None else f" {token}" for token in piece.tokens]
+def _step(step_output: StepOutput, painter: Painter | None, tokenizer: Any, time_ms: float) -> dict[str, Any]:
+    texts = [painter.push([token])[0] if painter is not None else f" {token}" for token in step_output.tokens]
     step: dict[str, Any] = {
         "kind": "step",
-        "tokens": [list(pair) for pair in zip(texts, kinds_from_piece(piece), strict=True)],
-        "num_draft_tokens": piece.num_draft_tokens,
-        "num_accepted": piece.num_accepted,
-        "is_bonus": piece.is_bonus,
+        "tokens": [list(pair) for pair in zip(texts, kinds_from_step_output(step_output), strict=True)],
+        "num_draft_tokens": step_output.num_draft_tokens,
+        "num_accepted": step_output.num_accepted,
+        "is_bonus": step_output.is_bonus,
         "time_ms": round(time_ms, 2),
     }
-    if piece.trace is not None:
-        ids = [piece.trace.next_token]
+    if step_output.trace is not None:
+        ids = [step_output.trace.next_token]
         text = tokenizer.decode(ids, skip_special_tokens=False) if tokenizer is not None else str(ids[0])
-        step["tree"] = json_from_trace(piece.trace, text)
+        step["tree"] = json_from_trace(step_output.trace, text)
     return step

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from speccompile.errors import SpecCompileError
-from speccompile.serving.triton.asking import check_parameters
 from speccompile.serving.triton.contract import FAILURE, old_engine_outputs, old_text_outputs
 from speccompile.serving.triton.probe import check_tensors
 from speccompile.serving.triton.replies import AS_OUTPUTS, STOP_ID
+from speccompile.serving.triton.request_parsing import check_parameters
 from speccompile.serving.triton.settings import settings_from_args
 from speccompile.serving.triton.trtllm_layout import FROM_PREPROCESSING, TO_PREPROCESSING, engine_names
 

@@ -18,13 +18,13 @@ import numpy as np
 
 from speccompile.errors import RuntimeFault, SpecCompileError
 from speccompile.runtime.engine import load
-from speccompile.runtime.requests import Busy, Piece
+from speccompile.runtime.requests import Busy, StepOutput
 from speccompile.runtime.service import Service, ServiceOptions
-from speccompile.serving.triton.answering import Answer
-from speccompile.serving.triton.asking import Rules, call_from_arrays, check_parameters
 from speccompile.serving.triton.metrics import Metrics
 from speccompile.serving.triton.probe import check_tensors
 from speccompile.serving.triton.replies import AS_OUTPUTS, STOP_ID, Reply
+from speccompile.serving.triton.request_parsing import Rules, call_from_arrays, check_parameters
+from speccompile.serving.triton.response_building import Answer
 from speccompile.serving.triton.settings import Settings, settings_from_args
 
 CANCEL_POLL_S = 0.1  # how often clients are looked for that have gone
@@ -47,16 +47,16 @@ class Exchange:
 
     def __init__(self, reply: Reply, request_id: str, answer: Answer) -> None:
         self.reply, self.request_id, self.answer = reply, request_id, answer
-        self.tickets: list[Any] = []
+        self.handles: list[Any] = []
         self.is_over = False
 
 
 class Event(NamedTuple):
-    """A piece for a row of an exchange."""
+    """A output of a step for a row of an exchange."""
 
     exchange: Exchange
     row: int
-    piece: Piece
+    step_output: StepOutput
 
 
 class EnginePart:
@@ -86,7 +86,7 @@ class EnginePart:
             engine.eos_token_ids,
             engine.tokenizer,
             has_batch=int(config["max_batch_size"]) > 0,
-            is_old=settings.rules == "trtllm",
+            is_trtllm=settings.rules == "trtllm",
         )
         self._known = frozenset(output["name"] for output in config["output"])
         self._inputs = [entry["name"] for entry in config["input"]]
@@ -141,23 +141,23 @@ class EnginePart:
             self._open.add(exchange)
         try:
             for row, wanted in enumerate(call.rows):
-                exchange.tickets.append(self._service.submit(wanted, self._sink(exchange, row)))
+                exchange.handles.append(self._service.submit(wanted, self._sink(exchange, row)))
         except RuntimeFault:
             self._drop(exchange)
             raise
         if exchange.is_over:  # a first row failed while later ones were handed in
             self._drop(exchange)
 
-    def _sink(self, exchange: Exchange, row: int) -> Callable[[Piece], None]:
-        return lambda piece: self._events.put(Event(exchange, row, piece))
+    def _sink(self, exchange: Exchange, row: int) -> Callable[[StepOutput], None]:
+        return lambda step_output: self._events.put(Event(exchange, row, step_output))
 
     def _stop(self, request_id: str) -> None:
         """What the input `stop` of the removed backend asks for: end the request of the same id."""
         with self._lock:
             meant = [exchange for exchange in self._open if request_id and exchange.request_id == request_id]
         for exchange in meant:
-            for ticket in exchange.tickets:
-                self._service.cancel(ticket)
+            for handle in exchange.handles:
+                self._service.cancel(handle)
 
     def _answer(self) -> None:
         """The thread that answers. However it ends, nobody is left without an answer."""
@@ -180,7 +180,7 @@ class EnginePart:
             touched: dict[Exchange, None] = {}
             for event in events:
                 if event is not None and not event.exchange.is_over:
-                    event.exchange.answer.push(event.row, event.piece)
+                    event.exchange.answer.push(event.row, event.step_output)
                     touched[event.exchange] = None
             for exchange in touched:
                 self._advance(exchange)
@@ -210,7 +210,7 @@ class EnginePart:
             reason, message = answer.failure
             exchange.reply.fail(message or _MESSAGES.get(reason, reason), _KINDS.get(reason, "INTERNAL"))
             return
-        arrays = answer.pieces() if answer.call.streams else [answer.whole()] if answer.is_done else []
+        arrays = answer.step_outputs() if answer.call.streams else [answer.whole()] if answer.is_done else []
         for index, outputs in enumerate(arrays):
             if not exchange.reply.send(outputs, is_last=answer.is_done and index == len(arrays) - 1):
                 self._drop(exchange)  # the client has gone and the request with it
@@ -220,25 +220,25 @@ class EnginePart:
 
     def _drop(self, exchange: Exchange) -> None:
         """No more answers; end what still runs for it."""
-        tickets = exchange.tickets
+        handles = exchange.handles
         self._finish(exchange)
-        for ticket in tickets:
-            self._service.cancel(ticket)
+        for handle in handles:
+            self._service.cancel(handle)
 
     def _finish(self, exchange: Exchange) -> None:
         exchange.is_over = True
-        exchange.tickets = []  # a ticket refers to its exchange by its callback
+        exchange.handles = []  # a request handle refers to its exchange by its callback
         with self._lock:
             self._open.discard(exchange)
 
     def _look_for_gone(self) -> None:
-        """Cancel the requests whose clients cancelled or have gone; their last pieces then close them."""
+        """Cancel the requests whose clients cancelled or have gone; their last outputs of steps then close them."""
         with self._lock:
             still = list(self._open)
         for exchange in still:
             if exchange.reply.is_cancelled():
-                for ticket in exchange.tickets:
-                    self._service.cancel(ticket)
+                for handle in exchange.handles:
+                    self._service.cancel(handle)
 
 
 def _options(settings: Settings) -> ServiceOptions:

@@ -61,7 +61,7 @@ def comment(bundle: Bundle, name: str) -> tuple[str, ...]:
     """What whoever calls the plan must know: plugins, caches, profiles."""
     record = bundle.graphs[name].get("tensorrt", {})
     spec = bundle.graph_spec(name)
-    lines = [f"Plan of the graph {name}, built by {record.get('flavour')} {record.get('version')}."]
+    lines = [f"Plan of the graph {name}, built by {record.get('variant')} {record.get('version')}."]
     plugins = ", ".join(record.get("plugins") or ())
     if plugins and record.get("plugin_form") == "aot":
         lines.append(f"Plugins in the plan itself: {plugins}.")

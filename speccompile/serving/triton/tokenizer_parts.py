@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from speccompile.errors import RuntimeFault, SpecCompileError
 from speccompile.serving.triton.contract import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS, Tensor
-from speccompile.serving.triton.old_rules import Arrays, lists_from_words
 from speccompile.serving.triton.probe import check_tensors
 from speccompile.serving.triton.settings import settings_from_args
+from speccompile.serving.triton.trtllm_compat import Arrays, lists_from_words
 
 Row = Mapping[str, NDArray[Any]]
 Results = dict[str, NDArray[Any]]

@@ -23,7 +23,7 @@ class Config(CachedDraftFields):
         allow_tokenizer_mismatch: build although draft and target have different tokenizers.
         config: folder with the draft's config.json, where the hub's is not at hand; for random weights.
         quantization, num_draft_tokens, drafts, confidence_odds: see `drafting.cached_drafts.CachedDraftFields`.
-        tree, tree_width, tree_depth, num_guesses: see `drafting.tree_config.TreeFields`.
+        tree, tree_width, tree_depth, num_candidates: see `drafting.tree_config.TreeFields`.
 
     Raises:
         RecipeError: a value is out of range.

@@ -26,7 +26,7 @@ class DraftModelMethod(Method):
 
     def graph_jobs(self, config: DraftModelConfig) -> tuple[GraphJob, ...]:
         """The draft model."""
-        options = DecoderOptions(candidates=CandidateOptions(config.guesses_needed, config.has_laws))
+        options = DecoderOptions(candidates=CandidateOptions(config.candidates_needed, config.has_probs))
         return (GraphJob(DRAFT, config.model, config.quantization, options=options, config=config.config),)
 
     def make_proposer(

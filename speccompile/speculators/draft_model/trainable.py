@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small causal language model under training: every position imitates the target's law behind it."""
+"""A small causal language model under training: every position imitates the target's distribution behind it."""
 
 from __future__ import annotations
 

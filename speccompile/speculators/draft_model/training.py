@@ -47,7 +47,7 @@ class DraftModelTrainer:
     """See `speccompile.core.training.Trainer`."""
 
     def needs(self, config: HeadsConfig, target: Mapping[str, Any]) -> TargetNeeds:
-        """The laws alone."""
+        """The distributions alone."""
         return TargetNeeds()
 
     def make(self, config: HeadsConfig, parts: TargetParts, start: Path | None) -> Any:

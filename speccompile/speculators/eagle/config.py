@@ -44,7 +44,7 @@ class EagleMethod(Method):
 
     def graph_jobs(self, config: EagleConfig) -> tuple[GraphJob, ...]:
         """The drafter."""
-        options = CandidateOptions(config.guesses_needed, config.has_laws)
+        options = CandidateOptions(config.candidates_needed, config.has_probs)
         return (GraphJob(DRAFT, config.model, config.quantization, SOURCE, options, config.config),)
 
     def make_proposer(

@@ -152,7 +152,7 @@ class Eagle3Method(Method):
     def graph_jobs(self, config: Eagle3Config) -> tuple[GraphJob, ...]:
         """Drafter and fusion."""
         own, layers = (config.model, config.quantization), config.chosen_layers
-        options = DraftOptions(config.guesses_needed, config.has_laws, layers)
+        options = DraftOptions(config.candidates_needed, config.has_probs, layers)
         return (
             GraphJob(DRAFT, *own, f"{SOURCES}:DraftSource", options, config.config),
             GraphJob(FUSION, *own, f"{SOURCES}:FusionSource", FusionOptions(layers), config.config),

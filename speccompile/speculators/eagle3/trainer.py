@@ -21,11 +21,11 @@ from torch import nn
 from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
 from speccompile.errors import RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
-from speccompile.export.layers import RmsNorm, SelfAttention, SwiGlu, attend, init_linear, join_heads, take_over
+from speccompile.export.layers import RmsNorm, SelfAttention, SwiGlu, attend, init_linear, join_heads, reset
 from speccompile.speculators.eagle3.checkpoint import NUM_STREAMS
 from speccompile.speculators.eagle3.config import Eagle3Training
 
-Rows = tuple[torch.Tensor, torch.Tensor]  # keys and values [batch, kv_heads, rows, head_dim]
+DraftLayout = tuple[torch.Tensor, torch.Tensor]  # keys and values [batch, kv_heads, rows, head_dim]
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,13 @@ class EagleHeads(nn.Module):
         return self.fc(torch.cat(tuple(streams), -1))
 
     def read(
-        self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor, past: Rows | None, mask: Any
-    ) -> tuple[torch.Tensor, Rows]:
+        self,
+        embedded: torch.Tensor,
+        feature: torch.Tensor,
+        positions: torch.Tensor,
+        past: DraftLayout | None,
+        mask: Any,
+    ) -> tuple[torch.Tensor, DraftLayout]:
         """The layer over new positions behind `past`; the way of inference.
 
         Args:
@@ -148,9 +153,9 @@ class EagleHeads(nn.Module):
         embedded: torch.Tensor,
         feature: torch.Tensor,
         places: torch.Tensor,
-        context: Rows,
-        chains: list[Rows],
-    ) -> tuple[torch.Tensor, Rows]:
+        context: DraftLayout,
+        chains: list[DraftLayout],
+    ) -> tuple[torch.Tensor, DraftLayout]:
         """One more draft of many chains at once, each with a context of its own; the way of training.
 
         Args:
@@ -209,7 +214,7 @@ class TrainableEagle3(nn.Module):
         places = torch.stack([torch.randperm(nodes - 1, generator=generator)[:num] for _ in range(count)]).to(device)
         feature = torch.gather(features, 1, places[..., None].expand(-1, -1, features.shape[-1]))
         states = [feature]
-        chains: list[Rows] = []
+        chains: list[DraftLayout] = []
         for step in range(1, self.num_positions):
             tokens = torch.gather(batch.tokens, 1, (places + 1 + step).clamp(max=nodes - 1))
             feature, drafted = self.heads.extend(self.embeddings[tokens], feature, places, context, chains)
@@ -279,7 +284,7 @@ def begin_heads(sizes: EagleSizes, parts: TargetParts) -> EagleHeads:
         if parts.norm is not None and parts.norm.shape == heads.norm.weight.shape:
             heads.norm.weight.copy_(parts.norm)
         if parts.layers:
-            take_over(heads.midlayer, parts.layers[-1])
+            reset(heads.midlayer, parts.layers[-1])
         chosen = torch.arange(sizes.vocab_size)
         if sizes.draft_vocab_size != sizes.vocab_size:
             chosen = parts.token_counts.argsort(descending=True, stable=True)[: sizes.draft_vocab_size].sort().values

@@ -17,7 +17,7 @@ from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.borrowed_specs import sharing_spec
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, guessing_spec
+from speccompile.core.specs import GraphSpec, ModelDims, candidate_spec, decoder_spec
 from speccompile.doctor.doctor import check_speculator, read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
@@ -151,7 +151,7 @@ class ExitSource:
     def spec(self) -> GraphSpec:
         """Inputs and outputs of the graph: its caches are the target's."""
         plain = replace(decoder_spec(self.job.name, self.dims), max_rows=self.max_rows)
-        return guessing_spec(sharing_spec(plain), self.num_candidates, self.job.options.gives_probs)
+        return candidate_spec(sharing_spec(plain), self.num_candidates, self.job.options.gives_probs)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
         """See `speccompile.export.checks.check_candidates`."""

@@ -30,7 +30,7 @@ class ExitConfig(CachedDraftFields):
         quantization: `target`: as the target's own layers, so that their weights are shared; or a form of its own.
         config: folder with the head's config.json, where the hub's is not at hand; for random weights.
         num_draft_tokens, drafts, confidence_odds: see `drafting.cached_drafts.CachedDraftFields`.
-        tree, tree_width, tree_depth, num_guesses: see `drafting.tree_config.TreeFields`.
+        tree, tree_width, tree_depth, num_candidates: see `drafting.tree_config.TreeFields`.
 
     Raises:
         RecipeError: a value is out of range.
@@ -94,7 +94,7 @@ class EarlyExitMethod(Method):
         """The first layers."""
         quantization = AS_TARGET if config.quantization == THE_TARGET else config.quantization
         head = (config.model is not None, config.num_exit_layers)
-        options = ExitOptions(config.guesses_needed, config.has_laws, *head)
+        options = ExitOptions(config.candidates_needed, config.has_probs, *head)
         return (GraphJob(DRAFT, config.model or THE_TARGET, quantization, SOURCE, options, config.config),)
 
     def make_proposer(self, config: ExitConfig, engines: Mapping[str, Engine], context: MethodContext) -> DraftProposer:

@@ -13,7 +13,7 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, TREE_MASK
 from speccompile.core.tree import Ints
-from speccompile.drafting.expansion import Level
+from speccompile.drafting.expansion import Expansion
 
 
 class SharedRows:
@@ -53,7 +53,7 @@ class SharedRows:
         lengths = np.array([len(slot.tokens) - 1 for slot in batch.slots], dtype=np.int64)
         return self.engine.run({TOKENS: roots, LENGTHS: lengths, **warp})
 
-    def expand(self, batch: Batch, level: Level) -> Outputs:
+    def expand(self, batch: Batch, level: Expansion) -> Outputs:
         """Read a level behind the roots."""
         starts, idle = [], []
         for place, (slot, nodes, num) in enumerate(zip(batch.slots, level.nodes, level.num_in_place, strict=True)):
@@ -73,5 +73,5 @@ class SharedRows:
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
         """The target has written the rows of the path."""
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Nothing of the target's outputs is held."""

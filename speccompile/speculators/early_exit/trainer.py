@@ -37,7 +37,7 @@ class TrainableExit(nn.Module):
         self._first_layers: list[Any] = []  # in a list: its weights are not this module's
 
     def forward(self, batch: TrainingBatch) -> Drafted:
-        """The stream at a token imitates the law behind it."""
+        """The stream at a token imitates the distribution behind it."""
         count, nodes = batch.tokens.shape
         whole = nodes // self.num_positions * self.num_positions
         stream = batch.layers[self.head.sizes.num_exit_layers - 1][:, :whole].float()

@@ -19,7 +19,7 @@ from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.borrowed_specs import reading_spec
 from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import GraphSpec, ModelDims, cache_names, decoder_spec, guessing_spec
+from speccompile.core.specs import GraphSpec, ModelDims, cache_names, candidate_spec, decoder_spec
 from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
 from speccompile.doctor.doctor import check_speculator, read_speculator
 from speccompile.doctor.findings import Finding
@@ -321,7 +321,7 @@ class GlideSource:
     def spec(self) -> GraphSpec:
         """Inputs and outputs of the graph."""
         num = min(self.options.num_candidates, self.dims.vocab_size)
-        return guessing_spec(self._plain_spec(), num, self.options.gives_probs)
+        return candidate_spec(self._plain_spec(), num, self.options.gives_probs)
 
     def _plain_spec(self) -> GraphSpec:
         assert self.context.target is not None

@@ -26,7 +26,7 @@ class GlideConfig(CachedDraftFields):
         model: checkpoint folder or hub id of the drafter.
         config: folder with the drafter's config.json, where the hub's is not at hand; for random weights.
         quantization, num_draft_tokens, drafts, confidence_odds: see `drafting.cached_drafts.CachedDraftFields`.
-        tree, tree_width, tree_depth, num_guesses: see `drafting.tree_config.TreeFields`.
+        tree, tree_width, tree_depth, num_candidates: see `drafting.tree_config.TreeFields`.
 
     Raises:
         RecipeError: a value is out of range.
@@ -70,7 +70,7 @@ class GlideMethod(Method):
 
     def graph_jobs(self, config: GlideConfig) -> tuple[GraphJob, ...]:
         """The drafter."""
-        options = CandidateOptions(config.guesses_needed, config.has_laws)
+        options = CandidateOptions(config.candidates_needed, config.has_probs)
         return (GraphJob(DRAFT, config.model, config.quantization, SOURCE, options, config.config),)
 
     def make_proposer(

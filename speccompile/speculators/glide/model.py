@@ -30,7 +30,7 @@ from speccompile.export.layers import (
 )
 from speccompile.speculators.glide.checkpoint import GlideDims
 
-Rows = tuple[torch.Tensor, torch.Tensor]  # keys and values [batch, kv_heads, rows, head_dim]
+DraftLayout = tuple[torch.Tensor, torch.Tensor]  # keys and values [batch, kv_heads, rows, head_dim]
 
 RANDOM_SEED = 0
 LM_HEAD = "lm_head.weight"
@@ -177,14 +177,14 @@ class WholeText:
         self,
         sizes: GlideSizes,
         positions: torch.Tensor,
-        target: Rows,
+        target: DraftLayout,
         target_mask: torch.Tensor | None = None,
-        past: Sequence[Rows] = (),
+        past: Sequence[DraftLayout] = (),
         mask: torch.Tensor | None = None,
     ) -> None:
         self.sizes, self.positions, self.past, self.mask = sizes, positions, past, mask
         self.target, self.target_mask = target, target_mask
-        self.rows: list[Rows] = []
+        self.rows: list[DraftLayout] = []
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See `Text`."""
@@ -224,7 +224,7 @@ class CachedStep:
         lengths: torch.Tensor,
         tree_mask: torch.Tensor,
         caches: Sequence[torch.Tensor],
-        target: Rows,
+        target: DraftLayout,
         target_lengths: torch.Tensor,
     ) -> None:
         self.tables, self.lengths, self.tree_mask, self.caches, self.target = tables, lengths, tree_mask, caches, target

@@ -12,7 +12,7 @@ from torch import nn
 
 from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
 from speccompile.export.heads_file import read_heads, write_heads
-from speccompile.export.layers import take_over
+from speccompile.export.layers import reset
 from speccompile.speculators.glide.config import GlideTraining
 from speccompile.speculators.glide.model import Glide, GlideSizes, WholeText
 
@@ -120,13 +120,13 @@ def begin_drafter(sizes: GlideSizes, parts: TargetParts) -> Glide:
         if parts.norm is not None and parts.norm.shape == drafter.model.norm.weight.shape:
             drafter.model.norm.weight.copy_(parts.norm)
     for layer, weights in zip(drafter.model.layers, parts.layers[-len(drafter.model.layers) :], strict=False):
-        take_over(layer, weights)
-        take_over(layer.cross_attn, {k.removeprefix("self_attn."): v for k, v in parts.layers[-1].items()})
+        reset(layer, weights)
+        reset(layer.cross_attn, {k.removeprefix("self_attn."): v for k, v in parts.layers[-1].items()})
     if parts.layers:
-        take_over(drafter.model.layers[0].self_attn, {
+        reset(drafter.model.layers[0].self_attn, {
             k.removeprefix("self_attn."): v for k, v in parts.layers[0].items()
         })  # fmt: skip
-        take_over(drafter.model.layers[0].input_layernorm, {"weight": parts.layers[0]["input_layernorm.weight"]})
+        reset(drafter.model.layers[0].input_layernorm, {"weight": parts.layers[0]["input_layernorm.weight"]})
     return drafter
 
 

@@ -17,7 +17,7 @@ from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.target_tables import digests_from_target, read_tables
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
-from speccompile.core.heads_specs import guessing_heads_spec
+from speccompile.core.heads_specs import candidate_heads_spec
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, ModelDims
@@ -222,7 +222,7 @@ class GraphSizes:
         num_layers: residual blocks of a head.
         uses_target_lm_head: all heads end in the target's LM head.
         num_drafts: heads in the graph.
-        num_guesses: tokens that each guesses.
+        num_candidates: tokens that each candidates.
         num_params: parameters in the graph.
     """
 
@@ -233,12 +233,12 @@ class GraphSizes:
     num_layers: int
     uses_target_lm_head: bool
     num_drafts: int
-    num_guesses: int
+    num_candidates: int
     num_params: int = 0
 
     def spec(self, name: str) -> GraphSpec:
         """Inputs and outputs of the graph."""
-        return guessing_heads_spec(name, self.hidden_size, self.vocab_size, self.num_drafts, self.num_guesses)
+        return candidate_heads_spec(name, self.hidden_size, self.vocab_size, self.num_drafts, self.num_candidates)
 
     def counts(self) -> WeightCounts:
         """Weights of the graph, in which heads that share an LM head have one copy of it."""
@@ -249,7 +249,7 @@ class GraphSizes:
 
 
 def read_sizes(
-    folder: Path, target: ModelDims, *, has_weights: bool, num_drafts: int | None, num_guesses: int
+    folder: Path, target: ModelDims, *, has_weights: bool, num_drafts: int | None, num_candidates: int
 ) -> GraphSizes:
     """The sizes of a checkpoint; what its config leaves out, its weights or the target tell.
 
@@ -259,7 +259,7 @@ def read_sizes(
         has_weights: the folder has weights, whose headers are read. Their number of heads is believed: published
             configs are known to state another.
         num_drafts: heads wanted in the graph; None: all.
-        num_guesses: tokens that each guesses.
+        num_candidates: tokens that each candidates.
 
     Raises:
         CheckpointError: no Medusa heads, or nothing tells how many.
@@ -282,7 +282,7 @@ def read_sizes(
         num_layers=known.get("num_layers") or _first(config, _LAYERS) or 1,
         uses_target_lm_head=bool(uses_target),
         num_drafts=num_drafts or num_heads,
-        num_guesses=num_guesses,
+        num_candidates=num_candidates,
     )
 
 
@@ -315,7 +315,7 @@ class HeadsSource:
             context.target,
             has_weights=context.weights == "checkpoint",
             num_drafts=self.num_heads,
-            num_guesses=min(options.num_candidates, context.target.vocab_size),
+            num_candidates=min(options.num_candidates, context.target.vocab_size),
         )
         self._check_sizes(options.least_heads)
 

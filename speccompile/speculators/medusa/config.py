@@ -27,10 +27,11 @@ class MedusaConfig(TreeFields):
         quantization: `none`, `int8` or `int4`.
         num_heads: heads that are used; `auto`: as many as config.json says. Where a published config states another
             number than its files hold, the files are believed if the number is given here.
-        confidence_odds: the odds that a guess is right, over the odds that the head's confidence in it means, before
+        confidence_odds: the odds that a candidate is right, over the odds that the head's confidence in it means,
+            before
             a slot's own verdicts are known.
         config: folder with the heads' config.json, where the hub's is not at hand; for random weights.
-        tree: see `TreeFields`; with `auto` the likeliest products of the heads' guesses, as far as they pay.
+        tree: see `TreeFields`; with `auto` the likeliest products of the heads' candidates, as far as they pay.
 
     Raises:
         RecipeError: a value is out of range.
@@ -75,7 +76,7 @@ class MedusaTraining:
     """What is trained.
 
     Args:
-        num_heads: tokens guessed behind the root.
+        num_heads: tokens drafted behind the root.
         num_layers: residual blocks of a head.
         lm_head: `target`: all heads end in the target's own LM head, frozen and not stored; `own`: each has its own.
     """
@@ -109,7 +110,7 @@ class MedusaMethod(Method):
         """The heads."""
         options = HeadsOptions(
             num_heads=None if config.num_heads == "auto" else config.num_heads,
-            num_candidates=1 if config.tree == "chain" else config.guesses_needed,
+            num_candidates=1 if config.tree == "chain" else config.candidates_needed,
             least_heads=0 if config.shape is None else config.shape.max_depth,
         )
         return (GraphJob(HEADS, config.model, config.quantization, SOURCE, options, config.config),)

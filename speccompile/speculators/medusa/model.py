@@ -2,7 +2,7 @@
 """Medusa heads in torch: residual blocks x + SiLU(W x + b) and an LM head each.
 
 Head i reads the target's final-normed state behind the last accepted position, whose own LM head gives the root,
-and guesses the token i + 1 places behind the root. After Cai et al. 2024, "Medusa" (arXiv 2401.10774).
+and candidates the token i + 1 places behind the root. After Cai et al. 2024, "Medusa" (arXiv 2401.10774).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from speccompile.export.attention import gather_nodes
-from speccompile.export.guessing import top_tokens
+from speccompile.export.candidates import top_tokens
 from speccompile.speculators.medusa.checkpoint import GraphSizes
 
 RANDOM_SEED = 0
@@ -29,7 +29,7 @@ class HeadsSizes:
     Args:
         hidden_size: of the target.
         vocab_size: of the target.
-        num_heads: tokens that are guessed.
+        num_heads: tokens that are drafted.
         num_layers: residual blocks of a head.
         uses_target_lm_head: the heads' last layer is the target's LM head, and not in the checkpoint.
     """
@@ -105,28 +105,28 @@ class MedusaHeads(nn.ModuleList):
 
 
 class MedusaDrafter(nn.Module):
-    """Inputs and outputs as in `guessing_heads_spec`.
+    """Inputs and outputs as in `candidate_heads_spec`.
 
     Args:
         heads: those in the graph.
-        num_guesses: tokens of each.
+        num_candidates: tokens of each.
         target_lm_head: [vocab, hidden], where the heads end in it.
     """
 
-    def __init__(self, heads: MedusaHeads, num_guesses: int, target_lm_head: torch.Tensor | None) -> None:
+    def __init__(self, heads: MedusaHeads, num_candidates: int, target_lm_head: torch.Tensor | None) -> None:
         super().__init__()
-        self.heads, self.num_guesses = heads, num_guesses
+        self.heads, self.num_candidates = heads, num_candidates
         self.lm_head = None if target_lm_head is None else nn.Parameter(target_lm_head, requires_grad=False)
 
     def forward(self, hidden: torch.Tensor, start_nodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One row of guesses a head."""
+        """One row of candidates a head."""
         state = gather_nodes(hidden, start_nodes[:, None])
         if self.lm_head is not None:
             states = self.heads.states(state)[:, 0]  # [batch, heads, hidden]
-            return top_tokens(functional.linear(states, self.lm_head), self.num_guesses)
+            return top_tokens(functional.linear(states, self.lm_head), self.num_candidates)
         states = self.heads.states(state)  # [batch, 1, heads, hidden]
         logits = [functional.linear(states[:, :, i], weight) for i, weight in enumerate(self.heads.projections())]
-        return top_tokens(torch.cat(logits, 1), self.num_guesses)
+        return top_tokens(torch.cat(logits, 1), self.num_candidates)
 
 
 def make_drafter(
@@ -152,4 +152,4 @@ def make_drafter(
         wanted = heads.state_dict()
         held = {name: nn.Parameter(weights[name].to(torch.float32), requires_grad=False) for name in wanted}
         heads.load_state_dict(held, assign=True)
-    return MedusaDrafter(heads, sizes.num_guesses, target_lm_head).eval()
+    return MedusaDrafter(heads, sizes.num_candidates, target_lm_head).eval()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of the heads' guesses: fixed, or the likeliest products."""
+"""Trees of the heads' candidates: fixed, or the likeliest products."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from speccompile.core.jobs import StepCosts
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import GUESSES
+from speccompile.core.specs import CANDIDATES
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.heads import HeadsProposer
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class MedusaProposer(HeadsProposer):
     """See `speccompile.core.protocols.Proposer`.
 
-    The guesses of a head do not depend on those before, so every product of guesses is a path: the likeliest ones are
-    found without drafting again. With one guess a head they are a chain.
+    The candidates of a head do not depend on those before, so every product of candidates is a path: the likeliest
+        ones are
+    found without drafting again. With one candidate a head they are a chain.
 
     Args:
         config: of the method.
@@ -38,8 +39,8 @@ class MedusaProposer(HeadsProposer):
         target: StepCosts | None,
         heads: StepCosts | None,
     ) -> None:
-        num_heads, num_guesses = engine.spec.output(GUESSES).dims[1:]
-        assert isinstance(num_heads, int) and isinstance(num_guesses, int)
+        num_heads, num_candidates = engine.spec.output(CANDIDATES).dims[1:]
+        assert isinstance(num_heads, int) and isinstance(num_candidates, int)
         depth = num_heads if config.tree != "auto" else min(num_heads, config.tree_depth)
-        budget = Budget(max_draft_nodes, depth, num_guesses, target, heads or StepCosts(), num_runs=1)
+        budget = Budget(max_draft_nodes, depth, num_candidates, target, heads or StepCosts(), num_runs=1)
         super().__init__(engine, budget, config.shape, math.log(config.confidence_odds))

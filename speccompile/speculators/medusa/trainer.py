@@ -30,7 +30,7 @@ class TrainableMedusa(nn.Module):
         self.register_buffer("lm_head", lm_head, persistent=False)
 
     def forward(self, batch: TrainingBatch) -> Drafted:
-        """Head i imitates the law behind the token i + 1 places further on."""
+        """Head i imitates the distribution behind the token i + 1 places further on."""
         states = self.heads.states(batch.hidden).flatten(0, 1)
         count, nodes = batch.tokens.shape
         start = torch.arange(count * nodes, device=states.device)[:, None]

@@ -25,7 +25,7 @@ class TrainableMlp(nn.Module):
         self.heads, self.num_positions = heads.requires_grad_().train(), heads.sizes.num_heads
 
     def forward(self, batch: TrainingBatch) -> Drafted:
-        """Head i reads the token i + 1 places behind the start, and imitates the law behind that token."""
+        """Head i reads the token i + 1 places behind the start, and imitates the distribution behind that token."""
         count, nodes = batch.tokens.shape
         starts = nodes - 1  # the last position has no root
         state, states, labels = self.heads.begin(batch.hidden[:, :starts].float()), [], []

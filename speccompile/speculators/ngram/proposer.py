@@ -161,7 +161,7 @@ class NgramProposer:
         """Corrects the costs."""
         self.budget.observe(num_slots, num_nodes, times)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Nothing of the target's is held."""
 
 

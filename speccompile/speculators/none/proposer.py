@@ -36,5 +36,5 @@ class NoneProposer:
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         """Learns nothing."""
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Nothing of the target's is held."""

@@ -13,7 +13,7 @@ from torch import nn
 from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
 from speccompile.errors import RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
-from speccompile.export.layers import take_over
+from speccompile.export.layers import reset
 from speccompile.speculators.prophet.config import ProphetTraining
 from speccompile.speculators.prophet.model import Prophet, ProphetSizes
 
@@ -34,7 +34,7 @@ class TrainableProphet(nn.Module):
         self.register_buffer("lm_head", parts.lm_head, persistent=False)
 
     def forward(self, batch: TrainingBatch) -> Drafted:
-        """A start at position t reads the state there and the tokens t + 1 ..; its outputs imitate their laws."""
+        """A start at position t reads the state there and the tokens t + 1 ..; its outputs imitate their probs."""
         count, nodes = batch.tokens.shape
         num = count * (nodes - 1)
         generator = torch.Generator().manual_seed(batch.seed % 2**31)
@@ -70,7 +70,7 @@ def begin_prophet(sizes: ProphetSizes, parts: TargetParts) -> Prophet:
         if parts.norm is not None and parts.norm.shape == heads.norm.weight.shape:
             heads.norm.weight.copy_(parts.norm)
     for layer, weights in zip(heads.layers, parts.layers[-len(heads.layers) :], strict=False):
-        take_over(layer, weights)
+        reset(layer, weights)
     return heads
 
 

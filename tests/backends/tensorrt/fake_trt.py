@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 
-from speccompile.backends.tensorrt.flavours import FLAVOURS, Flavour
+from speccompile.backends.tensorrt.variants import VARIANTS, Variant
 from speccompile.core import specs
 from speccompile.core.feature_specs import NEXT_STATES
 from speccompile.core.specs import compacted_cache_name, spec_from_json, updated_cache_name
@@ -60,7 +60,7 @@ class FakeTrt:
 
     Args:
         cuda: the device.
-        name: flavour.
+        name: variant.
     """
 
     TensorIOMode, TensorLocation, ExecutionContextAllocationStrategy = Mode, Location, Strategy
@@ -68,13 +68,13 @@ class FakeTrt:
 
     def __init__(self, cuda: FakeCuda, name: str = "tensorrt") -> None:
         self.cuda = cuda
-        self.flavour = Flavour(FLAVOURS[name], self, "0.0", SimpleNamespace(lines=deque()))
+        self.variant = Variant(VARIANTS[name], self, "0.0", SimpleNamespace(lines=deque()))
         self.contexts: list[FakeContext] = []
         self.deserialized: list[bytes] = []
         self.devices: list[int] = []  # the current device whenever a plan was deserialised
 
     def Runtime(self, logger):
-        assert logger is self.flavour.logger
+        assert logger is self.variant.logger
         return FakeRuntime(self)
 
 
@@ -83,7 +83,7 @@ class FakeRuntime:
         self.trt = trt
 
     def get_engine_validity(self, plan):
-        assert self.trt.flavour.can.supports_validity_check
+        assert self.trt.variant.can.supports_validity_check
         wanted = json.loads(plan).get("validity", "VALID")
         return Validity[wanted], SimpleNamespace(name="UNSUPPORTED_CC" if wanted == "INVALID" else "NONE")
 
@@ -91,7 +91,7 @@ class FakeRuntime:
         self.trt.deserialized.append(plan)
         self.trt.devices.append(self.trt.cuda.current)
         if plan == b"garbage":
-            self.trt.flavour.logger.lines.append((1, "the magic tag does not match"))
+            self.trt.variant.logger.lines.append((1, "the magic tag does not match"))
             return None
         return FakeEngine(self.trt, json.loads(plan))
 
@@ -133,7 +133,7 @@ def open_session(graph):
 
 
 class MadeUp:
-    """A session without a graph, whose outputs pass the checks of a build: even laws, one draft accepted."""
+    """A session without a graph, whose outputs pass the checks of a build: even distributions, one draft accepted."""
 
     def __init__(self, spec):
         self.spec = spec
@@ -321,4 +321,6 @@ class FakeContext:
             elif tensor.name in {updated_cache_name(c) for c in spec.caches}:
                 view[:, :, :rows] = results[tensor.name]
             else:
-                view[...] = np.broadcast_to(results[tensor.name], view.shape)  # a law of width one: see the sampler
+                view[...] = np.broadcast_to(
+                    results[tensor.name], view.shape
+                )  # a distribution of width one: see the sampler

@@ -9,8 +9,8 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from speccompile.backends.tensorrt.flavours import Flavour
 from speccompile.backends.tensorrt.plugin_names import KV_ROLLBACK, NUM_CACHES, SPEC_VERIFY
+from speccompile.backends.tensorrt.variants import Variant
 from speccompile.ops.op import DOMAIN, VERSION
 from speccompile.ops.registry import functions
 
@@ -62,12 +62,12 @@ def step_model(
     )
 
 
-def parse(flavour: Flavour, model: onnx.ModelProto, *, overrides: bool = True) -> tuple[Any, Any, list[str]]:
+def parse(variant: Variant, model: onnx.ModelProto, *, overrides: bool = True) -> tuple[Any, Any, list[str]]:
     """(builder, network, parser errors)."""
-    trt = flavour.trt
-    builder = trt.Builder(flavour.logger)
+    trt = variant.trt
+    builder = trt.Builder(variant.logger)
     network = builder.create_network(0)
-    parser = trt.OnnxParser(network, flavour.logger)
+    parser = trt.OnnxParser(network, variant.logger)
     if overrides:
         parser.set_flag(trt.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE)
     parser.parse(model.SerializeToString())
@@ -79,10 +79,10 @@ def plugins_in(trt: Any, network: Any) -> list[str]:
     return [layer.name for layer in layers if layer.type == trt.LayerType.PLUGIN_V3]
 
 
-def build(flavour: Flavour, model: onnx.ModelProto, *, aliases: bool = True, embed: Sequence[str] = ()) -> bytes | None:
+def build(variant: Variant, model: onnx.ModelProto, *, aliases: bool = True, embed: Sequence[str] = ()) -> bytes | None:
     """The plan of a model, dynamic batch, nodes and draft vocabulary; None when the builder refuses."""
-    trt = flavour.trt
-    builder, network, errors = parse(flavour, model)
+    trt = variant.trt
+    builder, network, errors = parse(variant, model)
     assert errors == []
     config = builder.create_builder_config()
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, aliases)

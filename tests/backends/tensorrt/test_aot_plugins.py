@@ -82,8 +82,8 @@ def trt(monkeypatch: pytest.MonkeyPatch, registered: dict[str, dict[str, object]
 def _verify_inputs() -> list[TensorDesc]:
     flat = [TensorDesc("f32", "batch"), TensorDesc("i64", "batch"), TensorDesc("f32", "batch")]
     trees = [TensorDesc("i64", "batch", "nodes")] * 2
-    laws = [TensorDesc("f32", "batch", "nodes", "draft_vocab"), TensorDesc("f32", "batch", "nodes", 2)]
-    return [TensorDesc("bf16", "batch", "nodes", "vocab"), *trees, *laws, *flat]
+    dists = [TensorDesc("f32", "batch", "nodes", "draft_vocab"), TensorDesc("f32", "batch", "nodes", 2)]
+    return [TensorDesc("bf16", "batch", "nodes", "vocab"), *trees, *dists, *flat]
 
 
 def _entry(ptx: bytes, kernel: str) -> list[str]:

@@ -23,7 +23,7 @@ send({"stage": "parse"})
 open(request["plan"], "wb").write(b"a plan")
 send({"progress": ["phase", 1, 4]})
 send({"result": {"stages": [{"name": "parse", "seconds": 0.1, "peak_rss_bytes": 10}], "plan_bytes": 6,
-                 "flavour": "tensorrt_rtx", "version": "1"}})
+                 "variant": "tensorrt_rtx", "version": "1"}})
 """
 
 

@@ -12,7 +12,7 @@ if importlib.util.find_spec("tensorrt_rtx") is None:
     pytest.skip("TensorRT-RTX is not installed: NO BUNDLE IS BUILT", allow_module_level=True)
 
 from speccompile.backends.tensorrt import builder, records
-from speccompile.backends.tensorrt.shim import find_compute_capabilities
+from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.cli.main import app
 from speccompile.core import registry
@@ -44,7 +44,7 @@ def bundle(recipe, tmp_path_factory):
 def test_the_manifest_records_what_a_plan_was_built_with(bundle):
     graph = bundle.graphs["target"]
     record = graph["tensorrt"]
-    assert (record["flavour"], record["plugins"]) == ("tensorrt_rtx", ["SpecVerify", "KVRollback"])
+    assert (record["variant"], record["plugins"]) == ("tensorrt_rtx", ["SpecVerify", "KVRollback"])
     assert record["plugin_layers"] == {"SpecVerify": 1, "KVRollback": 1}
     assert record["plugin_abi"]["ops"] == ["SpecVerify", "KVRollback"]
     assert {p["name"]: p["sizes"]["nodes"] for p in record["profiles"]} == {"prefill": [1, 56, 56], "decode": [1, 8, 8]}
@@ -111,7 +111,7 @@ def test_a_plan_made_elsewhere_is_refused_with_its_reason(bundle, tmp_path, key)
 
 def test_a_plan_for_another_gpu_is_refused(bundle, tmp_path, monkeypatch):
     record = {**records.read_record(bundle.graph_path("target")), "compute_capabilities": ["12.0"]}
-    monkeypatch.setattr("speccompile.backends.tensorrt.shim.find_compute_capabilities", lambda: ((9, 0),))
+    monkeypatch.setattr("speccompile.backends.tensorrt.import_helper.find_compute_capabilities", lambda: ((9, 0),))
     with pytest.raises(BundleError, match=r"a GPU of compute capability 9\.0"):
         records.check_record(bundle.graph_path("target"), record, 1)
 

@@ -14,7 +14,7 @@ from speccompile.backends.tensorrt.engine import load_engine
 from speccompile.backends.tensorrt.loading import Plan
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs
-from speccompile.core.specs import guessing_spec
+from speccompile.core.specs import candidate_spec
 from speccompile.errors import BundleError, RuntimeFault
 from tests.backends.tensorrt.trt_lab import Lab, profiles_of
 
@@ -41,11 +41,11 @@ def same(ours, theirs):
         np.testing.assert_array_equal(np.asarray(ours[name]), value, err_msg=name)
 
 
-@pytest.mark.parametrize("flavour", ["tensorrt", "tensorrt_rtx"])
+@pytest.mark.parametrize("variant", ["tensorrt", "tensorrt_rtx"])
 @pytest.mark.parametrize("graphs", [True, False])
-def test_a_long_run_equals_onnxruntime_step_by_step(monkeypatch, tmp_path, target, open_engine, flavour, graphs):
+def test_a_long_run_equals_onnxruntime_step_by_step(monkeypatch, tmp_path, target, open_engine, variant, graphs):
     """Chunks, single tokens, chains, trees with compaction, sampled steps, two slots, across several buckets."""
-    lab = Lab(monkeypatch, tmp_path, flavour)
+    lab = Lab(monkeypatch, tmp_path, variant)
     ours, theirs = lab.load(target, cuda_graphs=graphs), open_engine()
     rng = np.random.default_rng(1)
     lengths = np.zeros(3, np.int64)
@@ -67,8 +67,8 @@ def test_a_long_run_equals_onnxruntime_step_by_step(monkeypatch, tmp_path, targe
             feeds[specs.TEMPERATURE] = np.array([0.7, 0, 1.2], np.float32)
             feeds[specs.UNIFORMS] = rng.random((3, nodes, 2), np.float32)
         if step % 8 == 5:
-            laws = rng.random((3, nodes, 97), np.float32)
-            feeds[specs.DRAFT_PROBS] = laws / laws.sum(-1, keepdims=True)
+            dists = rng.random((3, nodes, 97), np.float32)
+            feeds[specs.DRAFT_PROBS] = dists / dists.sum(-1, keepdims=True)
         same(ours.run(feeds), theirs.run(feeds))
         if step % 6 in (3, 4):
             path = np.array([[0, 2, 3, -1], [0, 1, -1, -1], [0, 2, -1, -1]])
@@ -83,7 +83,7 @@ def test_a_long_run_equals_onnxruntime_step_by_step(monkeypatch, tmp_path, targe
                 engine.swap_slots(1, 2, int(lengths.max()))
             lengths = lengths[[2, 2, 1]]
     strategy = getattr(ours.plan.engine.config, "cuda_graph_strategy", None)
-    if flavour == "tensorrt":
+    if variant == "tensorrt":
         assert (lab.cuda.num_launches > 3) == graphs and strategy is None
     else:
         assert lab.cuda.num_launches == 0 and (strategy.name == "WHOLE_GRAPH_CAPTURE") == graphs
@@ -119,10 +119,10 @@ def test_graphs_are_kept_by_shape_and_bucket_and_given_up_where_capture_fails(la
     assert "cudaErrorStreamCaptureUnsupported" in ours.runner.graph_fault and not ours.runner.uses_graphs
 
 
-@pytest.mark.parametrize("flavour", ["tensorrt", "tensorrt_rtx"])
-def test_contexts_are_not_made_for_shapes_that_take_turns(tmp_path, target, open_engine, monkeypatch, flavour):
+@pytest.mark.parametrize("variant", ["tensorrt", "tensorrt_rtx"])
+def test_contexts_are_not_made_for_shapes_that_take_turns(tmp_path, target, open_engine, monkeypatch, variant):
     """Two contexts, four shapes: the first two keep them until they have not come for a while."""
-    lab = Lab(monkeypatch, tmp_path, flavour)
+    lab = Lab(monkeypatch, tmp_path, variant)
     monkeypatch.setattr(Plan, "idle_runs", 6)
     ours, theirs = lab.load(target, max_contexts=2), open_engine()
     for engine in (ours, theirs):
@@ -132,7 +132,7 @@ def test_contexts_are_not_made_for_shapes_that_take_turns(tmp_path, target, open
             same(ours.run(feed(TOKENS[:nodes], 10)), theirs.run(feed(TOKENS[:nodes], 10)))
     num_made = len(lab.trt.contexts)
     assert {step.nodes for step in ours.runner._owners} == {1, 2}
-    assert lab.cuda.num_launches == (2 * (10 - 2) if flavour == "tensorrt" else 0)
+    assert lab.cuda.num_launches == (2 * (10 - 2) if variant == "tensorrt" else 0)
     for _ in range(10):
         for nodes in (1, 4):  # 2 does not come any more
             same(ours.run(feed(TOKENS[:nodes], 10)), theirs.run(feed(TOKENS[:nodes], 10)))
@@ -155,10 +155,10 @@ def no_gc():
     gc.enable()
 
 
-@pytest.mark.parametrize("flavour", ["tensorrt", "tensorrt_rtx"])
-def test_a_dropped_engine_frees_its_memory_at_once(monkeypatch, tmp_path, target, no_gc, flavour):
+@pytest.mark.parametrize("variant", ["tensorrt", "tensorrt_rtx"])
+def test_a_dropped_engine_frees_its_memory_at_once(monkeypatch, tmp_path, target, no_gc, variant):
     """Graphs, contexts, regions that grew, a tree: what is loaded next needs the room."""
-    lab = Lab(monkeypatch, tmp_path, flavour)
+    lab = Lab(monkeypatch, tmp_path, variant)
     engine = lab.load(target)
     for nodes in (1, 1, 1, 4, 4, 4, 100):
         engine.run(feed(TOKENS[:nodes], 0))
@@ -204,20 +204,20 @@ def test_a_target_that_compacts_in_its_step_needs_no_second_one(lab, target, ope
 
 def test_a_device_array_is_fed_without_a_copy_and_opened_on_demand(lab, target, open_engine):
     ours, theirs = lab.load(target), open_engine()
-    law = lab.load(target, slots=1)
+    dist = lab.load(target, slots=1)
     for engine in (ours, theirs):
         engine.run(feed(TOKENS[:9], 0))
-    law.run(feed(TOKENS[:9], 0))
-    laws = law.run(feed(TOKENS[9:13], 9))[specs.LOGITS]
-    assert (laws.shape, laws.dtype, laws.ndim, len(laws), laws.nbytes) == ((1, 4, 97), "float32", 3, 1, 1552)
-    host = np.asarray(laws)
-    np.testing.assert_array_equal(laws[0, 1], host[0, 1])
+    dist.run(feed(TOKENS[:9], 0))
+    dists = dist.run(feed(TOKENS[9:13], 9))[specs.LOGITS]
+    assert (dists.shape, dists.dtype, dists.ndim, len(dists), dists.nbytes) == ((1, 4, 97), "float32", 3, 1, 1552)
+    host = np.asarray(dists)
+    np.testing.assert_array_equal(dists[0, 1], host[0, 1])
     with pytest.raises(ValueError, match="without a copy"):
-        np.asarray(laws, copy=False)
+        np.asarray(dists, copy=False)
     sampled = {specs.TEMPERATURE: np.ones(1, np.float32), specs.UNIFORMS: np.full((1, 4, 2), 0.4, np.float32)}
     for _ in range(4):
         lab.cuda.copies.clear()
-        got = ours.run(feed(TOKENS[9:13], 9, draft_probs=laws, **sampled))
+        got = ours.run(feed(TOKENS[9:13], 9, draft_probs=dists, **sampled))
         assert max(size for way, size in lab.cuda.copies if way == "in") < 256 * 10
         same(got, theirs.run(feed(TOKENS[9:13], 9, draft_probs=host, **sampled)))
     own = np.asarray(got[specs.LOGITS])
@@ -308,8 +308,8 @@ def test_a_plan_that_is_not_that_of_the_spec_is_refused(lab, target):
         plan = lab.plan(graph, right, profiles_of(64), told=told.json_from_spec(), **more)
         return load_engine(plan, right, max_slots=1, max_rows=64, settings={})
 
-    with pytest.raises(BundleError, match=r"tensors \['guess_probs', 'guesses', 'logits', 'node_laws'\]"):
-        load(guessing_spec(right, 1, laws=True))
+    with pytest.raises(BundleError, match=r"tensors \['candidate_probs', 'candidates', 'logits', 'node_probs'\]"):
+        load(candidate_spec(right, 1, dists=True))
     with pytest.raises(BundleError, match=r"k_cache\.0\): got float16\[-1, 2, 64, 16\]; expected float32"):
         load(tensorrt_spec(spec, "float16", 64))
     with pytest.raises(BundleError, match=r"k_cache\.0\): got float32\[-1, 2, 72, 16\]; expected float32"):

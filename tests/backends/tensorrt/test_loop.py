@@ -9,7 +9,7 @@ from speccompile.backends.writing import lower_and_save
 from speccompile.core import specs
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
-from speccompile.core.specs import decoder_spec, guessing_spec, rollback_spec, verified_spec
+from speccompile.core.specs import candidate_spec, decoder_spec, rollback_spec, verified_spec
 from speccompile.core.tree import TokenTree
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.pipelines import tensorrt_table
@@ -51,10 +51,10 @@ class TreeProposer(NoneProposer):
             nodes, right = [slot.tokens[-1]], 0
             following = whole[len(slot.tokens) :][: min(slot.max_drafts, 3)]
             for token in following if self.rng.random() < 0.8 else following[:1]:
-                for guess in ((token + 1) % 97, token)[int(len(nodes) > 4) :]:
+                for candidate in ((token + 1) % 97, token)[int(len(nodes) > 4) :]:
                     if len(nodes) < 6:
                         parents[b, len(nodes)] = right
-                        nodes.append(guess)
+                        nodes.append(candidate)
                 right = len(nodes) - 1
             tokens[b, : len(nodes)] = nodes
         return TokenTree.tree(tokens, parents)
@@ -110,7 +110,7 @@ def test_tokens_equal_onnxruntimes(monkeypatch, tmp_path, compiled, make, open_e
 
 @pytest.mark.parametrize("kind", ["none", "draft_model"])
 def test_sampled_tokens_equal_onnxruntimes(monkeypatch, tmp_path, compiled, make, open_engine, wanted, kind):
-    """With laws that come from the draft's engine, and slots that sample beside greedy ones."""
+    """With distributions that come from the draft's engine, and slots that sample beside greedy ones."""
     lab = Lab(monkeypatch, tmp_path)
     target = compiled("onnxruntime", "none", "fp32", "target")
     draft = compiled("onnxruntime", "int4", "blocks32", "draft")
@@ -140,7 +140,7 @@ def lowered(neutral, tmp_path_factory):
     made = {}
     for role in ("target", "draft"):
         decoder = decoder_spec(role, dims)
-        spec = guessing_spec(decoder, 1, laws=True) if role == "draft" else verified_spec(decoder, keep_logits=True)
+        spec = candidate_spec(decoder, 1, dists=True) if role == "draft" else verified_spec(decoder, keep_logits=True)
         table = tensorrt_table(tensorrt_spec(spec, "float32", ROWS + SPARE), "none", dtype="float32")
         lower_and_save(model, table, folder / f"{role}.onnx", dialect="tensorrt", max_nodes=SPARE)
         made[role] = (folder / f"{role}.onnx", spec, folder / "rollback.onnx")
@@ -158,6 +158,8 @@ def test_graphs_lowered_for_tensorrt_give_onnxruntimes_tokens(monkeypatch, tmp_p
         results = engine.generate(PROMPTS, GREEDY, batch_size=batch_size)
         assert [r.tokens for r in results] == wanted["greedy"]
     target, rows = lab.load(lowered["target"], rows=ROWS + SPARE), np.array([PROMPTS[1]])
-    laws = lab.load(lowered["draft"], rows=ROWS + SPARE).run({specs.TOKENS: rows, specs.LENGTHS: np.zeros(1, np.int64)})
-    assert laws[specs.NODE_LAWS].shape == (*rows.shape, 97)
+    dists = lab.load(lowered["draft"], rows=ROWS + SPARE).run(
+        {specs.TOKENS: rows, specs.LENGTHS: np.zeros(1, np.int64)}
+    )
+    assert dists[specs.NODE_PROBS].shape == (*rows.shape, 97)
     assert target.run({specs.TOKENS: rows, specs.LENGTHS: np.zeros(1, np.int64)})[specs.PATH].shape == rows.shape

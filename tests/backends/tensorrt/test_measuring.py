@@ -16,13 +16,13 @@ from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.backends.tensorrt.tune import measure_plan
 from speccompile.core.borrowed_specs import reading_spec
 from speccompile.core.feature_specs import FeatureDims, feature_draft_spec, fusion_spec
-from speccompile.core.heads_specs import guessing_heads_spec, tree_heads_spec
+from speccompile.core.heads_specs import candidate_heads_spec, tree_heads_spec
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import (
     GraphSpec,
     ModelDims,
+    candidate_spec,
     decoder_spec,
-    guessing_spec,
     heads_spec,
     verified_spec,
 )
@@ -42,14 +42,14 @@ def rows(spec: GraphSpec) -> GraphSpec:
 DECODER = rows(decoder_spec("draft", DIMS))
 SPECS = {
     "target": verified_spec(rows(decoder_spec("target", DIMS, hidden=True))),
-    "draft": guessing_spec(DECODER, 1, laws=True),
-    "guessing draft": guessing_spec(DECODER, 4, laws=True),
-    "draft on the target's caches": guessing_spec(reading_spec(DECODER, DIMS, ("k_cache.0", "v_cache.0")), 4, False),
+    "draft": candidate_spec(DECODER, 1, dists=True),
+    "drafting draft": candidate_spec(DECODER, 4, dists=True),
+    "draft on the target's caches": candidate_spec(reading_spec(DECODER, DIMS, ("k_cache.0", "v_cache.0")), 4, False),
     "draft on features": feature_draft_spec("draft", FEATURES, 4, True, MAX_SEQ),
     "fusion": fusion_spec("fusion", FEATURES),
     "heads of a chain": heads_spec("heads", 16, VOCAB, 3),
     "heads of a wide tree": tree_heads_spec("heads", 16, VOCAB, 168, gives_parents=True),
-    "guessing heads": guessing_heads_spec("heads", 16, VOCAB, 4, 10),
+    "drafting heads": candidate_heads_spec("heads", 16, VOCAB, 4, 10),
 }
 
 
@@ -58,7 +58,7 @@ CHECKS = {  # the others are checked as decoders are
     "fusion": checks.check_features,
     "heads of a chain": checks.check_heads,
     "heads of a wide tree": checks.check_heads,
-    "guessing heads": checks.check_head_candidates,
+    "drafting heads": checks.check_head_candidates,
 }
 
 
@@ -70,7 +70,7 @@ def write(lab: Lab, name: str, max_draft_nodes: int, **fields: Any) -> tuple[Any
     profiles = make_profiles(spec, CompileOptions("float16", 8, max_rows, nodes, Config(**fields)))
     bounds = [{dim: (low, high) for dim, (low, _, high) in p.sizes.items()} for p in profiles]
     plan = lab.plan(None, spec, bounds)
-    record = {"flavour": "tensorrt", "version": "0.0", "plugins": []}
+    record = {"variant": "tensorrt", "version": "0.0", "plugins": []}
     write_record(plan, {**record, "profiles": [p.json_from_profile() for p in profiles]})
     return plan, spec
 

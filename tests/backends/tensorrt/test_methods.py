@@ -16,7 +16,7 @@ from speccompile.core.jobs import CompileOptions
 from tests import store
 from tests.method_rows import MAX_NODES, MAX_ROWS, ROWS, forms, sources
 
-OPTIONS = Config(flavour="tensorrt_rtx", plugins="none")
+OPTIONS = Config(variant="tensorrt_rtx", plugins="none")
 
 
 @pytest.fixture(scope="module")

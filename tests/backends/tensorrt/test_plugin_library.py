@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from speccompile.backends.tensorrt.import_helper import installed_variants
 from speccompile.backends.tensorrt.kernels import find_nvcc
-from speccompile.backends.tensorrt.shim import installed_flavours
 
 ROOT = Path(__file__).parents[3]
 _PLACES = ("/usr/include", "/usr/include/*-linux-gnu", "/usr/local/tensorrt/include", "/usr/local/TensorRT*/include")
@@ -28,7 +28,7 @@ def _headers() -> str | None:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     headers, nvcc = _headers(), find_nvcc()
-    if headers is None or nvcc is None or "tensorrt_rtx" not in installed_flavours():
+    if headers is None or nvcc is None or "tensorrt_rtx" not in installed_variants():
         lacks = [
             name
             for name, there in (("TensorRT's headers (set TENSORRT_INCLUDE_DIR)", headers), ("nvcc", nvcc))

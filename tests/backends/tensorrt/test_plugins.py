@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from speccompile.backends.tensorrt import plugins
-from speccompile.backends.tensorrt.flavours import Flavour
+from speccompile.backends.tensorrt.import_helper import installed_variants, load_tensorrt
 from speccompile.backends.tensorrt.plugin_names import ABI_FIELD, KV_ROLLBACK, NUM_CACHES, PLUGIN_ABI, SPEC_VERIFY
-from speccompile.backends.tensorrt.shim import installed_flavours, load_tensorrt
+from speccompile.backends.tensorrt.variants import Variant
 from speccompile.errors import BuildError
 from tests.backends.tensorrt import plugin_graphs as graphs
 
 
 @pytest.fixture(scope="module")
-def flavour() -> Flavour:
-    if "tensorrt_rtx" not in installed_flavours():  # importing it here would come before the shim's cure
+def variant() -> Variant:
+    if "tensorrt_rtx" not in installed_variants():  # importing it here would come before the shim's cure
         pytest.skip("TensorRT-RTX is not installed: NO PLAN WAS BUILT")
     loaded = load_tensorrt("tensorrt_rtx")
     plugins.register_plugins(loaded.trt)
@@ -27,34 +27,34 @@ def flavour() -> Flavour:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_plan_holds_both_plugins(flavour: Flavour, dtype: str) -> None:
+def test_a_plan_holds_both_plugins(variant: Variant, dtype: str) -> None:
     model = graphs.step_model(dtype)
-    _, network, errors = graphs.parse(flavour, model)
+    _, network, errors = graphs.parse(variant, model)
     assert errors == []
-    assert graphs.plugins_in(flavour.trt, network) == ["verify", "compact"]
-    plan = graphs.build(flavour, model)
+    assert graphs.plugins_in(variant.trt, network) == ["verify", "compact"]
+    plan = graphs.build(variant, model)
     assert plan is not None
     assert b"KVRollback" in plan and b"SpecVerify" in plan
 
 
-def test_a_draft_vocabulary_map_is_the_ninth_input(flavour: Flavour) -> None:
-    assert graphs.build(flavour, graphs.step_model("float16", 0, has_map=True)) is not None
+def test_a_draft_vocabulary_map_is_the_ninth_input(variant: Variant) -> None:
+    assert graphs.build(variant, graphs.step_model("float16", 0, has_map=True)) is not None
 
 
-def test_a_single_cache_needs_no_attribute(flavour: Flavour) -> None:
-    assert graphs.build(flavour, graphs.step_model("float16", 1, says_num_caches=False)) is not None
+def test_a_single_cache_needs_no_attribute(variant: Variant) -> None:
+    assert graphs.build(variant, graphs.step_model("float16", 1, says_num_caches=False)) is not None
 
 
-def test_the_plugin_beats_the_function_body_by_the_override_alone(flavour: Flavour) -> None:
+def test_the_plugin_beats_the_function_body_by_the_override_alone(variant: Variant) -> None:
     model = graphs.step_model("float32", 0, has_body=True)
-    _, network, errors = graphs.parse(flavour, model)
-    assert errors == [] and graphs.plugins_in(flavour.trt, network) == ["verify"]
-    _, network, _ = graphs.parse(flavour, model, overrides=False)
-    assert graphs.plugins_in(flavour.trt, network) == []
+    _, network, errors = graphs.parse(variant, model)
+    assert errors == [] and graphs.plugins_in(variant.trt, network) == ["verify"]
+    _, network, _ = graphs.parse(variant, model, overrides=False)
+    assert graphs.plugins_in(variant.trt, network) == []
 
 
-def test_aliased_outputs_need_the_preview_feature(flavour: Flavour) -> None:
-    assert graphs.build(flavour, graphs.step_model("float16"), aliases=False) is None
+def test_aliased_outputs_need_the_preview_feature(variant: Variant) -> None:
+    assert graphs.build(variant, graphs.step_model("float16"), aliases=False) is None
 
 
 @pytest.mark.parametrize(
@@ -65,24 +65,24 @@ def test_aliased_outputs_need_the_preview_feature(flavour: Flavour) -> None:
     ],
     ids=["num_caches", "inputs"],
 )
-def test_a_wrong_node_is_refused(flavour: Flavour, capfd: pytest.CaptureFixture[str], model, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_node_is_refused(variant: Variant, capfd: pytest.CaptureFixture[str], model, message: str) -> None:  # type: ignore[no-untyped-def]
     if model is None:
         model = graphs.step_model("float16", 0)
         del model.graph.node[1].input[-1]
-    _, _, errors = graphs.parse(flavour, model)
+    _, _, errors = graphs.parse(variant, model)
     assert errors
-    assert message in capfd.readouterr().err + "".join(text for _, text in flavour.logger.lines)
+    assert message in capfd.readouterr().err + "".join(text for _, text in variant.logger.lines)
 
 
-def test_registering_twice_changes_nothing(flavour: Flavour) -> None:
-    registry = flavour.trt.get_plugin_registry()
+def test_registering_twice_changes_nothing(variant: Variant) -> None:
+    registry = variant.trt.get_plugin_registry()
     before = len(registry.all_creators)
-    plugins.register_plugins(flavour.trt)
+    plugins.register_plugins(variant.trt)
     assert len(registry.all_creators) == before
 
 
-def test_what_a_plan_carries_and_what_a_load_checks(flavour: Flavour) -> None:
-    trt = flavour.trt
+def test_what_a_plan_carries_and_what_a_load_checks(variant: Variant) -> None:
+    trt = variant.trt
     creators = plugins._creators(trt)
     assert {f.name for f in creators[KV_ROLLBACK].field_names} == {ABI_FIELD, NUM_CACHES}
 
@@ -98,13 +98,13 @@ def test_what_a_plan_carries_and_what_a_load_checks(flavour: Flavour) -> None:
         create(**{ABI_FIELD: 7})
 
 
-def test_enqueue_refuses_a_cache_that_is_not_in_place(flavour: Flavour) -> None:
-    plugin = plugins._rollback_plugin(flavour.trt)(1, {NUM_CACHES: 1})
+def test_enqueue_refuses_a_cache_that_is_not_in_place(variant: Variant) -> None:
+    plugin = plugins._rollback_plugin(variant.trt)(1, {NUM_CACHES: 1})
     with pytest.raises(BuildError, match="got outputs elsewhere; expected caches compacted in place"):
         plugin.enqueue([], [], [16, 32, 48], [64], 0, 0)
 
 
-def test_enqueue_hands_over_pointers_and_sizes(flavour: Flavour, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enqueue_hands_over_pointers_and_sizes(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(plugins, "launch_verify", lambda args, stream: calls.append((args, stream)))
     monkeypatch.setattr(plugins, "launch_rollback", lambda *args: calls.append(args))
@@ -113,7 +113,7 @@ def test_enqueue_hands_over_pointers_and_sizes(flavour: Flavour, monkeypatch: py
         def __init__(self, kind, *dims: int) -> None:  # type: ignore[no-untyped-def]
             self.type, self.dims = kind, dims
 
-    trt = flavour.trt
+    trt = variant.trt
     verify = plugins._verify_plugin(trt)(3, {})
     descs = [Desc(trt.bfloat16, 2, 3, 97), None, None, Desc(trt.float32, 2, 3, 50)]
     verify.enqueue(descs, [], list(range(1, 10)), [11, 12, 13], 20, 30)
@@ -143,6 +143,6 @@ def test_abi_is_json() -> None:
     assert abi["ops"] == [SPEC_VERIFY, KV_ROLLBACK] and len(abi["sources_sha256"]) == 64
 
 
-def test_a_library_that_is_not_there(flavour: Flavour, tmp_path: Path) -> None:
+def test_a_library_that_is_not_there(variant: Variant, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"plugin library: got .*none\.so; expected a file\. Run: make plugins"):
-        plugins.load_plugin_library(flavour.trt, tmp_path / "none.so")
+        plugins.load_plugin_library(variant.trt, tmp_path / "none.so")

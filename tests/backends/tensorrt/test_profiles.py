@@ -11,8 +11,8 @@ from speccompile.core.specs import (
     GraphSpec,
     ModelDims,
     TensorSpec,
+    candidate_spec,
     decoder_spec,
-    guessing_spec,
     rollback_spec,
     verified_spec,
 )
@@ -50,11 +50,11 @@ def test_shapes_have_static_dims_and_leave_static_inputs_out():
 
 
 def test_a_draft_of_chains_is_fastest_at_one_node():
-    spec = tensorrt_spec(guessing_spec(decoder_spec("draft", DIMS), 1, laws=True), "float16", ROWS)
+    spec = tensorrt_spec(candidate_spec(decoder_spec("draft", DIMS), 1, dists=True), "float16", ROWS)
     profiles = make_profiles(spec, options())
     assert [p.sizes["scored"] for p in profiles] == [(1, 1, 17), (1, 1, 17)]
     assert profiles[1].sizes["nodes"] == (1, 1, 17)
-    spec = tensorrt_spec(guessing_spec(decoder_spec("draft", DIMS), 4, laws=True), "float16", ROWS)
+    spec = tensorrt_spec(candidate_spec(decoder_spec("draft", DIMS), 4, dists=True), "float16", ROWS)
     assert make_profiles(spec, options())[1].sizes["nodes"] == (1, 17, 17)  # levels of trees
 
 

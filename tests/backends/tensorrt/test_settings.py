@@ -5,25 +5,25 @@ from types import SimpleNamespace
 
 import pytest
 
+from speccompile.backends.tensorrt import import_helper
 from speccompile.backends.tensorrt import settings as settings_module
-from speccompile.backends.tensorrt import shim
 from speccompile.backends.tensorrt.config import Config
-from speccompile.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX, Flavour
 from speccompile.backends.tensorrt.network import load_timing_cache, save_timing_cache
 from speccompile.backends.tensorrt.settings import memory_limit, settings_from_options, timing_cache_file
+from speccompile.backends.tensorrt.variants import TENSORRT, TENSORRT_RTX, Variant
 from speccompile.core import registry
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec, guessing_spec, verified_spec
+from speccompile.core.specs import GraphSpec, ModelDims, candidate_spec, decoder_spec, verified_spec
 from speccompile.errors import BuildError
 
 SPEC = GraphSpec("g", (), ())
 
 
-def settings(flavour, quantization="none", **fields):
-    return settings_from_options(flavour, SPEC, CompileOptions(backend=Config(**fields)), (), (), quantization)
+def settings(variant, quantization="none", **fields):
+    return settings_from_options(variant, SPEC, CompileOptions(backend=Config(**fields)), (), (), quantization)
 
 
-def test_defaults_leave_everything_to_the_flavour():
+def test_defaults_leave_everything_to_the_variant():
     made = settings(TENSORRT_RTX)
     assert made["compute_capabilities"] == []
     assert made["flags"] == []
@@ -38,7 +38,7 @@ def test_fields_arrive():
     assert settings(TENSORRT, optimization_level=5)["optimization_level"] == 5
 
 
-def test_the_form_of_plugins_is_one_that_the_flavour_has():
+def test_the_form_of_plugins_is_one_that_the_variant_has():
     assert settings(TENSORRT, plugins="aot")["plugin_form"] == "aot"
     assert settings(TENSORRT_RTX, plugins="native")["plugin_form"] == "python"
     with pytest.raises(BuildError) as caught:
@@ -47,7 +47,7 @@ def test_the_form_of_plugins_is_one_that_the_flavour_has():
 
 
 @pytest.mark.parametrize(
-    ("flavour", "quantization", "fields", "where", "expected"),
+    ("variant", "quantization", "fields", "where", "expected"),
     [
         (TENSORRT_RTX, "none", {"compute_capabilities": ("9.0",)}, "compute_capabilities", "some of 7.5, 8.0"),
         (TENSORRT, "none", {"compute_capabilities": ("8.9",)}, "compute_capabilities", "the GPU it builds on"),
@@ -55,9 +55,9 @@ def test_the_form_of_plugins_is_one_that_the_flavour_has():
         (TENSORRT_RTX, "fp8", {"compute_capabilities": ("8.6",)}, "compute_capabilities", "some of 8.9, 12.0, 12.1"),
     ],
 )
-def test_what_the_flavour_does_not_do_is_refused(flavour, quantization, fields, where, expected):
+def test_what_the_variant_does_not_do_is_refused(variant, quantization, fields, where, expected):
     with pytest.raises(BuildError) as caught:
-        settings(flavour, quantization, **fields)
+        settings(variant, quantization, **fields)
     assert caught.value.where == f"engine.tensorrt.{where}"
     assert expected in caught.value.expected
 
@@ -70,7 +70,7 @@ def test_what_the_flavour_does_not_do_is_refused(flavour, quantization, fields, 
     ],
 )
 def test_more_than_the_plugin_holds_is_refused_before_anything_is_built(monkeypatch, max_nodes, vocab, where, expected):
-    monkeypatch.setattr(shim, "load_tensorrt", lambda name: SimpleNamespace(can=TENSORRT_RTX))
+    monkeypatch.setattr(import_helper, "load_tensorrt", lambda name: SimpleNamespace(can=TENSORRT_RTX))
     decoder = decoder_spec("target", ModelDims("llama", vocab, 64, 1, 2, 1, 16, 1024))
 
     def check(spec, max_nodes=max_nodes, **fields):
@@ -80,7 +80,7 @@ def test_more_than_the_plugin_holds_is_refused_before_anything_is_built(monkeypa
     with pytest.raises(BuildError, match=f"{where}; expected {expected}.*engine.plugins: none"):
         check(verified_spec(decoder))
     check(verified_spec(decoder), plugins="none")
-    check(guessing_spec(decoder, 1, laws=True))
+    check(candidate_spec(decoder, 1, dists=True))
     if vocab == 97:
         check(verified_spec(decoder), max_nodes=256)
 
@@ -94,7 +94,7 @@ def test_a_limit_of_memory_is_in_bytes():
     assert memory_limit(CompileOptions()) is None
 
 
-FULL = Flavour(TENSORRT, SimpleNamespace(), "11.4", None)
+FULL = Variant(TENSORRT, SimpleNamespace(), "11.4", None)
 
 
 def test_measured_kernels_are_kept_by_gpu(monkeypatch):
@@ -104,7 +104,7 @@ def test_measured_kernels_are_kept_by_gpu(monkeypatch):
         files[gpus] = timing_cache_file(FULL, CompileOptions())
     assert len(set(files.values())) == 4  # the builder takes the first GPU
     assert timing_cache_file(FULL, CompileOptions(backend=Config(timing_cache=False))) is None
-    assert timing_cache_file(Flavour(TENSORRT_RTX, SimpleNamespace(), "1", None), CompileOptions()) is None
+    assert timing_cache_file(Variant(TENSORRT_RTX, SimpleNamespace(), "1", None), CompileOptions()) is None
 
 
 class TimingConfig:

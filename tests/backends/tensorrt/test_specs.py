@@ -53,7 +53,7 @@ def test_a_graph_without_caches_changes_its_hidden_states_alone() -> None:
     plain = GraphSpec(
         "heads",
         (TensorSpec(specs.HIDDEN, ("batch", "nodes", 64), "float32"), TensorSpec(specs.TOKENS, ("batch",), "int64")),
-        (TensorSpec(specs.SAMPLED_LAWS, ("batch", 4, 97), "float32"),),
+        (TensorSpec(specs.CHAIN_PROBS, ("batch", 4, 97), "float32"),),
     )
     spec = tensorrt_spec(plain, "bfloat16", 72)
     assert [t.dtype for t in (*spec.inputs, *spec.outputs)] == ["bfloat16", "int64", "float32"]
@@ -64,8 +64,8 @@ def test_cache_bytes_follow_the_dtype() -> None:
     assert DIMS.cache_row_bytes_in("bfloat16") == DIMS.cache_row_bytes_in("float16") == DIMS.cache_row_bytes // 2
 
 
-def test_a_law_that_comes_out_has_the_vocabulary_and_one_that_goes_in_may_be_a_dummy() -> None:
-    draft = tensorrt_spec(specs.guessing_spec(specs.decoder_spec("draft", DIMS), 1, laws=True), "float16", 72)
-    assert draft.output(specs.NODE_LAWS).dims == ("batch", "scored", 97)
+def test_a_dist_that_comes_out_has_the_vocabulary_and_one_that_goes_in_may_be_a_dummy() -> None:
+    draft = tensorrt_spec(specs.candidate_spec(specs.decoder_spec("draft", DIMS), 1, dists=True), "float16", 72)
+    assert draft.output(specs.NODE_PROBS).dims == ("batch", "scored", 97)
     target = tensorrt_spec(specs.verified_spec(specs.decoder_spec("target", DIMS)), "float16", 72)
     assert target.input(specs.DRAFT_PROBS).dims == ("batch", "scored", "draft_vocab")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines over the fakes: a fake device and flavour put where `load_engine` looks for the real ones."""
+"""Engines over the fakes: a fake device and variant put where `load_engine` looks for the real ones."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def profiles_of(rows=ROWS, slots=4, nodes=16, chunk=128, vocab=97):
 
 
 class Lab:
-    """A fake GPU with one flavour.
+    """A fake GPU with one variant.
 
     Args:
         monkeypatch: puts it in place.
         folder: for plans.
-        flavour: tensorrt or tensorrt_rtx.
+        variant: tensorrt or tensorrt_rtx.
     """
 
-    def __init__(self, monkeypatch: Any, folder: Any, flavour: str = "tensorrt", **cuda: Any) -> None:
+    def __init__(self, monkeypatch: Any, folder: Any, variant: str = "tensorrt", **cuda: Any) -> None:
         self.cuda, self.folder, self.num_plans = FakeCuda(**cuda), folder, 0
-        self.trt = FakeTrt(self.cuda, flavour)
+        self.trt = FakeTrt(self.cuda, variant)
         monkeypatch.setenv("SPECCOMPILE_CACHE", str(folder / "cache"))
         self.device = Device(self.cuda)
         monkeypatch.setattr(engine_module, "open_device", lambda ordinal: self.device)
-        monkeypatch.setattr(engine_module, "load_tensorrt", lambda flavour: self.trt.flavour)
+        monkeypatch.setattr(engine_module, "load_tensorrt", lambda variant: self.trt.variant)
 
     def plan(self, graph: Any, spec: Any, profiles: Any = None, **more: Any) -> Any:
         """Write a plan."""

@@ -78,11 +78,11 @@ class Parsed:
     """What TensorRT-RTX makes of a model: layer kinds of the parsed network, and the plan."""
 
     def __init__(self, model: onnx.ModelProto, profile: Mapping[str, tuple[Shape, Shape, Shape]]) -> None:
-        flavour = load_rtx()
-        trt = flavour.trt
-        builder = trt.Builder(flavour.logger)
+        variant = load_rtx()
+        trt = variant.trt
+        builder = trt.Builder(variant.logger)
         network = builder.create_network(0)
-        parser = trt.OnnxParser(network, flavour.logger)
+        parser = trt.OnnxParser(network, variant.logger)
         assert parser.parse(model.SerializeToString()), [parser.get_error(i).desc() for i in range(parser.num_errors)]
         self.kinds = [str(network.get_layer(i).type).rpartition(".")[2] for i in range(network.num_layers)]
         config, shapes = builder.create_builder_config(), builder.create_optimization_profile()
@@ -90,5 +90,5 @@ class Parsed:
             shapes.set_shape(name, *row)
         config.add_optimization_profile(shapes)
         plan = builder.build_serialized_network(network, config)
-        assert plan is not None, list(flavour.logger.lines)[-5:]
+        assert plan is not None, list(variant.logger.lines)[-5:]
         self.plan_bytes = plan.nbytes

@@ -27,24 +27,24 @@ def _nodes(*tail: int) -> tuple[Shape, Shape, Shape]:
 WARP: Profile = {"temperature": _rows(), "top_k": _rows(), "top_p": _rows()}
 
 
-@pytest.mark.parametrize(("form", "low", "high"), [("tokens", 1, 1), ("laws", 200, 200), ("both", 1, 200)])
+@pytest.mark.parametrize(("form", "low", "high"), [("tokens", 1, 1), ("dists", 200, 200), ("both", 1, 200)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_verification_builds(form: str, low: int, high: int, dtype: str) -> None:
     pins = {"vocab": 200, **({"draft_vocab": high} if low == high else {})}
     model = body_model("SpecVerify", pins, max_nodes=NODES, dtypes={"logits": dtype})
-    laws = ((1, 1, low), (2, 4, high), (4, NODES, high))
+    dists = ((1, 1, low), (2, 4, high), (4, NODES, high))
     nodes: Profile = {"logits": _nodes(200), "tokens": _nodes(), "parents": _nodes(), "uniforms": _nodes(2)}
-    made = Parsed(model, {**nodes, **WARP, "draft_probs": laws})
+    made = Parsed(model, {**nodes, **WARP, "draft_probs": dists})
     assert made.plan_bytes > 0
     assert not {k for k in made.kinds if "PLUGIN" in k or "LOOP" in k or "CONDITION" in k or k == "TOPK"}
-    # The laws' walk sums one residual a node; the walk by tokens alone has none of them.
-    sums = {"tokens": 0, "laws": NODES - 1, "both": NODES - 1}[form]
+    # The distributions' walk sums one residual a node; the walk by tokens alone has none of them.
+    sums = {"tokens": 0, "dists": NODES - 1, "both": NODES - 1}[form]
     assert made.kinds.count("REDUCE") == body_reduces("SpecVerify", form) + sums
 
 
 def body_reduces(name: str, form: str) -> int:
     """Reductions that stand in the bodies themselves, the unrolled walk left out."""
-    pins = {"vocab": 200, **{"tokens": {"draft_vocab": 1}, "laws": {"draft_vocab": 200}, "both": {}}[form]}
+    pins = {"vocab": 200, **{"tokens": {"draft_vocab": 1}, "dists": {"draft_vocab": 200}, "both": {}}[form]}
     functions = {f.name: f for f in body_model(name, pins, max_nodes=2).functions}
 
     def count(body: str) -> int:
@@ -89,7 +89,9 @@ def _verify_node(vocab: int | str, num_inputs: int) -> ir.Model:
 def test_what_has_no_body_is_refused() -> None:
     with pytest.raises(PassError, match=r"SpecVerify: got a vocabulary of unknown size; expected a static one\. Give"):
         attach_functions(_verify_node("vocab", 8), dialect="tensorrt")
-    with pytest.raises(PassError, match=r"got 9 inputs; expected 8 inputs where there is no plugin.*expand_draft_laws"):
+    with pytest.raises(
+        PassError, match=r"got 9 inputs; expected 8 inputs where there is no plugin.*expand_draft_probs"
+    ):
         attach_functions(_verify_node(97, 9), dialect="tensorrt")
 
 

@@ -11,7 +11,7 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.tree import TokenTree
 from speccompile.ops.spec_verify import spec_verify
 from speccompile.ops.tensorrt.bodies import drafts_from_width
-from tests.core.law_lab import CHAIN, SETTINGS, TREE, VOCAB, Setting, emit, exact_joint, p_value
+from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, VOCAB, Setting, emit, exact_joint, p_value
 from tests.ops.op_lab import is_at_boundary, same, session_of, verify_case
 from tests.ops.tensorrt.lab import body_model, mutated
 
@@ -20,31 +20,31 @@ BATCH = 20000
 
 
 @pytest.mark.parametrize("vocab", [5, 64, 97, 300])
-@pytest.mark.parametrize("form", ["tokens", "laws", "both"])
+@pytest.mark.parametrize("form", ["tokens", "dists", "both"])
 def test_verdicts_are_the_twins(vocab: int, form: str) -> None:
-    pins = {"vocab": vocab, **{"tokens": {"draft_vocab": 1}, "laws": {"draft_vocab": vocab}, "both": {}}[form]}
+    pins = {"vocab": vocab, **{"tokens": {"draft_vocab": 1}, "dists": {"draft_vocab": vocab}, "both": {}}[form]}
     session = session_of(body_model("SpecVerify", pins))
     rng = np.random.default_rng(vocab)
     num_accepted = num_excluded = 0
     for number in range(120):
-        heat, is_chain, has_laws = KINDS[number % len(KINDS)]
-        case = verify_case(rng, vocab, is_chain=is_chain, has_laws=has_laws, heat=heat)
-        if form != "both" and has_laws != (form == "laws"):
+        heat, is_chain, has_probs = KINDS[number % len(KINDS)]
+        case = verify_case(rng, vocab, is_chain=is_chain, has_probs=has_probs, heat=heat)
+        if form != "both" and has_probs != (form == "dists"):
             continue
         got, expected = session.run(None, case), spec_verify(**case)
         assert [(a.dtype, a.shape) for a in got] == [(a.dtype, a.shape) for a in expected]
         if not same(got, expected):
-            assert is_at_boundary(case), f"case {number}, {heat}, chain {is_chain}, laws {has_laws}"
+            assert is_at_boundary(case), f"case {number}, {heat}, chain {is_chain}, distributions {has_probs}"
             num_excluded += 1
         num_accepted += int(expected[1].sum())
     assert num_excluded <= 1
     assert num_accepted > 60
 
 
-def test_the_form_follows_the_width_of_the_laws() -> None:
+def test_the_form_follows_the_width_of_the_dists() -> None:
     assert [drafts_from_width(w, 97) for w in (1, 97, "draft_vocab", None, 40)] == [
         "tokens",
-        "laws",
+        "dists",
         "both",
         "both",
         "both",
@@ -52,12 +52,12 @@ def test_the_form_follows_the_width_of_the_laws() -> None:
 
 
 def test_nodes_behind_the_last_known_one_are_never_kept() -> None:
-    """A tree larger than the body was made for loses drafts, never the law: what is kept is a prefix."""
+    """A tree larger than the body was made for loses drafts, never the distribution: what is kept is a prefix."""
     rng = np.random.default_rng(2)
     small = session_of(body_model("SpecVerify", {"vocab": 5}, max_nodes=3))
     num_shorter = 0
-    for heat, is_chain, has_laws in KINDS * 8:
-        case = verify_case(rng, 5, is_chain=is_chain, has_laws=has_laws, heat=heat)
+    for heat, is_chain, has_probs in KINDS * 8:
+        case = verify_case(rng, 5, is_chain=is_chain, has_probs=has_probs, heat=heat)
         got, expected = small.run(None, case), spec_verify(**case)
         assert (got[0] < 3).all()
         for slot in range(len(got[1])):
@@ -69,7 +69,7 @@ def test_nodes_behind_the_last_known_one_are_never_kept() -> None:
 
 def test_prefill_leaves_a_parent_at_the_root() -> None:
     session = session_of(body_model("SpecVerify", {"vocab": 97}))
-    case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_laws=False, heat="greedy")
+    case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_probs=False, heat="greedy")
     case = {n: a[:, :1] if a.ndim > 1 else a for n, a in case.items()}
     case["parents"] = np.full_like(case["parents"], 510)
     path, num_accepted, next_token = session.run(None, case)
@@ -78,7 +78,7 @@ def test_prefill_leaves_a_parent_at_the_root() -> None:
 
 
 def test_zero_residual_mass() -> None:
-    """A one-hot target and a draft law equal to it, with a draft outside both."""
+    """A one-hot target and a draft distribution equal to it, with a draft outside both."""
     session = session_of(body_model("SpecVerify", {"vocab": 5}, max_nodes=3))
     logits = np.full((1, 3, 5), -50, np.float32)
     logits[0, :, 2] = 50
@@ -98,13 +98,13 @@ def test_zero_residual_mass() -> None:
 def _decide(session: ort.InferenceSession):  # type: ignore[no-untyped-def]
     def decide(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
         batch, nodes = tree.tokens.shape
-        laws = np.zeros((batch, nodes, 1), np.float32) if tree.draft_probs is None else tree.draft_probs
+        dists = np.zeros((batch, nodes, 1), np.float32) if tree.draft_probs is None else tree.draft_probs
         warps = {
             "temperature": np.full(batch, setting.temperature, np.float32),
             "top_k": np.full(batch, setting.top_k, np.int64),
             "top_p": np.full(batch, setting.top_p, np.float32),
         }
-        feeds = {"logits": logits, "tokens": tree.tokens, "parents": tree.parents, "draft_probs": laws}
+        feeds = {"logits": logits, "tokens": tree.tokens, "parents": tree.parents, "draft_probs": dists}
         return Verdict(*session.run(None, {**feeds, "uniforms": uniforms, **warps}))
 
     return decide
@@ -127,10 +127,10 @@ def test_emitted_tokens_follow_the_target(verify, form, sampled, setting) -> Non
 
 
 MUTANTS = {
-    "accepts without the draft law": ("WalkLaws", "= Mul (u_1, draft_at_1)", "= Identity (u_1)"),
-    "does not normalise": ("WalkLaws", "= Div (left_1, mass_1)", "= Identity (left_1)"),
-    "forgets the residual": ("WalkLaws", "= Where (is_rest_1, refused_law_1, law_0)", "= Identity (law_0)"),
-    "keeps the parent's law": ("WalkLaws", "= Where (is_kept_1, own_1, rest_1)", "= Identity (rest_1)"),
+    "accepts without the draft distribution": ("WalkProbs", "= Mul (u_1, draft_at_1)", "= Identity (u_1)"),
+    "does not normalise": ("WalkProbs", "= Div (left_1, mass_1)", "= Identity (left_1)"),
+    "forgets the residual": ("WalkProbs", "= Where (is_rest_1, refused_dist_1, dist_0)", "= Identity (dist_0)"),
+    "keeps the parent's distribution": ("WalkProbs", "= Where (is_kept_1, own_1, rest_1)", "= Identity (rest_1)"),
     "top_p drops the token at its edge": ("Warp", "= Or (is_sure, is_tie_in)", "= Identity (is_sure)"),
     "top_p ignores top_k": ("Warp", "= Where (is_in_k, raised, zero)", "= Identity (raised)"),
     "no temperature": ("Warp", "= Div (logits, divisor)", "= Identity (logits)"),
@@ -161,5 +161,5 @@ def test_a_mutated_walk_is_noticed(mutant: str) -> None:
     model = body_model("SpecVerify", {"vocab": VOCAB, "draft_vocab": 1}, max_nodes=10)
     session = session_of(mutated(model, "Walk", lambda text: text.replace(right, wrong)))
     rng = np.random.default_rng(4)
-    cases = [verify_case(rng, VOCAB, is_chain=False, has_laws=False, heat="greedy") for _ in range(40)]
+    cases = [verify_case(rng, VOCAB, is_chain=False, has_probs=False, heat="greedy") for _ in range(40)]
     assert not all(same(session.run(None, case), spec_verify(**case)) for case in cases)

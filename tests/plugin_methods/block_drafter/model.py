@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter in torch.
 
-Token i of a block is guessed from the token before the block and from what an attention over the target's features
-makes of the text; the guesses do not see each other.
+Token i of a block is drafted from the token before the block and from what an attention over the target's features
+makes of the text; the candidates do not see each other.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class BlockProposer:
             if len(slot.draft_state.pending) > self.max_drafts + 2:  # nothing was drafted for some steps
                 self._flush(place, slot)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Nothing of the target's is held."""
 
     def _num_drafts(self, place: int, slot: Slot) -> int:

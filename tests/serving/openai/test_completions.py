@@ -98,7 +98,7 @@ def test_a_stream_gives_the_same_text_and_its_usage(app):
     assert "".join(choice["text"] for choice in choices) == text_of("bcd", 12)
     assert [c["finish_reason"] for c in choices][-1] == "length"
     assert all(c["finish_reason"] is None for c in choices[:-1])
-    assert len(choices) > 3, "it came in pieces"
+    assert len(choices) > 3, "it came in outputs of steps"
     plain = post(app, PATH, {**body, "stream_options": None}).events()
     assert plain[-1] == "[DONE]" and all("usage" not in event for event in plain[:-1])
 

@@ -66,10 +66,10 @@ def test_a_service_that_a_bug_ended_ends_the_process(monkeypatch, is_early):
 
     with serving() as (app, service, _):
         monkeypatch.setattr(service._scheduler, "step", wrong)
-        pieces, done = [], threading.Event()
+        step_outputs, done = [], threading.Event()
 
-        def take(piece):
-            pieces.append(piece)
+        def take(step_output):
+            step_outputs.append(step_output)
             done.set()
 
         def ask():
@@ -83,7 +83,7 @@ def test_a_service_that_a_bug_ended_ends_the_process(monkeypatch, is_early):
         listener = Listener(port=0, drain_s=0)
         with pytest.raises(RuntimeFault, match=r"a scheduler that fails.*Start it again") as fault:
             run(app, service, listener, bind(listener))
-        assert fault.value.exit_code == 8 and pieces[-1].finish_reason == "error"
+        assert fault.value.exit_code == 8 and step_outputs[-1].finish_reason == "error"
 
 
 def test_a_killed_server_starts_again_on_its_port(chat_bundle):

@@ -8,10 +8,10 @@ from importlib.resources import files
 
 import pytest
 
-from speccompile.runtime.requests import Piece
+from speccompile.runtime.requests import StepOutput
 from speccompile.serving.openai.app import ServerOptions
 from speccompile.serving.page.routes import policy_from_html
-from speccompile.serving.page.trace import kinds_from_piece
+from speccompile.serving.page.trace import kinds_from_step_output
 from tests.serving.asgi_lab import get, post
 from tests.serving.mock_service import serving, text_of
 
@@ -25,18 +25,18 @@ def app():
 
 
 @pytest.mark.parametrize(
-    ("piece", "kinds"),
+    ("step_output", "kinds"),
     [
-        (Piece(0, "", [1, 2, 3], 4, 2, False), ["accepted", "accepted", "recovered"]),
-        (Piece(0, "", [1, 2, 3], 2, 2, True), ["accepted", "accepted", "bonus"]),
-        (Piece(0, "", [1], 0, 0, False), ["plain"]),
-        (Piece(0, "", [1], 3, 0, False), ["recovered"]),
-        (Piece(0, "", [1, 2], 3, 3, True), ["accepted", "accepted"]),  # cut off by a limit
-        (Piece(0, "", []), []),
+        (StepOutput(0, "", [1, 2, 3], 4, 2, False), ["accepted", "accepted", "recovered"]),
+        (StepOutput(0, "", [1, 2, 3], 2, 2, True), ["accepted", "accepted", "bonus"]),
+        (StepOutput(0, "", [1], 0, 0, False), ["plain"]),
+        (StepOutput(0, "", [1], 3, 0, False), ["recovered"]),
+        (StepOutput(0, "", [1, 2], 3, 3, True), ["accepted", "accepted"]),  # cut off by a limit
+        (StepOutput(0, "", []), []),
     ],
 )
-def test_kinds_of_tokens(piece, kinds):
-    assert kinds_from_piece(piece) == kinds
+def test_kinds_of_tokens(step_output, kinds):
+    assert kinds_from_step_output(step_output) == kinds
 
 
 def test_steps_add_up_to_the_text_and_their_trees_to_the_tokens(app):

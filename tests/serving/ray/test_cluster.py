@@ -85,7 +85,7 @@ async def stream_all(url):
 def test_streams_on_two_replicas_are_the_offline_texts(url, offline):
     answers = asyncio.run(stream_all(url))
     assert [text for text, _ in answers] == offline
-    assert all(num > 4 for _, num in answers), "they came in pieces"
+    assert all(num > 4 for _, num in answers), "they came in outputs of steps"
     both = replicas(url)
     assert len({answer["pid"] for answer in both.values()}) == 2
     taken = [answer["stats"]["num_requests"] for answer in both.values()]

@@ -120,7 +120,7 @@ def plan_bundle(tmp_path, plugin_form="aot"):
         "file": "graphs/target/graph.plan",
         "spec": json.loads(json.dumps(spec.json_from_spec())),
         "tensorrt": {
-            "flavour": "tensorrt",
+            "variant": "tensorrt",
             "version": "11.4",
             "plugins": ["SpecVerify", "KVRollback"],
             "plugin_form": plugin_form,

@@ -68,9 +68,9 @@ def stream_text(server: TritonServer, body: Mapping[str, Any], model: str = "spe
     """The whole text of a stream."""
     stream = Sse(server, body, model)
     assert stream.status == 200
-    pieces = [event["text_output"] for event in stream.events()]
+    step_outputs = [event["text_output"] for event in stream.events()]
     stream.close()
-    return "".join(pieces)
+    return "".join(step_outputs)
 
 
 class GrpcStream:
@@ -130,5 +130,5 @@ def _array(value: Any) -> Any:
 
 
 def text_of(result: Any) -> str:
-    """The piece of text in an answer."""
+    """The output of a step of text in an answer."""
     return b"".join(result.as_numpy("text_output").reshape(-1)).decode("utf-8")

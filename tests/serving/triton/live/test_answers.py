@@ -84,12 +84,12 @@ def test_stop_words_end_the_text(server, prompts, texts):
     assert answer["finish_reason"] == "stop"
 
 
-def test_sse_gives_the_offline_text_in_many_pieces(server, prompts, texts):
+def test_sse_gives_the_offline_text_in_many_step_outputs(server, prompts, texts):
     stream = Sse(server, {"text_input": prompts[0], "max_tokens": NUM_TOKENS})
-    pieces = [event["text_output"] for event in stream.events()]
+    step_outputs = [event["text_output"] for event in stream.events()]
     stream.close()
-    assert "".join(pieces) == texts[0]
-    assert len(pieces) > 5
+    assert "".join(step_outputs) == texts[0]
+    assert len(step_outputs) > 5
 
 
 def test_grpc_streams_give_the_offline_text_and_counts_in_the_end(server, prompts, texts):
@@ -124,11 +124,11 @@ def test_a_character_of_several_tokens_comes_whole(server, offline):
     for prompt, text in zip(ACCENTS, wanted, strict=True):
         for wish in ("off", "on"):
             stream = Sse(server, {"text_input": prompt, "max_tokens": 60, "speculation": wish})
-            pieces = [event["text_output"] for event in stream.events()]
+            step_outputs = [event["text_output"] for event in stream.events()]
             stream.close()
-            assert "".join(pieces) == text
-            assert not any("\ufffd" in piece for piece in pieces[:-1])
-            assert pieces[-1].count("\ufffd") == text.count("\ufffd") <= 1  # cut off by max_tokens
+            assert "".join(step_outputs) == text
+            assert not any("\ufffd" in step_output for step_output in step_outputs[:-1])
+            assert step_outputs[-1].count("\ufffd") == text.count("\ufffd") <= 1  # cut off by max_tokens
 
 
 def test_metrics_count_what_was_done(server, prompts):

@@ -83,15 +83,15 @@ def test_text_that_is_not_utf8_is_refused_over_grpc(server):
 
 def test_a_stream_that_fails_on_its_way_says_so_and_is_no_whole_answer(server, prompts, offline):
     [whole] = offline(prompts[:1], 950, "--plain")
-    for limit in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6):  # one of them lies between the first piece and the last
+    for limit in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6):  # one of them lies between the first output of a step and the last
         stream = Sse(server, {"text_input": prompts[0], **LONG, "timeout_s": limit})
         assert stream.status in (200, 400)
-        *pieces, last = stream.events() if stream.status == 200 else [{"error": ""}]
+        *step_outputs, last = stream.events() if stream.status == 200 else [{"error": ""}]
         stream.close()
-        if pieces and "error" in last:
+        if step_outputs and "error" in last:
             break
     assert "took longer than its time-out" in last["error"]
-    text = "".join(piece["text_output"] for piece in pieces)
+    text = "".join(step_output["text_output"] for step_output in step_outputs)
     assert 0 < len(text) < len(whole["text"]) or whole["finish_reason"] == "stop"
     assert whole["text"].startswith(text) or text.startswith(whole["text"])
 

@@ -81,10 +81,10 @@ def test_text_comes_alone_where_that_is_asked(old_server, prompts, texts, model)
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_streams_give_only_what_is_new(old_server, prompts, texts, model):
     stream = GrpcStream(old_server, old_request(prompts[2], stream=row([True], np.bool_)), model)
-    pieces = [text_of(result) for result in stream.results()]
+    step_outputs = [text_of(result) for result in stream.results()]
     stream.close()
-    assert "".join(pieces) == texts[2]
-    assert len(pieces) > 3
+    assert "".join(step_outputs) == texts[2]
+    assert len(step_outputs) > 3
 
 
 def test_sixteen_requests_through_bls_and_ensemble_are_not_mixed(old_server, prompts, texts):
@@ -111,8 +111,8 @@ def test_the_engine_speaks_ids_and_the_tokenizer_models_read_and_write_them(old_
     assert result.as_numpy("sequence_length").tolist() == [[len(wanted[0]["tokens"])]]
     result = infer(old_server, "tensorrt_llm", {**inputs, "exclude_input_in_output": row([False], np.bool_)})
     assert result.as_numpy("output_ids").tolist() == [[ids[0].tolist() + wanted[0]["tokens"]]]
-    pieces = {"TOKENS_BATCH": row([wanted[0]["tokens"]]), "SEQUENCE_LENGTH": row([len(wanted[0]["tokens"])])}
-    assert infer(old_server, "postprocessing", pieces).as_numpy("OUTPUT")[0, 0].decode() == wanted[0]["text"]
+    step_outputs = {"TOKENS_BATCH": row([wanted[0]["tokens"]]), "SEQUENCE_LENGTH": row([len(wanted[0]["tokens"])])}
+    assert infer(old_server, "postprocessing", step_outputs).as_numpy("OUTPUT")[0, 0].decode() == wanted[0]["text"]
 
 
 def test_rows_of_a_batch_are_answered_row_by_row(old_server, prompts, texts):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the text of a proposer over mock engines follows the target's law exactly: a chi-square over three tokens."""
+"""Whether text over mock engines follows the target's distribution exactly: a chi-square over three tokens."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Warp = tuple[float, int, float]  # temperature, top_k, top_p
 WARPS: tuple[Warp, ...] = ((0.9, 4, 1.0), (0.5, 0, 0.9), (1.5, 3, 1.0), (1.0, 0, 0.6))
 
 
-def exact_law(model: MockLM, heat: Warp) -> dict[tuple[int, ...], float]:
+def exact_dist(model: MockLM, heat: Warp) -> dict[tuple[int, ...], float]:
     """Probability of every text of NUM_TOKENS behind PROMPT."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    dist: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(NUM_TOKENS):
         rows = {
-            path: warp(model.logits(np.array([*PROMPT, *path]))[None], *([part] for part in heat))[0] for path in law
+            path: warp(model.logits(np.array([*PROMPT, *path]))[None], *([part] for part in heat))[0] for path in dist
         }
-        law = {
+        dist = {
             (*path, int(token)): mass * float(rows[path][token])
-            for path, mass in law.items()
+            for path, mass in dist.items()
             for token in np.flatnonzero(rows[path])
         }
-    return law
+    return dist
 
 
 def decode_many(
@@ -53,15 +53,15 @@ def decode_many(
     return waiting
 
 
-def law_p_value(slots: list[Slot], model: MockLM, heat: Warp) -> float:
+def fit_p_value(slots: list[Slot], model: MockLM, heat: Warp) -> float:
     """p of the chi-square test of their first tokens; 0 where one cannot occur at all."""
-    num, law = len(slots), exact_law(model, heat)
+    num, dist = len(slots), exact_dist(model, heat)
     counts = Counter(tuple(slot.tokens[len(PROMPT) : len(PROMPT) + NUM_TOKENS]) for slot in slots)
-    if not set(counts) <= set(law):
+    if not set(counts) <= set(dist):
         return 0.0
-    common = [path for path, mass in law.items() if mass * num >= 8]
-    rest = num * (1 - sum(law[path] for path in common))
-    got, wanted = [counts[path] for path in common], [num * law[path] for path in common]
+    common = [path for path, mass in dist.items() if mass * num >= 8]
+    rest = num * (1 - sum(dist[path] for path in common))
+    got, wanted = [counts[path] for path in common], [num * dist[path] for path in common]
     if rest > 1e-3:
         got, wanted = [*got, num - sum(got)], [*wanted, rest]
     return float(chisquare(got, wanted, sum_check=False).pvalue)

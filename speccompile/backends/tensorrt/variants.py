@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two flavours of TensorRT, and what each of them can do.
+"""The two variants of TensorRT, and what each of them can do.
 
-What differs is written here once as attributes; no other module asks for a flavour's name.
+What differs is written here once as attributes; no other module asks for a variant's name.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
-FlavourName = Literal["tensorrt", "tensorrt_rtx"]
-FlavourChoice = Literal["tensorrt", "tensorrt_rtx", "auto"]
+VariantName = Literal["tensorrt", "tensorrt_rtx"]
+VariantChoice = Literal["tensorrt", "tensorrt_rtx", "auto"]
 
 # Our name of a dtype by TensorRT's.
 DTYPE_NAMES = {
@@ -27,7 +27,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a flavour offers.
+    """What a variant offers.
 
     Args:
         name: the module's name and the recipe's word.
@@ -46,7 +46,7 @@ class Capabilities:
         target_capabilities: (major, minor) of the GPUs a plan can be built for; empty: those of the GPU at hand.
     """
 
-    name: FlavourName
+    name: VariantName
     extra: str
     library: str
     parser_library: str
@@ -100,12 +100,12 @@ TENSORRT_RTX = Capabilities(
     target_capabilities=((7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1)),
 )
 
-FLAVOURS: dict[str, Capabilities] = {c.name: c for c in (TENSORRT, TENSORRT_RTX)}
+VARIANTS: dict[str, Capabilities] = {c.name: c for c in (TENSORRT, TENSORRT_RTX)}
 
 
 @dataclass(frozen=True)
-class Flavour:
-    """A flavour that has been imported.
+class Variant:
+    """A variant that has been imported.
 
     Args:
         can: what it offers.
@@ -120,6 +120,6 @@ class Flavour:
     logger: Any
 
     @property
-    def name(self) -> FlavourName:
+    def name(self) -> VariantName:
         """`tensorrt` or `tensorrt_rtx`."""
         return self.can.name

@@ -7,7 +7,7 @@ import pytest
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.piece_stream import PieceStream
+from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import Busy, Request
 from speccompile.runtime.service import Service, ServiceOptions
 from tests.runtime.test_spec_engine import make_engine, text
@@ -37,13 +37,13 @@ def ends_of(service, num):
 def test_outputs_are_numbered_over_all_requests_and_each_ends_once(service):
     async def read():
         async with service.stream(greedy("abc", 9, num_outputs=2), greedy("dab", 5)) as stream:
-            assert isinstance(stream, PieceStream) and stream.num_outputs == 3
+            assert isinstance(stream, OutputStream) and stream.num_outputs == 3
             return [found async for found in stream]
 
     texts, ends = [""] * 3, []
-    for index, piece in asyncio.run(read()):
-        texts[index] += piece.text
-        ends += [index] * (piece.finish_reason is not None)
+    for index, step_output in asyncio.run(read()):
+        texts[index] += step_output.text
+        ends += [index] * (step_output.finish_reason is not None)
     assert texts == [text("abc", 9), text("abc", 9), text("dab", 5)] and sorted(ends) == [0, 1, 2]
 
 
@@ -75,7 +75,7 @@ def test_who_leaves_cancels_his_requests(service, leave):
             if leave == "close":
                 stream.close()
                 stream.close()
-                assert {piece.finish_reason async for _, piece in stream} <= {None, "cancelled"}
+                assert {step_output.finish_reason async for _, step_output in stream} <= {None, "cancelled"}
 
     async def run():
         began = asyncio.Event()
@@ -108,7 +108,7 @@ def test_a_slow_reader_holds_nobody_up_and_misses_nothing(service):
         slow = service.stream(greedy("abc", 30))
         [other] = await service.generate(greedy("dab", 60))
         assert ends_of(service, 2) == {"length": 2}
-        return other.text, "".join([piece.text async for _, piece in slow])
+        return other.text, "".join([step_output.text async for _, step_output in slow])
 
     assert asyncio.run(read()) == (text("dab", 60), text("abc", 30))
 

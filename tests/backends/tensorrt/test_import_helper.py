@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from speccompile.backends.tensorrt import shim
-from speccompile.backends.tensorrt.flavours import FLAVOURS, TENSORRT, TENSORRT_RTX
+from speccompile.backends.tensorrt import import_helper
+from speccompile.backends.tensorrt.variants import TENSORRT, TENSORRT_RTX, VARIANTS
 from speccompile.errors import BuildError
 
 needs_rtx = pytest.mark.skipif(
@@ -23,25 +23,25 @@ def packages(monkeypatch):
     there = set()
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        shim.importlib.util,
+        import_helper.importlib.util,
         "find_spec",
-        lambda name, *rest: (SimpleNamespace() if name in there else None) if name in FLAVOURS else real(name, *rest),
+        lambda name, *rest: (SimpleNamespace() if name in there else None) if name in VARIANTS else real(name, *rest),
     )
     return there
 
 
-def test_without_any_flavour_the_error_says_what_to_install(packages):
+def test_without_any_variant_the_error_says_what_to_install(packages):
     with pytest.raises(BuildError) as caught:
-        shim.load_tensorrt("auto")
+        import_helper.load_tensorrt("auto")
     assert caught.value.got == "neither tensorrt nor tensorrt_rtx is installed"
     assert "pip install 'speccompile[tensorrt-rtx]' or pip install 'speccompile[tensorrt]'" in caught.value.todo
 
 
 @pytest.mark.parametrize(("name", "extra"), [("tensorrt", "tensorrt"), ("tensorrt_rtx", "tensorrt-rtx")])
-def test_a_named_flavour_that_is_missing_names_its_extra(packages, name, extra):
-    shim._load.cache_clear()
+def test_a_named_variant_that_is_missing_names_its_extra(packages, name, extra):
+    import_helper._load.cache_clear()
     with pytest.raises(BuildError) as caught:
-        shim.load_tensorrt(name)
+        import_helper.load_tensorrt(name)
     assert caught.value.got == f"no package {name}"
     assert f"speccompile[{extra}]" in caught.value.todo
 
@@ -57,9 +57,9 @@ def test_a_named_flavour_that_is_missing_names_its_extra(packages, name, extra):
 )
 def test_auto_takes_what_is_there_and_can_build(packages, monkeypatch, there, gpus, taken):
     packages |= there
-    monkeypatch.setattr(shim, "find_compute_capabilities", lambda: gpus)
-    monkeypatch.setattr(shim, "_load", lambda name: name)
-    assert shim.load_tensorrt("auto") == taken
+    monkeypatch.setattr(import_helper, "find_compute_capabilities", lambda: gpus)
+    monkeypatch.setattr(import_helper, "_load", lambda name: name)
+    assert import_helper.load_tensorrt("auto") == taken
 
 
 class Driver:
@@ -80,22 +80,22 @@ class Driver:
 
 
 def test_the_driver_is_asked_for_gpus(monkeypatch):
-    monkeypatch.setattr(shim.ctypes, "CDLL", lambda name: Driver())
-    gpus = shim.find_gpus.__wrapped__()
+    monkeypatch.setattr(import_helper.ctypes, "CDLL", lambda name: Driver())
+    gpus = import_helper.find_gpus.__wrapped__()
     assert gpus == (("NVIDIA L4", 8, 9), ("NVIDIA T4", 7, 5))
-    monkeypatch.setattr(shim, "find_gpus", lambda: gpus)
-    assert shim.find_compute_capabilities() == ((8, 9), (7, 5))
+    monkeypatch.setattr(import_helper, "find_gpus", lambda: gpus)
+    assert import_helper.find_compute_capabilities() == ((8, 9), (7, 5))
 
 
 def test_an_import_that_fails_becomes_an_error_with_its_reason(packages, monkeypatch):
     packages.add("tensorrt")
-    shim._load.cache_clear()
+    import_helper._load.cache_clear()
     monkeypatch.setitem(sys.modules, "tensorrt", None)  # what an import of a broken package raises: ImportError
     with pytest.raises(BuildError, match="tensorrt cannot be imported"):
-        shim.load_tensorrt("tensorrt")
+        import_helper.load_tensorrt("tensorrt")
 
 
-def test_the_flavours_differ_where_the_build_asks():
+def test_the_variants_differ_where_the_build_asks():
     assert TENSORRT.needs_gpu_to_build
     assert not TENSORRT_RTX.needs_gpu_to_build
     assert TENSORRT_RTX.supports_compute_capabilities
@@ -105,8 +105,8 @@ def test_the_flavours_differ_where_the_build_asks():
 
 
 @needs_rtx
-def test_a_loaded_flavour_has_one_logger():
-    first, second = shim.load_tensorrt("tensorrt_rtx"), shim.load_tensorrt("tensorrt_rtx")
+def test_a_loaded_variant_has_one_logger():
+    first, second = import_helper.load_tensorrt("tensorrt_rtx"), import_helper.load_tensorrt("tensorrt_rtx")
     assert first.logger is second.logger
     assert first.version == first.trt.__version__
 
@@ -114,15 +114,15 @@ def test_a_loaded_flavour_has_one_logger():
 UNKNOWN = """
 import onnx
 from onnx import helper as h
-from speccompile.backends.tensorrt.shim import load_tensorrt
-flavour = load_tensorrt("tensorrt_rtx")
-trt = flavour.trt
+from speccompile.backends.tensorrt.import_helper import load_tensorrt
+variant = load_tensorrt("tensorrt_rtx")
+trt = variant.trt
 value = lambda name: h.make_tensor_value_info(name, 1, [2])
 node = h.make_node("Nowhere", ["x"], ["y"], domain="speccompile", name="here")
 opsets = [h.make_opsetid("", 24), h.make_opsetid("speccompile", 1)]
 model = h.make_model(h.make_graph([node], "g", [value("x")], [value("y")]), opset_imports=opsets, ir_version=10)
-network = trt.Builder(flavour.logger).create_network(0)
-parser = trt.OnnxParser(network, flavour.logger)
+network = trt.Builder(variant.logger).create_network(0)
+parser = trt.OnnxParser(network, variant.logger)
 assert not parser.parse(model.SerializeToString())
 print("alive", parser.get_error(0).node_name())
 """
@@ -136,5 +136,5 @@ def test_an_unknown_plugin_node_does_not_end_the_process():
 
 def test_lines_of_the_log_from_warnings_up_come_first():
     lines = [(3, "info"), (2, "careful"), (1, "broken"), (3, "more")]
-    assert shim.text_from_lines(lines) == "warning: careful\nerror: broken"
-    assert shim.text_from_lines([(3, "a"), (3, "b")], max_lines=1) == "info: b"
+    assert import_helper.text_from_lines(lines) == "warning: careful\nerror: broken"
+    assert import_helper.text_from_lines([(3, "a"), (3, "b")], max_lines=1) == "info: b"

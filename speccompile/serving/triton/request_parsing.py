@@ -27,7 +27,7 @@ from speccompile.serving.triton.contract import (
     SYNONYMS,
     TEXT_INPUT,
 )
-from speccompile.serving.triton.old_rules import Arrays, check_old_inputs, old_sampling, words_from_lists
+from speccompile.serving.triton.trtllm_compat import Arrays, check_old_inputs, old_sampling, words_from_lists
 
 _Row = Mapping[str, NDArray[Any]]
 
@@ -49,7 +49,7 @@ class Rules:
         eos_token_ids: the model's own ends; an `end_id` that is not among them takes their place.
         tokenizer: None where prompts are ids.
         has_batch: tensors have one more dim in front.
-        is_old: the rules of the removed backend hold; see `old_rules`.
+        is_trtllm: the rules of the removed backend hold; see `old_rules`.
         speculation: `auto`, `on` or `off` where a request says nothing.
     """
 
@@ -57,7 +57,7 @@ class Rules:
     eos_token_ids: Collection[int]
     tokenizer: Decoder | None
     has_batch: bool = False
-    is_old: bool = False
+    is_trtllm: bool = False
     speculation: str = "auto"
 
 
@@ -69,7 +69,7 @@ class Call:
         rows: a scheduler's request for each row of the batch.
         prompts: ids of each row's prompt, where they came as ids.
         texts: of each row's prompt, where the answer begins with it.
-        streams: an answer a piece, not one in the end.
+        streams: an answer a output of a step, not one in the end.
         echoes: the answer begins with the prompt.
         wanted: names of the outputs to send.
         has_batch: see `Rules`.
@@ -100,7 +100,7 @@ def call_from_arrays(arrays: Arrays, requested: Collection[str], known: Collecti
     Raises:
         RuntimeFault: a value is missing, refused or out of range.
     """
-    if rules.is_old:
+    if rules.is_trtllm:
         check_old_inputs(arrays)
     by_name = _renamed(arrays)
     num_rows = len(next(iter(arrays.values()))) if rules.has_batch and arrays else 1
@@ -167,12 +167,12 @@ def _row(row: _Row, rules: Rules) -> tuple[Request, bool, bool]:
     ends = {} if "end_id" not in row else _ends(int(_one(row, "end_id")), rules.eos_token_ids)
     if "stop_words_list" in row:
         given["stop"] = _joined(given.get("stop", ()), words_from_lists(row["stop_words_list"]), rules.tokenizer)
-    fields = {**(old_sampling(given) if rules.is_old else given), **ends}
+    fields = {**(old_sampling(given) if rules.is_trtllm else given), **ends}
     limit = float(_one(row, "timeout_s")) if "timeout_s" in row else None
     request = Request(
         prompt=prompt,
         sampling=replace(SamplingParams(max_new_tokens=rules.defaults.max_new_tokens), **fields)
-        if rules.is_old
+        if rules.is_trtllm
         else replace(rules.defaults, **fields),
         num_outputs=int(_one(row, "num_return_sequences")) if "num_return_sequences" in row else 1,
         speculation=_speculation(row, rules.speculation),  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the scheduler's pieces to output tensors. numpy alone: testable without Triton."""
+"""From the scheduler's outputs of steps to output tensors. numpy alone: testable without Triton."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.runtime.requests import Piece
-from speccompile.serving.triton.asking import Call
+from speccompile.runtime.requests import StepOutput
 from speccompile.serving.triton.contract import (
     FINISH_REASON,
     NUM_INPUT_TOKENS,
@@ -22,6 +21,7 @@ from speccompile.serving.triton.contract import (
     SEQUENCE_LENGTH,
     TEXT_OUTPUT,
 )
+from speccompile.serving.triton.request_parsing import Call
 
 # Endings that are no answer: the client gets an error, so that a cut text is never taken for a whole one.
 FAILURES = ("error", "timeout", "cancelled")
@@ -65,19 +65,19 @@ class Answer:
         """Every sequence has its end."""
         return all(sequence.finish_reason is not None for sequence in self.sequences.values())
 
-    def push(self, row: int, piece: Piece) -> None:
-        """Take in a piece of a row."""
-        sequence = self.sequences[row, piece.output_index]
-        sequence.text += piece.text
-        sequence.tokens += piece.tokens
-        sequence.num_tokens += len(piece.tokens)
-        if piece.finish_reason is not None:
-            sequence.finish_reason, sequence.stats = piece.finish_reason, piece.stats or {}
+    def push(self, row: int, step_output: StepOutput) -> None:
+        """Take in a output of a step of a row."""
+        sequence = self.sequences[row, step_output.output_index]
+        sequence.text += step_output.text
+        sequence.tokens += step_output.tokens
+        sequence.num_tokens += len(step_output.tokens)
+        if step_output.finish_reason is not None:
+            sequence.finish_reason, sequence.stats = step_output.finish_reason, step_output.stats or {}
             sequence.finished_ns = time.time_ns()
-            if piece.finish_reason in FAILURES and self.failure is None:
-                self.failure = piece.finish_reason, piece.error or ""
+            if step_output.finish_reason in FAILURES and self.failure is None:
+                self.failure = step_output.finish_reason, step_output.error or ""
 
-    def pieces(self) -> list[dict[str, NDArray[Any]]]:
+    def step_outputs(self) -> list[dict[str, NDArray[Any]]]:
         """Responses of a stream: what came since the last call, one for each sequence that has something."""
         wants_ids = OUTPUT_IDS.name in self.call.wanted
         ready = [s for s in self.sequences.values() if s.text or (wants_ids and s.tokens) or s.finish_reason]

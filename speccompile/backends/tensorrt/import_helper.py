@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import TensorRT, whichever flavour is installed, with its libraries found and one logger for the process."""
+"""Import TensorRT, whichever variant is installed, with its libraries found and one logger for the process."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from speccompile.backends.tensorrt.flavours import FLAVOURS, TENSORRT, TENSORRT_RTX, Capabilities, Flavour
+from speccompile.backends.tensorrt.variants import TENSORRT, TENSORRT_RTX, VARIANTS, Capabilities, Variant
 from speccompile.errors import BuildError
 
 MAX_LOG_LINES = 400
 _LEVELS = ("internal error", "error", "warning", "info", "verbose")
 
 
-def load_tensorrt(flavour: str = "auto") -> Flavour:
-    """Import a flavour, once a process.
+def load_tensorrt(variant: str = "auto") -> Variant:
+    """Import a variant, once a process.
 
     `auto` takes the one that is installed; with both, full TensorRT where there is a GPU, TensorRT-RTX elsewhere
     (it builds without one).
 
     Args:
-        flavour: `tensorrt`, `tensorrt_rtx` or `auto`.
+        variant: `tensorrt`, `tensorrt_rtx` or `auto`.
 
     Raises:
         BuildError: it is not installed, or its libraries cannot be loaded.
     """
-    if flavour != "auto":
-        return _load(FLAVOURS[flavour].name)
-    installed = installed_flavours()
+    if variant != "auto":
+        return _load(VARIANTS[variant].name)
+    installed = installed_variants()
     if not installed:
         raise _missing("neither tensorrt nor tensorrt_rtx is installed", "one of them", (TENSORRT_RTX, TENSORRT))
     if len(installed) == 2:
@@ -45,9 +45,9 @@ def load_tensorrt(flavour: str = "auto") -> Flavour:
     return _load(installed[0])
 
 
-def installed_flavours() -> list[Any]:
-    """Names of the flavours whose packages are there, full TensorRT first; nothing is imported."""
-    return [name for name in FLAVOURS if importlib.util.find_spec(name) is not None]
+def installed_variants() -> list[Any]:
+    """Names of the variants whose packages are there, full TensorRT first; nothing is imported."""
+    return [name for name in VARIANTS if importlib.util.find_spec(name) is not None]
 
 
 def find_compute_capabilities() -> tuple[tuple[int, int], ...]:
@@ -78,16 +78,16 @@ def find_gpus() -> tuple[tuple[str, int, int], ...]:
 
 
 @functools.cache
-def _load(name: str) -> Flavour:
-    can = FLAVOURS[name]
+def _load(name: str) -> Variant:
+    can = VARIANTS[name]
     if importlib.util.find_spec(name) is None:
-        raise _missing(f"no package {name}", f"TensorRT of flavour {name}", (can,))
+        raise _missing(f"no package {name}", f"TensorRT of variant {name}", (can,))
     link_libraries(can)
     try:
         trt = importlib.import_module(name)
     except (ImportError, OSError) as fault:  # the stub of full TensorRT without its libraries raises either
         raise _missing(f"{name} cannot be imported: {fault}", "its libraries beside it", (can,)) from fault
-    return Flavour(can, trt, str(trt.__version__), make_logger(trt))
+    return Variant(can, trt, str(trt.__version__), make_logger(trt))
 
 
 def _missing(got: str, expected: str, wanted: Sequence[Capabilities]) -> BuildError:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SpecVerify over a draft vocabulary -> SpecVerify over the target's, for backends whose body knows only one.
 
-A draft law [.., draft_vocab] is read through the inverse of `d2t`: token t has the probability of the draft token
-that means it, or none. The gather reads a law once and writes it once, whatever the vocabularies are.
+A draft distribution [.., draft_vocab] is read through the inverse of `d2t`: token t has the probability of the draft
+token
+that means it, or none. The gather reads a distribution once and writes it once, whatever the vocabularies are.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ def _find_mapped(model: ir.Model) -> str | None:
 ONE_VOCABULARY = Property("one_vocabulary", _find_mapped)
 
 
-def expand_draft_laws(model: ir.Model) -> int:
+def expand_draft_probs(model: ir.Model) -> int:
     """Rewrite every SpecVerify that has `d2t`; returns their number.
 
     Raises:
-        PassError: `d2t` is not a constant, or the width of the draft laws is decided at run time.
+        PassError: `d2t` is not a constant, or the width of the draft distributions is decided at run time.
     """
     nodes = _mapped(model)
     for node in nodes:
-        laws, vocab, table = node.inputs[3], static_dim(node.inputs[0], -1), weight_of(node.inputs[_NUM_INPUTS])
-        width = static_dim(laws, -1)
+        dists, vocab, table = node.inputs[3], static_dim(node.inputs[0], -1), weight_of(node.inputs[_NUM_INPUTS])
+        width = static_dim(dists, -1)
         if table is None or vocab is None or width is None:
             faults = (("d2t", table), ("the vocabulary of logits", vocab), ("draft_vocab", width))
             missing = ", ".join(name for name, value in faults if value is None)
-            todo = "Pin the dim, or keep drafts with laws and drafts without them in graphs of their own."
+            todo = "Pin the dim, or keep drafts with distributions and drafts without them in graphs of their own."
             raise PassError("node SpecVerify", f"{missing} known at run time only", "known at build", todo)
         inputs = list(node.inputs[:_NUM_INPUTS])
         if width > 1:
-            inputs[3] = _expanded(Editor(model, node), laws, table.numpy(), width, vocab)
+            inputs[3] = _expanded(Editor(model, node), dists, table.numpy(), width, vocab)
         outputs = Editor(model, node).op("SpecVerify", *inputs, domain=OPS_DOMAIN, num_outputs=3)
         for old, new in zip(node.outputs, outputs, strict=True):
             new.shape, new.type = old.shape, old.type
@@ -55,14 +56,14 @@ def expand_draft_laws(model: ir.Model) -> int:
     return len(nodes)
 
 
-def _expanded(edit: Editor, laws: ir.Value | None, d2t: np.ndarray, width: int, vocab: int) -> ir.Value:
-    place = np.full(vocab, width, np.int64)  # behind the law stands a column of zeros
+def _expanded(edit: Editor, dists: ir.Value | None, d2t: np.ndarray, width: int, vocab: int) -> ir.Value:
+    place = np.full(vocab, width, np.int64)  # behind the distribution stands a column of zeros
     place[d2t] = np.arange(width)
-    padded = edit.op("Pad", laws, edit.ints([0, 1]), edit.const(np.float32(0), "draft_laws.none"), edit.ints([2]))
-    expanded: ir.Value = edit.op("Gather", padded, edit.const(place, "draft_laws.t2d"), axis=2)
-    expanded.shape = ir.Shape([*(laws.shape or ())[:2], vocab]) if laws is not None else None
+    padded = edit.op("Pad", dists, edit.ints([0, 1]), edit.const(np.float32(0), "draft_dists.none"), edit.ints([2]))
+    expanded: ir.Value = edit.op("Gather", padded, edit.const(place, "draft_dists.t2d"), axis=2)
+    expanded.shape = ir.Shape([*(dists.shape or ())[:2], vocab]) if dists is not None else None
     expanded.type = ir.TensorType(ir.DataType.FLOAT)
     return expanded
 
 
-EXPAND_DRAFT_LAWS = Pass("expand_draft_laws", expand_draft_laws, ensures=(ONE_VOCABULARY,))
+EXPAND_DRAFT_DISTS = Pass("expand_draft_probs", expand_draft_probs, ensures=(ONE_VOCABULARY,))

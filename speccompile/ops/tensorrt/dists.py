@@ -16,7 +16,7 @@ import numpy as np
 from speccompile.core.sampling_params import COLDEST
 from speccompile.core.specs import TensorSpec
 from speccompile.core.tree import Floats, Ints
-from speccompile.ops.laws import DRAW, ROWS
+from speccompile.ops.dists import DRAW, ROWS
 from speccompile.ops.op import Op
 from speccompile.ops.warp import WARP
 
@@ -250,14 +250,14 @@ def warp_body(vocab: int) -> str:
     is_in_p = Or(is_in_p0, is_off_p)
     kept = Where(is_in_p, weights, zero)
     kept_mass = ReduceSum<keepdims = 1>(kept, last)
-    law = Div(kept, kept_mass)
+    dist = Div(kept, kept_mass)
 
     is_top = Equal(scaled, top)
     top_index = Where(is_top, index, big)
     best = ReduceMin<keepdims = 1>(top_index, last)
     is_best = Equal(index, best)
     one_hot = Cast<to = 1>(is_best)
-    probs = Where(is_hot, law, one_hot)
+    probs = Where(is_hot, dist, one_hot)
     """
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.serving.triton.asking import Rules, call_from_arrays, check_parameters
 from speccompile.serving.triton.contract import (
     SYNONYMS,
     old_engine_inputs,
@@ -14,7 +13,8 @@ from speccompile.serving.triton.contract import (
     text_inputs,
     text_outputs,
 )
-from speccompile.serving.triton.old_rules import lists_from_words, old_sampling, words_from_lists
+from speccompile.serving.triton.request_parsing import Rules, call_from_arrays, check_parameters
+from speccompile.serving.triton.trtllm_compat import lists_from_words, old_sampling, words_from_lists
 
 KNOWN = frozenset(t.name for t in text_outputs(True))
 DEFAULTS = SamplingParams(max_new_tokens=128, temperature=0.7, seed=9)
@@ -37,8 +37,8 @@ def flag(value):
     return np.array([value])
 
 
-def call(requested=KNOWN, known=KNOWN, is_old=False, has_batch=False, eos=(1,), **arrays):
-    return call_from_arrays(arrays, requested, known, Rules(DEFAULTS, eos, Letters(), has_batch, is_old))
+def call(requested=KNOWN, known=KNOWN, is_trtllm=False, has_batch=False, eos=(1,), **arrays):
+    return call_from_arrays(arrays, requested, known, Rules(DEFAULTS, eos, Letters(), has_batch, is_trtllm))
 
 
 def test_what_is_not_said_is_the_bundles():
@@ -93,7 +93,7 @@ def test_the_old_rules_of_sampling(given, wanted):
 
 
 def test_old_requests_ignore_the_bundles_sampling_but_not_its_length():
-    [request] = call(is_old=True, text_input=texts("a")).rows
+    [request] = call(is_trtllm=True, text_input=texts("a")).rows
     assert request.sampling == SamplingParams(max_new_tokens=128)
 
 
@@ -111,13 +111,13 @@ def test_old_requests_ignore_the_bundles_sampling_but_not_its_length():
 )
 def test_old_inputs_that_would_change_the_answer_are_refused(arrays, message):
     with pytest.raises(RuntimeFault, match=message):
-        call(is_old=True, text_input=texts("a"), **arrays)
+        call(is_trtllm=True, text_input=texts("a"), **arrays)
 
 
 def test_old_inputs_that_ask_for_nothing_are_taken():
     empty = {"beam_width": numbers(1), "bad_words": texts(""), "stop_words": texts(""), "min_tokens": numbers(1)}
     harmless = {"length_penalty": numbers(2.0, dtype=np.float32), "pad_id": numbers(2), "early_stopping": flag(True)}
-    [request] = call(is_old=True, text_input=texts("a"), **empty, **harmless).rows
+    [request] = call(is_trtllm=True, text_input=texts("a"), **empty, **harmless).rows
     assert request.sampling == SamplingParams(max_new_tokens=128)
 
 
@@ -148,7 +148,7 @@ def test_word_lists_there_and_back():
 
 
 def test_a_dense_bias_becomes_pairs():
-    [request] = call(is_old=True, input_ids=numbers(1), embedding_bias=numbers(0, 2.5, 0, -1, dtype=np.float32)).rows
+    [request] = call(is_trtllm=True, input_ids=numbers(1), embedding_bias=numbers(0, 2.5, 0, -1, dtype=np.float32)).rows
     assert request.sampling.logit_bias == ((1, 2.5), (3, -1.0))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny pair of language models whose joint law over several tokens is known exactly.
+"""A tiny pair of language models whose joint distribution over several tokens is known exactly.
 
 The next token depends on the last two, so a wrong row, a wrong residual or a reused draw shows up in the joint
-law of the emitted tokens even where the first token alone would look right.
+distribution of the emitted tokens even where the first token alone would look right.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Decide = Callable[[TokenTree, np.ndarray, np.ndarray, Setting], Verdict]
 
 
 def tables(seed: int = 5) -> tuple[np.ndarray, np.ndarray]:
-    """(target logits, draft law), [VOCAB, VOCAB, VOCAB] each, by the last two tokens."""
+    """(target logits, draft distribution), [VOCAB, VOCAB, VOCAB] each, by the last two tokens."""
     rng = np.random.default_rng(seed)
     target = rng.normal(size=(VOCAB, VOCAB, VOCAB)).astype(np.float32) * np.float32(1.2)
     draft = 0.5 * target + 0.8 * rng.normal(size=target.shape)
@@ -62,12 +62,12 @@ def warped(logits: np.ndarray, setting: Setting) -> np.ndarray:
 
 
 def exact_joint(setting: Setting) -> np.ndarray:
-    """[VOCAB ** NUM_TOKENS] float64: the law of the tokens behind PROMPT."""
-    laws = warped(tables()[0], setting).astype(np.float64)
-    laws /= laws.sum(axis=-1, keepdims=True)
-    first = laws[PROMPT]
-    second = laws[PROMPT[1]]  # [first, second]
-    return (first[:, None, None] * second[:, :, None] * laws).reshape(-1)
+    """[VOCAB ** NUM_TOKENS] float64: the distribution of the tokens behind PROMPT."""
+    dists = warped(tables()[0], setting).astype(np.float64)
+    dists /= dists.sum(axis=-1, keepdims=True)
+    first = dists[PROMPT]
+    second = dists[PROMPT[1]]  # [first, second]
+    return (first[:, None, None] * second[:, :, None] * dists).reshape(-1)
 
 
 def propose(
@@ -78,23 +78,23 @@ def propose(
     draft = tables()[1]
     contexts = np.zeros((batch, nodes, 2), np.int64)
     contexts[:, 0, 0], contexts[:, 0, 1] = previous, root
-    laws = np.zeros((batch, nodes, VOCAB), np.float32)
+    dists = np.zeros((batch, nodes, VOCAB), np.float32)
     slots = np.arange(batch)
     depth = [0] * nodes
     for node in range(1, nodes):
         parent = form[node]
         depth[node] = depth[parent] + 1
-        law = draft[contexts[:, parent, 0], contexts[:, parent, 1]].copy()
+        dist = draft[contexts[:, parent, 0], contexts[:, parent, 1]].copy()
         for sibling in range(1, node):
             if form[sibling] == parent:
-                law[slots, contexts[:, sibling, 1]] = 0
-        law /= law.sum(axis=-1, keepdims=True)
-        laws[:, node] = law
+                dist[slots, contexts[:, sibling, 1]] = 0
+        dist /= dist.sum(axis=-1, keepdims=True)
+        dists[:, node] = dist
         drawn = uniforms(seeds, (places + depth[node])[:, None], DRAFT_LANE + 100 + node)[:, 0]
-        token = draw(law, drawn) if sampled else law.argmax(axis=-1)
+        token = draw(dist, drawn) if sampled else dist.argmax(axis=-1)
         contexts[:, node, 0], contexts[:, node, 1] = contexts[:, parent, 1], token
     parents = np.broadcast_to(np.array(form), (batch, nodes)).copy()
-    return TokenTree.tree(contexts[:, :, 1].copy(), parents, draft_probs=laws if sampled else None), contexts
+    return TokenTree.tree(contexts[:, :, 1].copy(), parents, draft_probs=dists if sampled else None), contexts
 
 
 def decide_by_twin(tree: TokenTree, logits: np.ndarray, draws: np.ndarray, setting: Setting) -> Verdict:
@@ -127,7 +127,7 @@ def emit(
 
 
 def p_value(emitted: np.ndarray, joint: np.ndarray) -> float:
-    """Chi-square of the emitted tokens against their joint law; 0 when a token came out that has no mass."""
+    """Chi-square of the emitted tokens against their joint distribution; 0 when a token came out that has no mass."""
     cells = emitted @ VOCAB ** np.arange(NUM_TOKENS - 1, -1, -1)
     observed, expected = np.bincount(cells, minlength=len(joint)).astype(float), joint * len(emitted)
     if observed[expected == 0].any():

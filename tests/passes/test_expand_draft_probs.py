@@ -11,7 +11,7 @@ from speccompile.core.sampling import warp
 from speccompile.errors import PassError
 from speccompile.ops.registry import attach_functions
 from speccompile.ops.spec_verify import spec_verify
-from speccompile.passes.expand_draft_laws import EXPAND_DRAFT_LAWS
+from speccompile.passes.expand_draft_probs import EXPAND_DRAFT_DISTS
 from tests.ops.op_lab import is_at_boundary, same, session_of, verify_case
 
 VOCAB, DRAFT_VOCAB = 40, 13
@@ -44,7 +44,7 @@ def _model(d2t: np.ndarray | None, width: int | str) -> ir.Model:
 
 def _case(rng: np.random.Generator, d2t: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Feeds over the draft's vocabulary, and the same over the target's."""
-    case = verify_case(rng, VOCAB, is_chain=False, has_laws=False, heat="sampled")
+    case = verify_case(rng, VOCAB, is_chain=False, has_probs=False, heat="sampled")
     batch, nodes = case["tokens"].shape
     narrow = rng.dirichlet(np.full(DRAFT_VOCAB, 0.5), size=(batch, nodes)).astype(np.float32)
     wide = np.zeros((batch, nodes, VOCAB), np.float32)
@@ -55,11 +55,11 @@ def _case(rng: np.random.Generator, d2t: np.ndarray) -> tuple[dict[str, np.ndarr
 
 
 @pytest.mark.parametrize("dialect", ["onnx", "tensorrt"])
-def test_laws_are_read_over_the_targets_vocabulary(dialect: str) -> None:
+def test_dists_are_read_over_the_targets_vocabulary(dialect: str) -> None:
     rng = np.random.default_rng(0)
     d2t = rng.permutation(VOCAB)[:DRAFT_VOCAB]
     model = _model(d2t, DRAFT_VOCAB)
-    assert EXPAND_DRAFT_LAWS.run(model) == 1
+    assert EXPAND_DRAFT_DISTS.run(model) == 1
     attach_functions(model, dialect=dialect)  # type: ignore[arg-type]
     session = session_of(ir.to_proto(model))
     num_accepted = num_differing = 0
@@ -77,7 +77,7 @@ def test_a_wrong_map_is_noticed() -> None:
     rng = np.random.default_rng(1)
     d2t = rng.permutation(VOCAB)[:DRAFT_VOCAB]
     model = _model(np.roll(d2t, 1), DRAFT_VOCAB)
-    EXPAND_DRAFT_LAWS.run(model)
+    EXPAND_DRAFT_DISTS.run(model)
     attach_functions(model, dialect="tensorrt")
     session = session_of(ir.to_proto(model))
     cases = [_case(rng, d2t) for _ in range(20)]
@@ -86,24 +86,24 @@ def test_a_wrong_map_is_noticed() -> None:
 
 def test_deterministic_drafts_need_no_map() -> None:
     model = _model(np.arange(DRAFT_VOCAB), 1)
-    assert EXPAND_DRAFT_LAWS.run(model) == 1
+    assert EXPAND_DRAFT_DISTS.run(model) == 1
     attach_functions(model, dialect="tensorrt")
     session = session_of(ir.to_proto(model))
-    case = verify_case(np.random.default_rng(2), VOCAB, is_chain=True, has_laws=False, heat="greedy")
+    case = verify_case(np.random.default_rng(2), VOCAB, is_chain=True, has_probs=False, heat="greedy")
     assert same(session.run(None, case), spec_verify(**case))
     assert (warp(case["logits"], case["temperature"], case["top_k"], case["top_p"]).sum(-1) > 0.99).all()
 
 
 def test_it_does_not_fire_without_a_map() -> None:
     model = _model(np.arange(DRAFT_VOCAB), DRAFT_VOCAB)
-    EXPAND_DRAFT_LAWS.run(model)
+    EXPAND_DRAFT_DISTS.run(model)
     before = [n.op_type for n in model.graph]
-    assert EXPAND_DRAFT_LAWS.run(model) == 0
+    assert EXPAND_DRAFT_DISTS.run(model) == 0
     assert [n.op_type for n in model.graph] == before
 
 
 def test_what_is_known_at_run_time_only_is_refused() -> None:
     with pytest.raises(PassError, match=r"got draft_vocab known at run time only; expected known at build\. Pin"):
-        EXPAND_DRAFT_LAWS.run(_model(np.arange(DRAFT_VOCAB), "draft_vocab"))
+        EXPAND_DRAFT_DISTS.run(_model(np.arange(DRAFT_VOCAB), "draft_vocab"))
     with pytest.raises(PassError, match="got d2t known at run time only"):
-        EXPAND_DRAFT_LAWS.run(_model(None, DRAFT_VOCAB))
+        EXPAND_DRAFT_DISTS.run(_model(None, DRAFT_VOCAB))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import numpy as np
 
-from speccompile.runtime.requests import Piece, Request
-from speccompile.serving.triton.answering import Answer
-from speccompile.serving.triton.asking import Call
+from speccompile.runtime.requests import Request, StepOutput
+from speccompile.serving.triton.request_parsing import Call
+from speccompile.serving.triton.response_building import Answer
 
 STATS = {
     "num_draft_tokens": 8,
@@ -27,12 +27,12 @@ def make(num_rows=1, num_outputs=1, streams=False, echoes=False, wanted=ALL, has
 
 
 def end(index=0, text="", tokens=(), reason="length", error=None):
-    return Piece(index, text, list(tokens), finish_reason=reason, stats=STATS, error=error)
+    return StepOutput(index, text, list(tokens), finish_reason=reason, stats=STATS, error=error)
 
 
 def test_one_answer_in_the_end():
     answer = make(echoes=True)
-    answer.push(0, Piece(0, "ab", [3, 4]))
+    answer.push(0, StepOutput(0, "ab", [3, 4]))
     assert not answer.is_done
     answer.push(0, end(text="é", tokens=[5]))
     assert answer.is_done
@@ -50,17 +50,17 @@ def test_one_answer_in_the_end():
 
 def test_a_stream_sends_what_is_new_and_its_counts_last():
     answer = make(streams=True)
-    answer.push(0, Piece(0, "", [3]))
-    assert answer.pieces() == []  # half a character: nothing to show yet
-    answer.push(0, Piece(0, "a", [4]))
-    answer.push(0, Piece(0, "b", [5]))
-    [first] = answer.pieces()
+    answer.push(0, StepOutput(0, "", [3]))
+    assert answer.step_outputs() == []  # half a character: nothing to show yet
+    answer.push(0, StepOutput(0, "a", [4]))
+    answer.push(0, StepOutput(0, "b", [5]))
+    [first] = answer.step_outputs()
     assert first["text_output"].tolist() == [b"ab"]
     assert set(first) == {"text_output", "batch_index", "sequence_index"}
     answer.push(0, end(text="c"))
-    [last] = answer.pieces()
+    [last] = answer.step_outputs()
     assert last["text_output"].tolist() == [b"c"] and last["total_draft_tokens"].tolist() == [8]
-    assert answer.pieces() == []
+    assert answer.step_outputs() == []
 
 
 def test_sequences_and_rows_have_dims_of_their_own():
@@ -76,8 +76,8 @@ def test_sequences_and_rows_have_dims_of_their_own():
 
 def test_streamed_rows_say_whose_they_are():
     answer = make(num_rows=2, streams=True, has_batch=True)
-    answer.push(1, Piece(0, "x", [3]))
-    [only] = answer.pieces()
+    answer.push(1, StepOutput(0, "x", [3]))
+    [only] = answer.step_outputs()
     assert only["batch_index"].tolist() == [[1]] and only["text_output"].shape == (1, 1)
 
 
@@ -104,7 +104,7 @@ def test_an_end_that_is_no_answer_is_a_failure():
 
 def test_without_drafts_the_rate_is_zero():
     answer = make()
-    answer.push(0, Piece(0, "a", [3], finish_reason="stop", stats={"num_draft_tokens": 0, "num_steps": 1}))
+    answer.push(0, StepOutput(0, "a", [3], finish_reason="stop", stats={"num_draft_tokens": 0, "num_steps": 1}))
     outputs = answer.whole()
     assert outputs["acceptance_rate"].tolist() == [0.0]
     assert outputs["mean_acceptance_length"].tolist() == [1.0]

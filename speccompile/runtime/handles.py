@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that were accepted: their outputs, the times of these, and the pieces they give."""
+"""Requests that were accepted: their outputs, the times of these, and the outputs of steps they give."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.tree import TokenTree
-from speccompile.runtime.requests import Piece, Request, Speculation, StepTrace
+from speccompile.runtime.requests import Request, Speculation, StepOutput, StepTrace
 from speccompile.runtime.slots import Slot, Step
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.text import Tokenizer
 
 
-class Output:
-    """One continuation of a request's prompt, from the queue to its last piece.
+class RequestOutput:
+    """One continuation of a request's prompt, from the queue to its last output of a step.
 
     Args:
-        ticket: of the request.
+        handle: of the request.
         slot: the sequence; its index is that of the output.
     """
 
-    __slots__ = ("first_s", "last_s", "num_first", "num_reused", "slot", "started_s", "ticket")
+    __slots__ = ("first_s", "handle", "last_s", "num_first", "num_reused", "slot", "started_s")
 
-    def __init__(self, ticket: Ticket, slot: Slot) -> None:
-        self.ticket, self.slot = ticket, slot
+    def __init__(self, handle: RequestHandle, slot: Slot) -> None:
+        self.handle, self.slot = handle, slot
         self.num_reused = 0  # prompt tokens that were in a cache already
         self.started_s: float | None = None  # its prompt began to be read
         self.first_s: float | None = None  # its first tokens were there
         self.last_s = 0.0  # its latest ones
         self.num_first = 0  # how many came first
 
-    def piece(self, step: Step, now_s: float, trace: StepTrace | None = None) -> Piece:
+    def step_output(self, step: Step, now_s: float, trace: StepTrace | None = None) -> StepOutput:
         """What a step gave."""
         self.last_s = now_s
         if self.first_s is None:
@@ -41,37 +41,39 @@ class Output:
         drafts, kept, reason = step.num_draft_tokens, step.num_accepted, step.finish_reason
         stats = None if reason is None else self.stats(now_s)
         error = self.slot.error
-        return Piece(self.slot.index, step.text, step.tokens, drafts, kept, step.is_bonus, reason, stats, trace, error)
+        return StepOutput(
+            self.slot.index, step.text, step.tokens, drafts, kept, step.is_bonus, reason, stats, trace, error
+        )
 
-    def last_piece(self, reason: str, now_s: float, error: str | None = None) -> Piece:
+    def last_step_output(self, reason: str, now_s: float, error: str | None = None) -> StepOutput:
         """The end of an output that no step ended; text that was held back is given out."""
         text = self.slot.text_left()
-        return Piece(self.slot.index, text, [], finish_reason=reason, stats=self.stats(now_s), error=error)
+        return StepOutput(self.slot.index, text, [], finish_reason=reason, stats=self.stats(now_s), error=error)
 
     def stats(self, now_s: float) -> dict[str, Any]:
-        """See `Piece.stats`; times that there are none of are None."""
-        slot, ticket = self.slot, self.ticket
+        """See `StepOutput.stats`; times that there are none of are None."""
+        slot, handle = self.slot, self.handle
         first_s, started_s = self.first_s, now_s if self.started_s is None else self.started_s
         num_later = 0 if first_s is None else slot.stats.num_tokens - self.num_first
         return {
             **slot.stats.json_from_stats(),
             "num_prompt_tokens": slot.num_prompt,
             "num_reused_tokens": self.num_reused,
-            "queue_ms": (started_s - ticket.submitted_s) * 1e3,
-            "time_to_first_token_ms": None if first_s is None else (first_s - ticket.submitted_s) * 1e3,
+            "queue_ms": (started_s - handle.submitted_s) * 1e3,
+            "time_to_first_token_ms": None if first_s is None else (first_s - handle.submitted_s) * 1e3,
             "time_per_token_ms": (self.last_s - (first_s or 0.0)) * 1e3 / num_later if num_later else None,
         }
 
 
-class Ticket:
+class RequestHandle:
     """A request that was accepted; what to cancel it by.
 
     Args:
         request: as it came.
-        number: of the ticket, in the order of submission.
+        number: of the request handle, in the order of submission.
         submitted_s: when.
         timeout_s: how long it may take; None: any time.
-        on_piece: what its pieces are given to.
+        on_output: what its outputs of steps are given to.
     """
 
     def __init__(
@@ -80,26 +82,26 @@ class Ticket:
         number: int,
         submitted_s: float,
         timeout_s: float | None,
-        on_piece: Callable[[Piece], None],
+        on_output: Callable[[StepOutput], None],
     ) -> None:
-        self.request, self.number, self.submitted_s, self.on_piece = request, number, submitted_s, on_piece
+        self.request, self.number, self.submitted_s, self.on_output = request, number, submitted_s, on_output
         self.deadline_s = None if timeout_s is None else submitted_s + timeout_s
-        self.open: list[Output] = []  # outputs without their last piece
+        self.open: list[RequestOutput] = []  # outputs without their last output of a step
         self.is_waiting = True  # none of them was given a place yet
 
 
-def open_outputs(ticket: Ticket, engine: SpecEngine, default: Speculation) -> None:
-    """Make the outputs of a ticket.
+def open_outputs(handle: RequestHandle, engine: SpecEngine, default: Speculation) -> None:
+    """Make the outputs of a request handle.
 
     Args:
-        ticket: a new one.
+        handle: a new one.
         engine: that will decode them.
         default: what `auto` means.
 
     Raises:
         RuntimeFault: the prompt is empty, too long or not of the vocabulary; or stop strings without a tokenizer.
     """
-    request = ticket.request
+    request = handle.request
     prompt = engine.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
     for index in range(request.num_outputs):
         sampling = request.sampling
@@ -108,7 +110,7 @@ def open_outputs(ticket: Ticket, engine: SpecEngine, default: Speculation) -> No
         slot = engine.make_slot(0, prompt, sampling, with_text=True)
         slot.index = index
         slot.speculation = default if request.speculation == "auto" else request.speculation
-        ticket.open.append(Output(ticket, slot))
+        handle.open.append(RequestOutput(handle, slot))
 
 
 def trace_step(tokenizer: Tokenizer | None, tree: TokenTree, verdict: Verdict, place: int) -> StepTrace:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that reduce rows of a vocabulary: FirstMax of logits, Draw from laws.
+"""Ops that reduce rows of a vocabulary: FirstMax of logits, Draw from distributions.
 
 Rows are reduced in two levels, blocks of 64 and then one block: ONNX Runtime's ArgMax and CumSum walk the
 vocabulary element by element on CPUs (16 rows of 32000: ArgMax 310 us, TopK(1) 135 us, two levels 37 us).

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from speccompile.core.sampling import draw, warp
 from speccompile.ops.sample_token import sample_token
-from speccompile.ops.tensorrt.laws import block_sizes
+from speccompile.ops.tensorrt.dists import block_sizes
 from tests.ops.op_lab import session_of
 from tests.ops.tensorrt.lab import body_model, mutated, random_feeds
 

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from speccompile.core.protocols import Proposer
+from speccompile.runtime.handles import RequestOutput
 from speccompile.runtime.prefixes import MIN_SHARED, Kept, best_match
 from speccompile.runtime.slots import Slots
-from speccompile.runtime.tickets import Output
 from speccompile.runtime.verifier import Verifier
 
 
-class Places:
+class SlotAllocator:
     """The places of an engine.
 
     Steps run over a contiguous range of places, so a sequence that ends changes places with the last one that
@@ -27,8 +27,8 @@ class Places:
         self.verifier, self.proposer, self.slots, self.keeps = verifier, proposer, slots, keeps
         self.caches = (verifier.cache, *proposer.caches)
         self.max_places = slots.max_slots
-        self.active: list[Output] = []
-        self.reading: Output | None = None
+        self.active: list[RequestOutput] = []
+        self.reading: RequestOutput | None = None
         self.reading_place = 0
         self.kept = Kept()
 
@@ -37,7 +37,7 @@ class Places:
         """Whether a prompt could begin to be read."""
         return self.reading is None and len(self.active) < self.max_places
 
-    def open(self, output: Output) -> int:
+    def open(self, output: RequestOutput) -> int:
         """Give a place to an output whose prompt is to be read.
 
         Returns:
@@ -129,7 +129,7 @@ class Places:
         self.slots.slots.append(output.slot)
         self.slots.changed()
 
-    def leave(self, output: Output, keeps: bool = True) -> None:
+    def leave(self, output: RequestOutput, keeps: bool = True) -> None:
         """Free the place of an output that decodes or reads.
 
         Args:
@@ -153,10 +153,10 @@ class Places:
         else:
             self._move(last, place)
 
-    def _is_worth(self, place: int, output: Output) -> bool:
+    def _is_worth(self, place: int, output: RequestOutput) -> bool:
         return self.keeps and min(int(self.verifier.lengths[place]), len(output.slot.tokens)) >= MIN_SHARED
 
-    def _keep(self, place: int, output: Output, keeps: bool) -> None:
+    def _keep(self, place: int, output: RequestOutput, keeps: bool) -> None:
         """Keep the rows of the tokens that the output showed; a cut text has fewer than its last step had rows."""
         if keeps and self._is_worth(place, output):
             tokens = output.slot.tokens[: int(self.verifier.lengths[place])]

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`speccompile::TopTokens` and `speccompile::NodeProbs` as torch ops, for heads that candidate inside their graph."""
+
+from __future__ import annotations
+
+import torch
+
+from speccompile.ops import candidates as twins
+
+
+@torch.library.custom_op("speccompile::top_tokens", mutates_args=())
+def top_tokens(logits: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens behind each node; see `speccompile.ops.candidates`.
+
+    Args:
+        logits: [batch, nodes, vocab] float32.
+        num_candidates: tokens a node.
+
+    Returns:
+        candidates [batch, nodes, num_candidates] int64 and their probabilities, float32.
+    """
+    candidates, probs = twins.top_tokens(logits.detach().numpy(), num_candidates=num_candidates)
+    return torch.from_numpy(candidates.copy()), torch.from_numpy(probs)
+
+
+@top_tokens.register_fake
+def _(logits, num_candidates):  # type: ignore[no-untyped-def]
+    batch, nodes, _ = logits.shape
+    return logits.new_empty(batch, nodes, num_candidates, dtype=torch.int64), logits.new_empty(
+        batch, nodes, num_candidates
+    )
+
+
+@torch.library.custom_op("speccompile::node_probs", mutates_args=())
+def node_probs(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """The warped distribution behind each node; see `speccompile.ops.candidates`.
+
+    Args:
+        logits: [batch, nodes, vocab] float32.
+        temperature: [batch] float32.
+        top_k: [batch] int64.
+        top_p: [batch] float32.
+
+    Returns:
+        [batch, nodes, vocab] float32; zeros where all slots are greedy.
+    """
+    (dists,) = twins.node_probs(*(t.detach().numpy() for t in (logits, temperature, top_k, top_p)))
+    # Tracing needs one shape: the dummy distribution of a greedy batch is widened.
+    return torch.from_numpy(dists).expand(-1, -1, logits.shape[2]).clone()
+
+
+@node_probs.register_fake
+def _(logits, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
+    return logits.new_empty(logits.shape)

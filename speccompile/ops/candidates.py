@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a draft candidates behind each of its nodes: TopTokens gives the likeliest tokens, NodeProbs the warped probs.
+
+Candidates make deterministic trees and need no warp. Distributions are for trees that are drawn: siblings are drawn
+from them
+one after another without replacement, on the host, as their number is small and their order matters.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from speccompile.core.sampling import warp
+from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, LOGITS, NODE_PROBS, TEMPERATURE, TensorSpec
+from speccompile.core.tree import Floats, Ints
+from speccompile.ops.dists import ROWS
+from speccompile.ops.op import Op
+from speccompile.ops.warp import WARP_INPUTS
+
+_CANDIDATE_ROWS = ("batch", "nodes", "candidates")
+
+
+def top_tokens(logits: Floats, *, num_candidates: int = 8) -> tuple[Ints, Floats]:
+    """The numpy twin of TopTokens.
+
+    Args:
+        logits: [batch, nodes, vocab] float32.
+        num_candidates: at most vocab.
+
+    Returns:
+        candidates [batch, nodes, num_candidates] int64, the likeliest first, ties by index (TensorRT may order ties in
+        another way: a candidate is no more than that); candidate_probs, of the same shape, float32, at temperature 1.
+    """
+    candidates = np.argsort(-logits, axis=-1, kind="stable")[..., :num_candidates].astype(np.int64)
+    parts = np.exp((logits - logits.max(axis=-1, keepdims=True)).astype(np.float64))
+    probs = (parts / parts.sum(axis=-1, keepdims=True)).astype(np.float32)
+    return candidates, np.take_along_axis(probs, candidates, axis=-1)
+
+
+def node_probs(logits: Floats, temperature: Floats, top_k: Ints, top_p: Floats) -> tuple[Floats]:
+    """The numpy twin of NodeProbs.
+
+    Args:
+        logits: [batch, nodes, vocab] float32.
+        temperature: [batch] float32.
+        top_k: [batch] int64.
+        top_p: [batch] float32.
+
+    Returns:
+        node_probs [batch, nodes, vocab] float32, or zeros [batch, nodes, 1] when every slot is greedy.
+    """
+    if not np.any(np.asarray(temperature) > 0):
+        return (np.zeros((*logits.shape[:2], 1), dtype=np.float32),)
+    return (warp(logits, temperature, top_k, top_p),)
+
+
+_K = """
+    asked = Constant<value_int: int = @num_candidates>()
+    unit = Constant<value_ints = [1]>()
+    num = Reshape(asked, unit)
+"""
+
+TOP_TOKENS = Op(
+    "TopTokens",
+    (TensorSpec(LOGITS, ROWS, "float32"),),
+    (TensorSpec(CANDIDATES, _CANDIDATE_ROWS, "int64"), TensorSpec(CANDIDATE_PROBS, _CANDIDATE_ROWS, "float32")),
+    top_tokens,
+    f"""{_K}
+    last = Constant<value_ints = [-1]>()
+    tops, candidates = TopK<axis = 2>(logits, num)
+    plain = Softmax<axis = -1>(logits)
+    places = Unsqueeze(candidates, last)
+    candidate_probs = GatherND<batch_dims = 2>(plain, places)
+    """,
+    attributes={"num_candidates": 8},
+)
+
+NODE_PROBS_OP = Op(
+    "NodeProbs",
+    (TensorSpec(LOGITS, ROWS, "float32"), *WARP_INPUTS),
+    (TensorSpec(NODE_PROBS, ("batch", "nodes", "draft_vocab"), "float32"),),
+    node_probs,
+    f"""
+    off = Constant<value_float = 0.0>()
+    hottest = ReduceMax<keepdims = 0>({TEMPERATURE})
+    is_sampled = Greater(hottest, off)
+    node_probs = If(is_sampled) <
+      then_branch = sampled () => (float[] dists_hot) {{
+        dists_hot = speccompile.Warp(logits, temperature, top_k, top_p)
+      }},
+      else_branch = greedy () => (float[] dists_cold) {{
+        unit = Constant<value_ints = [1]>()
+        rows = Shape<end = 2>(logits)
+        dummy = Concat<axis = 0>(rows, unit)
+        dists_cold = Expand(off, dummy)
+      }}>
+    """,
+    uses=("Warp",),
+)

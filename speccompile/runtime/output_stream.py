@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one way from the scheduler's thread into an event loop: outputs of requests, as an asynchronous iterator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.handles import RequestHandle
+from speccompile.runtime.requests import Request, StepOutput
+
+
+class Submits(Protocol):
+    """The part of `Service` that a stream needs."""
+
+    def submit(self, request: Request, on_output: Callable[[StepOutput], None]) -> RequestHandle:
+        """Hand in a request."""
+        ...
+
+    def cancel(self, handle: RequestHandle) -> None:
+        """End a request's open outputs."""
+        ...
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One whole output of a request.
+
+    Args:
+        index: of the output.
+        text: of the new tokens, cut before a stop string.
+        tokens: new token ids.
+        finish_reason: see `StepOutput.finish_reason`.
+        stats: see `StepOutput.stats`.
+        error: with `error`, what happened.
+    """
+
+    index: int
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    stats: dict[str, Any]
+    error: str | None = None
+
+
+class OutputStream:
+    """Submits requests and iterates over (number of the output, step output) until every output has ended.
+
+    Outputs are numbered over all requests: those of the first, then those of the second. To leave `async with`, or to
+    call `close`, cancels what has not ended. Nothing waits for a slow reader: outputs of steps are kept until they are
+    read.
+
+    Args:
+        service: takes the requests.
+        requests: at least one; each may have several outputs.
+
+    Raises:
+        RuntimeFault, Busy: one request was not taken; then none of them is.
+    """
+
+    def __init__(self, service: Submits, requests: Sequence[Request]) -> None:
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[tuple[int, StepOutput]] = asyncio.Queue()
+        self._handles: list[RequestHandle] = []
+        self.num_outputs = self._num_open = sum(request.num_outputs for request in requests)
+        first = 0
+        try:
+            for request in requests:
+                self._handles.append(service.submit(request, self._receiver(first)))
+                first += request.num_outputs
+        except RuntimeFault:
+            self.close()
+            raise
+
+    def _receiver(self, first: int) -> Callable[[StepOutput], None]:
+        def receive(step_output: StepOutput) -> None:  # on the scheduler's thread
+            with suppress(RuntimeError):  # the loop was closed under the request: nobody waits for the output of a step
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + step_output.output_index, step_output))
+
+        return receive
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> tuple[int, StepOutput]:
+        if not self._num_open:
+            raise StopAsyncIteration
+        index, step_output = await self._queue.get()
+        self._num_open -= step_output.finish_reason is not None
+        return index, step_output
+
+    def close(self) -> None:
+        """Cancel what has not ended. Any number of times."""
+        if self._num_open:
+            for handle in self._handles:
+                self._service.cancel(handle)
+
+    async def __aenter__(self) -> OutputStream:
+        return self
+
+    async def __aexit__(self, *fault: object) -> None:
+        self.close()
+
+    async def completions(self) -> list[Completion]:
+        """Returns all outputs in their order, once every one has ended."""
+        step_outputs: list[list[StepOutput]] = [[] for _ in range(self.num_outputs)]
+        async for index, step_output in self:
+            step_outputs[index].append(step_output)
+        return [_completion(index, found) for index, found in enumerate(step_outputs)]
+
+
+def _completion(index: int, step_outputs: Sequence[StepOutput]) -> Completion:
+    text = "".join(step_output.text for step_output in step_outputs)
+    tokens = [token for step_output in step_outputs for token in step_output.tokens]
+    last = step_outputs[-1]
+    return Completion(index, text, tokens, str(last.finish_reason), last.stats or {}, last.error)
