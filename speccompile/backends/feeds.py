@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from speccompile.core import specs
-from speccompile.core.feature_specs import NEXT_STATES, STATES
 from speccompile.core.specs import GraphSpec, TensorSpec
+from speccompile.graph_kinds.features import NEXT_STATES, STATES
 
 
 def shape_from_dims(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ _TUNING = "tuning.json"
 # What can change a compiled graph, besides what its backend names and its method's folder: no decode-time policy, no
 # engine, no recipe reader. tests/meta/test_cache_key.py compares it with what these modules import.
 SOURCES = (
-    *("core/specs", "core/heads_specs", "core/feature_specs", "core/borrowed_specs", "core/tree_shape", "core/jobs"),
+    *("core/specs", "core/tree_shape", "core/jobs", "graph_kinds"),
     *("ops", "checkpoints", "doctor", "export", "passes", "bundling/graphs"),
 )
 NOT_OF_GRAPHS = ("config", "proposer", "trainer")  # modules of a method's folder; options are in the key as they are

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from speccompile.core.json_reader import read_json_object
+from speccompile.common.json_reader import read_json_object
 from speccompile.errors import BuildError
 from speccompile.runtime.bundle import (
     MANIFEST,

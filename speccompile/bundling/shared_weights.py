@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from speccompile.core.disk import text_from_fault
+from speccompile.common.disk import text_from_fault
 from speccompile.errors import BuildError
 
 ALIGNMENT = 4096  # of tensors in a data file, so that each can be mapped by itself

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from speccompile.core.disk import is_full, text_from_fault
+from speccompile.common.disk import is_full, text_from_fault
 from speccompile.errors import BuildError
 
 _MARK = ".building-"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
-from speccompile.core.json_reader import kind_of, read_json_object, shown, whole_number
+from speccompile.common.json_reader import kind_of, read_json_object, shown, whole_number
 from speccompile.core.specs import ModelDims
 from speccompile.errors import CheckpointError
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from speccompile.core.json_reader import JsonFault, kind_of, parse_json, shown, whole_number
+from speccompile.common.json_reader import JsonFault, kind_of, parse_json, shown, whole_number
 from speccompile.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit

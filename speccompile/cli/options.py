@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from speccompile.cli.output import print_warning
-from speccompile.core.cores import num_usable_cores
+from speccompile.common.cores import num_usable_cores
 
 MAX_THREADS = 1024  # as engine.threads of a recipe
 

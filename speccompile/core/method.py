@@ -22,7 +22,7 @@ class Method:
             tells whether they leave it open how much is drafted.
         TrainingConfig: frozen dataclass, the recipe's `training.heads`; None: it cannot be trained.
         formats: import string of a tuple of `doctor.layouts.Format`, the layouts of its checkpoints; empty: none.
-        trainer: import string of its `core.training.Trainer`; empty: it cannot be trained.
+        trainer: import string of its `training_contract.Trainer`; empty: it cannot be trained.
     """
 
     name: str

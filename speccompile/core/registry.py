@@ -16,7 +16,7 @@ from speccompile.errors import RecipeError
 
 if TYPE_CHECKING:
     from speccompile.core.method import Method
-    from speccompile.core.training import Trainer
+    from speccompile.training_contract import Trainer
 
 BACKENDS = {
     "onnxruntime": "speccompile.backends.onnxruntime.backend:OnnxRuntimeBackend",

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_config, read_dims, resolve_checkpoint
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, TensorFiles, open_files
-from speccompile.core.json_reader import shown
+from speccompile.common.json_reader import shown
+from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.registry import load_formats
 from speccompile.core.specs import ModelDims
-from speccompile.core.tokenizer_file import load_tokenizer
 from speccompile.doctor.findings import Finding, Report, raise_first
 from speccompile.doctor.known_formats import known_format
 from speccompile.doctor.layouts import Case, Format, Target, resolve_sizes

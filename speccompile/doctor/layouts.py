@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import MAX_SIZE
-from speccompile.core.json_reader import shown
+from speccompile.common.json_reader import shown
 from speccompile.core.specs import ModelDims
 from speccompile.doctor.findings import Finding, Severity
 

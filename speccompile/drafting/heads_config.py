@@ -7,13 +7,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from speccompile.core.heads_specs import FormOptions, grown_depth
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine, Proposer
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.heads import HeadsProposer
 from speccompile.drafting.tree_config import TreeFields
 from speccompile.errors import RecipeError
+from speccompile.graph_kinds.heads import FormOptions, grown_depth
 
 
 @dataclass(frozen=True, kw_only=True)

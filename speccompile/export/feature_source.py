@@ -12,13 +12,13 @@ from speccompile.checkpoints.families import check_config
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.target_tables import digests_from_target
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, open_files
-from speccompile.core.feature_specs import FeatureDims
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import ModelDims
 from speccompile.doctor.doctor import check_speculator, open_known
 from speccompile.doctor.layouts import Format
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_candidates
+from speccompile.graph_kinds.features import FeatureDims
 
 if TYPE_CHECKING:
     from speccompile.core.protocols import Engine

@@ -41,7 +41,7 @@ def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], N
         module: takes the inputs of `spec` in order and gives its outputs; instead of the distributions of a chain the
             distribution of
             each draft [batch, vocab] one by one.
-        spec: a `heads_spec`, or one of `core.heads_specs`; the graph's inputs and outputs.
+        spec: a `heads_spec`, or one of `graph_kinds.heads`; the graph's inputs and outputs.
         progress: called with the name of each stage.
 
     Returns:

@@ -12,11 +12,11 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from speccompile.core.heads_specs import DraftForm
 from speccompile.core.tree_shape import TreeShape
 from speccompile.export.attention import gather_nodes
 from speccompile.export.candidates import top_tokens
 from speccompile.export.sampling import sample_token
+from speccompile.graph_kinds.heads import DraftForm
 
 Above: TypeAlias = tuple[int, ...] | torch.Tensor
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from speccompile.core.disk import text_from_fault
+from speccompile.common.disk import text_from_fault
 from speccompile.errors import BuildError
 
 INLINE_BYTES = 1024  # smaller tensors stay in the graph file, where a shape inference can read them

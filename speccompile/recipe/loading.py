@@ -16,8 +16,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from speccompile.checkpoints.checkpoint import GGUF, GGUF_TODO, hint
+from speccompile.common.json_reader import shown
 from speccompile.core import registry
-from speccompile.core.json_reader import shown
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import Recipe, recipe_model
 from speccompile.recipe.training import TrainingSection

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from speccompile.backends.base import Backend
+from speccompile.common.cores import num_usable_cores
 from speccompile.core import registry
-from speccompile.core.cores import num_usable_cores
 from speccompile.core.jobs import AS_TARGET, DecoderOptions, GraphJob, TargetOutputs
 from speccompile.core.parameters import parameters
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams

@@ -13,10 +13,10 @@ from pydantic import Field, ValidationError, create_model
 
 from speccompile.core import registry
 from speccompile.core.method import Method
-from speccompile.core.training import Trainer
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import Recipe, Section
 from speccompile.recipe.training import TrainingSection
+from speccompile.training_contract import Trainer
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from speccompile.core.json_reader import is_unicode
+from speccompile.common.json_reader import is_unicode
 
 MAX_CHARS = 1 << 18  # the parser reads about 100 kB a second
 MAX_DEPTH = 32

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speccompile.core.json_reader import read_json_object, shown
+from speccompile.common.json_reader import read_json_object, shown
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BundleError
 from speccompile.runtime.manifest_checks import check_types

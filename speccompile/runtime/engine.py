@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.base import Backend
+from speccompile.common.cores import num_usable_cores
+from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core import registry
-from speccompile.core.cores import num_usable_cores
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine
 from speccompile.core.sampling_params import SamplingParams
-from speccompile.core.tokenizer_file import load_tokenizer
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.bundle import TARGET, Bundle, check_files, read_bundle, weights_beside
 from speccompile.runtime.manifest_checks import check_fields

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Union
 
-from speccompile.core.json_reader import finite_number, shown, whole_number
+from speccompile.common.json_reader import finite_number, shown, whole_number
 from speccompile.errors import BundleError
 from speccompile.runtime.records import MANIFEST_RULE
 from speccompile.runtime.rules import MAX_COUNT, REBUILD, check_value

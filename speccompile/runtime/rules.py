@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from speccompile.core.json_reader import finite_number, shown, whole_number
+from speccompile.common.json_reader import finite_number, shown, whole_number
 from speccompile.errors import BundleError
 
 REBUILD = "Build the bundle again, or copy it again from where it was built."

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from speccompile.core.training import Drafted, TrainingBatch
+from speccompile.training_contract import Drafted, TrainingBatch
 
 BLOCK_ROWS = 1024
 
@@ -115,7 +115,7 @@ class TrainedModule(nn.Module):
     """A trainable and its loss as one module, so that a sharded model has one forward.
 
     Args:
-        trainable: see `speccompile.core.training.Trainable`.
+        trainable: see `speccompile.training_contract.Trainable`.
         options: of the loss.
         vocab_size: of the target.
     """

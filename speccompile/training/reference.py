@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from speccompile.checkpoints.checkpoint import resolve_checkpoint
-from speccompile.core.training import TargetNeeds, TrainingBatch
 from speccompile.errors import RecipeError
 from speccompile.recipe.training_plan import TrainingPlan
 from speccompile.training.states import batch_from_outputs
 from speccompile.training.target import Target, keep_pages
 from speccompile.training.text import read_tokenizer
+from speccompile.training_contract import TargetNeeds, TrainingBatch
 
 MAX_NEW_TOKENS = 128
 

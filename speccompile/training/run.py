@@ -18,7 +18,6 @@ from speccompile.bundling.guard import Claim, claim_folder
 from speccompile.bundling.records import SPECULATOR, write_record
 from speccompile.bundling.staging import disk_faults, staged_folder
 from speccompile.checkpoints.checkpoint import resolve_checkpoint
-from speccompile.core.training import TargetNeeds
 from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.models import Recipe
 from speccompile.recipe.training import TrainingSection
@@ -40,6 +39,7 @@ from speccompile.training.stage import Stage, StageRunner, make_optimizer, measu
 from speccompile.training.states import CachedStates, LiveStates, choose, digest_record, output_names, write_states
 from speccompile.training.target import Target, keep_pages
 from speccompile.training.text import TextBook, cache_folder
+from speccompile.training_contract import TargetNeeds
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

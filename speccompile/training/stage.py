@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from speccompile.core.training import TrainingBatch
 from speccompile.recipe.training import GeneratedSection, PlainSection
 from speccompile.training.distributed import Team
 from speccompile.training.packing import HELD_OUT, TRAIN, Windows
 from speccompile.training.states import CachedStates, LiveStates, batch_from_outputs
+from speccompile.training_contract import TrainingBatch
 
 MEASURE_ROWS = 8  # windows of a measurement's batch
 

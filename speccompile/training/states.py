@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from speccompile.bundling.staging import disk_faults
-from speccompile.core.training import TargetNeeds, TrainingBatch
 from speccompile.training.packing import SHARD_WINDOWS, Windows
 from speccompile.training.target import Target
+from speccompile.training_contract import TargetNeeds, TrainingBatch
 
 _RUN_TOKENS = 4096  # tokens of one forward of the target
 _SPARE_BYTES = 2 << 30  # left free on the disk

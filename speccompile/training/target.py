@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims
-from speccompile.core.training import TargetNeeds, TargetParts
 from speccompile.errors import CheckpointError
 from speccompile.export.wrapper import find_layers
+from speccompile.training_contract import TargetNeeds, TargetParts
 
 KEPT_PROBS = 16  # most probable tokens of a distribution that are kept; the example target's hold 0.96 of its mass
 

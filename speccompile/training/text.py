@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from speccompile.bundling.stage_cache import StageCache, default_cache_folder
 from speccompile.bundling.tokenizers import token_ids
 from speccompile.checkpoints.checkpoint import read_config
+from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.sampling_params import SamplingParams
-from speccompile.core.tokenizer_file import load_tokenizer
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.pipeline import build
 from speccompile.recipe.models import Recipe, SpeculatorSection

@@ -16,10 +16,10 @@ from speccompile.backends.onnxruntime.cuda_engine import load_cuda_engine
 from speccompile.backends.tensorrt import engine as trt_engine
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import registry, specs
-from speccompile.core.borrowed_specs import sharing_spec
 from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext
 from speccompile.core.specs import BorrowedCache, candidate_spec, decoder_spec, spec_from_json, verified_spec
 from speccompile.errors import BundleError
+from speccompile.graph_kinds.borrowed import sharing_spec
 from speccompile.speculators.glide.checkpoint import GlideSource
 from tests import store
 from tests.backends.fake_ort import FakeOrt

@@ -12,7 +12,7 @@ import pytest
 
 from speccompile.cli import options
 from speccompile.cli.main import main
-from speccompile.core.cores import num_usable_cores
+from speccompile.common.cores import num_usable_cores
 from tests.runtime.test_spec_engine import make_engine, text
 
 COLOURS = {"TERM": "xterm-256color", "FORCE_COLOR": "1", "NO_COLOR": None}

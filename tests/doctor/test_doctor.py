@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from speccompile.checkpoints.tensor_files import TensorFiles
 from speccompile.core import registry
 from speccompile.core.registry import load_formats
-from speccompile.core.training import TargetParts
 from speccompile.doctor import doctor
 from speccompile.doctor.doctor import examine
 from speccompile.doctor.findings import Report
 from speccompile.errors import CheckpointError
+from speccompile.training_contract import TargetParts
 from tests.checkpoints import checkpoint_lab as lab
 from tests.doctor.traps import TRAPS
 

@@ -6,19 +6,19 @@ import itertools
 import numpy as np
 import pytest
 
-from speccompile.core.heads_specs import (
-    DraftForm,
-    candidate_heads_spec,
-    grown_depth,
-    grown_drafts,
-    tree_heads_spec,
-)
 from speccompile.core.tree_shape import TreeShape
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates, grow_product, tree_from_shape
 from speccompile.drafting.heads import HeadsProposer, add_drafts
 from speccompile.errors import RecipeError
+from speccompile.graph_kinds.heads import (
+    DraftForm,
+    candidate_heads_spec,
+    grown_depth,
+    grown_drafts,
+    tree_heads_spec,
+)
 
 CHOICES = TreeShape.from_choices([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 

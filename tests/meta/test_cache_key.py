@@ -20,8 +20,8 @@ PACKAGE = "speccompile"
 NEUTRAL = {
     f"{PACKAGE}.{name}"
     for name in (
-        *("core.acceptance", "core.disk", "core.json_reader", "core.registry", "core.sampling", "core.tree"),
-        *("core.tokenizer_file", "core.parameters", "core.probes", "errors"),
+        *("common.disk", "common.json_reader", "common.tokenizer_file", "errors"),
+        *("core.acceptance", "core.registry", "core.sampling", "core.tree", "core.parameters", "core.probes"),
         *("core.sampling_params", "core.surfaces"),
     )
 }

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from speccompile.common.cores import num_usable_cores
 from speccompile.core import registry
-from speccompile.core.cores import num_usable_cores
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime import engine
 from speccompile.runtime.bundle import Bundle

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from speccompile.core import registry, specs
-from speccompile.core.heads_specs import DraftForm
 from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.core.specs import ModelDims
+from speccompile.graph_kinds.heads import DraftForm
 from tests import store
 
 BACKENDS = ("onnxruntime", "reference")

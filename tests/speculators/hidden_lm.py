@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from speccompile.core.heads_specs import DraftForm, candidate_heads_spec
 from speccompile.core.sampling import draw, warp
 from speccompile.core.specs import (
     CANDIDATE_PROBS,
@@ -30,6 +29,7 @@ from speccompile.core.specs import (
     heads_spec,
 )
 from speccompile.core.tree import chain_mask
+from speccompile.graph_kinds.heads import DraftForm, candidate_heads_spec
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 
 WIDTH = 2

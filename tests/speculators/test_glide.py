@@ -13,7 +13,6 @@ from speccompile.core import registry, specs
 from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import ModelDims
-from speccompile.core.training import TrainingBatch
 from speccompile.drafting.expansion import Expansion
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
@@ -24,6 +23,7 @@ from speccompile.speculators.glide.config import GlideConfig as Config
 from speccompile.speculators.glide.model import Glide, GlideSizes
 from speccompile.speculators.glide.proposer import GlideRows
 from speccompile.speculators.glide.trainer import TrainableGlide, config_from_sizes
+from speccompile.training_contract import TrainingBatch
 from tests.mock_lm import MockEngine
 from tests.speculators.borrower_lab import MAX_SEQ, Lab, check_dist, check_greedy, check_seeds
 

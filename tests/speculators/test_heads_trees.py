@@ -8,10 +8,10 @@ import pytest
 from scipy.stats import chisquare
 
 from speccompile.core import registry
-from speccompile.core.heads_specs import DraftForm, FormOptions
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.core.specs import HIDDEN, START_NODES
+from speccompile.graph_kinds.heads import DraftForm, FormOptions
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speccompile.core.training import Drafted, TrainingBatch
 from speccompile.training import losses
 from speccompile.training.losses import LossOptions, judge
 from speccompile.training.stage import measures_from_sums
+from speccompile.training_contract import Drafted, TrainingBatch
 
 VOCAB, WIDTH, NODES = 29, 8, 7
 

@@ -146,8 +146,8 @@ def test_the_target_writes_the_text_of_the_second_stage(write_recipe, target, mo
     tokens = torch.from_numpy(windows.rows("train", range(windows.counts["train"]))).long()
     assert tokens.shape[1] == 20 and 16 <= windows.counts["train"] <= 24
     # Every second sequence is greedy: there each new token is the target's own first choice.
-    from speccompile.core.training import TargetNeeds
     from speccompile.training.target import Target
+    from speccompile.training_contract import TargetNeeds
 
     dists = Target(target, torch.float32).run(tokens, TargetNeeds())
     follows = (dists["dist_tokens"][:, 5:-1, 0] == tokens[:, 6:]).all(-1)
@@ -174,9 +174,9 @@ def test_two_processes_train_as_one_does(whole, write_recipe):
 
 def test_outputs_are_kept_where_they_are_read_often(write_recipe, folder):
     """One pass is cheapest without keeping anything; a hundred are not."""
-    from speccompile.core.training import TargetNeeds
     from speccompile.training.states import CachedStates, LiveStates, choose, output_names, write_states
     from speccompile.training.target import Target
+    from speccompile.training_contract import TargetNeeds
 
     loaded = load_recipe(write_recipe("medusa", "whole"))
     target = Target(folder / "target", torch.float32)

@@ -11,9 +11,9 @@ from typing import cast
 from speccompile.backends.cuda.arrays import item_bytes
 from speccompile.backends.cuda.device import ALIGNMENT, Device
 from speccompile.core import specs
-from speccompile.core.borrowed_specs import find_owner
 from speccompile.core.specs import GraphSpec, TensorSpec, compacted_cache_name, updated_cache_name
 from speccompile.errors import BundleError
+from speccompile.graph_kinds.borrowed import find_owner
 
 
 def cache_bytes(spec: GraphSpec, max_slots: int) -> int:

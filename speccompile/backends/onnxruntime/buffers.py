@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from speccompile.backends.kv_rows import bucket_rows
-from speccompile.core.borrowed_specs import find_owner
 from speccompile.core.specs import GraphSpec
+from speccompile.graph_kinds.borrowed import find_owner
 
 
 class CacheBuffers:

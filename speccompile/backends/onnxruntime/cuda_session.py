@@ -22,9 +22,9 @@ import onnxruntime as ort
 from speccompile.backends.cuda.device import Device
 from speccompile.backends.cuda.profile import Profile
 from speccompile.backends.onnxruntime.engine import FAULTS, check_io, open_session
-from speccompile.core.feature_specs import NEXT_STATES
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BundleError, RuntimeFault
+from speccompile.graph_kinds.features import NEXT_STATES
 
 _REFUSAL = "cannot use the graph capture feature"
 NO_GRAPH = -1  # ONNX Runtime's `gpu_graph_id` of a run that is neither captured nor replayed

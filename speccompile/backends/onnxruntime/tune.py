@@ -18,7 +18,7 @@ from typing import Any
 
 from speccompile.backends.contention import WAIT_SHARE, WaitClock, is_disturbed
 from speccompile.backends.measuring import measure_steps, measured_sizes
-from speccompile.core.cores import num_usable_cores
+from speccompile.common.cores import num_usable_cores
 from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.errors import BuildError
 

@@ -13,8 +13,8 @@ from onnx.reference import ReferenceEvaluator
 from speccompile.backends.base import EngineBase
 from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.core import specs
-from speccompile.core.borrowed_specs import find_owner
 from speccompile.core.specs import GraphSpec
+from speccompile.graph_kinds.borrowed import find_owner
 from speccompile.ops.kv_rollback import kv_rollback
 from speccompile.ops.registry import reference_ops
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from speccompile.backends.tensorrt.config import ProfileConfig, SizeRange, config_from_options
-from speccompile.core.feature_specs import STATES
 from speccompile.core.jobs import PREFILL_CHUNK, CompileOptions
 from speccompile.core.specs import Dim, GraphSpec, TensorSpec
 from speccompile.errors import BuildError
+from speccompile.graph_kinds.features import STATES
 
 Range = tuple[int, int, int]
 Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.tensorrt.profiles import Profile
-from speccompile.core.json_reader import read_json_object
+from speccompile.common.json_reader import read_json_object
 from speccompile.errors import BundleError
 
 _REBUILD = "Build the bundle again here, or install what it was built with."

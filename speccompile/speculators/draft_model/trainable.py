@@ -12,14 +12,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims
-from speccompile.core.training import Drafted, TargetParts, TrainingBatch
 from speccompile.errors import CheckpointError
+from speccompile.training_contract import Drafted, TargetParts, TrainingBatch
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
 class TrainableDraft(nn.Module):
-    """See `speccompile.core.training.Trainable`.
+    """See `speccompile.training_contract.Trainable`.
 
     Args:
         model: a transformers model in float32.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speccompile.core.training import TargetNeeds, TargetParts
 from speccompile.errors import RecipeError
+from speccompile.training_contract import TargetNeeds, TargetParts
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class HeadsConfig:
 
 
 class DraftModelTrainer:
-    """See `speccompile.core.training.Trainer`."""
+    """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: HeadsConfig, target: Mapping[str, Any]) -> TargetNeeds:
         """The distributions alone."""

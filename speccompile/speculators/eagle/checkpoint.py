@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.core.feature_specs import FeatureDims, feature_draft_spec
 from speccompile.core.jobs import CandidateOptions, WeightCounts
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
@@ -20,6 +19,7 @@ from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
 from speccompile.export.feature_source import FeatureSource, count_weights
+from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

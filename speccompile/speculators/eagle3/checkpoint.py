@@ -22,7 +22,6 @@ import numpy as np
 from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.folders import find_folder
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
-from speccompile.core.feature_specs import FeatureDims, feature_draft_spec, fusion_spec
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
@@ -34,6 +33,7 @@ from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Ta
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_features
 from speccompile.export.feature_source import FeatureSource, count_weights, holds
+from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec, fusion_spec
 from speccompile.speculators.eagle3.speculators_config import (
     SCOPE,
     check_config,

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
-from speccompile.core.feature_specs import FeatureDims
 from speccompile.export.feature_draft import FeatureBody, fill_weights, layer_config, widen_projections
+from speccompile.graph_kinds.features import FeatureDims
 
 
 class MidLayer(nn.Module):

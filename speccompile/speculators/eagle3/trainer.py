@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
 from speccompile.errors import RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.export.layers import RmsNorm, SelfAttention, SwiGlu, attend, init_linear, join_heads, reset
 from speccompile.speculators.eagle3.checkpoint import NUM_STREAMS
 from speccompile.speculators.eagle3.config import Eagle3Training
+from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 DraftLayout = tuple[torch.Tensor, torch.Tensor]  # keys and values [batch, kv_heads, rows, head_dim]
 
@@ -183,7 +183,7 @@ class EagleHeads(nn.Module):
 
 
 class TrainableEagle3(nn.Module):
-    """See `speccompile.core.training.Trainable`.
+    """See `speccompile.training_contract.Trainable`.
 
     A drafter that only ever saw the target's features drafts one token well and then none: it is unrolled in
     training as it is at drafting time ("training-time test" of the paper).
@@ -295,7 +295,7 @@ def begin_heads(sizes: EagleSizes, parts: TargetParts) -> EagleHeads:
 
 
 class Eagle3Trainer:
-    """See `speccompile.core.training.Trainer`."""
+    """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: Eagle3Training, target: Mapping[str, Any]) -> TargetNeeds:
         """Three residual streams."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
-from speccompile.core.borrowed_specs import sharing_spec
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, ModelDims, candidate_spec, decoder_spec
@@ -25,6 +24,7 @@ from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Target, f
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_candidates
 from speccompile.export.decoder_source import WEIGHT_FILES, DecoderSource
+from speccompile.graph_kinds.borrowed import sharing_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
 from speccompile.errors import RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.speculators.early_exit.config import ExitTraining
 from speccompile.speculators.early_exit.model import ExitHead, ExitSizes
+from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 
 class TrainableExit(nn.Module):
-    """See `speccompile.core.training.Trainable`.
+    """See `speccompile.training_contract.Trainable`.
 
     Its position behind the root says nothing: every token is drafted alike, from its own stream. The text is cut into
     chains only so that their acceptance can be estimated.
@@ -70,7 +70,7 @@ class TrainableExit(nn.Module):
 
 
 class EarlyExitTrainer:
-    """See `speccompile.core.training.Trainer`."""
+    """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: ExitTraining, target: Mapping[str, Any]) -> TargetNeeds:
         """The stream behind the last layer that runs."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
-from speccompile.core.borrowed_specs import reading_spec
 from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, ModelDims, cache_names, candidate_spec, decoder_spec
@@ -27,6 +26,7 @@ from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag, lookup
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_candidates
+from speccompile.graph_kinds.borrowed import reading_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.export.layers import reset
 from speccompile.speculators.glide.config import GlideTraining
 from speccompile.speculators.glide.model import Glide, GlideSizes, WholeText
+from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 
 class TrainableGlide(nn.Module):
-    """See `speccompile.core.training.Trainable`.
+    """See `speccompile.training_contract.Trainable`.
 
     Args:
         drafter: the drafter.
@@ -131,7 +131,7 @@ def begin_drafter(sizes: GlideSizes, parts: TargetParts) -> Glide:
 
 
 class GlideTrainer:
-    """See `speccompile.core.training.Trainer`."""
+    """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: GlideTraining, target: Mapping[str, Any]) -> TargetNeeds:
         """The last layer's cache."""

@@ -17,7 +17,6 @@ from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.target_tables import digests_from_target, read_tables
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
-from speccompile.core.heads_specs import candidate_heads_spec
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, ModelDims
@@ -27,6 +26,7 @@ from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_head_candidates
+from speccompile.graph_kinds.heads import candidate_heads_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.speculators.medusa.config import MedusaTraining
 from speccompile.speculators.medusa.model import HeadsSizes, MedusaHeads
+from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 
 class TrainableMedusa(nn.Module):
-    """See `speccompile.core.training.Trainable`.
+    """See `speccompile.training_contract.Trainable`.
 
     Args:
         heads: the heads.
@@ -49,7 +49,7 @@ class TrainableMedusa(nn.Module):
 
 
 class MedusaTrainer:
-    """See `speccompile.core.training.Trainer`."""
+    """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: MedusaTraining, target: Mapping[str, Any]) -> TargetNeeds:
         """The final-normed states."""

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.speculators.mlp.checkpoint import MODEL_TYPE, PREFIX, HeadsSizes
 from speccompile.speculators.mlp.config import MlpTraining
 from speccompile.speculators.mlp.model import MlpHeads, heads_from_weights, random_heads
+from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 
 class TrainableMlp(nn.Module):
-    """See `speccompile.core.training.Trainable`."""
+    """See `speccompile.training_contract.Trainable`."""
 
     def __init__(self, heads: MlpHeads) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def load_heads(sizes: HeadsSizes, folder: Path) -> MlpHeads:
 
 
 class MlpTrainer:
-    """See `speccompile.core.training.Trainer`."""
+    """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: MlpTraining, target: Mapping[str, Any]) -> TargetNeeds:
         """The final-normed states."""

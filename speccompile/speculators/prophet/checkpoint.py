@@ -17,7 +17,6 @@ from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.target_tables import digests_from_target, read_tables
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
-from speccompile.core.heads_specs import DraftForm
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
@@ -28,6 +27,7 @@ from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_heads
+from speccompile.graph_kinds.heads import DraftForm
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from speccompile.core.heads_specs import FormOptions
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine, Proposer
 from speccompile.drafting.heads_config import HeadsFields
 from speccompile.errors import RecipeError
+from speccompile.graph_kinds.heads import FormOptions
 
 HEADS = "heads"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.prophet.checkpoint:ProphetSource"

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from speccompile.core.training import Drafted, TargetNeeds, TargetParts, TrainingBatch
 from speccompile.errors import RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.export.layers import reset
 from speccompile.speculators.prophet.config import ProphetTraining
 from speccompile.speculators.prophet.model import Prophet, ProphetSizes
+from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 
 class TrainableProphet(nn.Module):
-    """See `speccompile.core.training.Trainable`.
+    """See `speccompile.training_contract.Trainable`.
 
     Args:
         heads: the transformer.
@@ -75,7 +75,7 @@ def begin_prophet(sizes: ProphetSizes, parts: TargetParts) -> Prophet:
 
 
 class ProphetTrainer:
-    """See `speccompile.core.training.Trainer`."""
+    """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: ProphetTraining, target: Mapping[str, Any]) -> TargetNeeds:
         """The final-normed states."""

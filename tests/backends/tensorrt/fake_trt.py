@@ -21,8 +21,8 @@ import onnxruntime as ort
 
 from speccompile.backends.tensorrt.variants import VARIANTS, Variant
 from speccompile.core import specs
-from speccompile.core.feature_specs import NEXT_STATES
 from speccompile.core.specs import compacted_cache_name, spec_from_json, updated_cache_name
+from speccompile.graph_kinds.features import NEXT_STATES
 from speccompile.ops.kv_rollback import kv_rollback
 from tests.backends.tensorrt.fake_cuda import ALIGNMENT, FakeCuda
 

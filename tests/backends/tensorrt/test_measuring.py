@@ -14,9 +14,6 @@ from speccompile.backends.tensorrt.profiles import make_profiles
 from speccompile.backends.tensorrt.records import write_record
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.backends.tensorrt.tune import measure_plan
-from speccompile.core.borrowed_specs import reading_spec
-from speccompile.core.feature_specs import FeatureDims, feature_draft_spec, fusion_spec
-from speccompile.core.heads_specs import candidate_heads_spec, tree_heads_spec
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import (
     GraphSpec,
@@ -27,6 +24,9 @@ from speccompile.core.specs import (
     verified_spec,
 )
 from speccompile.export import checks
+from speccompile.graph_kinds.borrowed import reading_spec
+from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec, fusion_spec
+from speccompile.graph_kinds.heads import candidate_heads_spec, tree_heads_spec
 from tests.backends.tensorrt.trt_lab import Lab
 
 MAX_SEQ, VOCAB = 512, 211

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.core import json_reader
-from speccompile.core.json_reader import JsonFault, finite_number, parse_json, read_json_object, shown, whole_number
+from speccompile.common import json_reader
+from speccompile.common.json_reader import JsonFault, finite_number, parse_json, read_json_object, shown, whole_number
 from speccompile.errors import CheckpointError
 
 

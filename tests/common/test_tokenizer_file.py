@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.core.tokenizer_file import load_tokenizer
+from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.errors import CheckpointError
 
 
