@@ -25,8 +25,8 @@ BACKENDS = {
 }
 # The layout of a checkpoint is told by the first method that claims it.
 METHODS = {
-    "none": "speccompile.speculators.none.method:NoneMethod",
-    "draft_model": "speccompile.speculators.draft_model.method:DraftModelMethod",
+    "none": "speccompile.speculators.none.config:NoneMethod",
+    "draft_model": "speccompile.speculators.draft_model.config:DraftModelMethod",
     "medusa": "speccompile.speculators.medusa.config:MedusaMethod",
     "mlp": "speccompile.speculators.mlp.config:MlpMethod",
     "eagle3": "speccompile.speculators.eagle3.config:Eagle3Method",
@@ -34,7 +34,7 @@ METHODS = {
     "glide": "speccompile.speculators.glide.config:GlideMethod",
     "early_exit": "speccompile.speculators.early_exit.config:EarlyExitMethod",
     "prophet": "speccompile.speculators.prophet.config:ProphetMethod",
-    "ngram": "speccompile.speculators.ngram.method:NgramMethod",
+    "ngram": "speccompile.speculators.ngram.config:NgramMethod",
 }
 BACKEND_GROUP, METHOD_GROUP = "speccompile.backends", "speccompile.methods"
 

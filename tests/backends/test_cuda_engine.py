@@ -22,8 +22,7 @@ from speccompile.core.specs import candidate_spec, decoder_spec, verified_spec
 from speccompile.errors import BundleError, RecipeError, RuntimeFault
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
-from speccompile.speculators.draft_model.config import Config as DraftConfig
-from speccompile.speculators.draft_model.method import DraftModelMethod
+from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.backends.fake_ort import REFUSAL, FakeOrt
 from tests.backends.tensorrt.fake_cuda import FakeCuda
 
@@ -277,7 +276,7 @@ def test_the_whole_loop_gives_the_cpu_engines_tokens(load, open_engine, heat):
     tokens = []
     for target, draft in ((load(), load("draft")), (open_engine(), open_engine(role="draft"))):
         engines = TimedEngine(target), {"draft": TimedEngine(draft)}
-        proposer = DraftModelMethod().make_proposer(DraftConfig("d", num_draft_tokens=3), engines[1], context)
+        proposer = DraftModelMethod().make_proposer(DraftModelConfig("d", num_draft_tokens=3), engines[1], context)
         engine = SpecEngine(*engines, proposer, None, context, chunk=50)
         results = [engine.generate(prompts, params, batch_size=n) for n in (1, 3)]
         assert sum(r.stats["num_accepted"] for r in results[1]) > 20  # the draft is the target

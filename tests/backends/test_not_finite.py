@@ -17,8 +17,7 @@ from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
-from speccompile.speculators.ngram.config import Config
-from speccompile.speculators.ngram.method import NgramMethod
+from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from tests.runtime.test_service import Sink
 
 BAD = 91
@@ -62,7 +61,7 @@ def engines(request: Any, neutral: Any, tmp_path_factory: pytest.TempPathFactory
 
     def make(is_bad: bool) -> SpecEngine:
         context = MethodContext(3, 64, 8)
-        proposer = NgramMethod().make_proposer(Config(), {}, context)
+        proposer = NgramMethod().make_proposer(NgramConfig(), {}, context)
         return SpecEngine(opened[is_bad], {}, proposer, None, context, chunk=16)
 
     return make

@@ -28,8 +28,7 @@ from speccompile.passes.base import run_pipeline
 from speccompile.passes.edit import sizes_of
 from speccompile.passes.fit_vocab import ABSENT, fit_vocab
 from speccompile.passes.pipelines import tensorrt_table
-from speccompile.speculators.draft_model.config import Config
-from speccompile.speculators.draft_model.method import DraftModelMethod
+from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.speculators.distribution_check import LEAST, PROMPT, Warp, decode_many, fit_p_value
 
 WIDE, NARROW = 97, 89
@@ -107,7 +106,7 @@ class Scored:
 
 def propose_with(engine: Any, fields: dict[str, Any]) -> Any:
     context = MethodContext(SLOTS, ROWS - NODES - 1, NODES)
-    return DraftModelMethod().make_proposer(Config("draft", **fields), {"draft": engine}, context)
+    return DraftModelMethod().make_proposer(DraftModelConfig("draft", **fields), {"draft": engine}, context)
 
 
 @pytest.mark.distribution

@@ -12,8 +12,7 @@ from speccompile.runtime.requests import Request
 from speccompile.runtime.scheduler import Scheduler
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
-from speccompile.speculators.draft_model.config import Config as DraftConfig
-from speccompile.speculators.draft_model.method import DraftModelMethod
+from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from speccompile.speculators.mlp.config import HEADS, MlpMethod
 from speccompile.speculators.mlp.config import MlpConfig as MlpConfig
 from tests.mock_lm import VOCAB, MockEngine
@@ -36,7 +35,7 @@ def make_tree_engine(slots=3, max_seq=64, chunk=7):
     context = MethodContext(slots, max_seq, 8)
     target = TimedEngine(MockEngine(TARGET, "target", slots, max_seq, headroom=9))
     draft = TimedEngine(MockEngine(TARGET.blurred(22, 0.7), "draft", slots, max_seq, headroom=9))
-    config = DraftConfig("d", tree={"widths": [2, 1]})
+    config = DraftModelConfig("d", tree={"widths": [2, 1]})
     proposer = DraftModelMethod().make_proposer(config, {"draft": draft}, context)
     return SpecEngine(target, {"draft": draft}, proposer, Letters(), context, chunk=chunk)
 

@@ -9,10 +9,8 @@ from speccompile.runtime.control import FixedLength
 from speccompile.runtime.loop import decode, decode_one
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
-from speccompile.speculators.draft_model.config import Config as DraftConfig
-from speccompile.speculators.draft_model.method import DraftModelMethod
-from speccompile.speculators.ngram.config import Config as NgramConfig
-from speccompile.speculators.ngram.method import NgramMethod
+from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
+from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from speccompile.speculators.none.proposer import NoneProposer
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 
@@ -56,7 +54,7 @@ def make_proposer(kind, slots=4, max_seq=MAX_SEQ, draft_seq=None, **config):
         return TreeProposer()
     if kind == "ngram":
         return NgramMethod().make_proposer(NgramConfig(min_match=1, max_match=3, **config), {}, context)
-    config = DraftConfig("draft", **config)
+    config = DraftModelConfig("draft", **config)
     engine = MockEngine(DRAFT, "draft", slots, draft_seq or max_seq)
     return DraftModelMethod().make_proposer(config, {"draft": engine}, context)
 

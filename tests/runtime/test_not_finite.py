@@ -12,10 +12,8 @@ from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, TOKENS
 from speccompile.runtime.requests import Request
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import DraftEngine, TimedEngine
-from speccompile.speculators.draft_model.config import Config
-from speccompile.speculators.draft_model.method import DraftModelMethod
-from speccompile.speculators.ngram.config import Config as NgramConfig
-from speccompile.speculators.ngram.method import NgramMethod
+from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
+from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from tests.mock_lm import MockEngine
 from tests.runtime.scheduler_lab import Bench, greedy, make_tree_engine
 from tests.runtime.test_service import Sink, serve  # noqa: F401
@@ -38,13 +36,14 @@ def make_engine(kind, bad_target=True, bad_draft=False, slots=3, max_seq=64):
     target.bad, draft.bad = BAD if bad_target else None, BAD if bad_draft else None
     drafts = {"draft": DraftEngine(draft)} if kind in ("chain", "tree") else {}
     if kind == "plain":
-        from speccompile.speculators.none.method import NoneMethod
+        from speccompile.speculators.none.config import NoneMethod
 
         proposer = NoneMethod().make_proposer(None, {}, context)
     elif kind == "ngram":
         proposer = NgramMethod().make_proposer(NgramConfig(), {}, context)
     else:
-        config = Config("d", tree={"widths": [2, 1]}) if kind == "tree" else Config("d", num_draft_tokens=4)
+        fields = {"tree": {"widths": [2, 1]}} if kind == "tree" else {"num_draft_tokens": 4}
+        config = DraftModelConfig("d", **fields)
         proposer = DraftModelMethod().make_proposer(config, drafts, context)
     return SpecEngine(TimedEngine(target), drafts, proposer, Letters(), context, chunk=7)
 

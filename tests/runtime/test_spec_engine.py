@@ -10,8 +10,7 @@ from speccompile.errors import RuntimeFault
 from speccompile.runtime.bundle import Bundle
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
-from speccompile.speculators.draft_model.config import Config
-from speccompile.speculators.draft_model.method import DraftModelMethod
+from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 
 TARGET = MockLM(seed=21)
@@ -32,7 +31,7 @@ def make_engine(tokenizer=None, slots=3, max_seq=64, eos=(), chunk=7):
     context = MethodContext(slots, max_seq, 8)
     target = TimedEngine(MockEngine(TARGET, "target", slots, max_seq, headroom=9))
     draft = TimedEngine(MockEngine(TARGET.blurred(22, 0.7), "draft", slots, max_seq))
-    proposer = DraftModelMethod().make_proposer(Config("d", num_draft_tokens=4), {"draft": draft}, context)
+    proposer = DraftModelMethod().make_proposer(DraftModelConfig("d", num_draft_tokens=4), {"draft": draft}, context)
     return SpecEngine(target, {"draft": draft}, proposer, tokenizer or Letters(), context, eos, chunk=chunk)
 
 

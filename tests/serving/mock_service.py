@@ -14,8 +14,7 @@ from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
 from speccompile.serving.page.routes import page_routes
-from speccompile.speculators.draft_model.config import Config
-from speccompile.speculators.draft_model.method import DraftModelMethod
+from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.mock_lm import MockEngine, MockLM
 
 TARGET = MockLM(seed=21)
@@ -54,7 +53,7 @@ def make_engine(slots: int = 3, max_seq: int = 64, eos=(), tokenizer=None) -> tu
     gated = GatedEngine(TARGET, "target", slots, max_seq, headroom=9)
     draft = TimedEngine(MockEngine(TARGET.blurred(22, 0.7), "draft", slots, max_seq))
     gated.voids_moved = draft.engine.voids_moved = False  # prompts that begin alike share caches: these are copied
-    proposer = DraftModelMethod().make_proposer(Config("d", num_draft_tokens=4), {"draft": draft}, context)
+    proposer = DraftModelMethod().make_proposer(DraftModelConfig("d", num_draft_tokens=4), {"draft": draft}, context)
     engine = SpecEngine(TimedEngine(gated), {"draft": draft}, proposer, tokenizer or Letters(), context, eos, chunk=7)
     return engine, gated
 

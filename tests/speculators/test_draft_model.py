@@ -19,8 +19,7 @@ from speccompile.errors import RecipeError
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
-from speccompile.speculators.draft_model.config import Config
-from speccompile.speculators.draft_model.method import DraftModelMethod
+from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 from tests.speculators.distribution_check import LEAST, decode_many, fit_p_value
 
@@ -34,7 +33,7 @@ HEAT = (0.9, 4, 1.0)
 def make_proposer(costs=None, slots=2, **config):
     context = MethodContext(slots, 96, 8, costs or {})
     engine = MockEngine(DRAFT, "draft", slots, 96, num_candidates=1)
-    return DraftModelMethod().make_proposer(Config("draft", **config), {"draft": engine}, context)
+    return DraftModelMethod().make_proposer(DraftModelConfig("draft", **config), {"draft": engine}, context)
 
 
 class Certain:
@@ -68,7 +67,7 @@ class Certain:
 def draft_lengths(confidences, costs=None, drawn=False, planned=False, odds=1.0, **config):
     """How many drafts of these confidences [slots][depth] are scored."""
     context, scorer = MethodContext(len(confidences), 96, 8, costs or {}), Certain(confidences)
-    drafts = Config("draft", confidence_odds=odds, **config).make_drafts(scorer, scorer, "draft", context)
+    drafts = DraftModelConfig("draft", confidence_odds=odds, **config).make_drafts(scorer, scorer, "draft", context)
     params, estimate = SamplingParams(temperature=0.8 * drawn), drafts[0].new_estimate
     slots = [
         SimpleNamespace(tokens=[1], sampling=params, max_drafts=9, draft_state=DraftState(estimate()))
@@ -307,4 +306,4 @@ def test_an_adaptive_stop_keeps_the_targets_distribution_and_dropping_drawn_toke
 )
 def test_bad_fields_are_refused(field, value):
     with pytest.raises(RecipeError, match=rf"speculator\.{field}: got"):
-        Config("draft", **{field: value})
+        DraftModelConfig("draft", **{field: value})

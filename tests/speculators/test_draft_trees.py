@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees of a small model over mock engines: the target's text and probs, the draft's cache, and what is refused."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,15 +8,14 @@ import pytest
 
 from speccompile.core.jobs import CandidateOptions, DecoderOptions, MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
-from speccompile.core.specs import GraphSpec, TensorSpec, spec_from_json
+from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.drafting import static_tree as static_trees
 from speccompile.drafting.siblings import draw_siblings
 from speccompile.errors import RecipeError
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
-from speccompile.speculators.draft_model.config import Config
-from speccompile.speculators.draft_model.method import DraftModelMethod
+from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 from tests.speculators.distribution_check import LEAST, WARPS, decode_many, fit_p_value
 
@@ -33,7 +31,7 @@ def make_proposer(tree, slots=1, costs=None, rows=ROWS, **fields):
     context = MethodContext(slots, ROWS, NODES, costs or {}, {"draft": rows})
     engine = MockEngine(DRAFT, "draft", slots, rows, headroom=NODES + 1)
     return DraftModelMethod().make_proposer(
-        Config("d", tree=tree, num_candidates=4, **fields), {"draft": engine}, context
+        DraftModelConfig("d", tree=tree, num_candidates=4, **fields), {"draft": engine}, context
     )
 
 
@@ -233,14 +231,16 @@ def test_every_drawn_node_has_a_distribution_that_can_give_it_and_none_of_its_el
 
 def test_trees_that_the_draft_cannot_make_are_refused():
     with pytest.raises(RecipeError, match=r"speculator\.drafts: got sampled with tree: auto; expected auto or greedy"):
-        Config("d", tree="auto", drafts="sampled")
+        DraftModelConfig("d", tree="auto", drafts="sampled")
     with pytest.raises(RecipeError, match="got a draft built for 4 candidates a node; expected 5 candidates a node"):
         make_proposer({"widths": [5]})
     with pytest.raises(RecipeError, match=r"got 12 draft tokens; expected at most engine\.max_draft_nodes = 10"):
         make_proposer({"widths": [3, 3]})
     chains = MockEngine(DRAFT, "draft", 1, ROWS, headroom=NODES + 1, num_candidates=1)
     with pytest.raises(RecipeError, match="got a draft built for 1 candidates a node; expected 8 candidates a node"):
-        DraftModelMethod().make_proposer(Config("d", tree="auto"), {"draft": chains}, MethodContext(1, ROWS, NODES))
+        DraftModelMethod().make_proposer(
+            DraftModelConfig("d", tree="auto"), {"draft": chains}, MethodContext(1, ROWS, NODES)
+        )
 
 
 def test_a_draft_for_trees_drafts_chains_too():
@@ -261,15 +261,13 @@ def test_a_draft_of_an_earlier_version_is_refused():
             ("sampled_probs", ("batch", "draft_vocab"), "float32"),
         )
     )
-    written = {**GraphSpec("draft", (), outputs, (), VOCAB, scores="one").json_from_spec(), "tail": "sample"}
-    engine.spec = spec_from_json(json.loads(json.dumps(written)))
-    assert engine.spec.tail == "none"
+    engine.spec = GraphSpec("draft", (), outputs, (), VOCAB, scores="one")
     expected = (
         r"speculator\.method: got a draft of an earlier version, which gives sampled_token, confidence, sampled_probs; "
         r"expected candidates after each node\. Build the bundle again\."
     )
     with pytest.raises(RecipeError, match=expected):
-        DraftModelMethod().make_proposer(Config("d"), {"draft": engine}, MethodContext(1, ROWS, NODES))
+        DraftModelMethod().make_proposer(DraftModelConfig("d"), {"draft": engine}, MethodContext(1, ROWS, NODES))
 
 
 def test_the_draft_is_built_for_what_the_tree_needs():
@@ -279,4 +277,6 @@ def test_the_draft_is_built_for_what_the_tree_needs():
         ((0,), (1,)): CandidateOptions(2, gives_probs=True),
     }
     for tree, candidates in jobs.items():
-        assert DraftModelMethod().graph_jobs(Config("d", tree=tree))[0].options == DecoderOptions(candidates=candidates)
+        assert DraftModelMethod().graph_jobs(DraftModelConfig("d", tree=tree))[0].options == DecoderOptions(
+            candidates=candidates
+        )

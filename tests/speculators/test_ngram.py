@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.errors import RecipeError
-from speccompile.speculators.ngram.config import Config
-from speccompile.speculators.ngram.method import NgramMethod
+from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from speccompile.speculators.ngram.proposer import FIRST_RATES, NgramIndex
 
 
@@ -33,7 +32,7 @@ def test_the_index_finds_what_a_scan_finds(tokens, low, more, step):
 
 def propose(sequences, max_drafts=99, costs=None, **config):
     context = MethodContext(len(sequences), 512, 16, {"target": costs or StepCosts()})
-    proposer = NgramMethod().make_proposer(Config(**config), {}, context)
+    proposer = NgramMethod().make_proposer(NgramConfig(**config), {}, context)
     slots = [SimpleNamespace(tokens=tokens, max_drafts=max_drafts) for tokens in sequences]
     for place, slot in enumerate(slots):
         proposer.start(place, slot)
@@ -63,7 +62,7 @@ def test_ragged_batches_are_padded_and_limits_hold():
 
 def test_rates_are_learned_by_match_length():
     context = MethodContext(1, 512, 16, {"target": StepCosts(((1, 1.0), (64, 1.1)))})
-    proposer = NgramMethod().make_proposer(Config(num_draft_tokens=2, min_match=2, max_match=4), {}, context)
+    proposer = NgramMethod().make_proposer(NgramConfig(num_draft_tokens=2, min_match=2, max_match=4), {}, context)
     slot = SimpleNamespace(tokens=[9, 1, 2, 3, 7, 8, 4, 1, 2, 3], max_drafts=9)
     batch = SimpleNamespace(slots=[slot])
     proposer.start(0, slot)
@@ -102,4 +101,4 @@ def test_measured_costs_bound_the_length_of_every_slot():
 @pytest.mark.parametrize("bad", [{"num_draft_tokens": 0}, {"min_match": 0}, {"min_match": 4, "max_match": 3}])
 def test_bad_fields_are_refused(bad):
     with pytest.raises(RecipeError, match=rf"speculator\.{list(bad)[-1]}: got"):
-        Config(**bad)
+        NgramConfig(**bad)

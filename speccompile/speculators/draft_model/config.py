@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe fields of drafting by a small model."""
+"""Drafting by a small model, one more decoder graph: recipe fields, and what the build and the runtime ask."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from speccompile.core.jobs import CandidateOptions, DecoderOptions, GraphJob, MethodContext
+from speccompile.core.method import Method
+from speccompile.core.protocols import Engine
 from speccompile.drafting.cached_drafts import CachedDraftFields
+from speccompile.drafting.kv_cache import DraftCache
+from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
+
+DRAFT = "draft"  # the graph's name in the bundle
 
 
 @dataclass(frozen=True)
-class Config(CachedDraftFields):
+class DraftModelConfig(CachedDraftFields):
     """A draft model.
 
     Args:
@@ -64,3 +71,56 @@ class Config(CachedDraftFields):
     def min_path(self) -> float:
         """See `CachedDraftFields.min_path`."""
         return 0.0 if self.min_confidence == "auto" else self.min_confidence
+
+
+@dataclass(frozen=True)
+class DraftModelTraining:
+    """What is trained.
+
+    Args:
+        hidden_size: of the draft.
+        num_layers: of the draft.
+        num_heads: attention heads of a layer.
+        num_kv_heads: key heads of a layer.
+        head_dim: of a head; 0: hidden_size / num_heads.
+        intermediate_size: of its MLPs.
+        chain: drafts of a chain, for the estimated acceptance.
+    """
+
+    hidden_size: int = 192
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 0
+    intermediate_size: int = 512
+    chain: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size", "chain"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"training.heads.{name}", f"{getattr(self, name)}", "1 or more", "Raise it.")
+        if self.num_heads % self.num_kv_heads or (not self.head_dim and self.hidden_size % self.num_heads):
+            got = f"{self.num_heads} heads, {self.num_kv_heads} key heads, hidden size {self.hidden_size}"
+            raise RecipeError("training.heads.num_heads", got, "sizes that divide one another", "Correct the recipe.")
+
+
+class DraftModelMethod(Method):
+    """See `speccompile.core.method.Method`."""
+
+    name = "draft_model"
+    Config = DraftModelConfig
+    TrainingConfig = DraftModelTraining
+    trainer = "speccompile.speculators.draft_model.trainer:DraftModelTrainer"
+
+    def graph_jobs(self, config: DraftModelConfig) -> tuple[GraphJob, ...]:
+        """The draft model."""
+        options = DecoderOptions(candidates=CandidateOptions(config.candidates_needed, config.has_probs))
+        return (GraphJob(DRAFT, config.model, config.quantization, options=options, config=config.config),)
+
+    def make_proposer(
+        self, config: DraftModelConfig, engines: Mapping[str, Engine], context: MethodContext
+    ) -> DraftProposer:
+        """The proposer over the draft's engine; how far it drafts depends on the measured costs."""
+        engine, max_rows = engines[DRAFT], context.seq_lens.get(DRAFT, context.max_seq_len)
+        rows = DraftCache(engine, max_rows, context.max_draft_nodes)
+        return DraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe fields of prompt lookup."""
+"""Drafting by prompt lookup: recipe fields, and what the build and the runtime ask. It has no graph."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from speccompile.core.jobs import MethodContext
+from speccompile.core.method import Method
+from speccompile.core.protocols import Engine
 from speccompile.errors import RecipeError
+from speccompile.speculators.ngram.proposer import NgramProposer
 
 
 @dataclass(frozen=True)
-class Config:
+class NgramConfig:
     """Prompt lookup.
 
     Args:
@@ -44,3 +49,16 @@ class Config:
     def leaves_length(self) -> bool:
         """Whether the recipe leaves it open how much is drafted."""
         return self.tokens_per_match == "auto"
+
+
+class NgramMethod(Method):
+    """See `speccompile.core.method.Method`."""
+
+    name = "ngram"
+    Config = NgramConfig
+
+    def make_proposer(
+        self, config: NgramConfig, engines: Mapping[str, Engine], context: MethodContext
+    ) -> NgramProposer:
+        """Returns the lookup; it never drafts more tokens than a step may score."""
+        return NgramProposer(config, context)

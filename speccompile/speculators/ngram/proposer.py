@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +15,9 @@ from speccompile.core.protocols import Batch, Outputs, Slot, StepTimes
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
-from speccompile.speculators.ngram.config import Config
+
+if TYPE_CHECKING:
+    from speccompile.speculators.ngram.config import NgramConfig
 
 FIRST_RATES = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9)  # acceptance rate after a match of 1, 2, ... tokens, to begin with
 TOKENS_PER_MATCH = 2  # where nothing was measured
@@ -76,7 +79,7 @@ class NgramProposer:
     catches_up = True
     caches = ()
 
-    def __init__(self, config: Config, context: MethodContext) -> None:
+    def __init__(self, config: NgramConfig, context: MethodContext) -> None:
         self.config = config
         self.max_drafts = min(config.num_draft_tokens, context.max_draft_nodes)
         self.budget = Budget(

@@ -1,13 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe fields of plain decoding: none."""
+"""Plain decoding as a method, so that the baseline shares every line of the loop."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from speccompile.core.jobs import MethodContext
+from speccompile.core.method import Method
+from speccompile.core.protocols import Engine
+from speccompile.speculators.none.proposer import NoneProposer
 
 
 @dataclass(frozen=True)
-class Config:
+class NoneConfig:
     """Plain decoding has nothing to configure."""
 
     leaves_length = False
+
+
+class NoneMethod(Method):
+    """See `speccompile.core.method.Method`."""
+
+    name = "none"
+    Config = NoneConfig
+
+    def make_proposer(self, config: NoneConfig, engines: Mapping[str, Engine], context: MethodContext) -> NoneProposer:
+        """Returns the proposer of root-only trees."""
+        return NoneProposer()

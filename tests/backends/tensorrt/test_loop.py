@@ -17,10 +17,8 @@ from speccompile.passes.rollback import build_rollback
 from speccompile.passes.save import save_model
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
-from speccompile.speculators.draft_model.config import Config as DraftConfig
-from speccompile.speculators.draft_model.method import DraftModelMethod
-from speccompile.speculators.ngram.config import Config as NgramConfig
-from speccompile.speculators.ngram.method import NgramMethod
+from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
+from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from speccompile.speculators.none.proposer import NoneProposer
 from tests.backends.tensorrt.trt_lab import Lab
 
@@ -70,7 +68,7 @@ def make(compiled):
         drafts = {}
         if kind == "draft_model":
             drafts["draft"] = TimedEngine(load_draft())
-            proposer = DraftModelMethod().make_proposer(DraftConfig("d", num_draft_tokens=3), drafts, context)
+            proposer = DraftModelMethod().make_proposer(DraftModelConfig("d", num_draft_tokens=3), drafts, context)
         elif kind == "ngram":
             proposer = NgramMethod().make_proposer(NgramConfig(min_match=1, max_match=2), {}, context)
         else:

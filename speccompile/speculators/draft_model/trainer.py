@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims
 from speccompile.errors import CheckpointError
-from speccompile.training_contract import Drafted, TargetParts, TrainingBatch
+from speccompile.speculators.draft_model.config import DraftModelTraining
+from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
@@ -66,8 +68,8 @@ class TrainableDraft(nn.Module):
                 shutil.copyfile(self.target / name, folder / name)
 
 
-def make_model(config: Any, parts: TargetParts, start: Path | None) -> Any:
-    """The model of `training.HeadsConfig` with random weights, or that of a checkpoint.
+def make_model(config: DraftModelTraining, parts: TargetParts, start: Path | None) -> Any:
+    """Returns a Llama of these sizes with random weights, or the model of a checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or has another vocabulary.
@@ -96,3 +98,15 @@ def make_model(config: Any, parts: TargetParts, start: Path | None) -> Any:
         pad_token_id=target.get("pad_token_id"),
     )
     return LlamaForCausalLM(made)
+
+
+class DraftModelTrainer:
+    """See `speccompile.training_contract.Trainer`."""
+
+    def needs(self, config: DraftModelTraining, target: Mapping[str, Any]) -> TargetNeeds:
+        """The distributions alone."""
+        return TargetNeeds()
+
+    def make(self, config: DraftModelTraining, parts: TargetParts, start: Path | None) -> Any:
+        """A new model with tied embeddings, or `start`."""
+        return TrainableDraft(make_model(config, parts, start), parts.folder, config.chain)
