@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods share at decode time: scorers, trees, how far to draft; numpy alone."""
+"""What methods share at decode time: scorers, trees, how far to draft; imports numpy alone."""

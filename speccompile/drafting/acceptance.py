@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How likely drafts are to be accepted: one estimator a sequence, with a prior that sequences share.
+"""Estimates how likely drafts are to be accepted: one estimator per sequence, with a prior that sequences share.
 
-It answers two questions. Before drafting: how many draft tokens does a tree bring (`accepted_length`)? Of candidates
-that are known: how likely is each to be the token that follows (`probs`)? The second corrects the draft's own
+It answers two questions. Before drafting: how many draft tokens does a tree bring (`accepted_length`)? Once candidates
+are known: how likely is each to be the token that follows (`probs`)? The second corrects the draft's own
 confidences: a greedy target takes one token, so a first-ranked candidate is right more often than its confidence says
-and a third-ranked one less often, the more so the less a request samples.
+and a third-ranked one less often; the lower the temperature, the larger the difference.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Sequence
 
 from speccompile.drafting.candidates import Candidates
 
-LEARNING_RATE = 0.1  # of the log odds between confidence and acceptance, a verdict
+LEARNING_RATE = 0.1  # per verdict, of the log odds between confidence and acceptance
 MAX_LOG_ODDS = 4.0
-# Of the first rank's log odds, by rank; the last is for all that follow. Seen on the example pair, greedy: 1.6 with a
-# first-ranked candidate, 0.3, -0.3 and -0.6 with those after it.
+# Shares of the first rank's log odds, by rank; the last holds for all later ranks. Measured on the example pair,
+# greedy: log odds of 1.6 for first-ranked candidates, then 0.3, -0.3 and -0.6.
 RANK_SHARES = (1.0, 0.2, -0.2, -0.4)
 MEMORY = 0.95  # weight of the past in the accepted length of one sequence
-RECOVERY = 0.02  # pull towards the prior in a step without drafts: a bad start must not end drafting for good
+RECOVERY = 0.02  # pull towards the prior in a step without drafts: a bad start must not end drafting permanently
 PRIOR_SHARE = 0.02  # weight of one verdict in the shared prior
-PRIOR_WEIGHT = 10  # of its first value, in verdicts: the first verdicts count for more
-PRIOR_DRIFT = 5e-4  # towards its first value in a step without drafts: what does not pay is tried again, but seldom
-FIRST_RATE = 0.7  # acceptance rate of a path's tokens before anything is known
+PRIOR_WEIGHT = 10  # of its first value, in verdicts: early verdicts count for more than PRIOR_SHARE
+PRIOR_DRIFT = 5e-4  # towards its first value in a step without drafts: unprofitable drafting is retried, but rarely
+FIRST_RATE = 0.7  # acceptance rate of a path's tokens before any verdict
 
 
 class SharedPrior:
@@ -33,7 +33,7 @@ class SharedPrior:
     Sequences may share one only where drafts are deterministic: a drawn text must not depend on other sequences.
 
     Args:
-        max_depth: most draft tokens on a path; it begins with what an acceptance rate of `FIRST_RATE` gives them.
+        max_depth: most draft tokens on a path; the first value is their number at an acceptance rate of `FIRST_RATE`.
     """
 
     __slots__ = ("_weight", "first", "value")
@@ -43,23 +43,23 @@ class SharedPrior:
         self._weight = PRIOR_WEIGHT
 
     def learn(self, num_accepted: int) -> None:
-        """Takes in one verdict on drafts."""
+        """Updates the prior with one verdict on drafts."""
         self._weight += 1
         self.value += max(PRIOR_SHARE, 1 / self._weight) * (num_accepted - self.value)
 
     def rest(self) -> None:
-        """A step of one sequence passed without drafts."""
+        """Moves the prior towards its first value: one sequence made a step without drafts."""
         self.value += PRIOR_DRIFT * (self.first - self.value)
 
 
 class AcceptanceEstimate:
-    """What the verdicts on one sequence tell of its drafts.
+    """Estimates of one sequence: its accepted length, and the acceptance of candidates by rank.
 
     Args:
-        prior: of the accepted length; one of its own where drafts are drawn.
-        log_odds: of a first-ranked candidate being accepted, over the odds that its confidence means, to begin with.
-        rank_shares: of them, by rank. A method may count something else by which its confidences differ, as the
-            length of a match.
+        prior: of the accepted length; not shared with other sequences where drafts are drawn.
+        log_odds: initial value of log(odds of acceptance / odds given by the confidence), for first-ranked candidates.
+        rank_shares: share of `log_odds` by rank. A method may use another index than the rank, such as the length
+            of a match.
     """
 
     __slots__ = ("_factors", "_first", "accepted_length", "log_odds", "prior")
@@ -68,18 +68,20 @@ class AcceptanceEstimate:
         self.prior, self.accepted_length = prior, prior.value
         self._first = [share * log_odds for share in rank_shares]
         self.log_odds = list(self._first)
-        self._factors: list[float] = []  # of the odds, by rank, for as many ranks as were asked for; empty: to be made
+        self._factors: list[float] = []  # of the odds, by rank, as many as were needed so far; empty: to be computed
 
     def prob(self, confidence: float, rank: int = 0) -> float:
-        """Probability that a single candidate of its parent is accepted."""
+        """Returns the probability that the only candidate of a parent is accepted."""
         factor = math.exp(self.log_odds[min(rank, len(self.log_odds) - 1)])
         return factor * confidence / (factor * confidence + 1.000000001 - confidence)
 
     def probs(self, confidences: Sequence[float]) -> list[float]:
-        """Probability that each candidate of one parent is accepted, given that the parent is; at most 1 together.
+        """Returns the probability that each candidate of one parent is accepted, given that the parent is.
+
+        The sum is at most 1.
 
         Args:
-            confidences: by rank.
+            confidences: of the candidates, by rank.
         """
         factors = self._factors
         if len(factors) < len(confidences):
@@ -91,10 +93,10 @@ class AcceptanceEstimate:
         return probs if total <= 1 else [prob / total for prob in probs]
 
     def learn_length(self, was_drafted: bool, num_accepted: int) -> None:
-        """Takes in how many drafts were kept.
+        """Updates the accepted length.
 
         Args:
-            was_drafted: time was spent on drafts, whether any of them was worth scoring or not.
+            was_drafted: time was spent on drafts, whether any of them was scored or not.
             num_accepted: drafts kept.
         """
         if was_drafted:
@@ -105,11 +107,11 @@ class AcceptanceEstimate:
             self.prior.rest()
 
     def learn_ranks(self, tree: Candidates, scored: Sequence[int], path: Sequence[int]) -> None:
-        """Takes in which candidates were kept, of those whose parents were.
+        """Updates the odds by rank with the candidates whose parents were kept.
 
         Args:
-            tree: of the sequence.
-            scored: candidate of each node that was scored, the root first; the root alone: none was worth it.
+            tree: candidates of the sequence.
+            scored: candidate of each scored node, the root first; only the root: no draft was scored.
             path: nodes kept, the root first.
         """
         self._factors = []
@@ -125,15 +127,15 @@ class AcceptanceEstimate:
         """Moves the odds of a rank.
 
         Args:
-            rank: of one or more drafts.
-            surprise: how many of them were kept, less the sum of their probabilities.
+            rank: shared by one or more drafts.
+            surprise: number of these that were kept, minus the sum of their probabilities.
         """
         rank = min(rank, len(self.log_odds) - 1)
         odds = self.log_odds[rank] + LEARNING_RATE * surprise
         self.log_odds[rank] = min(max(odds, -MAX_LOG_ODDS), MAX_LOG_ODDS)
 
     def recover(self) -> None:
-        """Drafts were not worth scoring: moves the odds towards where they began, so that drafts are tried again."""
+        """Moves the odds towards their first values, so that drafts are tried again after none was worth scoring."""
         self._factors = []
         pairs = zip(self.log_odds, self._first, strict=True)
         self.log_odds = [odds + RECOVERY * (first - odds) for odds, first in pairs]

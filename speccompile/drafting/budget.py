@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether one more draft token is worth its time: one rule for every method.
+"""Decides whether one more draft token is worth its time: one rule for every method.
 
-A step that is expected to bring E tokens in C milliseconds should take on what brings p more tokens in c more
-milliseconds if (E + p) / (C + c) > E / C, that is p C > E c. So it is asked whether to draft at all, whether to expand
-a tree once more, and how many of the known candidates to score.
+A step is expected to bring E tokens in C milliseconds. Another p tokens that take another c milliseconds increase
+tokens per millisecond if (E + p) / (C + c) > E / C, that is p C > E c. The rule decides whether to draft at all,
+whether to expand a tree once more, and how many of the known candidates to score.
 
-Deterministic drafts leave the text as it is whatever is drafted, so the sequences of a batch decide together and by
-costs that are corrected online. Where drafts are drawn, the text depends on how many there are: each sequence decides
-alone, by the bundle's record (`recorded`), never by a clock.
+Deterministic drafts never change the text, so the sequences of a batch decide together, by costs that are corrected
+online. Where drafts are drawn, the text depends on how many there are: each sequence decides alone, by the costs
+recorded in the bundle (`recorded`), never by a clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from speccompile.drafting.step_costs import OnlineCosts
 
 TYPICAL_MEMORY = 0.95  # weight of the past in the size of a typical tree
 
-FIRST_KEPT = 0.75  # see `Budget.goes_on`; on the high side, so that depth is tried
+FIRST_KEPT = 0.75  # see `Budget.goes_on`; on the high side, so that deep trees are tried
 
 
 class Budget:
@@ -34,10 +34,10 @@ class Budget:
         max_depth: most draft tokens on a path.
         width: candidates expanded at a depth, per sequence.
         target: recorded costs of scoring, by nodes.
-        draft: recorded costs of a draft run, by nodes; None: drafting runs no graph. Without these costs time is not
-            weighed.
+        draft: recorded costs of a draft run, by nodes; None: drafting runs no graph. Without recorded costs, time does
+            not limit drafting.
         is_fixed: always draft to the bounds.
-        min_path: least probability of a path that is scored.
+        min_path: paths less probable than this are not scored.
         num_runs: draft runs of a whole tree; None: `max_depth`.
     """
 
@@ -57,17 +57,17 @@ class Budget:
         target = target or StepCosts()
         self._is_known = self._learns = bool(target.ms_by_nodes) and (draft is None or bool(draft.ms_by_nodes))
         self.is_fixed, self._min_path = is_fixed, min_path
-        self.is_forced = False  # this step drafts to the bounds, whatever it costs
+        self.is_forced = False  # this step drafts to the bounds, whatever the cost
         self.costs = OnlineCosts(target, draft, max_nodes)
-        # A typical tree: drafts of a sequence, runs by their costs over one of a node a sequence. It begins with one
-        # draft, so that drafting is tried.
+        # A typical tree: draft tokens per sequence, and draft runs in units of a run with one node per sequence. The
+        # first values are one draft token and one run, so that drafting is tried.
         self._drafts, self._runs = 1.0, 1.0
-        self._kept, self._last_reach = FIRST_KEPT, 0.0  # share of the reach that an expansion keeps
+        self._kept, self._last_reach = FIRST_KEPT, 0.0  # share of `reach` that an expansion keeps, see `goes_on`
         self._most_runs = float(max_depth if num_runs is None else num_runs)
-        self._recorded_ms = 0.0  # of the draft runs of the step at hand
+        self._recorded_ms = 0.0  # of the current step's draft runs
 
     def recorded(self) -> Budget:
-        """Returns a budget of whole trees with the same bounds that goes by the bundle's record for ever."""
+        """Returns a budget of whole trees with the same bounds, whose costs stay those recorded in the bundle."""
         budget = copy.copy(self)
         budget._drafts, budget._runs = float(min(self.max_nodes, self.max_depth)), self._most_runs
         budget._learns, budget.costs = False, OnlineCosts(self.costs.target, self.costs.draft, self.max_nodes)
@@ -75,14 +75,14 @@ class Budget:
 
     @property
     def weighs_time(self) -> bool:
-        """Whether costs are known and count."""
+        """Whether the costs are known and limit this step's drafts."""
         return self._is_known and not (self.is_fixed or self.is_forced)
 
     def begins(self, accepted: float, num_slots: int) -> bool:
-        """Whether a typical tree promises more tokens a millisecond than a plain step.
+        """Returns whether a typical tree is expected to bring more tokens per millisecond than a plain step.
 
         Args:
-            accepted: draft tokens that such a tree brings, the mean over all sequences of the batch.
+            accepted: accepted draft tokens of such a tree, the mean over all sequences of the batch.
             num_slots: sequences of the batch.
         """
         if not self.weighs_time:
@@ -93,20 +93,20 @@ class Budget:
         return _is_worth(accepted, more_ms, 1.0, scores[0])
 
     def spend(self, num_slots: int, num_nodes: int) -> float:
-        """Counts a draft run of `num_nodes` nodes, all sequences together; returns its milliseconds."""
+        """Records a draft run of `num_nodes` nodes (over all sequences) and returns its milliseconds."""
         costs = self.costs
         if costs.draft is not None:
             self._recorded_ms += costs.draft.ms(num_nodes)
         return costs.draft_ms(num_slots, num_nodes)
 
     def goes_on(self, trees: Sequence[Candidates], depth: int, reach: float, spent_ms: float) -> bool:
-        """Whether the candidates at a depth are worth another expansion.
+        """Returns whether the candidates at a depth are worth another expansion.
 
         Args:
             trees: of all sequences.
             depth: of the candidates that would be expanded.
-            reach: their paths' probabilities, all sequences added: what the expansion could bring if the draft were
-                always right; it brings the share of it that expansions have brought so far.
+            reach: sum of their paths' probabilities over all sequences: the tokens that the expansion would bring if
+                the draft were always right. The expected gain is the share of it that expansions kept so far.
             spent_ms: time that growing took so far.
         """
         if depth > 1 and self._last_reach > 0:
@@ -124,12 +124,12 @@ class Budget:
         return _is_worth(self._kept * reach, more_ms, expected, cost_ms)
 
     def draws_on(self, num_drafts: int, expected: float, gain: float) -> bool:
-        """Whether a sequence that decides alone draws one more token, which is scored whatever it is.
+        """Returns whether a sequence that decides alone draws one more token. A drawn token is always scored.
 
         Args:
             num_drafts: drawn so far.
-            expected: tokens that a step with these brings.
-            gain: tokens that one more brings.
+            expected: tokens that a step with these is expected to bring.
+            gain: expected gain of one more, in tokens.
         """
         if num_drafts >= self.max_depth:
             return False
@@ -140,10 +140,10 @@ class Budget:
         return _is_worth(gain, more_ms, expected, scores[num_drafts] + num_drafts * draft_ms)
 
     def floor(self, trees: Sequence[Candidates]) -> float:
-        """Probability that a path must have to be of use.
+        """Returns the probability below which a path is not worth keeping.
 
-        There are `max_nodes` better ones otherwise, or it is not worth the time of scoring it: what a token costs in
-        plain decoding is the most that a token of a good tree costs.
+        Such a path has `max_nodes` better ones before it, or takes more time to score than it is expected to save: a
+        token of a good tree costs at most what a token costs in plain decoding.
         """
         floor = 0.0 if self.is_forced else self._min_path
         if self.weighs_time:
@@ -199,11 +199,11 @@ class Budget:
         return best, best_expected, best_ms
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Corrects the costs by a step.
+        """Corrects the costs with the times of a step.
 
         Args:
             num_slots: sequences of the batch.
-            num_nodes: that the target scored in each, root and padding included.
+            num_nodes: nodes that the target scored per sequence, root and padding included.
             times: of the step.
         """
         recorded_ms, self._recorded_ms = self._recorded_ms, 0.0
@@ -212,5 +212,5 @@ class Budget:
 
 
 def _is_worth(tokens: float, ms: float, expected: float, cost_ms: float) -> bool:
-    """Whether more tokens in more milliseconds are worth it where `expected` tokens cost `cost_ms`."""
+    """Returns whether `tokens` more in `ms` more milliseconds improve on `expected` tokens in `cost_ms`."""
     return tokens * cost_ms > expected * ms

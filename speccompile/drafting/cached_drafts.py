@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods share whose draft is a decoder on caches: recipe words, and the drafts that they ask for."""
+"""Shared by methods whose draft is a decoder with KV caches: recipe fields, and the drafts that these describe."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class CachedDraftFields(TreeFields):
 
     Args:
         quantization: `none`, `int8` or `int4`.
-        num_draft_tokens: of a chain; `auto`: as long as a further token is worth its time, `tree_depth` at most.
+        num_draft_tokens: of a chain; `auto`: as many as are worth their time, `tree_depth` at most.
         drafts: `greedy` (deterministic), `sampled` (from the draft's own distribution at the request's temperature), or
-            `auto`: sampled where the request samples and the drafts are a chain or a tree of a fixed shape. A tree
-            that is grown follows the draft's confidences, which drawn tokens must not.
-        confidence_odds: the odds that a draft token is accepted, over the odds that the draft's confidence in it
-            means, before a slot's own verdicts are known.
+            `auto`: sampled where the request samples and the drafts are a chain or a tree of a fixed shape. A grown
+            tree leaves out candidates by their confidence, which is not allowed for drawn tokens.
+        confidence_odds: odds that a draft token is accepted, divided by the odds given by the draft's confidence;
+            the initial value of a sequence, before its own verdicts.
 
     Raises:
         RecipeError: a value is out of range.
@@ -64,12 +64,12 @@ class CachedDraftFields(TreeFields):
 
     @property
     def max_length(self) -> int:
-        """Most draft tokens of a chain."""
+        """The most draft tokens of a chain."""
         return self.tree_depth if self.num_draft_tokens == "auto" else self.num_draft_tokens
 
     @property
     def min_path(self) -> float:
-        """Probability that a path needs for a token to be drafted after it."""
+        """The least probability of a path after which a token is drafted."""
         return 0.0
 
     @property
@@ -79,14 +79,14 @@ class CachedDraftFields(TreeFields):
 
     @property
     def candidates_needed(self) -> int:
-        """Tokens to candidate behind a node: one for a chain."""
+        """Number of candidates after each node: one for a chain."""
         return super().candidates_needed if self.has_tree else 1
 
     def check_engine(self, engine: Engine, max_draft_nodes: int) -> None:
-        """Refuse a draft that was built for other trees: a method chosen at load may differ from the recipe's.
+        """Refuses a draft that was built for other trees: a method chosen at load may differ from the recipe's.
 
         Raises:
-            RecipeError: the draft gives less than is needed.
+            RecipeError: the draft has too few candidates or no distributions, or the tree has too many nodes.
         """
         if engine.spec.num_candidates == 0:
             got = f"a draft of an earlier version, which gives {', '.join(t.name for t in engine.spec.outputs[:3])}"
@@ -110,7 +110,7 @@ class CachedDraftFields(TreeFields):
             )
 
     def make_drafts(self, scorer: Scorer, engine: Engine, graph: str, context: MethodContext) -> tuple[Drafts, Drafts]:
-        """Drafts for batches that are greedy, and for those that sample; the same object where it serves both.
+        """Returns the drafts for greedy batches and those for batches that sample; one object where it serves both.
 
         Args:
             scorer: the draft.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidate tokens of a draft tree in the making, and the tree of those that are scored."""
+"""Candidate tokens of a draft tree under construction, and the tree of those that are scored."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from speccompile.core.tree_shape import TreeShape
 
 @dataclass
 class Candidates:
-    """The tree of one sequence in the making. Candidate 0 is the root.
+    """The candidates of one sequence. Candidate 0 is the root.
 
     Args:
-        tokens, parents, probs, paths, depths, ranks: by candidate; `probs` given the parent, `paths` from the root.
+        tokens, parents, probs, paths, depths, ranks: by candidate. `probs` is the probability given the parent, `paths`
+            that of the whole path from the root.
     """
 
     tokens: list[int]
@@ -30,7 +31,7 @@ class Candidates:
 
     @classmethod
     def from_root(cls, token: int) -> Candidates:
-        """A tree of the root alone."""
+        """Returns a tree of the root alone."""
         return cls([token])
 
     def add(
@@ -49,14 +50,14 @@ class Candidates:
         self.depths += [self.depths[parent] + 1] * len(tokens)
 
     def likeliest(self, start: int, width: int) -> list[int]:
-        """The `width` likeliest of the candidates from `start` on, the likeliest first."""
+        """Returns the `width` likeliest of the candidates from `start` on, the likeliest first."""
         return sorted(range(start, len(self.tokens)), key=self.paths.__getitem__, reverse=True)[:width]
 
     def best(self, num: int) -> list[int]:
-        """The root and the `num` likeliest others: first the path of likeliest children, then all in index order.
+        """Returns the root and the `num` likeliest others: first the path of likeliest children, then by index.
 
-        Parents stand before children, siblings in their order. Where the first path is kept, nothing has to be moved
-        in the target's cache.
+        Parents come before children, and siblings keep their order. Where the first path is accepted, nothing has to
+        be moved in the target's cache.
         """
         chosen = sorted(self.likeliest(1, num))
         first: dict[int, int] = {}
@@ -72,7 +73,7 @@ class Candidates:
 def tree_from_candidates(
     trees: Sequence[Candidates], num_drafts: int, max_drafts: Sequence[int]
 ) -> tuple[TokenTree, list[list[int]]]:
-    """What is scored: the best candidates of every sequence.
+    """Returns the tree to score: the best candidates of every sequence.
 
     Args:
         trees: of all sequences.
@@ -80,7 +81,7 @@ def tree_from_candidates(
         max_drafts: most draft tokens on a path, by sequence (`Slot.max_drafts`).
 
     Returns:
-        The tree, and for each sequence the candidate that each of its nodes is.
+        The tree, and for each sequence the candidate index of each of its nodes.
     """
     kept = []
     for tree, limit in zip(trees, max_drafts, strict=True):
@@ -133,7 +134,7 @@ def tree_from_shape(shape: TreeShape, roots: Ints, drafts: Ints, limits: Sequenc
 
 
 def grow_product(tree: Candidates, tokens: Sequence[Sequence[int]], probs: Sequence[Sequence[float]], num: int) -> None:
-    """Adds the `num` likeliest nodes where the candidates at a depth are the same for every parent.
+    """Adds the `num` likeliest nodes of a tree whose candidates at a depth are the same for every parent.
 
     Args:
         tree: of the root alone.
@@ -141,7 +142,7 @@ def grow_product(tree: Candidates, tokens: Sequence[Sequence[int]], probs: Seque
         probs: of each.
         num: nodes to add.
     """
-    # A node is worth as much as its path, so the next best is a sibling or a first child of one that is in already.
+    # A node ranks by its path's probability, so the next best is a sibling or a first child of a node already added.
     heap = [(-probs[0][0], 0, 0, 0)]  # (minus the path's probability, parent, depth of the parent, rank)
     while heap and len(tree.tokens) <= num:
         _, parent, depth, rank = heappop(heap)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a chain of drawn draft tokens becomes: each sequence decides after every draw whether to draw the next.
+"""Length of a chain of drawn draft tokens: each sequence decides after every draw whether to draw the next.
 
-The number of drafts changes the text of a sequence that samples, though not its distribution. So each decides as if it
-were alone: by the costs recorded in the bundle, its own verdicts and the probabilities of what it has drawn, never by
-measured time or by its neighbours. A drawn token is always scored: to leave one out because of what it is would bend
-the output distribution.
+The number of drafts changes the text of a sequence that samples, though not its distribution. So each sequence decides
+alone: by the costs recorded in the bundle, its own verdicts and the probabilities of its drawn tokens, never by
+measured time or by other sequences. A drawn token is always scored: leaving one out because of its value would
+change the output distribution.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates
 
-FIRST_RATE = 0.75  # acceptance rate of a new sequence, on the high side: a token may also open the way to others
+FIRST_RATE = 0.75  # acceptance rate of a new sequence, on the high side: a token may be followed by others
 MEMORY = 0.95  # weight of the past in a sequence's acceptance rate
 RECOVERY = 0.02  # pull towards the first rate in a step without drafts, so that a bad start does not end drafting
 
 
 class DrawnRecord:
-    """What one sequence has learnt from the verdicts on its drawn drafts.
+    """Estimates of one sequence from the verdicts on its drawn drafts.
 
     Args:
-        log_odds: of a draft token being accepted, over the odds that its confidence means, to begin with.
+        log_odds: initial value of log(odds of acceptance / odds given by the confidence).
     """
 
     __slots__ = ("estimate", "rate")
@@ -32,11 +32,11 @@ class DrawnRecord:
         self.rate, self.estimate = FIRST_RATE, AcceptanceEstimate(SharedPrior(1), log_odds)
 
     def learn(self, chain: Candidates, num_accepted: int) -> None:
-        """Takes in one verdict.
+        """Updates the estimates with one verdict.
 
         Args:
-            chain: what was scored.
-            num_accepted: of its draft tokens.
+            chain: the scored chain.
+            num_accepted: number of its draft tokens that were accepted.
         """
         num_drafts = len(chain.tokens) - 1
         self.estimate.learn_ranks(chain, range(num_drafts + 1), range(num_accepted + 1))
@@ -50,12 +50,12 @@ class DrawnRecord:
 
 
 class DrawnLength:
-    """What all sequences share: bounds and costs.
+    """Bounds and costs that all sequences share.
 
     Args:
-        budget: of chains; its depth is the longest, and its recorded costs count.
+        budget: of chains; `max_depth` bounds their length, and its recorded costs are used.
         log_odds: see `DrawnRecord`.
-        min_path: no token is drawn after a path that is less likely to be accepted than this.
+        min_path: no token is drawn after a path less likely to be accepted than this.
     """
 
     def __init__(self, budget: Budget, log_odds: float, min_path: float = 0.0) -> None:
@@ -72,20 +72,20 @@ class DrawnLength:
 
 
 class DrawnChains:
-    """The chains of one step in the making.
+    """The chains of one step under construction.
 
     Args:
-        rule: what all sequences share.
+        rule: bounds and costs that all sequences share.
         records: by slot.
-        is_planned: a length was asked for: nothing is weighed.
+        is_planned: drafts are forced: chains are drawn to their bounds, whatever the cost.
     """
 
     def __init__(self, rule: DrawnLength, records: list[DrawnRecord], is_planned: bool) -> None:
         self._rule, self._records, self._is_planned = rule, records, is_planned
-        self._chains = [Candidates.from_root(0) for _ in records]  # their tokens are known elsewhere
+        self._chains = [Candidates.from_root(0) for _ in records]  # for their probabilities; tokens are all 0
 
     def goes_on(self, place: int) -> bool:
-        """Tells whether the sequence draws one more token: whether it promises more tokens a millisecond."""
+        """Returns whether the sequence in slot `place` draws one more token: whether that is worth its time."""
         if self._is_planned:
             return True
         paths = self._chains[place].paths
@@ -97,13 +97,13 @@ class DrawnChains:
         """Appends a drawn token.
 
         Args:
-            place: of the sequence in the batch.
+            place: slot index of the sequence.
             confidence: the draft's probability of the token at temperature 1; NaN counts as 0.
         """
         chain, confidence = self._chains[place], confidence if confidence >= 0 else 0.0
         chain.add(len(chain.tokens) - 1, [0], [self._records[place].estimate.prob(confidence)])
 
     def learn(self, num_accepted: list[int]) -> None:
-        """Takes in the verdicts, by slot."""
+        """Updates the records with the numbers of accepted drafts, by slot."""
         for record, chain, num in zip(self._records, self._chains, num_accepted, strict=True):
             record.learn(chain, num)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees grown level by level over a scorer, by confidence and measured costs.
+"""Draft trees grown depth by depth with a scorer, by confidence and measured costs.
 
-Drafts are the likeliest candidates, never drawn: the text is the target's own at any temperature whatever is drafted,
-so
-the slots of a batch decide together, and candidates that are known may be left out.
+Drafts are the likeliest candidates, never drawn. They do not change the text at any temperature, so the sequences of
+a batch decide together, and known candidates may be left out.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from speccompile.drafting.state import estimates
 
 
 class TreeGrower:
-    """Drafts for a batch; what its verdicts have taught is in each sequence's `draft_state`.
+    """Grows draft trees for a batch; the estimates are in each sequence's `draft_state`.
 
     Args:
         scorer: the draft.
         budget: bounds and costs.
-        log_odds: of a candidate being right over the odds that its confidence means, for a fresh slot.
-        max_fed: most nodes that a level feeds; None: as many as are scored.
-        d2t: [draft_vocab] int64, the target's token of each of the draft's; None: they are the same.
-        num_candidates: candidates that are read of each expanded node; None: all that the draft gives.
+        log_odds: initial log(odds of acceptance / odds given by the confidence) of a new sequence.
+        max_fed: most nodes that one expansion feeds; None: as many as are scored.
+        d2t: [draft_vocab] int64, the target's token for each draft token; None: the vocabularies are the same.
+        num_candidates: candidates to read for each expanded node; None: all that the draft gives.
     """
 
     def __init__(
@@ -55,15 +54,15 @@ class TreeGrower:
         self._rows = DraftLayout(0, 1)
 
     def new_estimate(self) -> AcceptanceEstimate:
-        """Returns what is known of a new sequence."""
+        """Returns the estimate of a new sequence."""
         return AcceptanceEstimate(self._prior, self._log_odds)
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Corrects the costs."""
+        """Corrects the costs with the times of a step."""
         self.budget.observe(num_slots, num_nodes, times)
 
     def propose(self, batch: Batch) -> TokenTree:
-        """Trees; a slot that cannot or should not draft has its root alone."""
+        """Returns trees; a sequence that cannot or should not draft has its root alone."""
         slots, self._trees = batch.slots, []
         self.budget.is_forced = batch.is_planned and self.budget.width == 1
         rooms = [self.scorer.room(place, slot) if slot.max_drafts > 0 else -1 for place, slot in enumerate(slots)]
@@ -81,10 +80,10 @@ class TreeGrower:
         return tree
 
     def _grow(self, batch: Batch, trees: list[Candidates], able: Sequence[int], last_depths: Sequence[int]) -> float:
-        """Add candidates as long as that pays; returns the milliseconds that it costs.
+        """Adds candidates as long as they are worth their time; returns the milliseconds spent.
 
         Args:
-            batch: of slots.
+            batch: the sequences.
             trees: of all slots, roots alone.
             able: slots that draft.
             last_depths: by slot, the depth of the deepest node that may be expanded.
@@ -118,7 +117,7 @@ class TreeGrower:
         scored: Sequence[Sequence[int]],
         outputs: Outputs,
     ) -> list[int]:
-        """Take in the candidates behind the scored nodes; returns the first new candidate of each slot."""
+        """Adds the candidates after the scored nodes; returns the index of the first new candidate of each slot."""
         candidates, confidences = (
             np.asarray(outputs[n])[:, :, : self._num_candidates] for n in (CANDIDATES, CANDIDATE_PROBS)
         )
@@ -133,15 +132,15 @@ class TreeGrower:
         return starts
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict) -> list[int]:
-        """Learn from what became of the drafts.
+        """Updates the estimates with the verdict.
 
         Args:
             batch: as given to `propose`.
-            tree: what `propose` gave.
-            verdict: on it.
+            tree: as returned by `propose`.
+            verdict: on that tree.
 
         Returns:
-            By slot, how many of the accepted drafts stand in their rows of the draft's cache.
+            By slot, how many of the accepted drafts have their rows in the draft's cache.
         """
         num_accepted, rows = verdict.num_accepted.tolist(), list[int]()
         for place, known in enumerate(estimates(batch.slots)):

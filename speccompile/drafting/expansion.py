@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One expansion of draft trees: what is fed to the draft, and what it must give.
+"""One expansion of draft trees: the draft's inputs, and the outputs that it must give.
 
-A draft that keeps a cache reads a level behind the root's row. Rows hold a tree only as long as its mask is fed with
-it, so a level feeds, besides the nodes to be expanded, their ancestors once more; but those that every node of the
-level descends from, and that stand in the right rows, are a chain like any other text, and stay where they are.
+A draft with a KV cache writes the nodes of an expansion after the root's row. Cached rows can be used as a tree only
+with its mask, so an expansion feeds the nodes to expand and, once more, their ancestors. Ancestors that all these nodes
+share and whose rows are already in path order form a chain, need no mask, and are not fed again.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from speccompile.drafting.candidates import Candidates
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """Feeds of an expansion. A slot that takes no part has padding: token 0, which sees itself alone.
+    """Inputs of one expansion. A slot that takes no part has padding: token 0, which attends to itself alone.
 
     Args:
-        depth: of the nodes that are expanded; the root's is 0.
+        depth: of the expanded nodes; the root has depth 0.
         tokens: [batch, nodes] int64.
         tree_mask: [batch, nodes, nodes] bool.
-        scored_nodes: [batch, scored] int64: columns of the nodes that are expanded, 0 at padding.
-        num_in_place: by slot, how many drafts the cache holds behind the root already; the level's rows follow.
-        nodes: by slot, the draft of each column, the number that its tree gives it; empty: takes no part.
-        parents: by slot, the parent of each of these; 0 is the root.
-        warp: temperature, top_k and top_p where drafts are drawn.
+        scored_nodes: [batch, scored] int64, columns of the expanded nodes, 0 at padding.
+        num_in_place: by slot, how many drafts the cache already holds after the root; this expansion's rows follow.
+        nodes: by slot, the candidate index of each column; empty: the slot takes no part.
+        parents: by slot, the candidate index of each column's parent; 0 is the root.
+        warp: temperature, top_k and top_p where drafts are drawn; otherwise empty.
     """
 
     depth: int
@@ -46,48 +46,59 @@ class Expansion:
 
 
 class Scorer(Protocol):
-    """A draft that candidates behind nodes, and owns what its cache holds.
+    """A draft that gives candidates after nodes, and owns the rows of its cache.
 
-    Both calls give `candidates` and `candidate_probs` [batch, scored, candidates], and `node_probs` where the draft
-    gives distributions;
-    rows of slots that take no part mean nothing, and all are valid until the next call.
+    `begin` and `expand` return `candidates` and `candidate_probs` [batch, scored, candidates], and `node_probs` where
+    the draft gives distributions. Rows of slots that take no part are undefined; all outputs are valid until the next
+    call.
     """
 
     def room(self, place: int, slot: Slot) -> int:
-        """How many drafts on a path the draft can read behind the root; below 0: it cannot draft there at all."""
+        """Returns how many drafts on a path the cache has rows for after the root; below 0: it cannot draft at all.
+
+        Args:
+            place: slot index.
+            slot: the sequence.
+        """
         ...
 
     def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Read what is new of these slots, the root last, and candidate behind it: scored is 1."""
+        """Reads the new tokens of these slots, the root last; returns candidates after the root: `scored` is 1.
+
+        Args:
+            batch: all sequences.
+            places: slot indices of those that draft.
+            warp: see `Expansion`.
+        """
         ...
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
-        """Guess behind the level's scored nodes."""
+        """Reads an expansion; returns candidates after its scored nodes."""
         ...
 
 
 class DraftLayout:
-    """Which drafts stand in the draft's cache behind each root.
+    """Which drafts the draft's KV cache holds after each root.
 
     Args:
         num_slots: of the batch.
-        max_nodes: most columns of a level, at least one more than the deepest node that is expanded.
+        max_nodes: most columns of an expansion; at least one more than the greatest depth that is expanded.
     """
 
     __slots__ = ("chains", "columns", "max_nodes")
 
     def __init__(self, num_slots: int, max_nodes: int) -> None:
         self.max_nodes = max_nodes
-        self.chains: list[list[int]] = [[] for _ in range(num_slots)]  # in place, each behind the one before
-        self.columns: list[list[int]] = [[] for _ in range(num_slots)]  # of the last level, behind them
+        self.chains: list[list[int]] = [[] for _ in range(num_slots)]  # by slot, rows in path order that stay
+        self.columns: list[list[int]] = [[] for _ in range(num_slots)]  # by slot, rows of the last expansion
 
     def plan(self, place: int, parents: Sequence[int], frontier: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The columns of a slot's next level.
+        """Returns the columns of a slot's next expansion, and moves the layout on.
 
         Args:
-            place: of the slot.
+            place: slot index.
             parents: by node.
-            frontier: nodes to expand, the likeliest first; all descend from the last level's.
+            frontier: nodes to expand, the likeliest first; all descend from those of the last expansion.
 
         Returns:
             The nodes to feed, in index order, and those of the frontier that fit.
@@ -116,12 +127,12 @@ class DraftLayout:
         return columns, taken
 
     def skip(self, place: int) -> tuple[list[int], list[int]]:
-        """A level that the slot takes no part in: padding is written over the last columns."""
+        """Returns no columns for an expansion without this slot: padding overwrites its last columns."""
         self.columns[place] = []
         return [], []
 
     def num_kept(self, place: int, path: Sequence[int]) -> int:
-        """How many drafts of an accepted path (the root left out) stand in their rows."""
+        """Returns how many drafts of an accepted path (without the root) have their rows in the cache, in order."""
         held, num = self.chains[place] + self.columns[place], 0
         for node, there in zip(path, held, strict=False):
             if node != there:
@@ -137,13 +148,13 @@ def make_expansion(
     rows: DraftLayout,
     warp: Mapping[str, NDArray[Any]],
 ) -> tuple[Expansion, list[list[int]]]:
-    """The feeds that expand `frontiers`, and which nodes they score.
+    """Returns the inputs that expand `frontiers`, and by slot the nodes that are scored.
 
     Args:
         depth: of the frontiers.
         trees: of all slots.
-        frontiers: by slot, see `DraftLayout.plan`; empty: takes no part.
-        rows: of the drafts; moved on.
+        frontiers: by slot, see `DraftLayout.plan`; empty: the slot takes no part.
+        rows: layout of the draft's cache; updated.
         warp: see `Expansion`.
     """
     columns, scored = [], []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods share whose draft reads features: recipe words and the proposer."""
+"""Shared by methods whose draft reads features of the target: recipe fields and the proposer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FeatureFields(CachedDraftFields):
     """Recipe fields; a method's `Config` inherits them.
 
     Args:
-        config: folder with the speculator's config.json, where the hub's is not at hand; for random weights.
+        config: folder with the speculator's config.json, used instead of the hub's; for random weights.
         tree: see `TreeFields`; with `auto` the tree follows the draft's confidences and is longer than its chain.
 
     Raises:
@@ -33,11 +33,11 @@ class FeatureFields(CachedDraftFields):
     def make_proposer(
         self, engine: Engine, make: Callable[[Outputs], Any], graph: str, context: MethodContext
     ) -> DraftProposer:
-        """The proposer over the draft's engine; how far it drafts depends on the measured costs.
+        """Returns the proposer over the draft's engine; how far it drafts depends on the measured costs.
 
         Args:
             engine: of the draft.
-            make: features [batch, nodes, hidden] of the target's outputs.
+            make: makes features [batch, nodes, hidden] of the target's outputs.
             graph: the draft's name in the bundle.
             context: of the proposer.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft that reads features as a scorer: which rows hold the target's, and how it catches up."""
+"""Scorer over a draft that reads features: which cache rows hold the target's features, and how it catches up."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from speccompile.drafting.features import PendingFeatures
 class FeatureCache:
     """See `speccompile.drafting.proposer.DraftRows`.
 
-    What the target has read, the draft reads with the target's features: behind a prompt, and after every verdict
-    the path that was kept. Behind the root each node is told its parent's own feature, which is in what the run
-    before gave and is fed to the next one as it is.
+    Tokens that the target has read, the draft reads with the target's features: the prompt, and after every verdict
+    the accepted path. Each draft node after the root reads the draft's own feature of its parent, an output of the run
+    before, which is fed to the next run without a copy.
 
     Args:
         engine: the draft (`feature_draft_spec`).
-        make: features [batch, nodes, hidden] of the target's outputs.
+        make: makes features [batch, nodes, hidden] of the target's outputs.
         max_seq_len: rows that a sequence may use.
         max_nodes: most nodes that a step with every slot may have.
     """
@@ -56,23 +56,23 @@ class FeatureCache:
         self.pending = PendingFeatures(width, make)
         self.lengths = [0] * engine.max_slots  # rows with the target's features
         self.caches = (CacheRows(engine, self.lengths),)
-        self._next: Any = None  # what the last run gave
-        self._roots: list[int] = []  # row of the root's own feature in it, by slot
-        self._places: list[dict[int, int]] = []  # row of each node that was read, by slot
+        self._next: Any = None  # features of the last run, [batch, nodes, hidden]
+        self._roots: list[int] = []  # by slot, row of the root's own feature in `_next`
+        self._places: list[dict[int, int]] = []  # by slot, row of each node's feature in `_next`
 
     def start(self, slot: int) -> None:
-        """An empty cache."""
+        """Empties the slot's cache."""
         self.pending.flush()  # the target is about to read the prompt
         self.lengths[slot] = 0
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """A row is of a feature and of the token behind it: the last one's is not known to be the same."""
+        """Keeps all rows but the last: a row also depends on the token after its feature, which may differ."""
         self.pending.flush()
         self.lengths[slot] = max(min(self.lengths[slot], num_rows - 1), 0)
         return self.lengths[slot]
 
     def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Read the chunk [1, nodes] but for the prompt's last row, which the first drafts start from."""
+        """Reads the chunk [1, nodes] except the prompt's last row, which stays pending for the first draft."""
         prompt, num = sequence.tokens, tokens.shape[1]
         features = self._make(outputs)
         is_last = start + num == len(prompt) - 1
@@ -81,7 +81,7 @@ class FeatureCache:
             self.pending.add(sequence, np.asarray(features)[0, -1:])
 
     def _read(self, slot: int, tokens: Sequence[int], features: Any) -> None:
-        """Rows of one slot: tokens, and features [1, at least as many, hidden] of the positions before them."""
+        """Reads tokens of one slot, with features [1, at least as many, hidden] of the positions before them."""
         if not tokens:
             return
         feeds = {
@@ -89,17 +89,17 @@ class FeatureCache:
             LENGTHS: np.array([self.lengths[slot]], dtype=np.int64),
             FEATURES: features,
             FEATURE_NODES: np.arange(len(tokens), dtype=np.int64)[None],
-            SCORED_NODES: np.zeros((1, 1), dtype=np.int64),  # nobody asks: the LM head is computed for one row
+            SCORED_NODES: np.zeros((1, 1), dtype=np.int64),  # not used; the LM head is computed for one row
         }
         self.engine.run(feeds, first_slot=slot)
         self.lengths[slot] += len(tokens)
 
     def room(self, place: int, slot: Slot) -> int:
-        """Rows behind the root's; none without a feature, as after a prompt of one token."""
+        """Returns the rows left after the root's; -1 without a pending feature, as after a prompt of one token."""
         return self.max_seq_len - len(slot.tokens) if self.pending.count(slot) else -1
 
     def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Read what is pending in all slots of the batch: their features are lost afterwards."""
+        """Reads the pending features of all slots of the batch, as `take` releases those of all of them."""
         slots = batch.slots
         for place, slot in enumerate(slots):
             while (num := self.pending.count(slot)) > self.max_nodes:
@@ -126,7 +126,7 @@ class FeatureCache:
         self._read(place, slot.tokens[start : start + num], self.pending.take_rows(slot, num)[None])
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
-        """Read a level behind the roots."""
+        """Reads an expansion after the roots."""
         width = level.tokens.shape[1]
         rows: Ints = np.zeros(level.tokens.shape, dtype=np.int64)
         starts, places = [], []
@@ -144,7 +144,7 @@ class FeatureCache:
         }
         if width > 1:
             feeds |= {TREE_MASK: _mask_without_idle(level), SCORED_NODES: level.scored_nodes}
-        # Row 0 is what the first column was told: its parent's own feature, and that of whoever hangs there as well.
+        # Row 0 is the first column's input: its parent's own feature, which other children of that parent read as well.
         self._roots, self._places = [0] * len(places), places
         return self._run(feeds)
 
@@ -154,16 +154,16 @@ class FeatureCache:
         return outputs
 
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
-        """Rows of drafts are read anew with the target's features, whatever became of them."""
+        """Keeps the features of the accepted paths: rows of drafts are always read again, with these."""
         self.pending.keep(batch.slots, verdict, outputs)
 
     def flush(self) -> None:
-        """Bring the features to the host."""
+        """Brings the features to the host."""
         self.pending.flush()
 
 
 def _mask_without_idle(level: Expansion) -> NDArray[np.bool_]:
-    """A level's mask in which what nobody reads sees itself alone, lest it stand at positions beyond the last."""
+    """Returns the mask with idle slots attending to themselves alone, so that no position exceeds the last one."""
     is_idle = np.array([not nodes for nodes in level.nodes])
     if not is_idle.any():
         return level.tree_mask
@@ -171,7 +171,7 @@ def _mask_without_idle(level: Expansion) -> NDArray[np.bool_]:
 
 
 def _padding_mask(counts: Sequence[int], width: int) -> NDArray[np.bool_]:
-    """Chains whose padding sees itself alone, lest it stand at positions that the draft does not know."""
+    """Returns the mask of chains whose padding attends to itself alone, so that no position exceeds the last one."""
     used = np.arange(width) < np.array(counts)[:, None]
     mask: NDArray[np.bool_] = chain_mask(len(counts), width) & used[:, :, None]
     return mask | np.eye(width, dtype=np.bool_)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features of the target that a draft has not read yet, kept where the engine left them."""
+"""Features of the target that a draft has not read yet, kept on the device where the engine left them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from speccompile.drafting.state import DraftState, same_sequences
 
 
 class PendingFeatures:
-    """A row for each position that the target has read and the draft has not, by sequence.
+    """Feature rows, by sequence, of the positions that the target has read and the draft has not.
 
-    From a verdict to the next draft the target's outputs are handed on as they came, on a GPU without leaving it.
-    What would lose them (a prompt is read, the next batch is another one, nothing is drafted) brings the rows in use
-    to the host, to each sequence's `draft_state.features`. There they stay as they came: a sequence that is decoded
-    plainly for long has many, and joins them but once.
+    From a verdict to the next draft the target's outputs are passed on without a copy, on a GPU without leaving it.
+    Before they would be lost (a prompt is read, the next batch is another one, nothing is drafted), the rows in use are
+    copied to the host, to each sequence's `draft_state.features`. There they stay a list of parts, which is joined
+    once, when it is read: a sequence that is decoded plainly for long has many.
 
     Args:
         width: of a feature.
-        make: features [batch, nodes, width] of the target's outputs, valid as long as they are.
+        make: makes features [batch, nodes, width] of the target's outputs, valid as long as these are.
     """
 
     def __init__(self, width: int, make: Callable[[Outputs], Any]) -> None:
@@ -35,15 +35,15 @@ class PendingFeatures:
         self._slots: list[Slot] = []  # of that step
 
     def add(self, sequence: Slot, features: Any) -> None:
-        """Rows [num, width] of the positions behind those that the sequence has."""
+        """Adds rows [num, width] of the positions after those that the sequence has."""
         sequence.draft_state.features.append(np.array(features, dtype=np.float32))
 
     def keep(self, slots: Sequence[Slot], verdict: Verdict, outputs: Outputs) -> None:
-        """The target has scored a step: the features of the paths' nodes are new, those of the root among them.
+        """Adds the features of the accepted paths of a step, the roots included.
 
         Args:
             slots: of the batch.
-            verdict: what was kept.
+            verdict: with the accepted paths.
             outputs: the target's; not copied.
         """
         self._live, self._slots, self._path = outputs, list(slots), np.maximum(verdict.path, 0)
@@ -51,7 +51,7 @@ class PendingFeatures:
             slot.draft_state.num_live = 1 + num
 
     def count(self, sequence: Slot) -> int:
-        """Rows that a sequence has."""
+        """Returns the number of pending rows of a sequence."""
         state: DraftState = sequence.draft_state
         return sum(map(len, state.features)) + state.num_live
 
@@ -61,10 +61,10 @@ class PendingFeatures:
         return np.concatenate((self._none, *parts)) if len(parts) != 1 else parts[0]
 
     def take(self, slots: Sequence[Slot], width: int) -> tuple[Any, Ints]:
-        """All rows of a batch, at most `width` each; they are no longer pending.
+        """Returns all rows of a batch, at most `width` each; they are no longer pending.
 
         Returns:
-            Features [batch, states, width of a feature], and the row of each position [batch, width].
+            Features [batch, states, width of a feature], and the row of each position in them [batch, width] int64.
         """
         batch = len(slots)
         is_whole = not any(slot.draft_state.features for slot in slots)
@@ -80,7 +80,7 @@ class PendingFeatures:
         return held, np.ascontiguousarray(np.broadcast_to(np.arange(width), (batch, width)))
 
     def take_rows(self, sequence: Slot, num: int) -> Floats:
-        """The first `num` rows [num, width] of a sequence."""
+        """Returns the first `num` rows [num, width] of a sequence; they are no longer pending."""
         self.flush()
         rows = self._take_all(sequence)
         if num < len(rows):
@@ -93,7 +93,7 @@ class PendingFeatures:
         self._live, self._slots = None, []
 
     def flush(self) -> None:
-        """Bring what lies in the target's outputs to the host: the target is about to run."""
+        """Copies the rows in use from the target's outputs to the host: the target is about to run."""
         if self._live is None:
             return
         live = np.asarray(self._make(self._live))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts with one run of heads, from the target's hidden state of the root's predecessor: chains and trees.
+"""Drafts chains and trees with one run of heads, from the target's hidden state of the token before the root.
 
-Drafts are the likeliest tokens, so that what is scored may follow confidences, verdicts and costs, and the sequences
-of a batch decide together. Chains may be drawn as well: then each sequence decides alone, and only between the whole
-chain and none, as to leave out a drawn token would change the output distribution.
+Drafts are the likeliest tokens, so the number of scored ones may depend on confidences, verdicts and costs, and the
+sequences of a batch decide together. Chains may be drawn as well: then each sequence decides alone, and only between
+the whole chain and none, as leaving out a drawn token would change the output distribution.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class HeadsProposer:
     Args:
         engine: the heads (`heads_spec`, `tree_heads_spec` or `candidate_heads_spec`).
         budget: bounds and costs; its draft costs are those of one run.
-        shape: what is scored in every step; None: as many of the candidates as pay.
-        log_odds: of acceptance over confidence, for a fresh sequence.
-        may_sample: draw drafts from the heads' distributions in sequences that sample; chains alone.
+        shape: fixed shape of the tree; None: as many of the candidates as are worth their time.
+        log_odds: initial log(odds of acceptance / odds given by the confidence) of a new sequence.
+        may_sample: draw drafts from the heads' distributions in sequences that sample; for chains only.
 
     Raises:
         RecipeError: the engine was built for another tree.
@@ -72,25 +72,25 @@ class HeadsProposer:
         self._drafting: Sequence[int] = ()  # slots that drafted in the last step
 
     def start(self, slot: int, sequence: Slot) -> None:
-        """Nothing is known of it."""
+        """Gives the sequence a new estimate, and no hidden state."""
         self.states.flush()  # the target is about to read the prompt
-        # Where drafts are drawn, what is drafted must not depend on other sequences.
+        # Drawn drafts must not depend on other sequences, so their prior is not shared.
         is_drawn = self.may_sample and not sequence.sampling.is_greedy
         prior = SharedPrior(self.budget.max_depth) if is_drawn else self._prior
         sequence.draft_state = DraftState(AcceptanceEstimate(prior, self._log_odds))
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """Heads have no rows; the state that they need is that of a token that is read in any case."""
+        """Returns `num_rows`: heads have no cache, and the token whose state they need is read in any case."""
         self.start(slot, sequence)
         return num_rows
 
     def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Keeps the state of the last token that was read: the root follows it."""
+        """Keeps the hidden state of the last prompt token before the root."""
         if start + tokens.shape[1] == len(sequence.tokens) - 1:
             self.states.read(sequence, outputs[HIDDEN])
 
     def propose(self, batch: Batch) -> TokenTree:
-        """Returns trees; a sequence that cannot or should not draft is padded."""
+        """Returns trees; a sequence that cannot or should not draft has its root alone, and padding."""
         slots, self._grown = batch.slots, None
         self.budget.is_forced = batch.is_planned
         roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
@@ -115,7 +115,7 @@ class HeadsProposer:
         return self._grow(roots, {place: estimates(slots)[place] for place in drafting}, limits, outputs, spent_ms)
 
     def _worth_drafting(self, able: Sequence[int], slots: Sequence[Slot], is_drawn: bool) -> Sequence[int]:
-        """Returns the places that draft: each alone where drafts are drawn, otherwise all of them or none."""
+        """Returns the slots that draft: each decides alone where drafts are drawn, otherwise all or none draft."""
         accepted = [known.accepted_length for known in estimates(slots)]
         if is_drawn and not self.budget.is_forced:
             return [place for place in able if self._drawn.begins(accepted[place], 1)]
@@ -123,13 +123,13 @@ class HeadsProposer:
         return able if able and self.budget.begins(total / len(slots), len(slots)) else ()
 
     def _drawn_chain(self, roots: Ints, limits: Sequence[int], outputs: Outputs) -> TokenTree:
-        """Returns whole chains. Their distributions go to the target as they stand, so chains are as wide as these."""
+        """Returns whole chains, as long as their distributions, which are passed to the target unchanged."""
         tokens = np.concatenate((roots[:, None], np.asarray(outputs[SAMPLED_TOKENS])), axis=1)
         num_nodes = 1 + np.minimum(limits, self.budget.max_depth).astype(np.int64)
         return TokenTree.chain(tokens, num_nodes, outputs[CHAIN_PROBS])
 
     def _tokens_of_shape(self, outputs: Outputs, shape: TreeShape) -> Ints:
-        """Returns [batch, drafts] int64: the tokens of a fixed shape."""
+        """Returns the tokens of a fixed shape, [batch, drafts] int64."""
         if CANDIDATES in outputs:
             heads, ranks = shape.depths()[1:] - 1, shape.ranks()[1:]
             return np.asarray(outputs[CANDIDATES])[:, heads, ranks]
@@ -143,7 +143,15 @@ class HeadsProposer:
         outputs: Outputs,
         spent_ms: float,
     ) -> TokenTree:
-        """Returns the best of the candidates; `known` has the estimates of the sequences that draft."""
+        """Returns the tree of the best candidates.
+
+        Args:
+            roots: [batch] int64.
+            known: estimates of the sequences that draft, by slot.
+            limits: most draft tokens on a path, by slot.
+            outputs: of the heads.
+            spent_ms: time that drafting took.
+        """
         trees = [Candidates.from_root(int(root)) for root in roots]
         rows = {name: np.asarray(value).tolist() for name, value in outputs.items() if name != CHAIN_PROBS}
         floor = self.budget.floor(trees) if self.is_chain else 0.0
@@ -162,7 +170,7 @@ class HeadsProposer:
         return tree
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """Keeps the states of the paths' last nodes, and learns."""
+        """Keeps the hidden states of the paths' last nodes, and updates the estimates."""
         accepted = verdict.num_accepted
         last = accepted if tree.is_chain else verdict.path[np.arange(tree.batch), accepted]
         self.states.keep(batch.slots, outputs[HIDDEN], last)
@@ -175,16 +183,19 @@ class HeadsProposer:
                 known.learn_ranks(trees[place], chosen[place], verdict.nodes_kept(place))
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Corrects the costs."""
+        """Corrects the costs with the times of a step."""
         self.budget.observe(num_slots, num_nodes, times)
 
     def flush(self) -> None:
-        """Brings the states to the host."""
+        """Brings the hidden states to the host."""
         self.states.flush()
 
 
 def _check_tree(spec: GraphSpec, shape: TreeShape | None) -> None:
-    """The engine can draft the tree: heads with candidates by rank draft every tree within them, others but one."""
+    """Refuses a tree that the engine cannot draft.
+
+    Heads that give candidates by rank draft every tree within these; others draft only the tree they were built with.
+    """
     outputs, todo = {t.name: t.dims for t in spec.outputs}, "Build the bundle again with this tree, or ask for its own."
     got = "tree: chain or auto" if shape is None else f"a shape of {shape.num_drafts} draft tokens"
     if CANDIDATES in outputs:
@@ -213,10 +224,10 @@ def add_drafts(
     Args:
         tree: of the root alone.
         tokens: by draft.
-        confidences: of each.
-        parents: of each, a candidate of the tree.
-        known: of the sequence.
-        floor: a chain ends where its path is less likely; 0 for trees.
+        confidences: by draft.
+        parents: by draft, a candidate index of the tree.
+        known: estimate of the sequence.
+        floor: a chain ends where its path is less likely than this; 0 for trees.
     """
     start = 0
     while start < len(parents):

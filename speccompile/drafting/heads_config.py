@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods share whose heads draft in one run from the target's hidden state: recipe words and proposers."""
+"""Shared by methods whose heads draft in one run from the target's hidden state: recipe fields and proposers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class HeadsFields(TreeFields):
 
     Args:
         quantization: `none`, `int8` or `int4`.
-        num_draft_tokens: tokens of a chain, all of them in every step; or `auto`: as many as the heads are made for,
-            as far as a further token is worth its time. A grown tree is no deeper.
+        num_draft_tokens: length of a chain, the same in every step; or `auto`: as many tokens as are worth their time,
+            up to the number of heads. A grown tree is no deeper.
         drafts: of a chain: `greedy` (deterministic), `sampled` (from the heads' own distribution at the request's
             temperature), or `auto`: sampled where the request samples. A tree's drafts are never drawn.
-        min_confidence: of a chain: score no further behind a path that is accepted with less than this; `auto`: 0,
-            and the measured costs decide.
-        confidence_odds: the odds that a draft token is accepted, over the odds that the heads' confidence in it
-            means, before a slot's own verdicts are known.
-        config: folder with the speculator's config.json, where the hub's is not at hand; for random weights.
+        min_confidence: of a chain: tokens whose path is less likely to be accepted than this are not scored; `auto`:
+            0, and the measured costs decide.
+        confidence_odds: odds that a draft token is accepted, divided by the odds given by the heads' confidence; the
+            initial value of a sequence, before its own verdicts.
+        config: folder with the speculator's config.json, used instead of the hub's; for random weights.
 
     Raises:
         RecipeError: a value is out of range.
@@ -62,7 +62,7 @@ class HeadsFields(TreeFields):
         return super().leaves_length and (self.tree == "auto" or "auto" == self.num_draft_tokens == self.min_confidence)
 
     def form_options(self) -> FormOptions:
-        """Options of the heads' job."""
+        """Returns the options of the heads' job."""
         shape, length = self.shape, None if self.num_draft_tokens == "auto" else self.num_draft_tokens
         if shape is not None:
             return FormOptions(depth=shape.max_depth, choices=shape.choices)
@@ -71,7 +71,7 @@ class HeadsFields(TreeFields):
         return FormOptions(length)
 
     def make_proposer(self, engine: Engine, graph: str, context: MethodContext) -> Proposer:
-        """The proposer over the heads' engine, for what the engine was built to draft.
+        """Returns the proposer over the heads' engine, for the drafts that the engine was built for.
 
         Args:
             engine: of the heads.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder with a cache of its own as a scorer: which rows are the text's, and how it catches up."""
+"""Scorer over a decoder with its own KV cache: which rows hold emitted tokens, and how it catches up."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ class DraftCache:
     """See `speccompile.drafting.expansion.Scorer`, for a draft that reads tokens alone.
 
     Args:
-        engine: the draft (`candidate_spec`); its cache has rows for `max_nodes` and one more behind the last.
+        engine: the draft (`candidate_spec`); its cache has rows for `max_nodes` and one more after `max_seq_len`.
         max_seq_len: cache rows a sequence may use.
-        max_nodes: most nodes of a level, and of the tokens that a step catches up with before it drafts.
+        max_nodes: most nodes of an expansion, and most missed tokens that the first run of a step reads.
     """
 
     catches_up = True
 
     def __init__(self, engine: Engine, max_seq_len: int, max_nodes: int) -> None:
         self.engine, self.max_seq_len, self.max_nodes = engine, max_seq_len, max_nodes
-        self.lengths = [0] * engine.max_slots  # rows that hold the slot's own tokens
+        self.lengths = [0] * engine.max_slots  # by slot, rows that hold tokens of its sequence
         self.caches = (CacheRows(engine, self.lengths),)
-        # A first step is as wide as what it reads, and room is asked for before that is known.
+        # The first run of a step is as wide as what it reads, and `room` is called before that is known.
         self._spare = min(max_nodes, max_seq_len)
 
     def start(self, slot: int) -> None:
-        """An empty cache."""
+        """Empties the slot's cache."""
         self.lengths[slot] = 0
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """What the cache lacks of the rows is read once it is to draft."""
+        """Returns `num_rows`: rows that the cache lacks are read before the next draft."""
         self.lengths[slot] = min(self.lengths[slot], num_rows)
         return num_rows
 
     def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Read the chunk [1, nodes] as well, while there is room."""
+        """Reads the chunk [1, nodes] as well, as far as the cache has rows."""
         if start == self.lengths[slot]:
             self._read(slot, tokens[0, : self.max_seq_len - start])
 
     def _read(self, slot: int, tokens: Ints) -> None:
         if len(tokens) > 0:
             start = np.array([self.lengths[slot]], dtype=np.int64)
-            # One scored node, which nobody asks for: the LM head is computed for one row.
+            # One scored node, which is not used: the LM head is computed for one row.
             self.engine.run({TOKENS: tokens[None], LENGTHS: start, SCORED_NODES: _FIRST}, first_slot=slot)
             self.lengths[slot] += len(tokens)
 
     def room(self, place: int, slot: Slot) -> int:
-        """Rows behind the root's."""
+        """Returns the rows left after the root's."""
         return self.max_seq_len - len(slot.tokens)
 
     def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Read what the slots have not read yet, the root last.
+        """Reads the tokens that the slots have not read yet, the root last.
 
-        All read as many tokens as the one that is furthest behind: to read a token again costs what padding would.
+        All read as many tokens as the one that missed most: reading a token again costs the same as padding.
         """
         slots = batch.slots
         for place in places:
@@ -88,15 +88,14 @@ class DraftCache:
 
     def _catch_up(self, place: int, tokens: list[int]) -> None:
         num = len(tokens)
-        self.lengths[place] = min(self.lengths[place], num - 1)  # the root is read again, however the last step ended
+        self.lengths[place] = min(self.lengths[place], num - 1)  # the root is always read again
         while num - (start := self.lengths[place]) > self._spare:
             self._read(place, np.array(tokens[start : min(start + PREFILL_CHUNK, num - 1)], dtype=np.int64))
 
     def _idle(self, place: int, span: int, num_in_place: int = 0) -> int:
-        """Where a step writes padding of `span` positions, which the draft must know.
+        """Returns the row where padding of `span` positions is written, none of them beyond the last position.
 
-        A slot that is full gives up its last rows, as padding must go somewhere: it could not draft more than they
-        hold, and would read them again.
+        A full slot loses its last rows to the padding and reads them again before its next draft.
         """
         last = self.max_seq_len - span
         if self.lengths[place] + num_in_place <= last:
@@ -105,7 +104,7 @@ class DraftCache:
         return last
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
-        """Read a level behind the roots."""
+        """Reads an expansion after the roots."""
         width, span, starts = level.tokens.shape[1], level.depth + 1, []
         for place, (nodes, num) in enumerate(zip(level.nodes, level.num_in_place, strict=True)):
             starts.append(self.lengths[place] + num if nodes else self._idle(place, span, num))
@@ -115,11 +114,11 @@ class DraftCache:
         return self.engine.run(feeds)
 
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
-        """Take in what became of the drafts.
+        """Keeps the rows of accepted drafts.
 
         Args:
-            batch: with the tokens that were drafted after.
-            num_kept: by slot, accepted drafts that stand in their rows.
+            batch: with the tokens before this step's verdict.
+            num_kept: by slot, accepted drafts whose rows are in the cache.
             verdict: on the drafts.
             outputs: of the target.
         """
@@ -128,4 +127,4 @@ class DraftCache:
                 self.lengths[place] += min(num_kept[place], self.room(place, slot))
 
     def flush(self) -> None:
-        """Nothing of the target's outputs is held."""
+        """Does nothing: no output of the target is held."""

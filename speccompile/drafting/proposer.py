@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proposer of every method whose draft is a decoder, over its cache rows and what makes trees of its candidates."""
+"""The proposer of every method whose draft is a decoder, over a scorer and the trees of its candidates."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from speccompile.drafting.state import DraftState
 
 
 class Drafts(Protocol):
-    """What grows or fills trees: `TreeGrower`, `StaticTrees`."""
+    """Makes draft trees of a scorer's candidates: `TreeGrower`, `StaticTrees`."""
 
     def new_estimate(self) -> AcceptanceEstimate | None:
-        """Returns what is known of a new sequence; None where nothing is ever learnt."""
+        """Returns the estimate of a new sequence; None where nothing is estimated."""
         ...
 
     def propose(self, batch: Batch) -> TokenTree:
@@ -31,25 +31,25 @@ class Drafts(Protocol):
         ...
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict) -> list[int]:
-        """Learns; returns by slot how many accepted drafts stand in their rows of the draft's cache."""
+        """Updates the estimates; returns by slot how many accepted drafts have their rows in the draft's cache."""
         ...
 
 
 class DraftRows(Scorer, Protocol):
-    """A scorer that owns what the draft's rows hold: `DraftCache`, `FeatureCache`, or one on another engine's caches.
+    """A scorer that keeps the draft's cache rows: `DraftCache`, `FeatureCache`, or one on another engine's caches.
 
-    The calls are those of `speccompile.core.protocols.Proposer`.
+    The methods are called as those of `speccompile.core.protocols.Proposer`.
     """
 
     catches_up: bool
 
     @property
     def caches(self) -> Sequence[CacheRows]:
-        """The caches that it owns."""
+        """The caches that the draft owns."""
         ...
 
     def start(self, slot: int) -> None:
-        """Nothing is read of the new sequence."""
+        """Starts a new sequence: none of its tokens is read."""
         ...
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
@@ -57,22 +57,22 @@ class DraftRows(Scorer, Protocol):
         ...
 
     def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """The target has read `tokens` [1, nodes], which stand at `start`."""
+        """Handles a chunk that the target has read: `tokens` [1, nodes], from position `start` on."""
         ...
 
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
-        """What became of the drafts.
+        """Handles the verdict.
 
         Args:
-            batch: with the tokens that were drafted after.
-            num_kept: by slot, accepted drafts that stand in their rows.
+            batch: with the tokens before this step's verdict.
+            num_kept: by slot, accepted drafts whose rows are in the draft's cache.
             verdict: on the drafts.
-            outputs: the target's, valid during the call.
+            outputs: of the target, valid during the call.
         """
         ...
 
     def flush(self) -> None:
-        """What the target gave in its last step will be void."""
+        """Copies what is still needed of the target's last outputs: they become invalid."""
         ...
 
 
@@ -80,9 +80,9 @@ class DraftProposer:
     """See `speccompile.core.protocols.Proposer`.
 
     Args:
-        rows: the draft.
-        likeliest: drafts of greedy batches.
-        drawn: drafts of batches that sample; the same, or such as are drawn.
+        rows: the draft with its cache rows.
+        likeliest: makes the trees of batches whose drafts are not drawn.
+        drawn: makes the trees of batches whose drafts may be drawn; may be the same object.
     """
 
     def __init__(self, rows: DraftRows, likeliest: Drafts, drawn: Drafts) -> None:
@@ -90,33 +90,33 @@ class DraftProposer:
         self.caches, self.catches_up, self._used = rows.caches, rows.catches_up, likeliest
 
     def start(self, slot: int, sequence: Slot) -> None:
-        """Nothing is read, and nothing known of it."""
+        """Starts a new sequence, with a new estimate."""
         self.rows.start(slot)
         sequence.draft_state = DraftState(self.likeliest.new_estimate())
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """The rows are known, the acceptance is not."""
+        """Returns how many rows need not be read again; the estimate is new."""
         sequence.draft_state = DraftState(self.likeliest.new_estimate())
         return self.rows.resume(slot, sequence, num_rows)
 
     def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Reads the chunk as well."""
+        """Reads the chunk with the draft."""
         self.rows.prefill(slot, sequence, tokens, start, outputs)
 
     def propose(self, batch: Batch) -> TokenTree:
-        """Returns trees; a slot that cannot or should not draft has its root alone."""
+        """Returns trees; a sequence that cannot or should not draft has its root alone."""
         self._used = self.drawn if batch.may_draw else self.likeliest
         tree = self._used.propose(batch)
-        self.rows.flush()  # the target is about to run, and where nothing was drafted nothing was read
+        self.rows.flush()  # the target is about to run; without a draft, its last outputs were not read
         return tree
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """Learns, and keeps the rows of accepted drafts where they are right."""
+        """Updates the estimates, and keeps the rows of accepted drafts."""
         num_kept = self._used.commit(batch, tree, verdict)
         self.rows.commit(batch, num_kept, verdict, outputs)
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Corrects the costs."""
+        """Corrects the costs with the times of a step."""
         self.likeliest.observe(num_slots, num_nodes, times)
 
     def flush(self) -> None:

@@ -12,45 +12,44 @@ from speccompile.core.tree import Floats
 _LITTLE = 1e-3  # of a distribution's mass
 
 
-def draw_siblings(dist: Floats, draws: Sequence[float], dists: Floats) -> list[int]:
-    """Tokens drawn one after another without replacement (Chen et al. 2024, "Sequoia").
+def draw_siblings(probs: Floats, draws: Sequence[float], sibling_probs: Floats) -> list[int]:
+    """Draws tokens one after another without replacement (Chen et al. 2024, "Sequoia").
 
     Args:
-        dist: [vocab] float32, sums to 1.
+        probs: [vocab] float32, sums to 1.
         draws: one in [0, 1) for each sibling.
-        dists: [len(draws), vocab] float32, filled: the distribution that each was drawn from, which for sibling i is
-            `dist`
-            without the tokens before it, normalised.
+        sibling_probs: [len(draws), vocab] float32, output: the distribution that each sibling was drawn from, which is
+            `probs` without the siblings before it, normalised.
 
     Returns:
-        At most len(draws) tokens: fewer where the distribution has fewer with mass.
+        At most len(draws) tokens; fewer where fewer tokens have a probability above 0.
     """
-    sums, left, tokens = np.cumsum(dist, dtype=np.float64), 0.0, list[int]()
-    for row, u in zip(dists, draws, strict=True):
-        left = float(sums[-1]) if not tokens else left - float(dist[tokens[-1]])
-        if left < _LITTLE:  # what is left over is not told by a difference any more
-            rest = dist.astype(np.float64)
+    sums, left, tokens = np.cumsum(probs, dtype=np.float64), 0.0, list[int]()
+    for row, u in zip(sibling_probs, draws, strict=True):
+        left = float(sums[-1]) if not tokens else left - float(probs[tokens[-1]])
+        if left < _LITTLE:  # a difference of sums is too inexact here
+            rest = probs.astype(np.float64)
             rest[tokens] = 0
             left = float(rest.sum())
             if left <= 0:
                 break
-            token = _place(np.cumsum(rest), u * left, rest)
+            token = _token_at(np.cumsum(rest), u * left, rest)
             row[...] = rest / left
         else:
             bound = u * left
             for taken in sorted(tokens):  # their mass is skipped, from the first on
                 if taken == 0 or bound >= sums[taken - 1]:
-                    bound += float(dist[taken])
-            token = _place(sums, bound, dist)
+                    bound += float(probs[taken])
+            token = _token_at(sums, bound, probs)
             if token in tokens:  # rounding at the upper end
-                token = max(t for t in np.flatnonzero(dist).tolist() if t not in tokens)
-            np.multiply(dist, np.float32(1 / left), out=row)
+                token = max(t for t in np.flatnonzero(probs).tolist() if t not in tokens)
+            np.multiply(probs, np.float32(1 / left), out=row)
             row[tokens] = 0
         tokens.append(token)
     return tokens
 
 
-def _place(sums: np.ndarray, bound: float, dist: np.ndarray) -> int:
-    """First index whose running sum exceeds the bound; the last with mass where rounding leaves none."""
+def _token_at(sums: np.ndarray, bound: float, probs: np.ndarray) -> int:
+    """Returns the first token whose running sum exceeds the bound; the last with mass where rounding leaves none."""
     token = int(np.searchsorted(sums, bound, side="right"))
-    return token if token < len(dist) else int(np.flatnonzero(dist)[-1])
+    return token if token < len(probs) else int(np.flatnonzero(probs)[-1])

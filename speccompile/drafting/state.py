@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method knows of one sequence, in an object that the sequence carries wherever it stands in a batch."""
+"""What a method keeps for one sequence, in an object that moves with the sequence between slots."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class DraftState:
     """The `draft_state` of a sequence.
 
     Args:
-        estimate: what its verdicts tell of its drafts; None where nothing is ever learnt.
-        hidden: [width] float32, the target's hidden state in front of the root, as far as `TargetStates` has it on
-            the host.
+        estimate: of the acceptance of its drafts; None where nothing is estimated.
+        hidden: [width] float32, the target's hidden state of the token before the root; None where `TargetStates` does
+            not have it on the host.
         features: [num, width] float32 each, rows that `PendingFeatures` has on the host, in order.
         num_live: rows that follow them in the target's outputs.
-        drawn: what verdicts on drawn chains have taught; None before the first of an adaptive length.
+        drawn: estimates from verdicts on drawn chains; None before the first chain of adaptive length.
     """
 
     estimate: AcceptanceEstimate | None
@@ -38,5 +38,5 @@ def estimates(slots: Sequence[Slot]) -> list[AcceptanceEstimate]:
 
 
 def same_sequences(first: Sequence[Slot], second: Sequence[Slot]) -> bool:
-    """Tells whether two batches are of the same sequences in the same order."""
+    """Returns whether two batches have the same sequences in the same order."""
     return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))

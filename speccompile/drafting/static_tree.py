@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees of one shape over a scorer: drafted, or drawn with siblings without replacement.
+"""Draft trees of one shape with a scorer: the likeliest candidates, or siblings drawn without replacement.
 
-Where drafts are drawn, what is scored must not leave out a token because of what it is, or the output distribution
-would be bent: a fixed shape does not, and a chain may end after any token, see `drawn_length`. A node whose
-distribution has too little mass for all its siblings has fewer: it decides that, before the first of them is drawn.
+A drawn token must not be left out because of its value, as that would change the output distribution. A fixed shape
+leaves out none, and a chain may end after any token, see `drawn_length`. A node whose distribution has fewer tokens
+than the shape has children gets fewer children; that depends on the distribution alone, not on what is drawn.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from speccompile.drafting.siblings import draw_siblings
 
 
 class StaticTrees:
-    """Drafts for a batch in one shape, as deep as each slot may go.
+    """Makes drafts of one shape for a batch, as deep as each sequence may go.
 
     Args:
         scorer: the draft.
-        shape: of the tree; a level feeds no more nodes than it has drafts.
-        may_sample: draw drafts in slots that sample; otherwise they are the likeliest candidates.
+        shape: of the tree; one expansion feeds at most `shape.num_drafts` nodes.
+        may_sample: draw drafts for sequences that sample; otherwise they are the likeliest candidates.
         vocab_size: of the target.
-        d2t: [draft_vocab] int64, the target's token of each of the draft's; None: they are the same.
-        length: where a drawn chain ends; None: drafts have the whole shape.
+        d2t: [draft_vocab] int64, the target's token for each draft token; None: the vocabularies are the same.
+        length: decides where a drawn chain ends; None: drafts have the whole shape.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class StaticTrees:
         self._plans = self._plan_levels()
         self._rows: DraftLayout | None = None
         self._kept: list[list[int]] = []
-        self._fed: list[int] = []  # by slot, the deepest level that was read
+        self._fed: list[int] = []  # by slot, the greatest depth that was read
         self._chains: DrawnChains | None = None
-        self._dists: dict[int, Floats] = {}  # by batch: [batch, 1 + num_drafts, vocab]
+        self._probs: dict[int, Floats] = {}  # by batch size: [batch, 1 + num_drafts, vocab] float32, reused
 
     def _plan_levels(self) -> list[tuple[Expansion, DraftLayout]]:
-        """What each level but the root's feeds, for one slot; tokens are filled in later."""
+        """Returns the expansion of each depth below the root for one slot; tokens are filled in later."""
         num_drafts = self.shape.num_drafts
         shape, rows, plans = Candidates([0] * (1 + num_drafts), self._parents), DraftLayout(1, num_drafts), []
         for depth, nodes in enumerate(self._levels[1:], start=1):
@@ -79,13 +79,13 @@ class StaticTrees:
         return plans
 
     def new_estimate(self) -> None:
-        """Nothing is learnt from one step to the next."""
+        """Returns None: nothing is estimated."""
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Learns nothing: the shape is fixed."""
+        """Does nothing: the shape is fixed."""
 
     def propose(self, batch: Batch) -> TokenTree:
-        """Trees; a slot that cannot draft has its root alone."""
+        """Returns trees; a sequence that cannot draft has its root alone."""
         slots, self._rows, self._kept, self._fed = batch.slots, None, [], [0] * len(batch.slots)
         roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
         rooms = [self.scorer.room(place, slot) if slot.max_drafts > 0 else -1 for place, slot in enumerate(slots)]
@@ -113,7 +113,7 @@ class StaticTrees:
         return tree
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict) -> list[int]:
-        """By slot, how many of the accepted drafts stand in their rows of the draft's cache."""
+        """Returns by slot how many of the accepted drafts have their rows in the draft's cache."""
         if self._chains is not None:
             self._chains.learn(verdict.num_accepted.tolist())
         if self._rows is None:
@@ -122,7 +122,7 @@ class StaticTrees:
         for place, num in enumerate(verdict.num_accepted.tolist()):
             path = verdict.path[place, 1 : num + 1].tolist()
             num_held = self._rows.num_kept(0, [self._kept[place][node] for node in path])
-            rows.append(min(num_held, self._fed[place]))  # padding of levels without the slot stands after these
+            rows.append(min(num_held, self._fed[place]))  # padding of later expansions comes after these
         return rows
 
 
@@ -144,7 +144,7 @@ def _for_batch(plan: Expansion, drafts: _Drafts, places: Sequence[int]) -> Expan
 
 
 class _Drafts:
-    """The drafts of one step in the making; node numbers are the shape's."""
+    """The drafts of one step under construction; node indices are those of the shape."""
 
     def __init__(self, trees: StaticTrees, batch: Batch, roots: Ints, is_drawn: bool) -> None:
         self.trees, self.batch = trees, batch
@@ -154,14 +154,14 @@ class _Drafts:
         self.tokens[:, 0] = roots
         self.is_there = np.zeros((len(roots), size), dtype=np.bool_)
         self.is_there[:, 0] = True
-        self.dists: Floats | None = None
+        self.probs: Floats | None = None  # [batch, nodes, vocab] float32: distribution that each node was drawn from
         if is_drawn:
-            if len(roots) not in trees._dists:
-                trees._dists[len(roots)] = np.zeros((len(roots), size, trees._vocab), dtype=np.float32)
-            self.dists = trees._dists[len(roots)]
+            if len(roots) not in trees._probs:
+                trees._probs[len(roots)] = np.zeros((len(roots), size, trees._vocab), dtype=np.float32)
+            self.probs = trees._probs[len(roots)]
 
     def take(self, depth: int, places: Sequence[int], outputs: Outputs) -> None:
-        """The children of the nodes at `depth`."""
+        """Adds the children of the nodes at `depth` in the given slots, from the draft's outputs."""
         candidates = np.asarray(outputs[CANDIDATES])
         tokens = candidates if self.trees._d2t is None else self.trees._d2t[candidates]
         level = self.trees._levels[depth]
@@ -170,12 +170,12 @@ class _Drafts:
         fresh = [child for _, children, _ in level for child in children]
         for place in places:
             self.is_there[place, fresh] = True
-        if self.dists is not None:
+        if self.probs is not None:
             width = max(len(children) for _, children, _ in level)
             draws = self.batch.sibling_uniforms(depth + 1, width).tolist()
-            dists = np.asarray(outputs[NODE_PROBS])
+            node_probs = np.asarray(outputs[NODE_PROBS])
             for place in places:
-                self._draw(place, level, dists[place], draws[place])
+                self._draw(place, level, node_probs[place], draws[place])
         if self.trees._chains is not None:
             sure = np.asarray(outputs[CANDIDATE_PROBS])[:, 0, 0].tolist()
             for place in places:
@@ -184,31 +184,31 @@ class _Drafts:
                     self.trees._chains.add(place, sure[place] * share)
 
     def _share(self, place: int, node: int, best: int) -> float:
-        """The draft's probability of a drawn token over that of its likeliest, both at temperature 1."""
-        assert self.dists is not None
-        probs = self.dists[place, node]
+        """Returns the draft's probability of a drawn token over that of its likeliest, both at temperature 1."""
+        assert self.probs is not None
+        probs = self.probs[place, node]
         prob, most = float(probs[self.tokens[place, node]]), float(probs[best])
-        # An engine that breaks ties in another way than the warp may name a likeliest token that the warp cut off.
+        # An engine may break ties in another way than the warp, so that its likeliest token has probability 0 here.
         return (prob / most) ** self.batch.slots[place].sampling.temperature if most > prob else 1.0
 
     def _draw(
-        self, place: int, level: Sequence[tuple[int, list[int], list[int]]], dists: Floats, draws: Sequence[float]
+        self, place: int, level: Sequence[tuple[int, list[int], list[int]]], node_probs: Floats, draws: Sequence[float]
     ) -> None:
-        """Replace the candidates of one slot by draws; a greedy slot keeps them, each under a probs of its own."""
-        assert self.dists is not None
+        """Replaces the candidates of one slot with draws; a greedy sequence keeps them, with one-hot distributions."""
+        assert self.probs is not None
         is_greedy = self.batch.slots[place].sampling.is_greedy
         d2t = self.trees._d2t
         for column, (node, children, _) in enumerate(level):
             if not self.is_there[place, node]:
                 self.is_there[place, children] = False
                 continue
-            rows = self.dists[place, children[0] : children[-1] + 1]
+            rows = self.probs[place, children[0] : children[-1] + 1]
             if is_greedy:
                 rows[...] = 0
                 rows[np.arange(len(children)), self.tokens[place, children]] = 1
                 continue
             drawn = rows if d2t is None else np.empty((len(children), len(d2t)), dtype=np.float32)
-            tokens = draw_siblings(dists[column], draws[: len(children)], drawn)
+            tokens = draw_siblings(node_probs[column], draws[: len(children)], drawn)
             if d2t is not None:
                 rows[...] = 0
                 rows[:, d2t] = drawn
@@ -216,7 +216,7 @@ class _Drafts:
             self.is_there[place, children[len(tokens) :]] = False
 
     def tree(self) -> tuple[TokenTree, list[list[int]]]:
-        """What is scored, and for each slot the shape's node that each of its nodes is."""
+        """Returns the tree to score, and for each slot the shape's node index of each of its nodes."""
         shape, batch = self.trees.shape, len(self.tokens)
         if shape.is_chain:
             return self._chain()
@@ -224,24 +224,24 @@ class _Drafts:
             everything = list(range(1 + shape.num_drafts))
             kept = [everything] * batch
             parents, num_nodes = np.tile(shape.parents(), (batch, 1)), np.full(batch, len(everything), dtype=np.int64)
-            return TokenTree(self.tokens, parents, num_nodes, self.dists), kept
+            return TokenTree(self.tokens, parents, num_nodes, self.probs), kept
         kept = [np.flatnonzero(row).tolist() for row in self.is_there]
         nodes = max(map(len, kept))
         tokens, parents = np.zeros((batch, nodes), dtype=np.int64), np.full((batch, nodes), -1, dtype=np.int64)
-        dists = None if self.dists is None else np.zeros((batch, nodes, self.dists.shape[2]), dtype=np.float32)
+        probs = None if self.probs is None else np.zeros((batch, nodes, self.probs.shape[2]), dtype=np.float32)
         for place, chosen in enumerate(kept):
             at = {node: number for number, node in enumerate(chosen)}
             tokens[place, : len(chosen)] = self.tokens[place, chosen]
             parents[place, 1 : len(chosen)] = [at[self.trees._parents[node]] for node in chosen[1:]]
-            if dists is not None and self.dists is not None:
-                dists[place, : len(chosen)] = self.dists[place, chosen]
+            if probs is not None and self.probs is not None:
+                probs[place, : len(chosen)] = self.probs[place, chosen]
         num_nodes = np.array([len(chosen) for chosen in kept], dtype=np.int64)
-        return TokenTree(tokens, parents, num_nodes, dists), kept
+        return TokenTree(tokens, parents, num_nodes, probs), kept
 
     def _chain(self) -> tuple[TokenTree, list[list[int]]]:
         num_nodes = self.is_there.sum(axis=1)
         nodes = int(num_nodes.max())
         tokens = np.where(self.is_there, self.tokens, 0)[:, :nodes]
-        dists = None if self.dists is None else self.dists[:, :nodes]
+        probs = None if self.probs is None else self.probs[:, :nodes]
         is_full = int(num_nodes.min()) == nodes
-        return TokenTree.chain(tokens, None if is_full else num_nodes, dists), [list(range(n)) for n in num_nodes]
+        return TokenTree.chain(tokens, None if is_full else num_nodes, probs), [list(range(n)) for n in num_nodes]

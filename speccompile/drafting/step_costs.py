@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps and draft runs cost: the bundle's record, corrected by what they are seen to take."""
+"""Costs of steps and draft runs: those recorded in the bundle, corrected by measured times."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from dataclasses import dataclass, field
 from speccompile.core.jobs import StepCosts
 from speccompile.core.protocols import StepTimes
 
-MACHINE_WEIGHT = 1 / 20  # of a step in the machine's factor, which all costs share
-SHAPE_WEIGHT = 1 / 100  # of a step in the factor of its own shape
-MAX_SURPRISE = 0.4  # of the logarithm of a step's time: other processes make some steps long
-KEPT_STEPS = 8  # that a table of costs is used for
+MACHINE_WEIGHT = 1 / 20  # of one step in the machine's factor, which all costs share
+SHAPE_WEIGHT = 1 / 100  # of one step in the factor of its own shape
+MAX_SURPRISE = 0.4  # bound on the error of a log time that is used: other processes make some steps long
+KEPT_STEPS = 8  # steps that a table of costs is used for
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What was seen with one number of sequences.
+    """Measurements of steps with one number of sequences.
 
     Args:
-        factors: by nodes of a step (a sequence), logarithm of its time over the record's, the machine's factor left
-            out.
-        num_seen: steps by nodes.
-        rest_ms: of steps without and with drafts, the time besides drafting and scoring; None: not seen.
-        draft: logarithm of the time of drafting over the record's; None: not seen.
+        factors: by nodes per sequence, log(scoring time / recorded time) without the machine's factor.
+        num_seen: steps by nodes per sequence.
+        rest_ms: time besides drafting and scoring, of steps without and with drafts; None: not measured.
+        draft: log(drafting time / recorded time); None: not measured.
         table: see `OnlineCosts.scores`.
         num_left: steps that the table is used for.
     """
@@ -38,7 +37,7 @@ class _Batch:
     num_left: int = 0
 
     def factor(self, nodes: int) -> float:
-        """Returns the factor of a shape; between shapes that were seen it is linear, beyond them constant."""
+        """Returns the log factor of a shape: linear between measured shapes, constant beyond them."""
         known = self.factors.get(nodes)
         if known is not None or not self.factors:
             return known or 0.0
@@ -54,9 +53,9 @@ class _Batch:
 class OnlineCosts:
     """Costs by the number of sequences and nodes.
 
-    The record is of one sequence: a batch of b sequences and n nodes is taken to cost what one of b * n nodes does
-    until such steps were seen. A step's time is the record's times a factor of the machine, which moves quickly and
-    which all shapes share, times one of its shape, which moves slowly.
+    The recorded costs are of one sequence: a step of b sequences with n nodes each is assumed to cost as much as one
+    of b * n nodes, until such steps were measured. A step's time is the recorded one times the machine's factor, which
+    all shapes share and which moves quickly, times the factor of its shape, which moves slowly.
 
     Args:
         target: recorded costs of scoring, by nodes; not empty.
@@ -72,7 +71,7 @@ class OnlineCosts:
         self._had_drafts = True
 
     def scores(self, num_slots: int) -> tuple[float, ...]:
-        """Returns [max_drafts + 1] milliseconds of a step but for drafting, by its draft tokens a sequence."""
+        """Returns the milliseconds of a step without its drafting, for 0 to `max_drafts` draft tokens per sequence."""
         batch = self._batches.get(num_slots) or self._batches.setdefault(num_slots, _Batch())
         if batch.num_left <= 0:
             machine = self._machine or 0.0
@@ -89,7 +88,7 @@ class OnlineCosts:
 
         Args:
             num_slots: sequences of the batch.
-            num_nodes: of all of them together.
+            num_nodes: of all sequences together.
         """
         if self.draft is None:
             return 0.0
@@ -98,12 +97,12 @@ class OnlineCosts:
         return self.draft.ms(num_nodes) * math.exp(factor)
 
     def observe(self, num_slots: int, num_nodes: int, recorded_draft_ms: float, times: StepTimes) -> None:
-        """Takes in a step.
+        """Corrects the costs with the times of a step.
 
         Args:
-            num_slots: its sequences.
-            num_nodes: that the target scored in each, root and padding included.
-            recorded_draft_ms: what its draft runs cost by the record; 0: nothing was drafted.
+            num_slots: sequences of the batch.
+            num_nodes: nodes that the target scored per sequence, root and padding included.
+            recorded_draft_ms: recorded cost of its draft runs; 0: nothing was drafted.
             times: of the step.
         """
         batch = self._batches.get(num_slots) or self._batches.setdefault(num_slots, _Batch())
@@ -114,7 +113,7 @@ class OnlineCosts:
         batch.rest_ms[has_drafts] = (
             rest_ms if known is None else known + MACHINE_WEIGHT * (min(rest_ms, 2 * known + 0.01) - known)
         )
-        # A draft that did not run in the step before reads what it missed: that is no cost of a draft token.
+        # A draft that did not run in the step before first reads the tokens it missed: not a cost of a draft token.
         if recorded_draft_ms > 0 and self._had_drafts:
             seen = math.log(times.propose_s * 1e3 / recorded_draft_ms)
             batch.draft = seen if batch.draft is None else batch.draft + MACHINE_WEIGHT * _bounded(seen - batch.draft)

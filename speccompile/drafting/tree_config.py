@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of a recipe that describe trees, the same in every method: a `Config` inherits `TreeFields`."""
+"""Recipe fields that describe trees, the same in every method: a `Config` inherits `TreeFields`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from speccompile.core.tree_shape import TreeShape
 from speccompile.errors import RecipeError
 
-MAX_CANDIDATES = 64  # of a node, lest their search outweigh the draft
+MAX_CANDIDATES = 64  # of a node; the top-k search over more could take longer than the draft
 MAX_DEPTH = 64
 
 
@@ -32,15 +32,15 @@ Tree = Literal["chain", "auto"] | ProductTree | Choices
 
 @dataclass(frozen=True, kw_only=True)
 class TreeFields:
-    """What the recipe says of the tree that is drafted.
+    """Recipe fields of the draft tree.
 
     Args:
-        tree: `chain`: one token behind the other; `auto`: grown by the draft's confidences, as far as the measured
-            costs make a further token worth its time, within engine.max_draft_nodes; a list of rank paths such as
+        tree: `chain`: one token after the other; `auto`: grown by the draft's confidences, as long as another token is
+            worth its time by the measured costs, within engine.max_draft_nodes; a list of rank paths such as
             [[0], [1], [0, 0]], or `{widths: [4, 2, 1]}`: the same shape in every step.
-        tree_width: `auto`: most nodes that are drafted behind at a depth.
-        tree_depth: `auto`: most draft tokens on a path.
-        num_candidates: `auto`: tokens that are drafted behind a node; a fixed shape has as many as it needs.
+        tree_width: with `auto`, most nodes that are expanded at a depth.
+        tree_depth: with `auto`, most draft tokens on a path.
+        num_candidates: with `auto`, candidates after each expanded node; a fixed shape has as many as it needs.
 
     Raises:
         RecipeError: a value is out of range, or the shape is no tree.
@@ -79,12 +79,12 @@ class TreeFields:
 
     @property
     def leaves_length(self) -> bool:
-        """Whether the recipe leaves it open how much is drafted: then it may be nothing, where that is faster."""
+        """Whether the recipe leaves the number of drafts open, so that it may be 0 where plain decoding is faster."""
         return self.shape is None
 
     @property
     def candidates_needed(self) -> int:
-        """Tokens to candidate behind a node."""
+        """Number of candidates after each node."""
         shape = self.shape
         return self.num_candidates if shape is None else shape.max_rank + 1
 
@@ -96,13 +96,13 @@ class TreeFields:
 
 
 def tree_from_words(value: Any) -> Tree:
-    """A tree as the recipe's loader, JSON or a caller of Python gives it.
+    """Returns the tree that a recipe, JSON or Python describes.
 
     Args:
         value: `chain`, `auto`, a `ProductTree` or {"widths": ...}, or rank paths as lists or tuples.
 
     Raises:
-        RecipeError: none of these, or no tree.
+        RecipeError: another value, or paths that are no tree.
     """
     if isinstance(value, str) and value in ("chain", "auto"):
         return value  # type: ignore[return-value]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The estimator of acceptance: accepted lengths, odds by rank, the prior that sequences share."""
+"""Estimates of acceptance: accepted lengths, odds by rank, the prior that sequences share."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_accepted_length_follows_verdicts_and_recovers():
     assert known.accepted_length > 1.4
 
 
-def test_sequences_begin_with_what_drafts_brought_others_and_try_again_but_seldom():
+def test_sequences_begin_with_the_shared_prior_and_rarely_try_again():
     shared = prior(1.5)
     first = AcceptanceEstimate(shared)
     for _ in range(300):
@@ -40,7 +40,7 @@ def test_sequences_begin_with_what_drafts_brought_others_and_try_again_but_seldo
     assert 0.1 < fresh.accepted_length < 0.2
 
 
-def test_the_rate_of_hits_is_learnt_by_rank():
+def test_the_odds_of_acceptance_are_estimated_by_rank():
     rng, known, tail = np.random.default_rng(3), estimate(), []
     for step in range(6000):
         tree = Candidates.from_root(0)
@@ -52,14 +52,14 @@ def test_the_rate_of_hits_is_learnt_by_rank():
     np.testing.assert_allclose(np.mean(tail, axis=0), [0.6, 0.1], atol=0.02)
 
 
-def test_children_of_one_parent_are_never_accepted_with_more_than_certainty():
+def test_probs_of_children_of_one_parent_add_up_to_at_most_one():
     assert sum(estimate(4.0).probs([0.5, 0.4, 0.05, 0.02, 0.01])) <= 1 + 1e-12
     assert len(estimate().probs([0.5])) == 1 and len(estimate().probs([0.1] * 9)) == 9
     assert estimate(-1.0).probs([1.0]) == [pytest.approx(1.0)] and estimate(-1.0).probs([0.0]) == [0.0]
     assert estimate(1.0).prob(0.4) == pytest.approx(estimate(1.0).probs([0.4])[0])
 
 
-def test_only_children_of_the_kept_path_teach():
+def test_only_children_of_the_kept_path_change_the_odds():
     tree = Candidates.from_root(0)
     tree.add(0, [1, 2], [0.5, 0.25])
     tree.add(1, [3, 4], [0.5, 0.2])
@@ -69,7 +69,7 @@ def test_only_children_of_the_kept_path_teach():
     np.testing.assert_allclose(known.log_odds, [0.05, -0.025, 0, 0])
 
 
-def test_drafts_that_are_never_scored_get_another_chance():
+def test_odds_of_drafts_that_are_never_scored_recover():
     known, tree = estimate(1.0), Candidates.from_root(0)
     tree.add(0, [1], [0.5])
     for _ in range(200):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one rule: what is worth its time by costs that are known, and by costs that are found out."""
+"""The budget's rule: which drafts are worth their time, by recorded costs and by measured ones."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from speccompile.drafting.candidates import Candidates
 COSTS = StepCosts(((1, 10.0), (4, 10.5), (16, 20.0)))
 
 
-def test_size_is_what_promises_most_per_millisecond():
+def test_size_maximises_expected_tokens_per_millisecond():
     tree = Candidates.from_root(0)
     tree.add(0, range(4), [0.6, 0.2, 0.1, 0.01])
     tree.add(1, range(3), [0.5, 0.3, 0.01])
@@ -27,7 +27,7 @@ def test_size_is_what_promises_most_per_millisecond():
     assert Budget(3, 4, 2).size([tree], 2.0) == 3
 
 
-def test_growing_ends_where_another_expansion_does_not_pay():
+def test_growing_ends_where_another_expansion_is_not_worth_its_time():
     cheap, dear = (Budget(16, 4, 2, COSTS, StepCosts(((1, ms),))) for ms in (0.1, 30.0))
     tree = Candidates.from_root(0)
     tree.add(0, range(2), [0.6, 0.2])
@@ -37,7 +37,7 @@ def test_growing_ends_where_another_expansion_does_not_pay():
     assert not cheap.goes_on([tree], 4, 0.8, 0.1)
 
 
-def test_drafting_begins_where_a_typical_tree_pays():
+def test_drafting_begins_where_a_typical_tree_is_worth_its_time():
     cheap, dear = (Budget(16, 4, 2, COSTS, StepCosts(((1, ms),))) for ms in (0.1, 30.0))
     assert cheap.begins(1.0, 1) and not dear.begins(1.0, 1) and not cheap.begins(0.0, 1)
     tree = Candidates.from_root(0)
@@ -92,7 +92,7 @@ def test_time_decides_the_length_of_a_chain():
     assert length(Budget(4, 4, 1), [0.01] * 4) == 4
 
 
-def test_one_good_chain_does_not_pay_for_a_batch_of_bad_ones():
+def test_one_good_chain_does_not_lengthen_a_batch_of_bad_ones():
     steep = Budget(4, 4, 1, StepCosts(((1, 10.0), (8, 11.0), (64, 200.0))), StepCosts(((1, 0.1),)))
     assert length(steep, [0.95] * 4) == 4
     assert length(steep, [0.95] * 4, *[[0.02] * 4] * 7) < 4
@@ -106,7 +106,7 @@ def test_the_least_probability_of_a_path_is_a_floor_unless_drafts_are_forced():
 
 
 @pytest.mark.parametrize("num_slots", [1, 8])
-def test_gains_and_trees_are_weighed_alike(num_slots):
+def test_gains_and_trees_give_the_same_size(num_slots):
     rng, budget = np.random.default_rng(3), Budget(6, 6, 1, *CHEAP)
     for _ in range(20):
         probs = rng.uniform(0.05, 0.95, num_slots)
@@ -121,7 +121,7 @@ def step(budget, num_slots, num_nodes, score_ms, draft_nodes=0, propose_ms=0.0, 
     budget.observe(num_slots, num_nodes, StepTimes(*times))
 
 
-def test_costs_follow_what_steps_take():
+def test_costs_follow_measured_times():
     budget = Budget(4, 4, 1, *CHEAP)
     for _ in range(300):
         step(budget, 2, 1, 20.0, rest_ms=1.0)
@@ -129,20 +129,20 @@ def test_costs_follow_what_steps_take():
         step(budget, 2, 3, 45.0, draft_nodes=2, propose_ms=3.0, rest_ms=2.0)
     scores = budget.costs.scores(2)
     assert scores[0] == pytest.approx(21.0, rel=0.02) and scores[2] == pytest.approx(47.0, rel=0.02)
-    assert scores[0] < scores[1] < scores[2]  # between shapes that were seen
-    # The first drafts after a plain step read what they missed: that is not a cost of a draft.
+    assert scores[0] < scores[1] < scores[2]  # interpolated between measured shapes
+    # The first drafts after a plain step read the tokens they missed: not a cost of a draft.
     assert budget.costs.draft_ms(2, 2) == pytest.approx(3.0, rel=0.05)
     assert budget.recorded().costs.scores(2)[0] == pytest.approx(CHEAP[0].ms(2))
 
 
-def test_a_machine_that_is_slower_for_all_makes_all_costs_larger():
+def test_a_slower_machine_makes_all_costs_larger():
     budget = Budget(4, 4, 1, *CHEAP)
     for _ in range(100):
         step(budget, 1, 1, 10.0)
         step(budget, 1, 3, 12.0)
     before = budget.costs.scores(1)
     for _ in range(200):
-        step(budget, 1, 3, 36.0)  # three times as long; no plain step is seen any more
+        step(budget, 1, 3, 36.0)  # three times as long; no plain steps any more
     assert budget.costs.scores(1)[0] == pytest.approx(3 * before[0], rel=0.25)
     assert budget.costs.scores(1)[2] == pytest.approx(36.0, rel=0.02)
 
@@ -162,7 +162,7 @@ def test_a_recorded_budget_never_learns():
     assert length(budget, [0.9] * 4, spent_ms=1.0) == 3
 
 
-def test_the_best_length_is_the_one_that_promises_most_by_hand():
+def test_the_best_length_is_the_one_found_by_enumeration():
     cheap, dear = StepCosts(((1, 10.0), (16, 11.5))), StepCosts(((1, 1.0), (16, 23.5)))
 
     def best(rates, num_slots, costs):

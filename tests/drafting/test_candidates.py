@@ -27,7 +27,7 @@ def grown(rng, depth, width, branch):
     num=st.integers(0, 20),
     limit=st.integers(0, 4),
 )
-def test_what_is_scored_is_a_tree_of_the_likeliest(seed, depth, width, num, limit):
+def test_the_scored_tree_has_the_likeliest_candidates(seed, depth, width, num, limit):
     rng = np.random.default_rng(seed)
     trees = [grown(rng, depth, width, 3) for _ in range(2)]
     tree, kept = tree_from_candidates(trees, num, [limit, 9])
@@ -41,7 +41,7 @@ def test_what_is_scored_is_a_tree_of_the_likeliest(seed, depth, width, num, limi
         assert tree.tokens[1, node] == trees[1].tokens[candidate]
 
 
-def test_the_likeliest_path_stands_first():
+def test_the_likeliest_path_comes_first():
     tree = Candidates.from_root(9)
     tree.add(0, [1, 2], [0.5, 0.4])
     tree.add(1, [3, 4], [0.5, 0.3])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features that a draft has not read yet: handed on where they lie, brought to the host when they would be lost."""
+"""Features that a draft has not read yet: kept on the device, copied to the host before they would be lost."""
 
 from types import SimpleNamespace
 
@@ -46,7 +46,7 @@ def rows_of(taken, slot, num):
     return held[slot, rows[slot, :num]]
 
 
-def test_what_is_read_in_the_next_step_stays_on_the_device():
+def test_features_read_in_the_next_step_stay_on_the_device():
     target, pending, slots = Target(), PendingFeatures(WIDTH, make), sequences(3)
     OnDevice.num_copies = 0
     for paths in ([[0, 2], [0]], [[0], [0, 1, 2]]):
@@ -61,7 +61,7 @@ def test_what_is_read_in_the_next_step_stays_on_the_device():
     assert OnDevice.num_copies == 0
 
 
-def test_what_would_be_lost_comes_to_the_host_in_order():
+def test_features_that_would_be_lost_are_copied_to_the_host_in_order():
     target, pending, slots = Target(), PendingFeatures(WIDTH, make), sequences(2)
     pending.add(slots[0], np.array([[7.0, 8.0]]))
     first, second = target.step(2, 3), target.step(2, 3)
@@ -77,11 +77,11 @@ def test_what_would_be_lost_comes_to_the_host_in_order():
     assert np.array_equal(rows_of(taken, 1, 3)[1:], 2 * second["hidden"][1, [0, 2]])
 
 
-def test_rows_go_with_a_sequence_wherever_it_stands():
+def test_rows_move_with_their_sequence():
     target, pending, (ended, other, last, new) = Target(), PendingFeatures(WIDTH, make), sequences(4)
     outputs = target.step(3, 2)
     keep(pending, [ended, other, last], outputs, [[0], [0, 1], [0, 1]])
-    taken = pending.take([last, other], 2)  # the first has ended, the last one stands there now
+    taken = pending.take([last, other], 2)  # the first has ended, the last one is in its slot now
     assert np.array_equal(rows_of(taken, 0, 2), 2 * outputs["hidden"][2])
     assert np.array_equal(rows_of(taken, 1, 2), 2 * outputs["hidden"][1])
     outputs = target.step(2, 2)

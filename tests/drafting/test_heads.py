@@ -51,7 +51,7 @@ def test_one_candidate_a_depth_is_a_chain():
     assert tree.tokens == [7, 4, 5, 6] and tree.parents == [-1, 0, 1, 2]
 
 
-def test_drafts_with_parents_become_candidates():
+def test_drafts_with_given_parents_become_candidates():
     tree = Candidates.from_root(7)
     add_drafts(
         tree,
@@ -71,7 +71,7 @@ def test_a_chain_ends_where_its_path_is_below_the_floor():
     assert tree.tokens == [7, 3]
 
 
-def test_a_fixed_shape_is_as_deep_as_each_slot_may_go():
+def test_a_fixed_shape_is_as_deep_as_each_sequence_may_go():
     drafts = np.arange(24).reshape(4, 6)
     tree = tree_from_shape(CHOICES, np.array([90, 91, 92, 93]), drafts, [3, 2, 1, 0])
     assert tree.num_nodes.tolist() == [7, 6, 3, 1] and tree.nodes == 7 and not tree.is_chain

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads count the time of drafts that were not worth scoring, and share what drafts were worth where none are drawn."""
+"""Heads count drafts that were not worth scoring, and share a prior of the accepted length unless drafts are drawn."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ def make_tree():
 
 
 def commit_roots(proposer, slots, drafting):
-    """A step whose first `drafting` slots drafted, and in which nothing was scored but the roots."""
+    """Commits a step whose first `drafting` slots drafted, and in which only the roots were scored."""
     proposer._drafting = list(range(drafting))
     tree, zeros = TokenTree.roots(np.array([1, 2])), np.zeros(2, np.int64)
     verdict = Verdict(np.zeros((2, 1), np.int64), zeros, zeros)
@@ -37,7 +37,7 @@ def commit_roots(proposer, slots, drafting):
 
 
 @pytest.mark.parametrize("make", [make_chain, make_tree])
-def test_drafts_that_were_not_worth_scoring_make_drafting_worth_less(make):
+def test_drafts_that_were_not_scored_lower_the_accepted_length(make):
     proposer, slots = make(), [SimpleNamespace(tokens=[1, 2], sampling=SamplingParams()) for _ in range(2)]
     for place, slot in enumerate(slots):
         proposer.start(place, slot)
@@ -49,7 +49,7 @@ def test_drafts_that_were_not_worth_scoring_make_drafting_worth_less(make):
     assert proposer._prior.value < first[0]
 
 
-def test_only_drafts_that_are_never_drawn_share_what_they_were_worth():
+def test_only_drafts_that_are_never_drawn_share_a_prior():
     greedy = SimpleNamespace(tokens=[1, 2], sampling=SamplingParams())
     hot = SimpleNamespace(tokens=[1, 2], sampling=SamplingParams(temperature=1.0))
     for may_sample, sequence, is_shared in ((True, greedy, True), (True, hot, False), (False, hot, True)):

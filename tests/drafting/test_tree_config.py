@@ -13,13 +13,13 @@ from speccompile.errors import RecipeError
 
 @dataclass(frozen=True)
 class Config(TreeFields):
-    """A method's fields come beside those of the tree."""
+    """A method with its own fields besides those of the tree."""
 
     model: str
     num: int = 3
 
 
-def test_words_become_shapes() -> None:
+def test_recipe_values_become_shapes() -> None:
     assert Config("m").tree == "chain" and not Config("m").has_tree and Config("m").shape is None
     grown = Config("m", tree="auto", num_candidates=5)
     assert grown.has_tree and grown.shape is None and grown.candidates_needed == 5 and grown.num_tree_drafts == 0
@@ -52,7 +52,7 @@ def test_fields_survive_json(tree: object) -> None:
         ({"widths": [65]}, "got rank 64; expected ranks below 64"),
     ],
 )
-def test_what_is_no_tree_is_refused(tree: object, said: str) -> None:
+def test_values_that_are_no_tree_are_refused(tree: object, said: str) -> None:
     with pytest.raises(RecipeError, match=rf"speculator\.tree: .*{said}"):
         Config("m", tree=tree)
 
