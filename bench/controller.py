@@ -3,10 +3,10 @@
 
     python bench/controller.py BUNDLE --prompts PROMPTS.jsonl [--batches 1,2,4,8,16,32,64] [--fixed 2,4] [--json OUT]
 
-All ways have one engine, which they take over in turn, in another order each round: so neither a part of the memory
-that is better placed nor a load on the machine favours one of them. A round is the same work for all: from when all
-places decode until so many requests have ended (at least as many as the batch has places), each place taking the next
-prompt as soon as it is free, prompts included. Speeds are medians over the rounds. `ratio` is the median over the
+All ways use one engine, in turn and in another order each round, so that neither the placement of memory nor a load on
+the machine favours one of them. A round is the same work for all: from when all slots decode until a number of requests
+have ended (at least as many as the batch has slots), each slot taking the next prompt as soon as it is free, prompts
+included. Speeds are medians over the rounds. `ratio` is the median over the
 rounds of controller / best of the others (the one whose own speed is best), `error` its standard error by the
 bootstrap. The controller is one object for all batch sizes, as in a server, and has `--warm-up` seconds at each batch
 size before the first round.
@@ -35,7 +35,7 @@ LEAST_ROUNDS = 16  # however long they last
 
 
 def _learn_nothing(num_slots: int, num_nodes: int, times: StepTimes) -> None:
-    """In the place of a proposer's `observe`."""
+    """Replaces a proposer's `observe`: learns nothing."""
 
 
 class Way:
@@ -55,7 +55,7 @@ class Way:
         self._observe = engine.proposer.observe
 
     def begin(self, batch: int) -> None:
-        """Take over the engine, and fill all places."""
+        """Resets the engine, and fills all slots."""
         self.batch = batch
         # The method's costs are learnt from the controller's own steps alone.
         learns = isinstance(self.planner, Controller)
@@ -65,7 +65,7 @@ class Way:
             self._step()
 
     def _step(self) -> tuple[int, int]:
-        """Tokens, and requests that ended."""
+        """Runs one step; returns its tokens, and the number of requests that ended."""
         scheduler = self.scheduler
         while len(scheduler.queue) + len(scheduler.places.active) + bool(scheduler.places.reading) < self.batch:
             request = self.requests[self._num_handles % len(self.requests)]
@@ -79,7 +79,7 @@ class Way:
         )
 
     def warm_up(self, seconds: float) -> float:
-        """Go on for a while: requests that ended a second."""
+        """Decodes for a while; returns the requests that ended per second."""
         start_s, num_ended = perf_counter(), 0
         while (spent_s := perf_counter() - start_s) < seconds:
             num_ended += self._step()[1]
@@ -87,7 +87,7 @@ class Way:
         return num_ended / spent_s
 
     def measure(self, first: int, num_requests: int) -> None:
-        """One round: from request `first` on, until so many have ended."""
+        """Measures one round: from request `first` on, until so many have ended."""
         self._num_handles = first
         self.begin(self.batch)
         num_tokens, num_ended, start_s = 0, 0, perf_counter()
@@ -100,7 +100,7 @@ class Way:
 
 
 def make_ways(args: argparse.Namespace) -> dict[str, Way]:
-    """All of them, on one engine."""
+    """Returns all ways, on one engine."""
     lines = [json.loads(line) for line in args.prompts.read_text().splitlines()]
     rng = random.Random(args.seed)
     rng.shuffle(lines)
@@ -119,7 +119,7 @@ def make_ways(args: argparse.Namespace) -> dict[str, Way]:
 
 
 def measure(ways: dict[str, Way], batch: int, args: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
-    """A row of the table."""
+    """Returns a row of the table."""
     for name, way in ways.items():
         way.speeds = []
         way.begin(batch)
@@ -143,7 +143,7 @@ def measure(ways: dict[str, Way], batch: int, args: argparse.Namespace, rng: ran
 
 
 def numbers_from_text(text: str) -> list[int]:
-    """Numbers between commas."""
+    """Returns the numbers of a comma-separated list."""
     return [int(number) for number in text.split(",")]
 
 
@@ -169,8 +169,8 @@ def main() -> None:
         row = measure(ways, batch, args, rng)
         rows.append(row)
         shown = "".join(f"{row['speeds'][name]:12.1f}" for name in ways)
-        num_rounds, arm = len(row["windows"]["controller"]), row["held"]["arm"]
-        print(f"{batch:5} {shown}   {row['ratio']:5.3f}  {row['error']:5.3f}  {num_rounds:6}  {arm}", flush=True)
+        num_rounds, in_use = len(row["windows"]["controller"]), "drafts" if row["held"]["drafts"] else "plain"
+        print(f"{batch:5} {shown}   {row['ratio']:5.3f}  {row['error']:5.3f}  {num_rounds:6}  {in_use}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

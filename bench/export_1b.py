@@ -35,7 +35,7 @@ CONFIG = {
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process now."""
+    """Returns the resident memory of this process now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

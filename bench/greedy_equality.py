@@ -26,7 +26,7 @@ MAX_TIE_GAP = 1e-4
 
 
 def gap_of(model: Any, prompt: list[int], wanted: list[int], got: list[int]) -> tuple[int, float]:
-    """Where two continuations part, and transformers' logit of its own token over the other one there."""
+    """Returns where two continuations part, and transformers' logit of its own token over the other one there."""
     pairs = zip(wanted, got, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(wanted), len(got)))
     if at >= min(len(wanted), len(got)):

@@ -52,7 +52,7 @@ HEAD = ("method", "drafts", "acceptance length", "plain tokens/s", "tokens/s", "
 
 
 def build(name: str, form: str, settings: dict[str, Any], target: Path, work: Path, extra: list[str]) -> Path:
-    """The row's bundle, built where it is not there yet."""
+    """Builds the row's bundle where it is not there yet; returns its folder."""
     bundle = work / f"{target.name}-{name}-{form}"
     if not (bundle / "manifest.json").is_file():
         recipe = ROOT / "recipes" / f"{RECIPES.get(name, f'pycode-{name}')}.yaml"
@@ -94,7 +94,7 @@ def retune(bundle: Path, known: dict[str, dict[str, Any]] | None) -> None:
 
 
 def measure(bundle: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """One run of `speccompile bench`."""
+    """Returns the report of one run of `speccompile bench`."""
     out = bundle.with_suffix(".bench.json")
     numbers = {"--limit": args.limit, "--max-new-tokens": args.max_new_tokens, "--repeats": args.repeats}
     words = [word for key, value in numbers.items() for word in (key, str(value))]
@@ -106,7 +106,7 @@ def measure(bundle: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def row_from_report(name: str, form: str, report: dict[str, Any]) -> tuple[str, ...]:
-    """The cells of a row, see `HEAD`."""
+    """Returns the cells of a row, see `HEAD`."""
     plain, spec = report["modes"]["plain"], report["modes"]["speculative"]
     text = "equal" if spec["exact"] else f"equal for {spec['exact_share']:.0%}"
     speeds = (f"{plain['tokens_per_s']:.1f}", f"{spec['tokens_per_s']:.1f}")

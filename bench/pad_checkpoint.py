@@ -26,7 +26,7 @@ INNER_MULTIPLE = 64  # a width that every kernel's block size divides
 
 
 def read_tensors(source: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the safetensors files in `source`."""
+    """Returns all tensors of the safetensors files in `source`."""
     files = sorted(source.glob("*.safetensors"))
     if not files:
         raise SystemExit(f"{source}: holds no *.safetensors file; give the folder of a Llama checkpoint")
@@ -34,7 +34,7 @@ def read_tensors(source: Path) -> dict[str, torch.Tensor]:
 
 
 def num_extra_neurons(config: Mapping[str, Any], num_params: int, wanted: float) -> int:
-    """Neurons to add to every layer's MLP to come near `wanted` parameters from below.
+    """Returns the number of neurons to add to every layer's MLP to come near `wanted` parameters from below.
 
     Raises:
         SystemExit: the model is not smaller than `wanted` by one multiple of neurons a layer.
@@ -48,7 +48,7 @@ def num_extra_neurons(config: Mapping[str, Any], num_params: int, wanted: float)
 
 
 def pad_tensors(tensors: Mapping[str, torch.Tensor], extra: int) -> dict[str, torch.Tensor]:
-    """`tensors` with `extra` zero neurons in every MLP.
+    """Returns `tensors` with `extra` zero neurons in every MLP.
 
     gate_proj and up_proj [inner, hidden] grow by rows, down_proj [hidden, inner] by columns; dtypes are kept.
     """

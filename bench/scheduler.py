@@ -30,7 +30,7 @@ NEXT = "\n\n\ndef next_step(values):\n    "  # what every turn of a chat asks fo
 
 
 def submit(scheduler: Scheduler, prompt: list[int], params: SamplingParams) -> RequestHandle:
-    """Hand a prompt in."""
+    """Submits a prompt."""
     handle = RequestHandle(
         Request(prompt, params), scheduler.counters.num_requests, perf_counter(), None, lambda step_output: None
     )
@@ -40,7 +40,7 @@ def submit(scheduler: Scheduler, prompt: list[int], params: SamplingParams) -> R
 
 
 def offline(engine: SpecEngine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, float, Any]:
-    """(ms outside of the engines, ms in them) per step, and the texts."""
+    """Returns (ms outside of the engines, ms in them) per step, and the texts."""
     generations = engine.generate(prompts, params, batch_size=len(prompts))
     # All take part in the longest one's steps, but for those that end before.
     longest = max((g.stats for g in generations), key=lambda stats: int(stats["num_steps"]))
@@ -49,7 +49,7 @@ def offline(engine: SpecEngine, prompts: list[list[int]], params: SamplingParams
 
 
 def scheduled(engine: SpecEngine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, float, Any]:
-    """The same by the scheduler, once all prompts are read."""
+    """Returns the same by the scheduler, once all prompts are read."""
     scheduler, spent, steps = Scheduler(engine, keep_prefixes=False), [0.0, 0.0], 0
     slots = [submit(scheduler, prompt, params).open[0].slot for prompt in prompts]
     while scheduler.has_work:
@@ -65,7 +65,7 @@ def scheduled(engine: SpecEngine, prompts: list[list[int]], params: SamplingPara
 
 
 def measure_overhead(engine: SpecEngine, prompts: list[list[int]], rounds: int) -> dict[str, Any]:
-    """Medians over rounds, at one batch size."""
+    """Returns the medians over rounds, at one batch size."""
     params = SamplingParams(max_new_tokens=96, ignore_eos=True)
     rows = []
     for _ in range(rounds):
@@ -84,7 +84,7 @@ def measure_overhead(engine: SpecEngine, prompts: list[list[int]], rounds: int) 
 
 
 def measure_chats(engine: SpecEngine, prompts: list[str], keeps: bool, turns: int) -> dict[str, Any]:
-    """Chats side by side, turn by turn."""
+    """Runs chats side by side, turn by turn; returns what was read and how long it took."""
     scheduler, params = Scheduler(engine, keep_prefixes=keeps), SamplingParams(max_new_tokens=48, ignore_eos=True)
     said, first_ms, fresh = [engine.encode(prompt) for prompt in prompts], [], engine.encode(NEXT)
     for turn in range(turns):

@@ -4,9 +4,9 @@
 
     python bench/soak.py BUNDLE [--requests 10000] [--clients 24] [--prompts examples/prompts.jsonl]
 
-Every greedy text is compared with the offline engine's plain one. Prompts come again and grow, so kept caches are used,
-copied, exchanged and given up all the time. Prints what became of the requests, and the memory of the process after
-each tenth of them.
+Every greedy text is compared with the offline engine's plain one. Prompts are repeated and grow, so kept caches are
+used, copied, exchanged and dropped all the time. Prints what became of the requests, and the memory of the process
+after each tenth of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST = 24  # new tokens
 
 
 async def ask(service: Service, rng: random.Random, prompt: list[int], text: list[int]) -> str:
-    """One request of a random kind; what became of it."""
+    """Sends one request of a random kind; returns what became of it."""
     kind = rng.choices(("whole", "abandoned", "late", "wrong"), (70, 20, 5, 5))[0]
     known = rng.randint(0, len(text) - 1) if rng.random() < 0.5 else 0  # a later turn of the same chat
     params = SamplingParams(max_new_tokens=rng.randint(1, len(text) - known), ignore_eos=True)
@@ -56,7 +56,7 @@ async def ask(service: Service, rng: random.Random, prompt: list[int], text: lis
 
 
 async def load_it(service: Service, args: argparse.Namespace, texts: list[tuple[list[int], list[int]]]) -> Counter[str]:
-    """All requests, `--clients` at a time."""
+    """Sends all requests, `--clients` at a time; returns what became of them."""
     rng, ends, left = random.Random(args.seed), Counter[str](), args.requests
 
     async def client() -> None:

@@ -31,7 +31,7 @@ TOKENIZER = Path(__file__).parents[1] / "examples/models/pycode-16m"
 
 
 def write_recipe(folder: Path, hidden: int, layers: int, quantization: str, weights: str) -> Path:
-    """A config.json of heads of 128, with weights in float16 where asked for, and a recipe that builds it."""
+    """Writes a config.json (heads of 128), float16 weights where asked for, and a recipe; returns the recipe."""
     heads = hidden // 128
     sizes = {"hidden_size": hidden, "intermediate_size": hidden * 27 // 10, "num_hidden_layers": layers}
     config = {**CONFIG, **sizes, "num_attention_heads": heads, "num_key_value_heads": heads}
@@ -79,7 +79,7 @@ def measure(hidden: int, layers: int, quantization: str, weights: str) -> dict[s
 
 
 def fit(rows: list[dict[str, int | float | str]], of: str, over: str) -> tuple[float, float]:
-    """(bytes, factor) of `of` = bytes + factor * `over`."""
+    """Returns (bytes, factor) of `of` = bytes + factor * `over`."""
     x = np.array([[1.0, float(row[over])] for row in rows])
     constant, factor = np.linalg.lstsq(x, np.array([float(row[of]) for row in rows]), rcond=None)[0]
     return float(constant), float(factor)

@@ -20,7 +20,7 @@ STOP_S = 180.0
 
 
 def free_ports(num: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens at now."""
+    """Returns ports of 127.0.0.1 that are free now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
         for one in sockets:
@@ -41,7 +41,7 @@ class TritonServer:
     def __init__(self, launcher: Path, repository: Path, log: Path, arguments: Sequence[str] = ()) -> None:
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         self.log = log
-        # Names of its own for shared memory, so that what a killed server leaves behind disturbs no other.
+        # Names of its own for shared memory, so that what a killed server leaves there disturbs no other.
         prefix = f"speccompile_{self.http_port}_{os.getpid()}_"
         command = [
             str(launcher.absolute()),
@@ -61,12 +61,12 @@ class TritonServer:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            cwd=log.absolute().parent,  # a Python looks for modules in it, and must find none
+            cwd=log.absolute().parent,  # Python looks for modules there, and must find none
         )
 
     @property
     def url(self) -> str:
-        """Of the HTTP service."""
+        """Returns the URL of the HTTP service."""
         return f"http://127.0.0.1:{self.http_port}"
 
     def wait_ready(self, limit_s: float = READY_S) -> float:
@@ -92,18 +92,18 @@ class TritonServer:
             return False
 
     def log_end(self, size: int = 4000) -> str:
-        """The last characters of its log."""
+        """Returns the last characters of its log."""
         return self.log.read_text(errors="replace")[-size:]
 
     def metrics(self) -> dict[str, float]:
-        """Values of the families `speccompile_*`, labels left out."""
+        """Returns the values of the families `speccompile_*`, labels left out."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         rows = [line.rpartition(" ") for line in lines if line.startswith("speccompile_")]
         return {name.partition("{")[0]: float(value) for name, _, value in rows}
 
     def model_pids(self) -> list[int]:
-        """The processes that run models."""
+        """Returns the processes that run models."""
         group, found = self.process.pid, []
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit() and int(folder.name) != group:
@@ -131,7 +131,7 @@ class TritonServer:
 
 @contextlib.contextmanager
 def serving(launcher: Path, repository: Path, log: Path, arguments: Sequence[str] = ()) -> Iterator[TritonServer]:
-    """A server that is ready; gone with the block, and well.
+    """Yields a server that is ready, and ends it with the block.
 
     Raises:
         RuntimeError: it did not start, or did not end with 0.
@@ -147,7 +147,7 @@ def serving(launcher: Path, repository: Path, log: Path, arguments: Sequence[str
 
 
 def post(url: str, body: dict[str, object], timeout_s: float = 120.0) -> tuple[int, dict[str, object]]:
-    """(status, JSON document) of a POST."""
+    """Returns (status, JSON document) of a POST."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:

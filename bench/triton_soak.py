@@ -52,8 +52,8 @@ class Seen:
     model_mib: list[int] = field(default_factory=list)
 
 
-async def step_outputs(server: TritonServer, body: bytes) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-    """(HTTP status, document) of each event of a stream; to close the iterator closes the connection."""
+async def events_of(server: TritonServer, body: bytes) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    """Yields (HTTP status, document) of each event of a stream; to close the iterator closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.http_port, limit=1 << 20)
     try:
         head = f"POST /v2/models/speccompile/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -78,10 +78,10 @@ async def step_outputs(server: TritonServer, body: bytes) -> AsyncIterator[tuple
 
 
 async def ask(server: TritonServer, seen: Seen, prompt: str, text: str, num_tokens: int, most: int) -> None:
-    """A whole stream; or one that is left after `most` events."""
+    """Reads a whole stream, or leaves it after `most` events."""
     start, got, first = perf_counter(), "", None
     asked = {"text_input": prompt, "max_tokens": num_tokens, "stream": True}
-    stream = step_outputs(server, json.dumps(asked).encode())
+    stream = events_of(server, json.dumps(asked).encode())
     try:
         async for _, event in stream:
             if "error" in event:
@@ -105,8 +105,8 @@ async def ask(server: TritonServer, seen: Seen, prompt: str, text: str, num_toke
 
 
 async def send_malformed(server: TritonServer, seen: Seen, rng: random.Random) -> None:
-    """A request that must be refused."""
-    stream = step_outputs(server, rng.choice(MALFORMED))
+    """Sends a request that must be refused."""
+    stream = events_of(server, rng.choice(MALFORMED))
     answers = [(status, event) async for status, event in stream]
     is_refused = len(answers) == 1 and "error" in answers[0][1]
     seen.ends["refused" if is_refused else "not refused"] += 1
@@ -115,7 +115,7 @@ async def send_malformed(server: TritonServer, seen: Seen, rng: random.Random) -
 
 
 async def run(server: TritonServer, args: argparse.Namespace, texts: list[tuple[str, str, int]], rough: bool) -> Seen:
-    """All clients for the time that was asked for."""
+    """Runs all clients for the given time; returns what they saw."""
     seen, end = Seen(), perf_counter() + args.seconds
 
     async def client(number: int) -> None:
@@ -142,7 +142,7 @@ async def run(server: TritonServer, args: argparse.Namespace, texts: list[tuple[
 
 
 def memory_mib(pids: list[int]) -> int:
-    """Resident memory that is not shared with files, of several processes together."""
+    """Returns the resident memory that is not shared with files, of several processes together."""
     total = 0
     for pid in pids:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -151,7 +151,7 @@ def memory_mib(pids: list[int]) -> int:
 
 
 def report(seen: Seen, before: dict[str, float], after: dict[str, float], seconds: float) -> dict[str, Any]:
-    """What a run gave, JSON-ready."""
+    """Returns what a run gave, JSON-ready."""
 
     def percentiles(values: list[float]) -> dict[str, float]:
         ordered = sorted(values) or [0.0]
@@ -173,7 +173,7 @@ def report(seen: Seen, before: dict[str, float], after: dict[str, float], second
 
 
 def offline_texts(bundle: Path, prompts: list[str], max_tokens: int) -> list[tuple[str, str, int]]:
-    """(prompt, the plain greedy text, tokens asked for)."""
+    """Returns (prompt, the plain greedy text, tokens asked for)."""
     import speccompile
     from speccompile.core.sampling import SamplingParams
 

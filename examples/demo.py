@@ -36,7 +36,7 @@ def run_speccompile(*arguments: str | Path) -> None:
 
 
 def summary_from_bench(report: dict[str, Any]) -> str:
-    """What a person wants to know of a bench report with the modes plain and speculative."""
+    """Returns the summary of a bench report with the modes plain and speculative."""
     plain, fast = report["modes"]["plain"], report["modes"]["speculative"]
     rate, base = fast["tokens_per_s"], plain["tokens_per_s"]
     same = "the same tokens" if fast["exact"] else "NOT the same tokens"

@@ -26,7 +26,7 @@ def main() -> None:
     try:
         [model] = client.models.list().data
     except APIConnectionError:
-        raise SystemExit(f"nobody answers at {args.url}; start a server: speccompile serve bundles/pycode") from None
+        raise SystemExit(f"no server answers at {args.url}; start a server: speccompile serve bundles/pycode") from None
     print(args.prompt, end="", flush=True)
     chunks = client.completions.create(
         model=model.id,

@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What the collection made stays: full collections of garbage, which builds ask for, need not walk it again."""
+    """Freezes what the collection made: full garbage collections, which builds ask for, need not walk it again."""
     gc.collect()
     gc.freeze()
 
@@ -65,7 +65,7 @@ def e2e_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def pair(e2e_folder) -> Path:
-    """The trained example pair in fp32."""
+    """Returns the trained example pair in fp32."""
     from tests.e2e.conftest import build_bundle, pair_recipe
 
     return build_bundle(e2e_folder, "pair", pair_recipe("none"))

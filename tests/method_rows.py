@@ -53,7 +53,7 @@ class Row:
 
 
 def write_draft(folder: Path, target: Path) -> None:
-    """A draft model: the target itself with noise on its weights."""
+    """Writes a draft model: the target itself with noise on its weights."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -68,7 +68,7 @@ def write_draft(folder: Path, target: Path) -> None:
 
 
 def successors(target: Path) -> np.ndarray:
-    """[vocab, vocab]: how often a token follows another in the target's greedy texts."""
+    """Returns [vocab, vocab]: how often a token follows another in the target's greedy texts."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -82,7 +82,7 @@ def successors(target: Path) -> np.ndarray:
 
 
 def write_mlp(folder: Path, target: Path, num_heads: int = 3) -> None:
-    """An MLP speculator that has learnt by heart which token follows which; the target's state has no say."""
+    """Writes an MLP speculator that is a table of successor tokens; the target's state has no influence."""
     from safetensors.numpy import save_file
 
     from tests.speculators.eagle_lab import HIDDEN, VOCAB
@@ -101,14 +101,14 @@ def write_mlp(folder: Path, target: Path, num_heads: int = 3) -> None:
 
 
 def write_glide(folder: Path, target: Path) -> None:
-    """A GLIDE drafter; see `tests.speculators.borrower_files`."""
+    """Writes a GLIDE drafter; see `tests.speculators.borrower_files`."""
     from tests.speculators import borrower_files
 
     borrower_files.write_glide(folder, target)
 
 
 def write_exit(folder: Path, target: Path) -> None:
-    """An early-exit head; see `tests.speculators.borrower_files`."""
+    """Writes an early-exit head; see `tests.speculators.borrower_files`."""
     from tests.speculators import borrower_files
 
     borrower_files.write_exit(folder, target)
@@ -129,12 +129,12 @@ ROWS: dict[str, Row] = {
 
 
 def forms() -> list[tuple[str, str]]:
-    """(method, chain or tree) of all rows."""
+    """Returns (method, chain or tree) of all rows."""
     return [(name, form) for name, row in ROWS.items() for form in ("chain", "tree") if form == "chain" or row.tree]
 
 
 def config_of(method: str, form: str, model: Path) -> Any:
-    """The method's `Config` for a form; a tree of the row that does not fit MAX_NODES is the row's fault."""
+    """Returns the method's `Config` for a form; raises where a tree of the row does not fit MAX_NODES."""
     row = ROWS[method]
     fields = row.chain if form == "chain" else row.tree
     assert fields is not None
@@ -143,7 +143,7 @@ def config_of(method: str, form: str, model: Path) -> Any:
 
 
 def sources(method: str, form: str, target: Path, model: Path) -> Iterator[Any]:
-    """The sources of the target's graph, which is the same for all, and of all that the method wants beside it."""
+    """Yields the sources of the target's graph, which is the same for all, and of the method's own graphs."""
     from speccompile.export.decoder_source import DecoderSource
     from tests.speculators.eagle_lab import STREAMS
 

@@ -53,7 +53,7 @@ class MockLM:
         self.weights = rng.integers(1, 10**6, size=4096)
 
     def blurred(self, seed: int, blur: float) -> MockLM:
-        """A draft of it: the same function with noise of its own."""
+        """Returns a draft of it: the same function with noise of its own."""
         other = MockLM.__new__(MockLM)
         rng = np.random.default_rng(seed)
         other.last, other.before, other.weights = (
@@ -65,14 +65,14 @@ class MockLM:
         return other
 
     def logits(self, context: np.ndarray) -> np.ndarray:
-        """[vocab] float32 behind the tokens `context`."""
+        """Returns [vocab] float32, the logits after the tokens `context`."""
         row = self.last[context[-1]] + self.noise[int(context @ self.weights[: len(context)]) % 509]
         if len(context) > 1:
             row = row + self.before[context[-2]]
         return row.astype(np.float32)
 
     def greedy(self, prompt: list[int], num: int) -> list[int]:
-        """What greedy decoding must give."""
+        """Returns the tokens that greedy decoding must give."""
         tokens = list(prompt)
         for _ in range(num):
             tokens.append(int(self.logits(np.array(tokens)).argmax()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRT-RTX for tests: never imported but through the shim, or the first plugin node would end the process."""
+"""TensorRT-RTX for tests, imported through `import_helper` only: else the first plugin node would end the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from speccompile.backends.tensorrt.variants import Variant
 
 
 def load_rtx() -> Variant:
-    """The variant; the test, or the module that calls it, is skipped where it is not installed."""
+    """Returns the variant; the test, or the module that calls it, is skipped where it is not installed."""
     if importlib.util.find_spec("tensorrt_rtx") is None:
         reason = "TensorRT-RTX is not installed, NO PLAN IS BUILT: pip install 'speccompile[tensorrt-rtx]'"
         pytest.skip(reason, allow_module_level=True)

@@ -49,7 +49,7 @@ def digest_of_sources(but: tuple[str, ...] = ()) -> str:
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """No other worker is in a block of the same name."""
+    """Excludes other workers from blocks of the same name."""
     folder = root() / "locks"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / name).open("w") as file:
@@ -72,7 +72,7 @@ def fetch(stage: str, depends_on: Mapping[str, Any], dest: Path, make: Callable[
 
 
 def export_decoder(source: Path, **options: Any) -> tuple[Any, ModelDims]:
-    """`speccompile.export.decoder.export_decoder` of a folder whose files are all that it reads."""
+    """Returns `speccompile.export.decoder.export_decoder` of a folder whose files are all that it reads."""
 
     def export() -> tuple[Any, ModelDims]:
         from speccompile.export.decoder import export_decoder
@@ -84,7 +84,7 @@ def export_decoder(source: Path, **options: Any) -> tuple[Any, ModelDims]:
 
 
 def export(source: Any) -> tuple[Any, Any]:
-    """`export` of a `speccompile.core.protocols.GraphSource`."""
+    """Returns the result of `export` of a `speccompile.core.protocols.GraphSource`."""
     job, context = source.job, source.context
     depends_on = {
         "source": job.source,

@@ -14,7 +14,7 @@ from speccompile.errors import SpecCompileError
 
 
 def machine(work: Path) -> dict[str, Any]:
-    """The GPU, asked through cuda-python."""
+    """Returns what cuda-python reports of the GPU."""
     from speccompile.backends.cuda.device import open_device
 
     held = open_device(0).properties()
@@ -22,20 +22,20 @@ def machine(work: Path) -> dict[str, Any]:
 
 
 def kernels(work: Path) -> dict[str, Any]:
-    """The plugins' kernels against their numpy twins and against a copy of the device's memory."""
+    """Compares the plugins' kernels with their numpy twins and with a copy of the device's memory."""
     run = importlib.import_module("bench.gpu_check.kernels").run
     return dict(run())
 
 
 def ort_cuda(work: Path) -> dict[str, Any]:
-    """ONNX Runtime's CUDA provider."""
+    """Checks and measures ONNX Runtime's CUDA provider."""
     from bench.gpu_check.ort_cuda import run
 
     return run(work)
 
 
 def tensorrt(work: Path) -> dict[str, Any]:
-    """TensorRT, whichever variant is installed."""
+    """Checks and measures the variants of TensorRT that are installed."""
     from bench.gpu_check.plans import run
 
     return run(work)

@@ -2,7 +2,7 @@
 """Greedy equality with transformers, and tokens per second, of a bundle on this machine's GPU.
 
 Where torch and transformers are there, transformers decodes on the same GPU in float32 without TF32, and a
-differing prompt is told as a tie or a fault by the gap of its two candidate logits. Without them the tokens that
+differing prompt is reported as a tie or a fault by the gap of its two candidate logits. Without them the tokens that
 transformers gave on a CPU (tests/e2e/golden/greedy.json) are the reference.
 """
 
@@ -28,7 +28,7 @@ NUM_TIMED, ROUNDS = 16, 3
 
 
 def golden_rows() -> list[dict[str, Any]]:
-    """Prompts and transformers' tokens: [{"prompt_ids", "tokens"}]."""
+    """Returns prompts and transformers' tokens: [{"prompt_ids", "tokens"}]."""
     rows: list[dict[str, Any]] = json.loads((ROOT / "tests/e2e/golden/greedy.json").read_text(encoding="utf-8"))
     return rows
 
@@ -49,7 +49,7 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval().cuda()
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Greedy continuation."""
+        """Returns the greedy continuation."""
         import torch
 
         ids = torch.tensor([list(prompt)], device="cuda")
@@ -59,7 +59,7 @@ class Reference:
         return tokens
 
     def gap(self, prompt: Sequence[int], wanted: Sequence[int], got: Sequence[int]) -> float:
-        """Where two continuations part: the logit of the wanted token over that of the other; unknown is infinite."""
+        """Returns the logit of the wanted token minus the other's where two continuations part; infinite if unknown."""
         if self.model is None:
             return float("inf")
         import torch
@@ -75,13 +75,13 @@ class Reference:
 def equality_rows(
     bundle: Path, wanted: Sequence[dict[str, Any]], reference: Reference, max_tie_gap: float
 ) -> list[dict[str, Any]]:
-    """Every method at every batch size against transformers.
+    """Compares every method at every batch size with transformers.
 
     Args:
         bundle: of the example pair.
         wanted: [{"prompt_ids", "tokens"}].
-        reference: tells ties from faults.
-        max_tie_gap: logits nearer than this may change places in the bundle's precision.
+        reference: distinguishes ties from faults.
+        max_tie_gap: logits nearer than this may change their order in the bundle's precision.
     """
     rows, params = [], SamplingParams(max_new_tokens=NUM_TOKENS)
     prompts = [r["prompt_ids"] for r in wanted]
@@ -101,7 +101,7 @@ def equality_rows(
 
 
 def reference_rows(reference: Reference) -> list[dict[str, Any]]:
-    """What transformers gives here; where it is not installed, what it gave on a CPU."""
+    """Returns what transformers gives here; where it is not installed, what it gave on a CPU."""
     rows = golden_rows()
     if reference.model is None:
         return rows
@@ -112,7 +112,7 @@ def reference_rows(reference: Reference) -> list[dict[str, Any]]:
 def speed_rows(
     bundle: Path, wanted: Sequence[dict[str, Any]], reference: Reference
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Tokens per second of plain decoding, speculation and transformers, interleaved; medians.
+    """Measures tokens per second of plain decoding, speculation and transformers, interleaved; medians.
 
     Returns:
         Rows for the table, and all raw figures.
@@ -143,7 +143,7 @@ def speed_rows(
 
 
 def build_pair(work: Path, name: str, *overrides: str) -> Path:
-    """The example pair built for this machine; a bundle that lies in WORK/prebuilt/NAME is taken as it is."""
+    """Returns the example pair built for this machine; a bundle that lies in WORK/prebuilt/NAME is taken as it is."""
     prebuilt = work / "prebuilt" / name
     if prebuilt.is_dir():
         return prebuilt

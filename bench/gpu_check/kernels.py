@@ -4,10 +4,10 @@
     python -m bench.gpu_check.kernels > kernels.json
 
 Needs cuda-python, numpy, and nvcc or NVRTC. Integers must be equal, except where a draw or top_p lies so near to a
-decision that float sums in another order fall on its other side; such cases are counted, one in a hundred at most.
+decision that float sums in another order decide otherwise; such cases are counted, one in a hundred at most.
 Logits are read cold: launches take turns among buffers that together are larger than the GPU's cache. What is demanded
 is a share of a large copy's bandwidth; a copy of as few bytes as the demanded cases read or move, timed like them,
-stands beside it, since a few megabytes are soon through and the start of a kernel is not.
+stands beside it, since for a few megabytes the start of a kernel counts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Verify = Callable[[Case, str], Sequence[NDArray[Any]]]
 
 
 def logits_rows(rng: np.random.Generator, rows: int, vocab: int) -> NDArray[np.float32]:
-    """Rows shaped like a language model's: a broad floor and some tens of likely tokens. [rows, vocab] float32."""
+    """Returns logits like a language model's: a broad floor, some tens of likely tokens. [rows, vocab] float32."""
     made = rng.normal(scale=2.0, size=(rows, vocab)).astype(np.float32)
     for row in made:
         row[rng.integers(0, vocab, 40)] += rng.uniform(4, 14, 40).astype(np.float32)
@@ -56,14 +56,14 @@ def logits_rows(rng: np.random.Generator, rows: int, vocab: int) -> NDArray[np.f
 
 
 def tree_parents(nodes: int, is_chain: bool) -> list[int]:
-    """A chain, or a tree of which every inner node has two children."""
+    """Returns a chain, or a tree of which every inner node has two children."""
     return [node - 1 if is_chain else (node - 1) // 2 for node in range(nodes)]
 
 
 def make_case(
     rng: np.random.Generator, batch: int, nodes: int, vocab: int, *, is_chain: bool, has_probs: bool, **warp: float
 ) -> Case:
-    """A call of SpecVerify; logits that float16 and bfloat16 hold exactly, half of the drafts likely."""
+    """Returns a call of SpecVerify; logits that float16 and bfloat16 hold exactly, half of the drafts likely."""
     logits = logits_rows(rng, batch * nodes, vocab).reshape(batch, nodes, vocab)
     logits = (logits.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float16).astype(np.float32)
     parents = tree_parents(nodes, is_chain)
@@ -97,12 +97,12 @@ def check_cases(vocabs: Sequence[int] = VOCABS, batches: Sequence[int] = (1, 5))
 
 
 def is_same(one: Sequence[NDArray[Any]], other: Sequence[NDArray[Any]]) -> bool:
-    """Whether two verdicts are equal."""
+    """Returns whether two verdicts are equal."""
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def is_at_boundary(case: Case) -> bool:
-    """Whether a shift of draws or of top_p by MARGIN changes the twin's verdict."""
+    """Returns whether a shift of draws or of top_p by MARGIN changes the twin's verdict."""
     here = spec_verify(**case)
     for sign in (-1, 1):
         draws = np.clip(case["uniforms"].astype(np.float64) + sign * MARGIN, 0, 1 - 2**-24).astype(np.float32)
@@ -115,7 +115,7 @@ def is_at_boundary(case: Case) -> bool:
 
 
 def check_verify(verify: Verify, cases: Iterator[tuple[str, Case]]) -> list[dict[str, Any]]:
-    """Rows of the report: verdicts equal to the twin's, by dtype of the logits."""
+    """Returns the rows of the report: verdicts equal to the twin's, by dtype of the logits."""
     total, near, wrong = 0, 0, []
     for (name, case), dtype in zip(cases, itertools.cycle(DTYPES), strict=False):
         total += 1
@@ -130,7 +130,7 @@ def check_verify(verify: Verify, cases: Iterator[tuple[str, Case]]) -> list[dict
 
 
 def bits_from_floats(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """The values in `dtype`; bfloat16 as its bits, uint16. They must be exact there."""
+    """Returns the values in `dtype`; bfloat16 as its bits, uint16. They must be exact there."""
     if dtype == "bfloat16":
         return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     return values.astype(np.float16 if dtype == "float16" else np.float32)
@@ -148,7 +148,7 @@ class Bench:
     kept: list[Memory] = field(default_factory=list)
 
     def upload(self, array: NDArray[Any]) -> int:
-        """Address of a copy that lives until `clear`."""
+        """Returns the address of a copy that lives until `clear`."""
         array = np.ascontiguousarray(array)
         memory = self.device.allocate(array.nbytes)
         self.device.copy(memory.address, array.ctypes.data, array.nbytes)
@@ -157,14 +157,14 @@ class Bench:
         return memory.address
 
     def reserve(self, num_bytes: int, fill: int = 0xA5) -> int:
-        """Address of memory full of garbage."""
+        """Returns the address of memory full of garbage."""
         memory = self.device.allocate(num_bytes)
         self.device.call("cudaMemsetAsync", memory.address, fill, num_bytes, self.device.stream)
         self.kept.append(memory)
         return memory.address
 
     def download(self, address: int, like: NDArray[Any]) -> NDArray[Any]:
-        """A copy of an array of that form."""
+        """Returns a copy of an array of that form."""
         array = np.empty_like(like)
         self.device.copy(array.ctypes.data, address, array.nbytes)
         self.device.synchronize()
@@ -176,7 +176,7 @@ class Bench:
         self.kept.clear()
 
     def time_ms(self, work: Sequence[Callable[[], None]]) -> float:
-        """Median milliseconds of one call, LAUNCHES of them in turn as one captured graph."""
+        """Returns the median milliseconds of one call, LAUNCHES of them in turn as one captured graph."""
         work[0]()  # compiles and loads the kernel outside of the capture
         self.device.synchronize()
         graph = self.device.capture(lambda: [work[i % len(work)]() for i in range(LAUNCHES)] and None)
@@ -229,7 +229,7 @@ def verify_on(bench: Bench) -> Verify:
 
 
 def check_rollback(bench: Bench) -> list[dict[str, Any]]:
-    """Rows of the report: caches equal to the twin's."""
+    """Returns the rows of the report: caches equal to the twin's."""
     rng, wrong, total = np.random.default_rng(5), 0, 0
     for kv_heads, head_dim, dtype in ((8, 128, "float16"), (3, 64, "float32"), (5, 33, "float16"), (2, 80, "float16")):
         batch, max_seq, depth = 5, 96, 12
@@ -261,7 +261,7 @@ def measure_copy(bench: Bench, num_bytes: int = COLD_BYTES) -> float:
 
 
 def measure_verify(bench: Bench, copy: float) -> list[dict[str, Any]]:
-    """Rows of the report: GB/s of logits, float16, by vocabulary, batch, nodes and mode."""
+    """Returns the rows of the report: GB/s of logits, float16, by vocabulary, batch, nodes and mode."""
     rows, rng = [], np.random.default_rng(3)
     for vocab in VOCABS:
         pool = bits_from_floats(logits_rows(rng, 61, vocab), "float16")
@@ -294,7 +294,7 @@ def measure_verify(bench: Bench, copy: float) -> list[dict[str, Any]]:
 
 
 def measure_rollback(bench: Bench, copy: float) -> list[dict[str, Any]]:
-    """Rows of the report: GB/s moved in 80 float16 caches (40 layers) of 8 heads of 128."""
+    """Returns the rows of the report: GB/s moved in 80 float16 caches (40 layers) of 8 heads of 128."""
     rows = []
     for batch, nodes in ((1, 16), (8, 8), (8, 16), (16, 16)):
         shape, depth = (batch, 8, 1024, 128), nodes // 2

@@ -80,7 +80,7 @@ def facts_of(machine: dict[str, Any]) -> dict[str, str]:
 
 
 def section_names(text: str) -> list[str]:
-    """Names between commas."""
+    """Returns the names of a comma-separated list."""
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in SECTIONS:

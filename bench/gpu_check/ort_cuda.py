@@ -34,7 +34,7 @@ NUM_COMMITS = 5
 
 
 def graph_rows(engine: SpecEngine) -> list[dict[str, Any]]:
-    """Whether each graph of an engine that has decoded ran as CUDA graphs, and why not."""
+    """Returns whether each graph of an engine that has decoded ran as CUDA graphs, and why not."""
     rows = []
     for timed in engine.engines:
         plan = timed.engine.plan
@@ -95,7 +95,7 @@ def sampled_rows(bundle: Path, twin: Path, prompts: Sequence[Sequence[int]]) -> 
 
 
 def copy_for_cpu(bundle: Path, dest: Path) -> Path:
-    """The bundle with the same target, for ONNX Runtime on the CPU; the draft's outputs have other shapes there."""
+    """Returns the bundle with the same target for ONNX Runtime's CPU; the draft's outputs have other shapes there."""
     shutil.rmtree(dest, ignore_errors=True)
     shutil.copytree(bundle, dest)
     manifest = read_json(dest / MANIFEST)

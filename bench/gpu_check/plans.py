@@ -32,7 +32,7 @@ def run(work: Path) -> dict[str, Any]:
 
 
 def _check(name: str, work: Path) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
-    """Rows, why it was not run, raw figures."""
+    """Returns rows, why it was not run, raw figures."""
     from speccompile.backends.tensorrt.import_helper import find_compute_capabilities, load_tensorrt
     from speccompile.backends.tensorrt.loading import validity_from_plan
     from speccompile.runtime.bundle import read_bundle

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sections hand back, and the page that is made of it.
+"""What sections return, and the page that is made of it.
 
 A section's result is a dict, JSON-ready:
 
@@ -21,17 +21,17 @@ PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
 
 def row(what: str, got: object, expected: object = "", ok: bool | None = None) -> dict[str, Any]:
-    """One line of the table."""
+    """Returns one line of the table."""
     return {"what": what, "got": got, "expected": expected, "ok": ok}
 
 
 def not_run(reason: str) -> dict[str, Any]:
-    """The result of a section that cannot run here."""
+    """Returns the result of a section that cannot run here."""
     return {"status": NOT_RUN, "reason": reason, "rows": []}
 
 
 def result(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """The result of a section that ran: failed when a row is wrong, or when there is none."""
+    """Returns the result of a section that ran: failed when a row is wrong, or when there is none."""
     wrong = [r["what"] for r in rows if r["ok"] is False]
     status = FAILED if wrong or not rows else PASSED
     reason = f"wrong: {'; '.join(wrong)}" if wrong else ("" if rows else "nothing was measured")
@@ -39,13 +39,13 @@ def result(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 
 def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A section's dict with what it may have left out."""
+    """Returns a section's result with defaults for what it left out."""
     made = result([{"what": "?", "got": "", "expected": "", "ok": None, **r} for r in raw.get("rows", [])])
     return {**made, **{k: v for k, v in raw.items() if k != "rows"}}
 
 
 def page_from_results(facts: Mapping[str, str], results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The part of docs/gpu.md between the markers.
+    """Returns the part of docs/gpu.md between the markers.
 
     Args:
         facts: what was run on: hardware, versions, date.

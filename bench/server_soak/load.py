@@ -55,11 +55,11 @@ class Server(Protocol):
     name: str
 
     def pids(self) -> list[int]:
-        """Its processes."""
+        """Returns its processes."""
         ...
 
     async def ask(self, client: httpx.AsyncClient, task: Task, streams: bool, most_step_outputs: int | None) -> Outcome:
-        """Send a task; with `most_step_outputs`, hang up behind as many."""
+        """Sends a task; hangs up after `most_step_outputs`, where that is given."""
         ...
 
     async def ask_wrongly(self, client: httpx.AsyncClient, rng: random.Random) -> str | None:
@@ -67,7 +67,7 @@ class Server(Protocol):
         ...
 
     def counts(self) -> dict[str, float]:
-        """`active`, `queued`, and what else it counts."""
+        """Returns `active`, `queued`, and what else it counts."""
         ...
 
     def stop(self) -> int:
@@ -88,7 +88,7 @@ class Report:
     seconds: float = 0.0
 
     def json_from_report(self) -> dict[str, Any]:
-        """Percentiles in ms, rates, ends and faults."""
+        """Returns percentiles in ms, rates, ends and faults."""
         quarter = max(1, len(self.resident_mib) // 4)
         return {
             "seconds": round(self.seconds, 1),
@@ -109,13 +109,13 @@ class Report:
 
 
 def percentile_ms(values_s: Sequence[float], share: float) -> float | None:
-    """The value that `share` of the values do not exceed, in ms; None without values."""
+    """Returns the value that `share` of the values do not exceed, in ms; None without values."""
     ordered = sorted(values_s)
     return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3, 1) if ordered else None
 
 
 def resident_mib(pids: Sequence[int]) -> float:
-    """Memory of some processes, shared pages counted in each."""
+    """Returns the memory of some processes, shared pages counted in each."""
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 

@@ -32,7 +32,7 @@ MAX_GROWTH = 0.05  # of memory, from the second quarter of a phase to its last
 
 
 def make_tasks(bundle: Path, prompts: Path) -> list[Task]:
-    """Every prompt with every length, and the text that plain greedy decoding gives."""
+    """Returns every prompt with every length, and the text that plain greedy decoding gives."""
     engine = load_bundle(bundle)
     texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
     tasks = []
@@ -43,7 +43,7 @@ def make_tasks(bundle: Path, prompts: Path) -> list[Task]:
 
 
 def wait_empty(server: Server, limit_s: float = 30.0) -> dict[str, float]:
-    """The server's counts once nothing runs in it; as they are when that takes too long."""
+    """Returns the server's counts once nothing runs in it; as they are when that takes too long."""
     end_s = time.monotonic() + limit_s
     while True:
         counts = server.counts()
@@ -53,7 +53,7 @@ def wait_empty(server: Server, limit_s: float = 30.0) -> dict[str, float]:
 
 
 def faults_from_phase(report: dict[str, Any], counts: dict[str, float]) -> list[str]:
-    """What must not be."""
+    """Returns what is wrong in a phase."""
     faults = list(report["faults"])
     if report["ends"].get("right", 0) == 0:
         faults.append("no answer came")

@@ -61,7 +61,7 @@ class ServeProcess:
         self.url = found[1]
 
     def pids(self) -> list[int]:
-        """Its process."""
+        """Returns its process."""
         return [self.process.pid]
 
     async def ask(self, client: httpx.AsyncClient, task: Task, streams: bool, most_step_outputs: int | None) -> Outcome:
@@ -113,7 +113,7 @@ class ServeProcess:
         return None if is_right else f"{path} {body[:60]!r}: {reply.status_code} {reply.text[:200]}"
 
     def counts(self) -> dict[str, float]:
-        """From its metrics."""
+        """Returns counts from its metrics."""
         lines = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=60).text.splitlines()
         rows = dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         names = {"active": "active_outputs", "queued": "queued_outputs", "prefilling": "prefilling_outputs"}

@@ -47,7 +47,7 @@ def main() -> None:
     venv.EnvBuilder(with_pip=True, symlinks=True, clear=True).create(env)
     pip = [str(env / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, *PACKAGES, *CLIENTS], check=True)
-    # Without their dependencies: PyTriton's are not needed, and the core asks for a newer numpy than the stub bears.
+    # Without their dependencies: PyTriton's are not needed, and the core requires a newer numpy than the stub supports.
     subprocess.run([*pip, "--no-deps", SERVER, "--editable", str(ROOT)], check=True)
     folder = Path(sysconfig.get_path("purelib", "venv", {"base": str(env), "platbase": str(env)}))
     arrange(env, folder)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def arrange(env: Path, packages: Path) -> None:
-    """The `python` backend with the stub of this Python, our backend, and the launcher."""
+    """Arranges the `python` backend with the stub of this Python, our backend, and the launcher."""
     server, backends = packages / "pytriton/tritonserver", env / "triton/backends"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
@@ -79,7 +79,7 @@ def arrange(env: Path, packages: Path) -> None:
 
 
 def check_libraries(stub: Path, search: str) -> None:
-    """A stub that lacks a library makes the server hang without a word."""
+    """Refuses a stub that lacks a library: the server would hang without a message."""
     listed = subprocess.run(
         ["ldd", str(stub)], capture_output=True, text=True, check=True, env={**os.environ, "LD_LIBRARY_PATH": search}
     ).stdout

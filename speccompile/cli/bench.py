@@ -101,7 +101,7 @@ def _can_use_transformers(bundle: Bundle) -> bool:
 
 
 def _token_ids(bundle: Bundle, prompts: list[str | list[int]]) -> list[list[int]]:
-    """All modes get the same ids, made by the bundle's tokenizer."""
+    """Returns the token ids of the prompts, made by the bundle's tokenizer, for all modes."""
     if all(isinstance(prompt, list) for prompt in prompts):
         return [list(prompt) for prompt in prompts if isinstance(prompt, list)]
     from tokenizers import Tokenizer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interleaved measurement: one process a mode, one of them running at a time, and what comes of it."""
+"""Interleaved measurement: one process a mode, one of them running at a time, and the summary."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def open_workers(jobs: Sequence[Mapping[str, Any]]) -> Iterator[list[Worker]]:
 def run_rounds(
     workers: Sequence[Worker], num_prompts: int, repeats: int, progress: Callable[[str], None] = lambda mode: None
 ) -> Runs:
-    """Every mode decodes every prompt, in turn, `repeats` times; the order of the modes rotates."""
+    """Decodes every prompt with every mode, in turn, `repeats` times; the order of the modes rotates."""
     runs: Runs = {worker.mode: [] for worker in workers}
     for turn in range(repeats):
         for mode in runs.values():
@@ -116,7 +116,7 @@ def run_rounds(
 
 
 def summary_from_runs(runs: Runs) -> dict[str, Any]:
-    """Modes and their ratios.
+    """Returns the modes' figures and their ratios.
 
     `tokens_per_s` is decoding alone, the prompt's own time taken out, as medians over rounds; the figure with it is
     `tokens_per_s_with_prefill`. `exact`: all tokens equal those of transformers' greedy decoding, or of plain

@@ -53,7 +53,7 @@ class _Clock:
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing follows."""
+        """Does nothing: no tokens follow."""
 
 
 def _transformers(job: dict[str, Any]) -> Decode:
@@ -119,7 +119,7 @@ def _peak_rss_bytes() -> int | None:
 
 
 def _end_with_parent() -> None:
-    """A stopped process would not see that its parent was killed."""
+    """Lets the kernel end this process with its parent: a stopped process would not notice."""
     if sys.platform == "linux":
         import ctypes
 

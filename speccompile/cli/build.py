@@ -54,7 +54,7 @@ def build_command(
     """Build a bundle from a recipe.
 
     An existing bundle is replaced in one step when the new one is complete, and only where no file in it was added
-    or edited. A build that fails or is stopped leaves nothing behind; what a killed one leaves is removed by the
+    or edited. A build that fails or is stopped leaves no files; what a killed one leaves is removed by the
     next. Stages whose inputs did not change come from $SPECCOMPILE_CACHE (~/.cache/speccompile).
     """
     from speccompile.recipe import find_device, load_recipe, resolve
@@ -82,7 +82,7 @@ def build_command(
 
 
 def _warn_without_device(plan: BuildPlan) -> None:
-    """Say before the build that nothing of it can run here."""
+    """Warns before the build where nothing of it can run on this machine."""
     from speccompile.core import registry
 
     why = registry.backend(plan.engine.backend, plan.engine.device).why_unchecked()
@@ -178,7 +178,7 @@ def _print_bundle(bundle: Bundle) -> None:
 
 
 def _hint(bundle: Bundle, path: str) -> str:
-    """A command that works on this machine with this bundle.
+    """Returns a command that works on this machine with this bundle.
 
     Args:
         bundle: what was built.
@@ -193,7 +193,7 @@ def _hint(bundle: Bundle, path: str) -> str:
 
 
 def _knows_chats(folder: Path) -> bool:
-    """Whether a chat template lies beside the tokenizer."""
+    """Returns whether a chat template lies beside the tokenizer."""
     from speccompile.runtime.bundle import read_json
 
     config = folder / "tokenizer_config.json"

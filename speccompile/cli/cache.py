@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""speccompile cache: what builds and trainings keep, how large it is, and how to be rid of it."""
+"""speccompile cache: what builds and trainings keep, how large it is, and how to clear it."""
 
 from __future__ import annotations
 

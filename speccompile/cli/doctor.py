@@ -49,7 +49,7 @@ def doctor_command(
 
 
 def parse_overrides(pairs: list[str]) -> dict[str, Any]:
-    """{"KEY": VALUE} of KEY=VALUE; a value is JSON, or text where it is none.
+    """Returns {"KEY": VALUE} of KEY=VALUE; a value is JSON, or text where it is none.
 
     Raises:
         RecipeError: no "=" in it.

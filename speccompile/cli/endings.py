@@ -49,7 +49,7 @@ def print_ending(code: int) -> None:
 
 
 def is_stdout_broken() -> bool:
-    """Whether standard output takes no more, e.g. on a full disk."""
+    """Returns whether standard output takes no more, e.g. on a full disk."""
     try:
         # What could not be written is still pending; an unbuffered stream has nothing pending, so write something.
         sys.stdout.write("\n")

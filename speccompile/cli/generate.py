@@ -180,7 +180,7 @@ def _print_early_ends(results: Sequence[Generation], max_seq_len: int) -> None:
 
 
 def _kinds(step: Step) -> list[str]:
-    """What each token of a step is: drafts first, then the one that the target gave."""
+    """Returns the kind of each token of a step: drafts first, then the one that the target gave."""
     kinds = ["accepted"] * step.num_accepted
     last = "bonus" if step.is_bonus else "recovered" if step.num_draft_tokens else "plain"
     return [*kinds, last][: len(step.tokens)]

@@ -103,7 +103,7 @@ def _facts_from_record(path: Path, record: dict[str, Any], files: dict[str, Any]
 
 
 def _facts_of_plan(file: Path) -> dict[str, Any]:
-    """What was recorded of the plan of a bundle's graph; nothing for graphs that are no plans, or damaged ones."""
+    """Returns what was recorded of the plan of a bundle's graph; {} where the graph is no plan, or damaged."""
     if file.suffix != PLAN_SUFFIX:
         return {}
     try:

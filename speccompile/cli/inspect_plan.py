@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `speccompile inspect` says of a TensorRT plan: the record of its build, never the plan's own bytes.
+"""What `speccompile inspect` shows of a TensorRT plan: the record of its build, never the plan's own bytes.
 
 Their layout is not documented, and deserialising them could run code in them.
 """
@@ -19,7 +19,7 @@ PLAN_SUFFIX = ".plan"
 
 
 def facts_from_plan_file(path: Path) -> tuple[dict[str, Any], BundleError | None]:
-    """Facts about a plan, in a bundle or with its record beside it.
+    """Returns the facts about a plan, in a bundle or with its record beside it.
 
     Returns:
         The facts, and what is wrong with the bundle's digests of the plan and its record, or None.
@@ -36,7 +36,7 @@ def facts_from_plan_file(path: Path) -> tuple[dict[str, Any], BundleError | None
 
 
 def plan_facts(path: Path) -> tuple[dict[str, Any], BundleError | None]:
-    """{"recorded": the record of its build, "digests": whether a manifest vouches for both}, and what is wrong.
+    """Returns {"recorded": the record of its build, "digests": whether a manifest vouches for both}, and what is wrong.
 
     Inside a bundle the record is believed only where the manifest has its digest and the plan's; else it is None.
 
@@ -76,7 +76,7 @@ def _record_beside(path: Path) -> dict[str, Any]:
 
 
 def print_plan(console: Console, plan: dict[str, Any]) -> None:
-    """What was recorded when the plan was built."""
+    """Prints what was recorded when the plan was built."""
     from speccompile.bundling.report import text_from_bytes
 
     recorded = plan["recorded"]

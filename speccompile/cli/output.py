@@ -22,7 +22,7 @@ _NOT_RUN = "not run: "
 
 
 def print_error(error: SpecCompileError) -> None:
-    """The four parts of an error, on stderr."""
+    """Prints the four parts of an error on stderr."""
     console = Console(stderr=True, soft_wrap=True)
     console.print(Text.assemble((type(error).__name__, "bold red"), "  ", (error.where, "bold")))
     for label, value in (("got", error.got), ("expected", error.expected), ("to do", error.todo)):
@@ -30,12 +30,12 @@ def print_error(error: SpecCompileError) -> None:
 
 
 def print_json(value: Any) -> None:
-    """A JSON document on stdout."""
+    """Prints a JSON document on stdout."""
     typer.echo(json.dumps(value, indent=1))
 
 
 def json_from_error(error: SpecCompileError) -> dict[str, Any]:
-    """{"kind", "where", "got", "expected", "todo", "exit_code"}."""
+    """Returns {"kind", "where", "got", "expected", "todo", "exit_code"}."""
     parts = {name: getattr(error, name) for name in ("where", "got", "expected", "todo", "exit_code")}
     return {"kind": type(error).__name__, **parts}
 
@@ -53,7 +53,7 @@ def errors_as_json(wanted: bool) -> Iterator[None]:
 
 
 def text_from_step(message: str) -> Text:
-    """A step such as "PHASE 3/12" with a bar for the share that is done; any other message as it is."""
+    """Returns a step such as "PHASE 3/12" with a bar for the share that is done; any other message as it is."""
     phase, _, share = message.rpartition(" ")
     done, slash, total = share.partition("/")
     if not slash or not done.isdigit() or not total.isdigit() or int(total) == 0:
@@ -65,7 +65,7 @@ def text_from_step(message: str) -> Text:
 
 @contextlib.contextmanager
 def live_stages() -> Iterator[Callable[[str], None]]:
-    """A callback for "STAGE" and "STAGE: STEP": a spinner on a terminal, a line for each stage elsewhere."""
+    """Yields a callback for "STAGE" and "STAGE: STEP": a spinner on a terminal, a line for each stage elsewhere."""
     console = Console(stderr=True, soft_wrap=True)
     current, start = "", time.perf_counter()
 
@@ -96,7 +96,7 @@ def live_stages() -> Iterator[Callable[[str], None]]:
 
 
 def print_warning(message: str) -> None:
-    """One line on stderr."""
+    """Prints one line on stderr."""
     typer.echo(f"warning: {message}", err=True)
 
 

@@ -49,7 +49,7 @@ class ProgressDisplay:
         self.checkpoint = f"{name} {step}/{steps}"
 
     def _show(self, head: str, message: str, done: int | None, total: int | None) -> None:
-        """A line where there is no terminal: the first of its kind, then one every few seconds."""
+        """Prints a line where there is no terminal: the first of its kind, then one every few seconds."""
         now = self._clock()
         if head != self._head:
             self._head, self._first, self._start_s, self._line_s = head, done or 0, now, now
@@ -70,7 +70,7 @@ class ProgressDisplay:
 
 @contextmanager
 def open_display() -> Iterator[ProgressDisplay]:
-    """A display on stderr; its bar is gone afterwards."""
+    """Yields a display on stderr; its bar is gone afterwards."""
     console = Console(stderr=True, soft_wrap=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     settings: dict[str, Any] = {"transient": True, "disable": not console.is_terminal, "redirect_stdout": False}
@@ -85,14 +85,14 @@ def text_from_measures(row: dict[str, Any]) -> str:
 
 
 def text_from_seconds(seconds: float) -> str:
-    """90 -> "2 min"."""
+    """Returns a duration as text: 90 -> "2 min"."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _parts(message: str) -> tuple[str, int | None, int | None]:
-    """("STAGE: STEP", DONE, TOTAL); both None where the message ends in no share."""
+    """Returns ("STAGE: STEP", DONE, TOTAL); both None where the message ends in no share."""
     head, _, share = message.rpartition(" ")
     done, slash, total = share.partition("/")
     if not slash or not done.isdigit() or not total.isdigit():

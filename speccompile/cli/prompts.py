@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt files: one JSON object a line, with its own sampling if it likes."""
+"""Prompt files: one JSON object a line, optionally with its own sampling fields."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _tokens(value: Any) -> tuple[int, ...]:
 
 
 def _biases(value: Any) -> dict[int, float]:
-    """JSON has no numbers as keys: token ids are strings of digits, as in the OpenAI API."""
+    """Reads biases by token id; JSON keys are strings, so ids are strings of digits, as in the OpenAI API."""
     if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
         raise ValueError("an object of biases by token id")
     return {int(token): _number(bias) for token, bias in value.items()}
@@ -76,7 +76,7 @@ _READERS: Mapping[Kind, Callable[[Any], Any]] = {
 
 
 def read_requests(path: Path, limit: int | None = None) -> list[Request]:
-    """The prompts of a file, in order; empty lines are skipped, unknown keys ignored.
+    """Returns the prompts of a file, in order; empty lines are skipped, unknown keys ignored.
 
     Args:
         path: JSON lines.

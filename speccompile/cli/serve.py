@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""speccompile serve: a bundle behind OpenAI's API."""
+"""speccompile serve: a bundle as a server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def check_seconds(value: float | None) -> float | None:
-    """Refuses times that are none; the option's name comes with the error.
+    """Refuses values that are no times; the error names the option.
 
     Raises:
         typer.BadParameter: it is zero, negative, infinite or no number.
@@ -46,7 +46,7 @@ def serve_command(
         typer.Option(help="Ask for this key; repeatable. Without it: the keys in SPECCOMPILE_API_KEY, if that is set."),
     ] = None,
     model_name: Annotated[str | None, typer.Option(help="Name of the model; the bundle's folder by default.")] = None,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are told to come back.")] = 256,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get an error 429.")] = 256,
     timeout_s: Annotated[float | None, typer.Option(callback=check_seconds, help="Most seconds of a request.")] = None,
     max_request_bytes: Annotated[int, typer.Option(min=1, help="Largest body.")] = 1 << 20,
     max_connections: Annotated[
@@ -111,7 +111,7 @@ def serve_command(
 
 
 def is_loopback(host: str) -> bool:
-    """True when only this machine reaches the address."""
+    """Returns whether only this machine reaches the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

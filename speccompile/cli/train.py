@@ -76,7 +76,7 @@ def _is_first() -> bool:
 
 
 def _print_intent(plan: TrainingPlan) -> None:
-    """What is going to be done, on stderr."""
+    """Prints what is going to be done on stderr."""
     section = plan.section
     stages = {name: getattr(section, name).steps for name in ("plain", "generated")}
     steps = ", ".join(f"{name} text {number} steps" for name, number in stages.items() if number)

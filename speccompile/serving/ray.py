@@ -69,7 +69,7 @@ class Settings(BaseModel):
 
 
 class Replica:
-    """One replica: a service in a process of its own, behind the same application that `speccompile serve` runs.
+    """One replica: a service in a process of its own, with the application that `speccompile serve` runs.
 
     Args:
         settings: see `Settings`.
@@ -86,7 +86,7 @@ class Replica:
         self._settings = settings
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """The application; Ray asks for it once the replica is made."""
+        """Returns the application; Ray asks for it once the replica is made."""
         settings = self._settings
         name = settings.model_name or settings.bundle.resolve().name
         options = ServerOptions(name, settings.api_keys, settings.max_request_bytes, settings.body_timeout_s)
@@ -103,18 +103,18 @@ class Replica:
             raise RuntimeError(stats["fault"] or "the service was closed")
 
     def __del__(self) -> None:
-        """Ray has drained the replica before."""
+        """Closes the service; Ray has drained the replica before."""
         if hasattr(self, "_service"):
             self._service.close()
 
 
 def replica_routes(server: OpenAIServer) -> APIRouter:
-    """The route `/replica`: which one answered, and its counts."""
+    """Returns the route `/replica`: which one answered, and its counts."""
     router = APIRouter()
 
     @router.get("/replica")
     def replica() -> dict[str, Any]:
-        """Id and process of the replica that answers, and `Service.stats()`."""
+        """Returns id and process of the replica that answers, and `Service.stats()`."""
         context = serve.get_replica_context()
         return {"replica": context.replica_tag, "pid": os.getpid(), "stats": server.service.stats()}
 
@@ -122,7 +122,7 @@ def replica_routes(server: OpenAIServer) -> APIRouter:
 
 
 def deployment_options(settings: Settings) -> dict[str, Any]:
-    """What Ray is asked for."""
+    """Returns the deployment's options for Ray."""
     options: dict[str, Any] = {
         "name": DEPLOYMENT,
         "max_ongoing_requests": settings.max_ongoing_requests,
@@ -136,7 +136,7 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
 
 
 def build(settings: Settings | Mapping[str, Any]) -> Application:
-    """The application, for `serve run` and `serve deploy`.
+    """Returns the application, for `serve run` and `serve deploy`.
 
     Args:
         settings: see `Settings`; `serve run` gives them as texts by name. A relative `bundle` is one of this machine:

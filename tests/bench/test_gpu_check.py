@@ -30,7 +30,7 @@ def page(tmp_path):
     return tmp_path / "gpu.md"
 
 
-def test_a_machine_without_cuda_is_told_so_and_the_page_stays(page, tmp_path):
+def test_a_machine_without_cuda_gets_a_message_and_the_page_stays(page, tmp_path):
     if find_compute_capabilities():
         pytest.skip("this machine has a GPU")
     command = [sys.executable, ROOT / "bench/gpu_check/main.py", "--work", tmp_path / "work", "--page", page]
@@ -147,7 +147,7 @@ class Told:
         return self._gap
 
 
-def test_equality_tells_ties_from_faults(monkeypatch):
+def test_equality_distinguishes_ties_from_faults(monkeypatch):
     wanted = [{"prompt_ids": [1], "tokens": [2, 3]}, {"prompt_ids": [4], "tokens": [5]}]
 
     class Engine:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak finds what it is made to find: a server that mixes, loses or leaks is told so."""
+"""The soak test finds servers that mix or lose answers, or leak."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_good_server_has_no_faults():
         (FakeServer(refusal="200 where 400 had to come"), "200 where 400 had to come"),
     ],
 )
-def test_a_bad_server_is_told_so(server, fault):
+def test_the_faults_of_a_bad_server_are_reported(server, fault):
     assert any(fault in found for found in faults_from_phase(soak(server), server.counts()))
 
 
@@ -75,11 +75,11 @@ def test_a_bad_server_is_told_so(server, fault):
         ({"finished": 4.0}, "5 requests were taken, 4 ended"),
     ],
 )
-def test_leaks_are_told(change, fault):
+def test_leaks_are_reported(change, fault):
     assert faults_from_phase(soak(FakeServer()), {**FakeServer().counts(), **change}) == [fault]
 
 
-def test_memory_that_grows_is_told():
+def test_memory_that_grows_is_reported():
     report = {**soak(FakeServer()), "resident_mib": [50.0, 100.0, 110.0, 120.0]}
     assert faults_from_phase(report, FakeServer().counts()) == ["memory grew from 100.0 to 120.0 MiB"]
 

@@ -17,7 +17,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs a command in a folder of its own, with the fakes in place; (exit code, stdout, stderr)."""
+    """Runs a command in a folder of its own, with the fakes installed; returns (exit code, stdout, stderr)."""
     fakes.install(monkeypatch.setattr, lambda name, module: monkeypatch.setitem(sys.modules, name, module))
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
@@ -33,5 +33,5 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe for a pair of tiny checkpoints."""
+    """Returns a recipe for a pair of tiny checkpoints."""
     return fakes.write_recipe(tmp_path / "in")

@@ -17,7 +17,7 @@ DIGEST = "0123456789abcdef"
 
 @pytest.fixture
 def cache(run: Run, recipe: Path, tmp_path: Path) -> Path:
-    """A cache after a build, with texts of a training, a measurement, and things of a user."""
+    """Returns a cache after a build, with texts of a training, a measurement, and things of a user."""
     assert run("build", recipe, "-o", "made")[0] == 0
     root = tmp_path / "cache"
     for name in (

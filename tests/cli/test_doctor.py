@@ -13,13 +13,13 @@ from tests.checkpoints import checkpoint_lab as lab
 
 
 def run(*words: object) -> int:
-    """The command's exit code."""
+    """Returns the command's exit code."""
     return main([str(w) for w in words])
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """A speculator and its target."""
+    """Returns a speculator and its target."""
     return lab.eagle3_ours(tmp_path / "speculator"), lab.write_target(tmp_path / "target")
 
 

@@ -20,7 +20,7 @@ COLOURS = {"TERM": "xterm-256color", "FORCE_COLOR": "1", "NO_COLOR": None}
 
 @pytest.fixture
 def engine(monkeypatch):
-    """The engine that the command loads, over a language model in numpy; `loaded` has the arguments."""
+    """Returns the engine that the command loads, over a language model in numpy; `loaded` has the arguments."""
     made = make_engine(slots=3, max_seq=40)
     made.loaded = []
 

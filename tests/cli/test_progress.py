@@ -16,7 +16,7 @@ ROW = {"train": {"loss": [1.0], "agreement": [0.5], "acceptance_length": 1.5}}
 
 @pytest.fixture
 def shown():
-    """(display, the clock's seconds as a list of one, a function that gives the lines so far)."""
+    """Returns (display, the clock's seconds as a list of one, a function that gives the lines so far)."""
     out, now = io.StringIO(), [0.0]
     console = Console(file=out, soft_wrap=True)
     return ProgressDisplay(console, Progress(console=console, disable=True), lambda: now[0]), now, (

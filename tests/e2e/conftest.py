@@ -36,17 +36,17 @@ def pair_recipe(quantization: str) -> str:
 
 @pytest.fixture(scope="session")
 def int8_pair(e2e_folder) -> Path:
-    """The same with an int8 target."""
+    """Returns the example pair with an int8 target."""
     return build_bundle(e2e_folder, "int8_pair", pair_recipe("int8"))
 
 
 @pytest.fixture(scope="session")
 def golden() -> list[dict]:
-    """transformers' greedy fp32 output for examples/prompts.jsonl: see make_golden.py."""
+    """Returns transformers' greedy fp32 output for examples/prompts.jsonl: see make_golden.py."""
     return json.loads((Path(__file__).parent / "golden/greedy.json").read_text())
 
 
 @pytest.fixture(autouse=True)
 def without_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No clock decides whether drafts are made: on targets as small as these plain decoding is often the faster."""
+    """Lets no clock decide whether to draft: on targets as small as these plain decoding is often faster."""
     monkeypatch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)

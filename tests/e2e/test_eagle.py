@@ -56,7 +56,7 @@ def engines(place):
 
 
 def load(engines, method, backend, **options):
-    """An engine whose proposer knows no costs: on a target as small as this one nothing would be drafted."""
+    """Returns an engine whose proposer knows no costs: on a target as small as this one nothing would be drafted."""
     chosen, context = registry.method(method), MethodContext(8, MAX_SEQ, MAX_NODES)
     parts = {n: TimedEngine(e) for (b, n), e in engines.items() if b == backend}
     drafts = {n.partition(".")[2]: e for n, e in parts.items() if n.startswith(f"{method}.")}
@@ -84,7 +84,7 @@ def accepted(results):
 
 @pytest.fixture(scope="module")
 def plain(engines):
-    """The target's own greedy text, long and short, alone and without drafts."""
+    """Returns the target's own greedy text, long and short, alone and without drafts."""
     engine = load(engines, "eagle3", "onnxruntime")
     return {num: tokens(engine.generate(prompts(), greedy(num), speculative=False, batch_size=1)) for num in (24, 5)}
 
@@ -146,7 +146,7 @@ def test_a_cache_that_fills_up_ends_where_plain_decoding_ends(engines):
 
 
 def test_features_wait_while_nothing_is_drafted(engines):
-    """Steps without drafts leave no hole: afterwards the drafts are those of one who never paused."""
+    """Steps without drafts leave no hole: afterwards the drafts are those of a run without pauses."""
     engine = load(engines, "eagle3", "onnxruntime", **TREES["fixed"])
     steady = engine.generate([prompts()[0]], greedy(24)[:1])[0]
     drafts, plain = engine.proposer.likeliest, registry.method("none").make_proposer(None, {}, engine.context)
@@ -164,7 +164,7 @@ def test_features_wait_while_nothing_is_drafted(engines):
 
 
 def shifted(tree):
-    """The tree with distributions that its tokens were not drawn from."""
+    """Returns the tree with distributions that its tokens were not drawn from."""
     dists = tree.draft_probs
     return tree if dists is None else replace(tree, draft_probs=np.roll(dists, 1, axis=2))
 
@@ -174,8 +174,8 @@ def shifted(tree):
 @pytest.mark.parametrize(
     ("options", "is_wrong"), [(TREES["fixed"], False), (TREES["chain"], False), (TREES["fixed"], True)]
 )
-def test_two_sampled_tokens_follow_the_targets_dist(engines, place, options, is_wrong):
-    """Probs over the draft's vocabulary reach acceptance as probs over the target's; shifted ones would be noticed."""
+def test_two_sampled_tokens_follow_the_targets_distribution(engines, place, options, is_wrong):
+    """Draft probs over the draft's vocabulary reach acceptance over the target's; shifted ones would be noticed."""
     import torch
     from transformers import LlamaForCausalLM
 

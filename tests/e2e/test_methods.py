@@ -29,7 +29,7 @@ SLOTS = 8
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """(method, form, backend) -> SpecEngine; every graph is exported once and compiled once a backend."""
+    """Returns (method, form, backend) -> SpecEngine; every graph is exported once and compiled once a backend."""
     pytest.importorskip("torch")
     pytest.importorskip("onnxruntime")
     from tests.speculators.eagle_lab import write_target
@@ -81,7 +81,7 @@ def params(num):
 
 @pytest.fixture(scope="module")
 def plain(lab):
-    """The target's own greedy text."""
+    """Returns the target's own greedy text."""
     engine = lab("ngram", "chain", "onnxruntime")
     return [r.tokens for r in engine.generate(prompts(), params(30), speculative=False, batch_size=1)]
 
@@ -123,7 +123,7 @@ def test_the_seed_alone_decides_sampled_text(lab, method, form):
 
 
 def decode_with_limits(engine, asked, batch_size, seed):
-    """Texts of `prompts()` where no text may depend on the drafts, and a clock could have chosen their lengths."""
+    """Returns texts of `prompts()` with random draft limits, as a clock could set them, and invariant drafts."""
     verifier, proposer, rng = engine.verifier, engine.proposer, np.random.default_rng(seed)
     waiting = [engine.make_slot(i, p, a, False) for i, (p, a) in enumerate(zip(prompts(), asked, strict=True))]
     engine.reset()

@@ -18,7 +18,7 @@ HIDDEN, INNER, NUM_HEADS = 64, fakes.VOCAB, 3
 
 
 def write_target(folder, seed=3):
-    """A Llama whose text wanders: with the weights of `fakes` it repeats one token."""
+    """Writes a Llama whose text varies: with the weights of `fakes` it repeats one token."""
     fakes.make_checkpoint(folder, hidden=HIDDEN)
     from safetensors.numpy import load_file, save_file
 
@@ -32,10 +32,10 @@ def write_target(folder, seed=3):
 
 
 def write_heads(folder, target):
-    """A speculator in the published layout that has learnt by heart which token follows which.
+    """Writes a speculator in the published layout that is a table of the target's successor tokens.
 
     With as many inner dims as tokens an embedding can be one-hot, and a head a table of successors; the state of
-    the target has no say.
+    the target has no influence.
     """
     import torch
     from safetensors.numpy import save_file
@@ -124,7 +124,7 @@ def test_the_same_seed_gives_the_same_text_in_any_batch(bundles):
     assert tokens(deterministic.generate(PROMPTS, sampled(40), batch_size=4)) == plain
 
 
-def test_the_manifest_tells_of_the_heads(bundles):
+def test_the_manifest_describes_the_heads(bundles):
     from speccompile.runtime.bundle import read_bundle
 
     for path in bundles.values():

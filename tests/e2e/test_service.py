@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A service on a real bundle: the texts are the offline engine's, whatever comes and goes beside them."""
+"""A service on a real bundle: the texts are the offline engine's, whatever other requests run beside them."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ def tokens_of(step_outputs):
 
 
 async def take(service, request, most=None):
-    """The outputs of steps of a request; leaves it behind `most` of them."""
+    """Returns the step outputs of a request; leaves the stream after `most` of them."""
     step_outputs = []
     async with service.stream(request) as stream:
         async for _, step_output in stream:

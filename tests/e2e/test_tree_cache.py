@@ -58,7 +58,7 @@ def open_engine(tmp_path_factory):
 
 
 class Fork:
-    """Drafts around a known text: at each depth a wrong sibling before or behind the right one, with a child."""
+    """Drafts around a known text: at each depth a wrong sibling before or after the right one, with a child."""
 
     def __init__(self, texts, vocab):
         self.texts, self.vocab, self.rng = texts, vocab, np.random.default_rng(4)
@@ -81,7 +81,7 @@ class Fork:
 
 
 def caches_of(engine):
-    """[caches, slots, kv_heads, rows, head_dim]: a copy."""
+    """Returns a copy of the caches, [caches, slots, kv_heads, rows, head_dim]."""
     held = engine.caches
     if isinstance(held, dict):
         return np.stack(list(held.values()))
@@ -89,7 +89,7 @@ def caches_of(engine):
 
 
 def texts_of(engine, num):
-    """Greedy texts by single steps."""
+    """Returns the greedy texts by single steps."""
     engine.reset()
     lengths, tokens = np.zeros(SLOTS, np.int64), [list(p) for p in PROMPTS]
     for place, prompt in enumerate(PROMPTS):
@@ -105,7 +105,7 @@ def texts_of(engine, num):
 
 
 def run_steps(engine, num_steps, texts):
-    """Decode with trees; returns the slots and the number of drafts that were kept behind a gap."""
+    """Decode with trees; returns the slots and the number of drafts that were kept after a gap."""
     engine.reset()
     verifier = Verifier(engine, ROWS)
     slots = Slots([], SLOTS)

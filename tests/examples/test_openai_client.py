@@ -19,4 +19,4 @@ def test_no_server_is_one_line():
         command = [sys.executable, str(CLIENT), "def add(a, b):", "--url", url]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == f"nobody answers at {url}; start a server: speccompile serve bundles/pycode\n"
+    assert done.stderr == f"no server answers at {url}; start a server: speccompile serve bundles/pycode\n"

@@ -26,7 +26,7 @@ def test_every_prompt_has_30_to_200_tokens():
 
 
 def test_no_prompt_ends_in_a_line_break():
-    # The tokenizer joins a line break with the indentation behind it: a prompt that ends in one asks for text
+    # The tokenizer joins a line break with the indentation after it: a prompt that ends in one asks for text
     # that has no indentation, and half of them end at once.
     assert [row["prompt"] for row in PROMPTS if row["prompt"] != row["prompt"].rstrip()] == []
 

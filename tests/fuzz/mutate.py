@@ -73,7 +73,7 @@ OTHERS: tuple[Any, ...] = (None, True, False, [], {}, [[]], [{}], {"": None}, [N
 
 
 def nested(depth: int, kind: str = "list") -> Any:
-    """A value nested so deep, made without recursion."""
+    """Returns a value nested so deep, made without recursion."""
     value: Any = None
     for _ in range(depth):
         value = [value] if kind == "list" else {"a": value}
@@ -81,7 +81,7 @@ def nested(depth: int, kind: str = "list") -> Any:
 
 
 def odd_value(rng: random.Random) -> Any:
-    """A value that stands where another type or size is expected."""
+    """Returns a value that stands where another type or size is expected."""
     choice = rng.random()
     if choice < 0.4:
         return rng.choice(NUMBERS)
@@ -95,7 +95,7 @@ def odd_value(rng: random.Random) -> Any:
 
 
 def paths_in(value: Any, at: Path = ()) -> list[Path]:
-    """The paths of all values below the outermost, containers among them."""
+    """Returns the paths of all values below the outermost, containers among them."""
     found: list[Path] = []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in items:
@@ -110,7 +110,7 @@ def look_up(value: Any, path: Path) -> Any:
 
 
 def mutate(rng: random.Random, document: Any, num_changes: int | None = None) -> Any:
-    """A copy of the document with one or two changes of its structure or values."""
+    """Returns a copy of the document with one or two changes of its structure or values."""
     changed = copy.deepcopy(document)
     for _ in range(num_changes or rng.choice((1, 1, 2))):
         paths = paths_in(changed)
@@ -131,7 +131,7 @@ def _replace(rng: random.Random, document: Any, parent: Any, key: Any, value: An
 
 
 def _near(rng: random.Random, document: Any, parent: Any, key: Any, value: Any) -> None:
-    """A value of the same type that passes the first check more often."""
+    """Puts a value of the same type, which passes the first check more often."""
     if isinstance(value, bool) or value is None:
         parent[key] = not value
     elif isinstance(value, int):
@@ -152,7 +152,7 @@ def _drop(rng: random.Random, document: Any, parent: Any, key: Any, value: Any) 
 
 
 def _repeat(rng: random.Random, document: Any, parent: Any, key: Any, value: Any) -> None:
-    """The same value once more, under another name or as a further item."""
+    """Adds the same value again, under another name or as a further item."""
     if isinstance(parent, list):
         parent.insert(key, copy.deepcopy(value))
     else:
@@ -160,12 +160,12 @@ def _repeat(rng: random.Random, document: Any, parent: Any, key: Any, value: Any
 
 
 def _retype(rng: random.Random, document: Any, parent: Any, key: Any, value: Any) -> None:
-    """What the value says, in another type."""
+    """Puts the same value in another type."""
     parent[key] = rng.choice((str(value), [value], {"value": value}, {str(value): value}, not value, json.dumps(None)))
 
 
 def _swap(rng: random.Random, document: Any, parent: Any, key: Any, value: Any) -> None:
-    """A valid value of another key."""
+    """Puts a valid value of another key."""
     parent[key] = copy.deepcopy(look_up(document, rng.choice(paths_in(document))))
 
 
@@ -178,7 +178,7 @@ def _rename(rng: random.Random, document: Any, parent: Any, key: Any, value: Any
 
 
 def damage(rng: random.Random, text: bytes) -> bytes:
-    """A text with a few bytes changed, as a broken disk or a hostile hand does it."""
+    """Returns a text with a few bytes changed, as a broken disk or an attacker would."""
     at = rng.randrange(len(text) + 1)
     step_output = rng.choice(
         (b"", b"\x00", b"\xff", b"\xed\xa0\x80", b"{", b"[" * 5000, b'"', b"\n", b"\xef\xbb\xbf", b",,")
@@ -195,7 +195,7 @@ def text_of(value: Any) -> str:
 
 
 def cases() -> list[int]:
-    """The numbers of the cases that this run tries."""
+    """Returns the numbers of the cases that this run tries."""
     if (one := os.environ.get("FUZZ_CASE")) is not None:
         return [int(one)]
     first = int(os.environ.get("FUZZ_SEED", "0"))
@@ -254,7 +254,7 @@ def command(*arguments: object) -> str:
 
 
 def check_error(error: SpecCompileError, name: str, case: int, document: Any) -> None:
-    """An error has its four parts, can be printed, and is short enough to read."""
+    """Checks that an error has its four parts, can be printed, and is short enough to read."""
     parts = {part: getattr(error, part) for part in ("where", "got", "expected", "todo")}
     assert all(isinstance(p, str) and p for p in parts.values()), describe(name, case, document, f"parts {parts}")
     assert len(str(error)) < 20_000, describe(name, case, document, f"an error of {len(str(error))} characters")
@@ -265,7 +265,7 @@ def check_error(error: SpecCompileError, name: str, case: int, document: Any) ->
 
 
 def describe(name: str, case: int, document: Any, fault: str) -> str:
-    """What a failing case prints: how to repeat it, and the document."""
+    """Returns what a failing case prints: how to repeat it, and the document."""
     shown = text_of(document) if isinstance(document, dict | list) else repr(document)
     return f"{name}, case {case} (repeat it with FUZZ_CASE={case}): {fault[:2000]}\n{shown[:6000]}"
 

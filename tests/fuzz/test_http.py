@@ -39,7 +39,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 def make_case(rng: random.Random) -> tuple[str, str, bytes]:
-    """(method, path, body); most bodies have few keys, so that most of them get past the first check."""
+    """Returns (method, path, body); most bodies have few keys, so that most of them get past the first check."""
     path = rng.choice((PATHS[0], PATHS[0], PATHS[0], PATHS[1]))
     body: dict[str, Any] = copy.deepcopy(COMPLETION if path == PATHS[0] else CHAT)
     for key in rng.sample(sorted(SAMPLING), rng.choice((0, 1, 2, 3))):
@@ -53,12 +53,12 @@ def make_case(rng: random.Random) -> tuple[str, str, bytes]:
             (*PATHS, "/v1/models", "/v1/models/x/y", "/v1/models/%00", "/metrics", "/health", "/", "//", "/x")
         )
         return method, odd, json.dumps(body).encode()
-    if kind < 0.5:  # nothing but legal values, in combinations that nobody tries
+    if kind < 0.5:  # only legal values, in unusual combinations
         legal = LEGAL_COMPLETION if path == PATHS[0] else LEGAL_CHAT
         for key in rng.sample(sorted(legal), rng.randint(1, 6)):
             body[key] = rng.choice(legal[key])
         return "POST", path, text_of(body).encode()
-    if kind < 0.75:  # one sampling field at a time: an extreme value behind valid others
+    if kind < 0.75:  # one sampling field at a time: an extreme value after valid others
         key = rng.choice(sorted({*SAMPLING, "max_tokens", "n", "prompt", "messages"}))
         body[key] = odd_value(rng) if rng.random() < 0.5 else mutate(rng, {"x": {**body, **SAMPLING}.get(key)}).get("x")
         return "POST", path, text_of(body).encode()
@@ -66,7 +66,7 @@ def make_case(rng: random.Random) -> tuple[str, str, bytes]:
 
 
 def check_reply(method: str, reply: Reply) -> str:
-    """How a request ended; a fault is an assertion."""
+    """Returns how a request ended; a fault is an assertion."""
     assert 200 <= reply.status < 500, (reply.status, reply.body[:500])
     if reply.status < 400:
         if reply.headers.get("content-type", "").startswith("text/event-stream"):

@@ -25,7 +25,7 @@ from tests.pipeline import fakes
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A bundle of the pipeline tests' fakes, which `load` can load."""
+    """Yields a bundle of the pipeline tests' fakes, which `load` can load."""
     with pytest.MonkeyPatch.context() as patch:
         fakes.install(patch.setattr, lambda name, module: patch.setitem(sys.modules, name, module))
         top = tmp_path_factory.mktemp("bundle")
@@ -40,14 +40,14 @@ def adapt_tuning(self: Any, path: Path, spec: Any, record: dict[str, Any], *_: A
 
 
 def load_mock(self: Any, path: Path, spec: Any, max_slots: int = 1, max_rows: int = 64, **_: Any) -> MockEngine:
-    """An engine of the sizes that the manifest asks for."""
+    """Returns an engine of the sizes that the manifest asks for."""
     if max_slots * max_rows > 1_000_000:
         raise MemoryError
     return MockEngine(MockLM(seed=1), spec.name, max_slots, max_rows)
 
 
 def make_case(rng: random.Random, bundle: Path) -> tuple[str, bytes]:
-    """(file of the bundle, its new contents)."""
+    """Returns (file of the bundle, its new contents)."""
     manifest: dict[str, Any] = json.loads((bundle / "manifest.json").read_text())
     kind = rng.random()
     if kind < 0.8:

@@ -21,7 +21,7 @@ ADDED: dict[str, Any] = {  # keys that few recipes have, with valid values
 
 
 def seeds() -> list[dict[str, Any]]:
-    """All recipes of the repository, with more keys, and folders that do not depend on where the file lies."""
+    """Returns all recipes of the repository, with more keys, and folders that do not depend on where the file lies."""
     found = []
     for path in RECIPES:
         values = yaml.safe_load(path.read_text())
@@ -37,7 +37,7 @@ def seeds() -> list[dict[str, Any]]:
 
 
 def make_case(rng: random.Random) -> tuple[bytes, list[str]]:
-    """(text of the file, overrides)."""
+    """Returns (text of the file, overrides)."""
     values = rng.choice(SEEDS)
     kind = rng.random()
     if kind < 0.15:

@@ -67,7 +67,7 @@ FIELDS = {
 
 @st.composite
 def requests(draw) -> dict:
-    """Fields of SamplingParams: mostly those that are allowed or nearly so, one of any kind now and then."""
+    """Returns fields of SamplingParams: mostly those that are allowed or nearly so, one of any kind now and then."""
     names = draw(st.lists(st.sampled_from(sorted(FIELDS)), unique=True, max_size=6))
     given_fields = {"max_new_tokens": draw(st.integers(1, 12))} | {name: draw(FIELDS[name]) for name in names}
     if draw(st.integers(0, 3)) == 0:
@@ -88,7 +88,7 @@ BOUNDED = settings(
 
 
 def params_or_refusal(fields: dict) -> SamplingParams | None:
-    """None where the fields are refused, which has to be in words and short."""
+    """Returns the parameters; None where the fields are refused, which must be a short error with four parts."""
     try:
         return SamplingParams(**fields)
     except RuntimeFault as fault:

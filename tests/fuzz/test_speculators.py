@@ -26,21 +26,21 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """One valid folder of each layout, with the target that it is for."""
+    """Returns one valid folder of each layout, with the target that it is for."""
     top = tmp_path_factory.mktemp("seeds")
     lab.write_target(top / "target")
     return [make(top / make.__name__) for make in MAKERS]
 
 
 def split(path: Path) -> tuple[dict[str, Any], bytes]:
-    """(header, the tensors' bytes) of a safetensors file."""
+    """Returns (header, the tensors' bytes) of a safetensors file."""
     raw = path.read_bytes()
     end = 8 + struct.unpack("<Q", raw[:8])[0]
     return json.loads(raw[8:end]), raw[end:]
 
 
 def make_case(rng: random.Random, seeds: list[Path]) -> dict[str, Any]:
-    """{"seed": folder, "config": text, "weights": bytes or None, "to": layout, "set": overrides}."""
+    """Returns {"seed": folder, "config": text, "weights": bytes or None, "to": layout, "set": overrides}."""
     folder = rng.choice(seeds)
     config, weights, kind = json.loads((folder / "config.json").read_text()), None, rng.random()
     case = {"seed": folder, "to": rng.choice(("ours", "ours", "ours", "speculators", "vllm")), "set": []}

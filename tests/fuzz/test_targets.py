@@ -26,7 +26,7 @@ MORE = {"num_local_experts": 4, "moe_intermediate_size": 8, "head_dim": 4, "laye
 
 @pytest.fixture(scope="module")
 def seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint with an index of its one shard."""
+    """Returns a tiny checkpoint with an index of its one shard."""
     folder = fakes.make_checkpoint(tmp_path_factory.mktemp("seed") / "model")
     shard = (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     from speccompile.checkpoints.safetensors import read_header
@@ -37,7 +37,7 @@ def seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_case(rng: random.Random, seed: Path) -> tuple[str, bytes]:
-    """(name of a file, its new contents)."""
+    """Returns (name of a file, its new contents)."""
     name = rng.choice(NAMES)
     values: Any = json.loads((seed / name).read_text())
     if name == "config.json":

@@ -14,7 +14,7 @@ from speccompile.core.registry import BACKENDS, METHODS
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "speccompile").rglob("*.py"))
 ALL = sorted([*PACKAGE, *(p for top in ("tests", "bench", "examples") for p in (ROOT / top).rglob("*.py"))])
-# "none" is also a quantisation and an absent value, so it cannot be told apart by its name.
+# "none" is also a quantisation and an absent value, so its name does not identify it.
 NAMED_METHODS = sorted(set(METHODS) - {"none"})
 
 

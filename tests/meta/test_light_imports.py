@@ -31,7 +31,7 @@ except SystemExit as stop:
 
 
 def loaded_by(statement):
-    """Names of the top-level modules that a fresh interpreter holds after `statement`, and what it printed."""
+    """Returns the top-level modules that a fresh interpreter holds after `statement`, and what it printed."""
     command = [sys.executable, "-c", SCRIPT.format(statement=statement)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

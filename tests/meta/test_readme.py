@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README and docs tell people to type exists."""
+"""Commands, options and files that README and docs name exist."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ BLOCK = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.MULTILINE | re.DOTA
 
 
 def commands(program):
-    """(page, arguments) of every call of `program` in a shell block, continuation lines joined."""
+    """Returns (page, arguments) of every call of `program` in a shell block, continuation lines joined."""
     found = []
     for page in PAGES:
         for block in BLOCK.findall(page.read_text()):

@@ -42,7 +42,7 @@ SECTIONS = {
 
 
 def keys(section):
-    """Fields of a section that are no sections themselves."""
+    """Returns the fields of a section that are no sections themselves."""
     fields = section.model_fields.items()
     return {
         k: f
@@ -52,7 +52,7 @@ def keys(section):
 
 
 def shown(default):
-    """A default as the page shows it: as YAML would, in code."""
+    """Returns a default as the page shows it: as YAML would, in code."""
     if isinstance(default, bool):
         return "`true`" if default else "`false`"
     if default is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheduler on mock engines whose caches hold token ids: what a place keeps can be compared with the text."""
+"""A scheduler on mock engines whose caches hold token ids: what a slot keeps can be compared with the text."""
 
 from collections import Counter
 
@@ -21,7 +21,7 @@ from tests.speculators.hidden_lm import MockHeads, MockTarget
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that tests advance by hand."""
 
     def __init__(self):
         self.now = 0.0
@@ -41,7 +41,7 @@ def make_tree_engine(slots=3, max_seq=64, chunk=7):
 
 
 def make_heads_engine(slots=3, max_seq=64, chunk=7):
-    """Heads on the target's state, which must be that behind the root whenever they draft."""
+    """Heads on the target's state, which must be that before the root whenever they draft."""
     context = MethodContext(slots, max_seq, 8)
     target = MockTarget(TARGET, slots, max_seq, headroom=9)
     heads = MockHeads(TARGET.blurred(22, 0.5), target, 3, slots)
@@ -87,7 +87,7 @@ class Bench:
     def take(self, events):
         for handle, step_output in events:
             step_outputs = self.step_outputs[handle.number][step_output.output_index]
-            assert not step_outputs or step_outputs[-1].finish_reason is None, "a output of a step behind the last"
+            assert not step_outputs or step_outputs[-1].finish_reason is None, "a step output after the last"
             step_outputs.append(step_output)
 
     def step(self):
@@ -106,7 +106,7 @@ class Bench:
         return self.tokens(handle), self.step_outputs[handle.number][0][-1].stats
 
     def check(self):
-        """Every output is at one place, and every place holds what is said of it."""
+        """Checks that every output has one slot, and that every slot holds the tokens that are recorded for it."""
         scheduler, places = self.scheduler, self.scheduler.places
         lengths, cache = self.engine.verifier.lengths, self.target.cache
         assert [o.slot for o in places.active] == scheduler.slots.slots
@@ -125,12 +125,12 @@ class Bench:
         assert scheduler.has_work == bool(open_ones)
 
     def check_draft(self, texts):
-        """The draft's own cache, where it has one, holds the same texts as far as it goes."""
+        """Checks that the draft's own cache, where it has one, holds the same texts as far as it goes."""
         rows = getattr(self.engine.proposer, "rows", self.engine.proposer)
         if hasattr(rows, "lengths"):
             cache = rows.engine.engine.cache
             for place, tokens in texts.items():
-                num = min(rows.lengths[place], len(tokens))  # rows behind a text that was cut are of no use
+                num = min(rows.lengths[place], len(tokens))  # rows after a text that was cut are not used
                 assert cache[place, :num].tolist() == tokens[:num]
 
 

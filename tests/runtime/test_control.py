@@ -37,7 +37,7 @@ def draft_ms(batch: int) -> float:
 
 
 def tokens_of(rate: float, length: int) -> float:
-    """A sequence gains so many in a step."""
+    """Returns the expected tokens of a step of one sequence."""
     return sum(rate**i for i in range(length + 1))
 
 
@@ -228,7 +228,7 @@ def test_a_budget_that_drafts_nothing_is_shown_what_drafts_cost() -> None:
     assert limits.count(1) == TURN * (limits.count(1) // TURN) > 0
 
 
-def test_who_leaves_no_decision_is_not_learnt_from() -> None:
+def test_steps_with_forced_requests_alone_are_not_learnt_from() -> None:
     controller = Controller()
     steps = [Step(i, [7], 0, 0, False, "", None) for i in range(3)]
     for _ in range(20):

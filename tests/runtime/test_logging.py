@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made up for is logged, below the package's logger; the command line prints warnings."""
+"""Recoveries are logged below the package's logger; the command line prints warnings."""
 
 import logging
 

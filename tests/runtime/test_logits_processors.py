@@ -34,7 +34,7 @@ HOT = SamplingParams(temperature=1.3, min_p=0.15, frequency_penalty=-0.9, repeti
 
 
 def naive_dist(row: np.ndarray, prompt: list[int], text: list[int], params: SamplingParams) -> list[float]:
-    """The distribution behind `prompt + text`, token by token."""
+    """Returns the distribution after `prompt + text`, computed token by token."""
     logits = [float(v) for v in row]
     for token, bias in dict(params.logit_bias).items():
         logits[token] += bias
@@ -58,7 +58,7 @@ def naive_dist(row: np.ndarray, prompt: list[int], text: list[int], params: Samp
 
 
 def exact_joint(params: SamplingParams) -> np.ndarray:
-    """[VOCAB ** NUM_TOKENS] float64: the distribution of the text behind PROMPT, by enumeration."""
+    """Returns [VOCAB ** NUM_TOKENS] float64: the distribution of the text after PROMPT, by enumeration."""
     joint = np.ones((VOCAB,) * NUM_TOKENS)
     for text in np.ndindex(*joint.shape):
         tokens = [*PROMPT, *map(int, text)]
@@ -70,7 +70,7 @@ def exact_joint(params: SamplingParams) -> np.ndarray:
 
 
 def emit(form: tuple[int, ...], sampled: bool, params: SamplingParams, batch: int) -> np.ndarray:
-    """[batch, NUM_TOKENS]: what drafting and judging emit behind PROMPT."""
+    """Returns [batch, NUM_TOKENS]: what drafting and verification emit after PROMPT."""
     slots = [Slot(i, list(PROMPT), replace(params, seed=i), frozenset(), None) for i in range(batch)]
     while todo := [slot for slot in slots if len(slot.tokens) < len(PROMPT) + NUM_TOKENS]:
         ends = np.array([slot.tokens[-2:] for slot in todo])
@@ -92,7 +92,7 @@ def emit(form: tuple[int, ...], sampled: bool, params: SamplingParams, batch: in
     [((-1,), False), (CHAIN, True), (TREE, True), (TREE, False)],
     ids=["plain", "chain", "tree", "top"],
 )
-def test_emitted_tokens_follow_the_exact_dist(form, sampled, params):
+def test_emitted_tokens_follow_the_exact_distribution(form, sampled, params):
     assert p_value(emit(form, sampled, params, BATCH), exact_joint(params)) > RIGHT
 
 
@@ -149,7 +149,7 @@ RIGHT_LOGITS = LogitsProcessor.logits
     "wrong", [_blind_to_the_path, _counts_the_prompt, _path_without_its_end, _bias_behind_penalties]
 )
 def test_wrong_shapes_are_noticed(wrong, monkeypatch):
-    # Strong penalties: the distribution moves far enough for few draws to tell.
+    # Strong penalties: the distribution changes enough for few draws to show it.
     params = replace(
         ALL, frequency_penalty=1.8, repetition_penalty=2.5, logit_bias={1: 2.0, 2: -1.0}, top_k=0, min_p=0.0
     )
@@ -165,7 +165,7 @@ def test_a_wrong_min_p_is_noticed(monkeypatch):
 
 
 @pytest.mark.export
-def test_dists_are_those_of_transformers():
+def test_distributions_are_those_of_transformers():
     torch = pytest.importorskip("torch")
     from transformers import generation
 
@@ -207,7 +207,7 @@ def test_openai_penalties_count_the_text_alone():
     np.testing.assert_allclose(logits_processor.logits(zeros, []), [0, 0, -1.0, -0.75, 0])  # a path is not taken in
 
 
-def test_only_nodes_on_the_way_are_shaped():
+def test_only_nodes_on_the_path_are_processed():
     logits_processor = LogitsProcessor(SamplingParams(temperature=1.0, presence_penalty=2.0), 1, 6)
     logits_processor.read([0])
     dists = TreeDists(
@@ -245,7 +245,7 @@ def test_a_bias_is_named_once_and_in_order():
         ({"logit_bias": {0: 0.0}}, True),
     ],
 )
-def test_a_dist_is_shaped_where_it_needs_more_than_the_graph_knows(fields, needs_logits):
+def test_logits_are_processed_where_a_distribution_needs_more_than_the_graph_has(fields, needs_logits):
     assert SamplingParams(**fields).needs_logits is needs_logits
 
 
@@ -269,7 +269,7 @@ def test_values_out_of_range_are_refused(fields, message):
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e-45, 1e-20, 1e20, 1e39, 1e300])
 @pytest.mark.parametrize("temperature", [0.0, 1e-19, 0.5, 1e30])
-def test_extreme_penalties_leave_a_dist(penalty, temperature):
+def test_extreme_penalties_leave_a_distribution(penalty, temperature):
     params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
     logits_processor = LogitsProcessor(params, 3, 5)
     logits_processor.read([0, 1, 2])

@@ -52,7 +52,7 @@ WRONG: list[tuple[str, Any]] = [
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The manifest with one value, signed."""
+    """Returns the manifest with one value, signed."""
     manifest: Any = copy.deepcopy(MANIFEST)
     *parents, last = [int(k) if k.isdigit() and "step_ms" not in path else k for k in path.split(".")]
     place = manifest

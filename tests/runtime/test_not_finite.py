@@ -125,7 +125,7 @@ def test_a_draft_without_numbers_does_not_touch_the_text_nor_later_drafts(kind, 
     assert np.isfinite(
         engine.engines[1].run({TOKENS: np.array([[1]]), "lengths": np.array([0])})[CANDIDATE_PROBS]
     ).all()
-    if params.is_greedy:  # what was drawn follows draft lengths offline, and these follow what was learnt
+    if params.is_greedy:  # offline, draws depend on draft lengths, and these on the acceptance estimates
         results, wanted = engine.generate(CLEAN, params), fresh.generate(CLEAN, params)
         assert [g.tokens for g in results] == [g.tokens for g in wanted]
 

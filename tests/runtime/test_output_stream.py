@@ -28,7 +28,7 @@ def service():
 
 
 def ends_of(service, num):
-    """Finish reasons, once so many outputs have ended."""
+    """Returns the finish reasons, once so many outputs have ended."""
     while sum((found := service.stats()["num_finished"]).values()) < num:
         pass
     return found
@@ -61,8 +61,8 @@ def test_all_requests_are_taken_or_none(service):
 
 
 @pytest.mark.parametrize("leave", ["block", "fault", "task", "close"])
-def test_who_leaves_cancels_his_requests(service, leave):
-    """Be it by the end of the block, by an exception, because his task is cancelled, or by `close`."""
+def test_leaving_a_stream_cancels_its_requests(service, leave):
+    """By the end of the block, by an exception, because the task is cancelled, or by `close`."""
 
     async def read(began):
         async with service.stream(LONG, LONG) as stream:
@@ -103,7 +103,7 @@ def test_a_cancelled_completion_cancels_its_request(service):
     assert ends_of(service, 1) == {"cancelled": 1}
 
 
-def test_a_slow_reader_holds_nobody_up_and_misses_nothing(service):
+def test_a_slow_reader_delays_no_other_and_misses_nothing(service):
     async def read():
         slow = service.stream(greedy("abc", 30))
         [other] = await service.generate(greedy("dab", 60))
@@ -113,7 +113,7 @@ def test_a_slow_reader_holds_nobody_up_and_misses_nothing(service):
     assert asyncio.run(read()) == (text("dab", 60), text("abc", 30))
 
 
-def test_a_loop_that_is_closed_under_a_request_hurts_nobody(service):
+def test_closing_the_event_loop_during_a_request_does_no_harm(service):
     async def leave():
         service.stream(greedy("abc", 300))
 

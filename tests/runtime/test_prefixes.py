@@ -46,7 +46,7 @@ def test_a_histogram_counts_up_to_each_bound():
     assert histogram.json_from_histogram() == {"bounds": [1, 2, 5], "counts": [2, 1, 1, 2], "sum": 113.1, "count": 6}
 
 
-def test_counters_tell_acceptance_by_position():
+def test_counters_report_acceptance_by_position():
     counters = Counters()
     steps = [Step(0, [1, 2, 3], 4, 2, False, "", None), Step(1, [9], 0, 0, False, "", "length")]
     counters.count_step(steps, 0.004)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests join, leave, fail and go on in kept caches; no text and no place is lost."""
+"""Requests join, leave, fail and go on in kept caches; no text and no slot is lost."""
 
 import random
 from collections import Counter
@@ -49,7 +49,7 @@ def test_the_next_turn_of_a_chat_reads_only_what_is_new():
     answer, stats = bench.ask(turn)
     assert stats["num_reused_tokens"] == 0
     bench.check()
-    others = [bench.ask(numbers(20, seed))[0] for seed in (5, 6)]  # somebody else's turns in between
+    others = [bench.ask(numbers(20, seed))[0] for seed in (5, 6)]  # turns of other chats in between
     turn += [*answer, *numbers(10, seed=1)]
     answer, stats = bench.ask(turn)
     bench.check()
@@ -106,14 +106,14 @@ def test_a_system_prompt_is_copied_and_its_first_owner_keeps_its_own():
 def test_the_cache_that_was_unused_for_longest_goes_first():
     bench = Bench(max_seq=120, slots=2)
     chats = [numbers(30, seed) for seed in range(3)]
-    for i in (0, 1, 0, 2):  # 2 takes the place of 1
+    for i in (0, 1, 0, 2):  # 2 replaces 1
         bench.ask(chats[i])
     assert bench.ask(chats[0])[1]["num_reused_tokens"] == 28
     bench.check()
     assert bench.ask(chats[1])[1]["num_reused_tokens"] == 0
 
 
-def test_full_places_keep_what_leaves_them_for_the_next_turn():
+def test_full_slots_keep_the_caches_of_ended_requests_for_the_next_turn():
     bench = Bench(max_seq=120, slots=3)
     chats = [numbers(20 + i, seed=i) for i in range(3)]
     for _ in range(4):
@@ -126,7 +126,7 @@ def test_full_places_keep_what_leaves_them_for_the_next_turn():
     assert bench.scheduler.counters.num_prefix_hits == 9
 
 
-def test_a_cache_that_those_who_wait_will_overwrite_is_not_kept_for_long():
+def test_a_cache_that_waiting_requests_will_overwrite_is_not_kept_for_long():
     bench = Bench(max_seq=120, slots=2)
     swaps, chats = [], [numbers(20 + i, seed=i) for i in range(6)]
     [cache] = bench.engine.proposer.caches
@@ -182,9 +182,9 @@ def test_a_forbidden_or_bounded_draft_gives_the_same_text():
 
 
 @pytest.mark.parametrize("limit", [0, 2, None])
-def test_who_wants_drafts_gets_them_though_a_method_would_decline(limit):
+def test_a_request_that_forces_drafts_gets_them_though_its_method_would_decline(limit):
     class Declining:
-        """Drafts where a planner has weighed the time alone."""
+        """Drafts only in steps whose length was planned; left to itself it declines."""
 
         def __init__(self, proposer):
             self.proposer, self.catches_up, self.seen = proposer, False, []
@@ -284,7 +284,7 @@ def test_a_fault_while_a_prompt_is_read_ends_that_request_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("by", ["end", "cancel"])
-def test_a_cache_that_cannot_be_moved_ends_who_decodes_and_no_other(monkeypatch, by):
+def test_a_cache_that_cannot_be_moved_ends_decoding_requests_and_no_other(monkeypatch, by):
     bench = Bench(slots=3, max_seq=120)
     handles = [bench.submit(numbers(20, i), sampling=SamplingParams(max_new_tokens=30 + 20 * i)) for i in range(3)]
     while not bench.tokens(handles[2]):

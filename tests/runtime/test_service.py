@@ -17,7 +17,7 @@ def greedy(num=12, **rest):
 
 @pytest.fixture
 def serve():
-    """Makes services that are closed behind the test."""
+    """Makes services that are closed after the test."""
     services = []
 
     def make(options=None, **sizes):
@@ -31,7 +31,7 @@ def serve():
 
 
 class Sink:
-    """Takes outputs of steps; `wait` until all outputs have ended."""
+    """Collects step outputs; `wait` returns once all outputs have ended."""
 
     def __init__(self, num_outputs=1):
         self.step_outputs, self._left, self._done = [], num_outputs, threading.Event()
@@ -103,9 +103,9 @@ def test_cancel_is_idempotent_and_gives_each_output_one_last_step_output(serve):
     service = serve(max_seq=4096)
     sink, waiting = Sink(3), Sink()
     handle = service.submit(Request("abc", greedy(4000), num_outputs=3), sink)
-    behind = service.submit(Request("abc", greedy(4)), waiting)
+    second = service.submit(Request("abc", greedy(4)), waiting)
     assert sink.started.wait(30)
-    service.cancel(behind)
+    service.cancel(second)
     service.cancel(handle)
     service.cancel(handle)
     ends = [p for p in sink.wait() if p.finish_reason]
@@ -199,7 +199,7 @@ def test_a_fault_of_the_engine_ends_the_batch_and_the_service_goes_on(serve, mon
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bug_in_the_service_leaves_nobody_waiting_and_is_told(serve, monkeypatch):
+def test_a_bug_in_the_service_ends_all_requests_and_is_reported(serve, monkeypatch):
     service, told, other = serve(), threading.Event(), Sink()
     service.watch(told.set)
     service.submit(Request("abc", greedy(60)), other)
@@ -234,7 +234,7 @@ def test_a_sink_that_fails_ends_its_own_request(serve):
 
 
 def test_a_prompt_that_cannot_join_ends_alone(serve, monkeypatch):
-    """The fault comes after the sequence was given its place."""
+    """The fault comes after the sequence got its slot."""
     service, sinks = serve(), [Sink() for _ in range(3)]
     slots = service._scheduler.slots
     changed = slots.changed

@@ -62,7 +62,7 @@ def test_siblings_have_draws_of_their_own(slots):
     np.testing.assert_array_equal(slots.sibling_uniforms(2, 2), got[:, :2])
 
 
-def test_only_warps_that_do_something_are_fed(slots):
+def test_only_sampling_parameters_that_change_something_are_fed(slots):
     assert slots.warp_feeds().keys() == {"temperature"}
     assert not slots.is_greedy
     slots.slots = [slots.slots[1]]

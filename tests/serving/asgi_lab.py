@@ -23,7 +23,7 @@ class Reply:
         return json.loads(self.body)
 
     def events(self) -> list[Any]:
-        """The data of server-sent events; "[DONE]" stays a text."""
+        """Returns the data of server-sent events; "[DONE]" stays a text."""
         parts = self.body.decode().split("\n\n")
         assert parts.pop() == ""
         assert all(part.startswith("data: ") for part in parts)
@@ -31,7 +31,7 @@ class Reply:
 
 
 async def ask(app, method, path, body=None, *, headers=(), hang_up_after=None, parts=1) -> Reply:
-    """One request.
+    """Sends one request and returns its reply.
 
     Args:
         app: ASGI.
@@ -42,10 +42,9 @@ async def ask(app, method, path, body=None, *, headers=(), hang_up_after=None, p
     """
     raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     size = max(1, -(-len(raw) // parts))
-    step_outputs = [raw[at : at + size] for at in range(0, len(raw), size)] or [b""]
+    chunks = [raw[at : at + size] for at in range(0, len(raw), size)] or [b""]
     messages = [
-        {"type": "http.request", "body": step_output, "more_body": i + 1 < len(step_outputs)}
-        for i, step_output in enumerate(step_outputs)
+        {"type": "http.request", "body": chunk, "more_body": i + 1 < len(chunks)} for i, chunk in enumerate(chunks)
     ]
     reply, hung_up = Reply(), asyncio.Event()
     if hang_up_after == 0:

@@ -10,7 +10,7 @@ from tests.serving.live_server import bundle_with_template, live_server
 
 @pytest.fixture(scope="session")
 def chat_bundle(pair, tmp_path_factory):
-    """The example pair with a chat template."""
+    """Returns the example pair with a chat template."""
     return bundle_with_template(pair, tmp_path_factory.mktemp("chat") / "pycode-chat")
 
 

@@ -38,7 +38,7 @@ class Live:
         return int(self.url.rpartition(":")[2])
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """(status, JSON or text) of one request on a connection of its own."""
+        """Returns (status, JSON or text) of one request on a connection of its own."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             raw = None if body is None else json.dumps(body)
@@ -61,14 +61,14 @@ class Live:
 
 @contextmanager
 def live_server(bundle: Path, *options: str) -> Iterator[Live]:
-    """A server at a free port, ready; killed at the end if it still runs."""
+    """Yields a server at a free port, ready; killed at the end if it still runs."""
     with live_process(PROGRAM, "serve", str(bundle), "--port", "0", *options) as live:
         yield live
 
 
 @contextmanager
 def live_process(*command: str) -> Iterator[Live]:
-    """A process that serves, ready; killed at the end if it still runs."""
+    """Yields a process that serves, ready; killed at the end if it still runs."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
@@ -98,7 +98,7 @@ def live_process(*command: str) -> Iterator[Live]:
 
 
 def bundle_with_template(source: Path, dest: Path) -> Path:
-    """A copy of a bundle that has a chat template too, and drafts four tokens whatever this machine's step times."""
+    """Returns a copy of a bundle with a chat template that drafts four tokens whatever this machine's step times."""
     shutil.copytree(source, dest, copy_function=os.link)
     (dest / "tokenizer/chat_template.jinja").write_text(CHAT_TEMPLATE)
     manifest = read_json(dest / MANIFEST)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real service over the language model in numpy: one letter a token, one engine step as long as the test likes."""
+"""A real service over the language model in numpy: one letter a token, with engine steps that the test holds up."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def make_engine(slots: int = 3, max_seq: int = 64, eos=(), tokenizer=None) -> tu
 
 
 def text_of(prompt: str, num: int) -> str:
-    """What greedy decoding must give."""
+    """Returns the text that greedy decoding must give."""
     letters = Letters()
     return letters.decode(TARGET.greedy(letters.encode(prompt).ids, num))
 
 
 @contextmanager
 def serving(options: ServerOptions | None = None, service_options: ServiceOptions | None = None, **engine_options):
-    """(application, service, gated engine) of a started service."""
+    """Yields (application, service, gated engine) of a started service."""
     engine, gated = make_engine(**engine_options)
     service = Service(engine, service_options)
     server = OpenAIServer(service, options or ServerOptions(model_name="mock"))

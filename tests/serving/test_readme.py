@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def commands(heading):
-    """The lines of the first shell block below a heading."""
+    """Returns the lines of the first shell block below a heading."""
     section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     block = re.search(r"```bash\n(.*?)```", section, re.DOTALL)
     assert block, heading

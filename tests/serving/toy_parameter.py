@@ -38,7 +38,7 @@ def from_recipe(value):
 
 
 def from_command_line(arguments):
-    """What `generate` asks of the engine."""
+    """Returns what `generate` asks of the engine."""
     from speccompile.cli.main import main
     from speccompile.runtime import engine as loading
     from tests.runtime.test_spec_engine import make_engine

@@ -39,7 +39,7 @@ from speccompile.serving.openai.responses import CHAT, COMPLETION, Form, Head, U
 from speccompile.serving.openai.stream import EventStream, unless_disconnected
 
 Body = TypeVar("Body", bound=Sampled)
-_HUNG_UP = 499  # nobody reads it; the log does
+_HUNG_UP = 499  # for the log: the client has gone
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class ServerOptions:
 
     Args:
         model_name: what `model` has to be; None: the name of the bundle's folder.
-        api_keys: any of them is asked for; none: everybody may ask.
+        api_keys: a request needs one of them; empty: no key is needed.
         max_request_bytes: of a body.
         body_timeout_s: seconds that a body may take to arrive.
         allowed_origins: of pages that browsers may send requests from; none: only pages of this server.
 
     Raises:
-        RuntimeFault: a key is none.
+        RuntimeFault: a key is blank.
     """
 
     model_name: str | None = None
@@ -72,7 +72,7 @@ class OpenAIServer:
     """What the routes share.
 
     Args:
-        service: takes the requests; started and closed by whoever made it.
+        service: takes the requests; the caller starts and closes it.
         options: how to answer.
     """
 
@@ -131,10 +131,10 @@ class OpenAIServer:
 
 
 async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
-    """The body of a request.
+    """Returns the body of a request.
 
     Raises:
-        ApiError: it is not what the API takes.
+        ApiError: it does not have the fields and types of the API.
     """
     try:
         body: Body = kind.model_validate_json(await http.body())
@@ -144,7 +144,7 @@ async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
 
 
 def api_routes(server: OpenAIServer) -> APIRouter:
-    """The routes below /v1, /metrics and /health."""
+    """Returns the routes below /v1, /metrics and /health."""
     router = APIRouter()
 
     @router.post("/v1/completions", openapi_extra=_body_schema(CompletionBody))
@@ -165,18 +165,18 @@ def api_routes(server: OpenAIServer) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model that is served."""
+        """Returns the one model that is served."""
         return {"object": "list", "data": [_model(server)]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """The model by its name."""
+        """Returns the model by its name."""
         server.check_model(name)
         return _model(server)
 
     @router.get("/metrics")
     def metrics() -> Response:
-        """Counts, gauges and histograms for Prometheus."""
+        """Returns counts, gauges and histograms for Prometheus."""
         return Response(server.metrics.text(), media_type=server.metrics.content_type)
 
     @router.get("/health")
@@ -200,12 +200,12 @@ def _model(server: OpenAIServer) -> dict[str, Any]:
 
 
 def _body_schema(kind: type[Sampled]) -> dict[str, Any]:
-    """OpenAPI's description of a body that `read_body` reads."""
+    """Returns OpenAPI's description of a body that `read_body` reads."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
 def make_app(server: OpenAIServer, more_routes: Sequence[Callable[[OpenAIServer], APIRouter]] = ()) -> FastAPI:
-    """The application.
+    """Returns the application.
 
     Args:
         server: what the routes share.
@@ -235,7 +235,7 @@ async def _answer_error(http: HttpRequest, error: Exception) -> Response:
 
 
 async def _answer_fault(http: HttpRequest, error: Exception) -> Response:
-    """A bug of ours: the log has it, the client does not need to."""
+    """Answers an unexpected exception with an error 500; its traceback is in the log."""
     fault = ApiError(
         500, f"The server failed: {type(error).__name__}. Its log says more.", SERVER, None, "internal_error"
     )

@@ -49,7 +49,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Mapping[str, Any]
     ) -> str:
-        """The prompt, special tokens included.
+        """Returns the prompt, special tokens included.
 
         Args:
             messages: with `role` and `content`.
@@ -93,7 +93,7 @@ def _strftime_now(form: str) -> str:
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """The template beside a tokenizer; None where there is none.
+    """Returns the template beside a tokenizer; None where there is none.
 
     Raises:
         BundleError: tokenizer_config.json is no JSON object.

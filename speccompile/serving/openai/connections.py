@@ -102,7 +102,7 @@ class Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """True while no request is being answered: before the first, between two, in the header of one."""
+        """Returns True while no request is being answered: before the first, between two, in the header of one."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -160,7 +160,7 @@ class Connection(H11Protocol):
         if waiting == 0:  # the kernel has all, and gives up by itself
             return 0
         sent = array.array("i", [0])
-        with suppress(OSError):  # not everywhere is it asked of a socket
+        with suppress(OSError):  # not every platform has it
             fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, sent)
         return waiting + sent[0]
 
@@ -178,7 +178,7 @@ class Connection(H11Protocol):
             self._header_timer = None
 
     def _give_up(self) -> None:
-        """Closes the connection; a client that has begun a request is told why."""
+        """Closes the connection; a client that has begun a request gets an error 408."""
         if self.transport.is_closing():
             return
         has_begun, _ = self.conn.trailing_data

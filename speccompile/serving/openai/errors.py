@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong with a request, in the JSON that OpenAI's clients read."""
+"""Errors of requests, in the JSON that OpenAI's clients read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from speccompile.runtime.requests import Busy, StepOutput
 
 INVALID, AUTHENTICATION, NOT_FOUND = "invalid_request_error", "authentication_error", "not_found_error"
 OVERLOADED, TIMEOUT, SERVER = "overloaded_error", "timeout_error", "server_error"
-RETRY_AFTER_S = 1  # a queue place comes free with every request that ends
+RETRY_AFTER_S = 1  # the queue gets shorter with every request that ends
 
-# What the runtime calls it, and what the request called it.
+# Name in the runtime -> name in the request.
 _PARAMS: Mapping[str, str] = {
     **{
         f"SamplingParams.{name}": declared.body.name or name
@@ -56,7 +56,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def json_from_error(self) -> dict[str, Any]:
-        """{"error": {"message", "type", "param", "code"}}."""
+        """Returns {"error": {"message", "type", "param", "code"}}."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
@@ -67,7 +67,7 @@ def timeout_error(part: str) -> ApiError:
 
 
 def error_from_fault(fault: RuntimeFault) -> ApiError:
-    """The answer to a request that the runtime did not take."""
+    """Returns the answer to a request that the runtime did not take."""
     if isinstance(fault, Busy):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         is_full = fault.where == "queue"
@@ -81,7 +81,7 @@ def error_from_fault(fault: RuntimeFault) -> ApiError:
 
 
 def error_from_validation(fault: ValidationError) -> ApiError:
-    """The answer to a body that is not what the API takes: its first fault."""
+    """Returns the answer to a body that is not what the API takes: its first fault."""
     errors = fault.errors(include_url=False, include_input=False)
     first = errors[0]
     param = _param((*first["loc"], *filter(None, [first.get("ctx", {}).get("param")])))
@@ -99,14 +99,14 @@ def error_from_validation(fault: ValidationError) -> ApiError:
 
 
 def _param(loc: Sequence[str | int]) -> str:
-    """A field's path, without the names that pydantic gives to the alternatives of a type."""
+    """Returns a field's path, without the names that pydantic gives to the alternatives of a type."""
     parts = [str(part) for part in loc]
     end = next((at for at, part in enumerate(parts) if at and _ALTERNATIVE.fullmatch(part)), len(parts))
     return ".".join(parts[:end])
 
 
 def error_from_step_output(step_output: StepOutput) -> ApiError | None:
-    """The answer to a request whose output ended without having come to an end; None for `stop` and the limits."""
+    """Returns the error for an output that did not come to its end; None for `stop` and the limits."""
     if step_output.finish_reason == "timeout":
         return ApiError(504, "The request took longer than its time-out.", TIMEOUT, None, "timeout")
     if step_output.finish_reason == "cancelled":

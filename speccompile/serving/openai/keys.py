@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""API keys: where they come from, and what is none.
+"""API keys: where they come from, and what is refused as a key.
 
-A blank key would let in whoever sends none, and an unset variable or an empty secret makes one easily. So what is given
-as a key and is none stops the server before it starts.
+A blank key would accept requests without a key, and an unset variable or an empty secret easily gives one. So a blank
+key stops the server before it starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def check_keys(keys: Iterable[str], where: str = "api_keys") -> None:
 
     Args:
         keys: each with neither white space nor commas, which part keys in the environment.
-        where: who gave them, for the error.
+        where: their source, for the error.
 
     Raises:
         RuntimeFault: one of them is blank, or may be several.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands before every route: the API key, the size of a body, its type and the time it takes."""
+"""Checks before every route: the API key, the size of a body, its type and the time it takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speccompile.serving.openai.errors import AUTHENTICATION, ApiError, timeout_error
 
-# Nothing of these tells anything of the model or its requests.
+# These show nothing of the model or its requests.
 OPEN_PATHS = frozenset({"/", "/health"})
 
 
@@ -26,7 +26,7 @@ async def send_error(send: Send, error: ApiError) -> None:
 
 
 def header(scope: Scope, name: bytes) -> str:
-    """A header of a request, empty where it has none."""
+    """Returns the value of a request's header, empty where it has none."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
@@ -34,7 +34,7 @@ class KeyCheck:
     """Refuses requests without the API key.
 
     Args:
-        app: what is behind it.
+        app: the application that gets the requests that are let through.
         keys: any of them will do.
     """
 
@@ -53,7 +53,7 @@ class KeyCheck:
 
     def _is_known(self, scope: Scope) -> bool:
         scheme, _, given = header(scope, b"authorization").partition(" ")
-        # Every key is compared, and each in constant time, so that an answer's time tells nothing of them.
+        # Every key is compared, each in constant time, so that the time of an answer reveals nothing about the keys.
         same = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
         return scheme.lower() == "bearer" and any(same)
 
@@ -64,7 +64,7 @@ class BodyCheck:
     A page of another origin can make a browser send other types than JSON without asking this server first.
 
     Args:
-        app: what is behind it.
+        app: the application that gets the requests that are let through.
         max_bytes: of a body.
         timeout_s: seconds that a body may take to arrive.
     """
@@ -99,7 +99,7 @@ class BodyCheck:
             await send_error(send, error)
             return
         if messages[-1]["type"] != "http.request":
-            return  # the client has left: there is nobody to answer
+            return  # the client has left: there is no one to answer
 
         async def replay() -> Message:
             return messages.pop(0) if messages else await receive()

@@ -15,7 +15,7 @@ from speccompile.runtime.service import Service
 
 PREFIX = "speccompile_"
 
-# Key of `Service.stats()`: (name behind the prefix, help). Prometheus appends _total to counters.
+# Key of `Service.stats()`: (name after the prefix, help). Prometheus appends _total to counters.
 COUNTERS: Mapping[str, tuple[str, str]] = {
     "num_requests": ("requests", "Requests that were taken."),
     "num_busy": ("requests_refused_busy", "Requests refused because the queue was full."),
@@ -31,7 +31,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "num_engine_faults": ("engine_faults", "Steps in which the engine failed."),
 }
 GAUGES: Mapping[str, tuple[str, str]] = {
-    "num_queued": ("queued_outputs", "Outputs that wait for a place."),
+    "num_queued": ("queued_outputs", "Outputs that wait for a slot."),
     "num_prefilling": ("prefilling_outputs", "Outputs whose prompt is being read."),
     "num_active": ("active_outputs", "Outputs in the batch."),
     "num_places": ("places", "Sequences that are decoded at once, at most."),
@@ -49,7 +49,7 @@ HISTOGRAMS: Mapping[str, tuple[str, str, float]] = {
 
 
 class ServiceCollector(Collector):
-    """Reads the service when it is asked.
+    """Collects the service's counts when Prometheus asks.
 
     Args:
         service: what to read.
@@ -59,7 +59,7 @@ class ServiceCollector(Collector):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, from one snapshot."""
+        """Yields all metrics, from one snapshot."""
         stats = self._service.stats()
         for key, (name, text) in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, text, stats[key])
@@ -82,7 +82,7 @@ class ServiceCollector(Collector):
 
 
 def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFamily:
-    """Counts by depth of the draft; 1 is the root's child."""
+    """Returns counts by depth of the draft; 1 is the root's child."""
     family = CounterMetricFamily(PREFIX + name, text, labels=["position"])
     for position, count in enumerate(counts, 1):
         family.add_metric([str(position)], count)
@@ -90,7 +90,7 @@ def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFa
 
 
 def _histogram(name: str, text: str, raw: Mapping[str, Any], per_unit: float) -> HistogramMetricFamily:
-    """Prometheus counts values up to a bound; ours count those between two."""
+    """Adds a histogram: Prometheus counts values up to a bound, the service those between two bounds."""
     total, buckets = 0, []
     bounds = [f"{bound / per_unit:g}" for bound in raw["bounds"]] + ["+Inf"]
     for bound, count in zip(bounds, raw["counts"], strict=True):
@@ -113,5 +113,5 @@ class Metrics:
         self._registry.register(ServiceCollector(service))
 
     def text(self) -> bytes:
-        """What Prometheus reads."""
+        """Returns the metrics as Prometheus reads them."""
         return generate_latest(self._registry)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields that the server does not honour, and the values of them that ask for nothing.
+"""Fields that the server does not support, and the values of them that ask for nothing.
 
 Clients, front ends and their settings files send the defaults of OpenAI's API and of vLLM's server. A value that is the
 documented default, or that has no influence on the text, is let through; any other is refused with the reason.
@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 @dataclass(frozen=True)
 class Neutral:
-    """What asks for nothing in a field that is not honoured. null does so in every field.
+    """Values that ask for nothing in a field that is not supported. null does so in every field.
 
     Args:
         reason: why another value is refused.
@@ -29,7 +29,7 @@ class Neutral:
     kind: type | None = None
 
     def holds(self, value: Any) -> bool:
-        """True where the value asks for nothing."""
+        """Returns True where the value asks for nothing."""
         if self.kind is not None and isinstance(value, self.kind):
             return True
         # True == 1 in Python, but not in JSON.

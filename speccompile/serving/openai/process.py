@@ -18,12 +18,12 @@ from speccompile.errors import RuntimeFault
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.connections import Acceptor, Connection, ConnectionLimits
 
-_AFTER_DRAIN_S = 5  # for the last bytes of answers that the end of draining cut off
+_AFTER_DRAIN_S = 5  # seconds for the last bytes of answers that the end of draining cut off
 
 
 @dataclass(frozen=True)
 class Listener:
-    """Where to listen, and how long to go on once told to stop.
+    """Where to listen, and how long to go on after the signal to stop.
 
     Args:
         host: an address; 127.0.0.1 is reached from this machine alone.
@@ -48,7 +48,7 @@ class DrainingServer(uvicorn.Server):
 
     Args:
         config: uvicorn's.
-        service: behind the application.
+        service: of the application.
         listener: where it listens, and its limits.
     """
 
@@ -59,7 +59,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but the signal is not raised again at the end: it was answered."""
+        """Handles signals as uvicorn does, but does not raise them again at the end."""
         handled = (signal.SIGTERM, signal.SIGINT)
         before = {number: signal.signal(number, self.handle_exit) for number in handled}
         try:
@@ -73,7 +73,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts connections, and says where."""
+        """Accepts connections, and prints the address."""
         await super().startup([])  # uvicorn's way to accept has no limit
         limits = self._listener.limits
         acceptor = Acceptor(self._make_connection, self.server_state.connections, limits)
@@ -103,7 +103,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(listener: Listener) -> socket.socket:
-    """A bound socket, so that a port in use is told before a model is loaded.
+    """Returns a bound socket, so that a port in use is reported before a model is loaded.
 
     Raises:
         RuntimeFault: the address cannot be used, or there are not enough files for the connections.
@@ -122,7 +122,7 @@ def bind(listener: Listener) -> socket.socket:
 
 
 def url_from_socket(bound: socket.socket) -> str:
-    """Where a browser finds a bound socket."""
+    """Returns where a browser finds a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -132,7 +132,7 @@ def run(app: ASGIApp, service: Service, listener: Listener, bound: socket.socket
 
     Args:
         app: the application.
-        service: behind it; started, and closed at the end.
+        service: of the application; started, and closed at the end.
         listener: where.
         bound: see `bind`; closed at the end.
 

@@ -56,7 +56,7 @@ class StreamOptions(_Body):
 
 
 def _sampling_field(kind: Kind, field: BodyField) -> tuple[Any, Any]:
-    """The type and the field of a sampling parameter. None, and a false flag: the bundle's default."""
+    """Returns the type and the field of a sampling parameter. None, and a false flag: the bundle's default."""
     if kind is FLAG:
         return bool, Field(False, description=field.description or None)
     bounds: dict[str, Any] = {"ge": field.ge, "le": field.le}
@@ -108,7 +108,7 @@ class CompletionBody(Sampled):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
 
     def prompts(self) -> list[str | list[int]]:
-        """One or more texts, or lists of token ids."""
+        """Returns the prompts, each a text or a list of token ids."""
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
         return list(self.prompt)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ class Message(_Body):
     name: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """What a chat template reads."""
+        """Returns the message as a chat template reads it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the body of a request to what the scheduler is asked."""
+"""From the body of a request to requests of the scheduler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_TEMPLATE = (
 
 
 def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParams:
-    """The bundle's defaults with what the body says in their place.
+    """Returns the bundle's defaults, overridden by the fields of the body.
 
     Without a `seed`, requests that draw get one of their own each, as OpenAI's API has it.
 
@@ -48,7 +48,7 @@ def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParam
 
 
 def _value(value: Any, kind: Kind) -> Any:
-    """A field's value in its parameter's type; None where the bundle's default holds."""
+    """Returns a field's value in its parameter's type; None where the bundle's default holds."""
     if kind is BIASES:
         return _biases(value) if value else None
     if kind is FLAG:
@@ -66,7 +66,7 @@ def _biases(biases: dict[str, float]) -> dict[int, float]:
 
 
 async def requests_from_completion(body: CompletionBody, engine: SpecEngine) -> list[Request]:
-    """One request for each prompt, as token ids.
+    """Returns one request for each prompt, as token ids.
 
     Raises:
         ApiError: a value is out of range, no prompt or too many of them.
@@ -83,7 +83,7 @@ async def requests_from_completion(body: CompletionBody, engine: SpecEngine) -> 
 
 
 async def request_from_chat(body: ChatBody, engine: SpecEngine, template: ChatTemplate | None) -> Request:
-    """The request of a chat, as token ids.
+    """Returns the request of a chat, as token ids.
 
     Raises:
         ApiError: a value is out of range, the bundle has no chat template, or that refuses the messages.
@@ -98,7 +98,7 @@ async def request_from_chat(body: ChatBody, engine: SpecEngine, template: ChatTe
 
 
 def request_from_tokens(tokens: Sequence[int], body: Sampled, sampling: SamplingParams) -> Request:
-    """The request of a prompt.
+    """Returns the request of a prompt.
 
     Raises:
         ApiError: a value is out of range.
@@ -110,7 +110,7 @@ def request_from_tokens(tokens: Sequence[int], body: Sampled, sampling: Sampling
 
 
 async def encode(engine: SpecEngine, text: str, special: bool) -> list[int]:
-    """Token ids of a text; a long one in a thread, so that other requests go on.
+    """Returns the token ids of a text; a long one in a thread, so that other requests go on.
 
     Args:
         engine: whose tokenizer it is.

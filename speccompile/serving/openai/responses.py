@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From outputs of steps to the objects of OpenAI's API: whole answers, chunks, usage."""
+"""From step outputs to the objects of OpenAI's API: whole answers, chunks, usage."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Head:
     with_stats: bool = False
 
     def choice(self, index: int, text: Mapping[str, Any], last: StepOutput | None) -> dict[str, Any]:
-        """One choice of an answer or a chunk; `last` is the output of a step that ended it."""
+        """Returns one choice of an answer or a chunk; `last` is the step output that ended it."""
         reason = FINISH_REASONS[last.finish_reason if last else None]
         choice = {"index": index, **text, "logprobs": None, "finish_reason": reason}
         if last is not None and self.with_stats:
@@ -76,7 +76,7 @@ class Head:
         return choice
 
     def chunk_from_choice(self, choice: dict[str, Any]) -> bytes:
-        """The event of one choice."""
+        """Returns the event of one choice."""
         usage = {"usage": None} if self.with_usage else {}
         return event_from_json({**self.identity, "object": self.form.chunk, "choices": [choice], **usage})
 
@@ -98,7 +98,7 @@ class Usage:
     accepted: int = 0
 
     def add(self, step_output: StepOutput) -> None:
-        """Count a output of a step."""
+        """Counts a step output."""
         self.completion_tokens += len(step_output.tokens)
         self.drafts += step_output.num_draft_tokens
         self.accepted += step_output.num_accepted
@@ -106,7 +106,7 @@ class Usage:
             self.reused_tokens += step_output.stats.get("num_reused_tokens", 0)
 
     def json_from_usage(self) -> dict[str, Any]:
-        """OpenAI's `usage`."""
+        """Returns OpenAI's `usage`."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -126,7 +126,7 @@ class _Choice:
 
 
 async def whole_answer(head: Head, step_outputs: OutputStream, usage: Usage) -> dict[str, Any]:
-    """The answer once all choices have ended.
+    """Returns the answer once all choices have ended.
 
     Raises:
         ApiError: one of them did not come to its end.
@@ -145,7 +145,7 @@ async def whole_answer(head: Head, step_outputs: OutputStream, usage: Usage) -> 
 
 
 async def chunks(head: Head, step_outputs: OutputStream, usage: Usage) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events. A choice that fails ends the stream with an event that holds the error."""
+    """Yields the answer as server-sent events. Where a choice fails, the last event of the stream holds the error."""
     if head.form.opening is not None:
         for index in range(step_outputs.num_outputs):
             yield head.chunk_from_choice(head.choice(index, head.form.opening, None))

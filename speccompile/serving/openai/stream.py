@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event_from_json(data: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -60,7 +60,7 @@ class EventStream(Response):
 
 
 async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of some work; None when the client hangs up before it is there: then the work is cancelled.
+    """Returns the result of some work; None when the client hangs up before it is there: then the work is cancelled.
 
     Args:
         http: its body has been read.

@@ -30,7 +30,7 @@ class PageBody(Sampled):
 
 
 def policy_from_html(html: str) -> str:
-    """A content security policy under which the page's own script and style run, and nothing else.
+    """Returns a content security policy under which the page's own script and style run, and nothing else.
 
     Args:
         html: with its script and style inline.
@@ -44,7 +44,7 @@ def policy_from_html(html: str) -> str:
 
 
 def facts_from_server(server: OpenAIServer) -> dict[str, Any]:
-    """What the page says of the model."""
+    """Returns what the page shows of the bundle."""
     engine = server.service.engine
     recipe = engine.bundle.recipe if engine.bundle is not None else None
     return {
@@ -59,7 +59,7 @@ def facts_from_server(server: OpenAIServer) -> dict[str, Any]:
 
 
 def page_routes(server: OpenAIServer) -> APIRouter:
-    """The routes `/`, `/page/facts` and `/page/generate`."""
+    """Returns the routes `/`, `/page/facts` and `/page/generate`."""
     router = APIRouter(include_in_schema=False)
     html = files("speccompile.serving.page").joinpath("index.html").read_text(encoding="utf-8")
     headers = {"Content-Security-Policy": policy_from_html(html), "Cache-Control": "no-cache"}

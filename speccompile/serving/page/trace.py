@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From outputs of steps to what the page draws."""
+"""From step outputs to what the page draws."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Painter(Protocol):
         ...
 
     def finish(self) -> str:
-        """The text that was held back."""
+        """Returns the text that was held back."""
         ...
 
 
 def kinds_from_step_output(step_output: StepOutput) -> list[str]:
-    """What each token of a step is: drafts first, then the one that the target gave."""
+    """Returns the kind of each token of a step: drafts first, then the one that the target gave."""
     last = "bonus" if step_output.is_bonus else "recovered" if step_output.num_draft_tokens else "plain"
     return [*["accepted"] * step_output.num_accepted, last][: len(step_output.tokens)]
 
 
 def json_from_trace(trace: StepTrace, next_text: str) -> dict[str, Any]:
-    """The tree of a step: `texts` and `parents` by node, the `path` that was kept, and the text of the next token."""
+    """Returns the tree of a step: `texts` and `parents` by node, the kept `path`, and the text of the next token."""
     return {"texts": trace.texts, "parents": trace.parents, "path": trace.path, "next": next_text}
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles behind Triton Inference Server: what is written for it, and the backend that it then runs."""
+"""Bundles in Triton Inference Server: the model repository that is written, and the backend that Triton runs."""

@@ -83,7 +83,7 @@ class BlsPart:
         self._watcher.join()
 
     def _wanted(self, request: Any) -> list[str]:
-        """The outputs to ask the engine for: all of its own where the client names none, so that the flags decide."""
+        """Returns the outputs to ask the engine for: all where the client names none, so that the flags decide."""
         named = list(request.requested_output_names())
         everything = {tensor.name for tensor in old_text_outputs()}
         return [t.name for t in old_engine_outputs()] if set(named) == everything else [*named, FAILURE.name]

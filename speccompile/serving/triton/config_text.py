@@ -29,7 +29,7 @@ class Step:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What Triton is told of a model.
+    """Configuration of a model for Triton.
 
     Args:
         name: the model's, which is its folder's.
@@ -59,7 +59,7 @@ class ModelConfig:
 
 
 def text_from_config(config: ModelConfig) -> str:
-    """The file's contents."""
+    """Returns the file's contents."""
     lines = [f"# {line}" for line in config.comment]
     lines.append(f"name: {_quoted(config.name)}")
     lines.append('platform: "ensemble"' if config.steps else f"backend: {_quoted(config.backend)}")

@@ -45,7 +45,7 @@ class Tensor:
 
 
 def required(tensor: Tensor) -> Tensor:
-    """The same input, to be sent with every request."""
+    """Returns the same input, to be sent with every request."""
     return replace(tensor, is_optional=False)
 
 
@@ -97,7 +97,7 @@ _OWN = (
     Tensor("speculation", "string"),
     Tensor("timeout_s", "float32"),
 )
-# Sent by old clients, often with a value that asks for nothing. See `old_rules` for what is refused.
+# Sent by old clients, often with a value that asks for nothing. See `trtllm_compat` for what is refused.
 _OLD_EXTRAS = (
     Tensor("pad_id", "int32"),
     Tensor("length_penalty", "float32"),
@@ -133,7 +133,7 @@ FAILURE = Tensor("failure", "string", (-1,))  # to our own models: the error's k
 INDEXES = (Tensor("batch_index", "int32", (-1,)), Tensor("sequence_index", "int32", (-1,)))
 _RESULTS = (*PERF_OUTPUTS, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS, FINISH_REASON, *INDEXES)
 
-# Which flag asks for which outputs; all others come unasked.
+# The flag that asks for an output; all other outputs are always sent.
 FLAGS = {
     "return_perf_metrics": tuple(tensor.name for tensor in PERF_OUTPUTS),
     "return_num_input_tokens": (NUM_INPUT_TOKENS.name,),
@@ -147,7 +147,7 @@ ENGINE_NAMES = {
     "length_penalty": "len_penalty",
     "stream": "streaming",
 }
-# Every other name -> the text model's own.
+# Every other name -> the text model's name.
 SYNONYMS = {
     **{old: name for name, old in ENGINE_NAMES.items()},
     **{name: tensor.name for name, tensor in _SECOND.items()},
@@ -182,30 +182,30 @@ POSTPROCESSING_OUTPUTS = (Tensor("OUTPUT", "string", (-1,)),)
 
 
 def text_inputs(has_tokenizer: bool) -> tuple[Tensor, ...]:
-    """Inputs of the one decoupled model. Without a tokenizer prompts are token ids and there are no stop strings."""
+    """Returns the inputs of the one decoupled model; without a tokenizer, prompts are ids and texts are missing."""
     decoding = tuple(t for t in _DECODING if has_tokenizer or t.dtype != "string")
     prompts = (TEXT_INPUT, INPUT_IDS) if has_tokenizer else (required(INPUT_IDS),)
     return (*prompts, *decoding, *_OWN, *_WISHES)
 
 
 def text_outputs(has_tokenizer: bool) -> tuple[Tensor, ...]:
-    """Outputs of the one decoupled model; ids come where the prompt came as ids."""
+    """Returns the outputs of the one decoupled model; ids are among them where the prompt came as ids."""
     return (*((TEXT_OUTPUT,) if has_tokenizer else ()), OUTPUT_IDS, SEQUENCE_LENGTH, *_RESULTS)
 
 
 def old_text_inputs() -> tuple[Tensor, ...]:
-    """Inputs of `ensemble` and `tensorrt_llm_bls`."""
+    """Returns the inputs of `ensemble` and `tensorrt_llm_bls`."""
     decoding = tuple(required(t) if t.name == "max_tokens" else t for t in _DECODING)
     return (required(TEXT_INPUT), *decoding, *_OWN, *_WISHES, *_OLD_EXTRAS, *_OLD_WORDS)
 
 
 def old_text_outputs() -> tuple[Tensor, ...]:
-    """Outputs of `ensemble` and `tensorrt_llm_bls`."""
+    """Returns the outputs of `ensemble` and `tensorrt_llm_bls`."""
     return (TEXT_OUTPUT, *_RESULTS)
 
 
 def old_engine_inputs() -> tuple[Tensor, ...]:
-    """Inputs of `tensorrt_llm`: the text model's by their names there, and the prompt as ids."""
+    """Returns the inputs of `tensorrt_llm`: the text model's by their names there, and the prompt as ids."""
     renamed = tuple(replace(t, name=ENGINE_NAMES.get(t.name, t.name)) for t in (*_DECODING, *_OLD_EXTRAS))
     prompt = (required(INPUT_IDS), required(INPUT_LENGTHS))
     lists = (
@@ -220,5 +220,5 @@ def old_engine_inputs() -> tuple[Tensor, ...]:
 
 
 def old_engine_outputs() -> tuple[Tensor, ...]:
-    """Outputs of `tensorrt_llm`; `text_output` is ours: text that is never half a character."""
+    """Returns the outputs of `tensorrt_llm`; `text_output` is our addition: text that never ends inside a character."""
     return (OUTPUT_IDS, SEQUENCE_LENGTH, TEXT_OUTPUT, *_RESULTS, FAILURE)

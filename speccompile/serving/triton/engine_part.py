@@ -27,7 +27,7 @@ from speccompile.serving.triton.request_parsing import Rules, call_from_arrays, 
 from speccompile.serving.triton.response_building import Answer
 from speccompile.serving.triton.settings import Settings, settings_from_args
 
-CANCEL_POLL_S = 0.1  # how often clients are looked for that have gone
+CANCEL_POLL_S = 0.1  # seconds between two polls for clients that have gone
 METRICS_S = 0.5
 _KINDS = {"cancelled": "CANCELLED", "timeout": "UNAVAILABLE"}
 _MESSAGES = {
@@ -52,7 +52,7 @@ class Exchange:
 
 
 class Event(NamedTuple):
-    """A output of a step for a row of an exchange."""
+    """A step output for a row of an exchange."""
 
     exchange: Exchange
     row: int
@@ -152,7 +152,7 @@ class EnginePart:
         return lambda step_output: self._events.put(Event(exchange, row, step_output))
 
     def _stop(self, request_id: str) -> None:
-        """What the input `stop` of the removed backend asks for: end the request of the same id."""
+        """Ends the request of the same id, as the input `stop` of the removed backend does."""
         with self._lock:
             meant = [exchange for exchange in self._open if request_id and exchange.request_id == request_id]
         for exchange in meant:
@@ -160,7 +160,7 @@ class EnginePart:
                 self._service.cancel(handle)
 
     def _answer(self) -> None:
-        """The thread that answers. However it ends, nobody is left without an answer."""
+        """Runs on the thread that answers. However it ends, every open request gets an answer."""
         try:
             self._answer_all()
         finally:
@@ -193,7 +193,7 @@ class EnginePart:
                 self._metrics.update(self._service.stats())
 
     def _next_events(self) -> list[Event | None]:
-        """All events that have come; with none, wait until it is time to look around."""
+        """Returns all events that have come; without any, waits until clients are to be polled for cancellation."""
         events: list[Event | None] = []
         try:
             events.append(self._events.get(timeout=CANCEL_POLL_S))
@@ -219,7 +219,7 @@ class EnginePart:
             self._finish(exchange)
 
     def _drop(self, exchange: Exchange) -> None:
-        """No more answers; end what still runs for it."""
+        """Stops answering an exchange, and cancels what still runs for it."""
         handles = exchange.handles
         self._finish(exchange)
         for handle in handles:
@@ -232,7 +232,7 @@ class EnginePart:
             self._open.discard(exchange)
 
     def _look_for_gone(self) -> None:
-        """Cancel the requests whose clients cancelled or have gone; their last outputs of steps then close them."""
+        """Cancels requests whose clients cancelled or have gone; their last step outputs then close them."""
         with self._lock:
             still = list(self._open)
         for exchange in still:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRT plans as models of Triton's own `tensorrt` backend, for those who bring their own loop."""
+"""TensorRT plans as models of Triton's own `tensorrt` backend, for clients with a loop of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAN_NAME = "model.plan"  # what the `tensorrt` backend looks for in a version's
 
 
 def plan_models(bundle: Bundle, prefix: str) -> list[tuple[ModelConfig, list[tuple[str, Path]]]]:
-    """A model for each plan: inputs and outputs of its GraphSpec, dim by dim.
+    """Returns a model for each plan: inputs and outputs of its GraphSpec, dim by dim.
 
     Raises:
         BundleError: there is no plan in the bundle.
@@ -41,7 +41,7 @@ def plan_models(bundle: Bundle, prefix: str) -> list[tuple[ModelConfig, list[tup
 
 
 def tensors(spec: GraphSpec, is_input: bool) -> list[Tensor]:
-    """A graph's inputs or outputs as a config.pbtxt has them; dims that change are -1, the batch among them.
+    """Returns a graph's inputs or outputs as a config.pbtxt has them; dims that change are -1, the batch among them.
 
     Raises:
         BundleError: a dtype that Triton does not know.
@@ -58,7 +58,7 @@ def _tensor(spec: GraphSpec, tensor: TensorSpec) -> Tensor:
 
 
 def comment(bundle: Bundle, name: str) -> tuple[str, ...]:
-    """What whoever calls the plan must know: plugins, caches, profiles."""
+    """Returns what callers of the plan need to know: plugins, caches, profiles."""
     record = bundle.graphs[name].get("tensorrt", {})
     spec = bundle.graph_spec(name)
     lines = [f"Plan of the graph {name}, built by {record.get('variant')} {record.get('version')}."]

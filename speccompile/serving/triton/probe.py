@@ -13,7 +13,7 @@ from speccompile.errors import RuntimeFault
 def check_tensors(pb: Any) -> None:
     """Send an array through the stub's own memory and compare it.
 
-    A stub that was compiled for numpy 1 reads the strides of a numpy 2 dtype at the wrong place: [1, 2, 3, 4]
+    A stub that was compiled for numpy 1 reads the strides of a numpy 2 dtype at the wrong offset: [1, 2, 3, 4]
     arrives as [1, 1, 1, 1] (Triton 2.51).
 
     Args:

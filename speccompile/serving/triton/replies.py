@@ -31,16 +31,16 @@ class Reply:
         self._pb, self._sender, self._has_batch, self._as_outputs = pb, sender, has_batch, as_outputs
 
     def send(self, outputs: Mapping[str, NDArray[Any]], is_last: bool) -> bool:
-        """One response; False where the client has gone."""
+        """Sends one response; returns False where the client has gone."""
         tensors = [self._pb.Tensor(name, array) for name, array in outputs.items()]
         return self._send(self._pb.InferenceResponse(tensors), is_last)
 
     def end(self) -> None:
-        """Nothing more, and nothing now."""
+        """Ends the responses without sending another one."""
         self._sender.send(flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def fail(self, message: str, kind: str) -> None:
-        """The last response, an error; `kind` is a name in `TritonError`."""
+        """Sends an error as the last response; `kind` is a name in `TritonError`."""
         if self._as_outputs:
             words = np.array([kind.encode(), message.encode()], dtype=np.object_)
             self.send({FAILURE.name: words[None] if self._has_batch else words}, is_last=True)
@@ -49,7 +49,7 @@ class Reply:
         self._send(self._pb.InferenceResponse(error=error), is_last=True)
 
     def is_cancelled(self) -> bool:
-        """The client has cancelled the request, or has gone."""
+        """Returns whether the client has cancelled the request, or has gone."""
         return bool(self._sender.is_cancelled())
 
     def _send(self, response: Any, is_last: bool) -> bool:

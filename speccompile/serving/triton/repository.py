@@ -54,7 +54,7 @@ class RepositoryOptions:
         max_batch_size: 0: tensors without a batch dim; above: requests may hold that many rows.
         links_bundle: refer to the bundle where it is, instead of copying it.
         python_env: folder of a Python environment that has speccompile; None: the one on the server's PATH.
-        settings: what the model with the engine is told.
+        settings: of the model with the engine.
     """
 
     layout: str = "model"
@@ -87,7 +87,7 @@ def write_repository(bundle_path: Path | str, dest: Path, options: RepositoryOpt
     Raises:
         RecipeError: a name that is no name of a folder.
         BundleError: the bundle does not hold, or the layout needs something that is not in it.
-        BuildError: the place cannot be written, or it has a model of that name that was not written by this command,
+        BuildError: the folder cannot be written, or it has a model of that name that was not written by this command,
             or was changed since.
     """
     _check_name(options.name)
@@ -129,7 +129,7 @@ def write_backend(folder: Path) -> Path:
 
 
 def _is_ours(data: bytes) -> bool:
-    """Whether a model.py is as some version of speccompile wrote it: its last line has the digest of the others."""
+    """Returns whether a model.py is as speccompile wrote it: its last line has the digest of the others."""
     body, seal, digest = data.rpartition(_SEAL.encode())
     return digest.strip() == _digest(body).encode() if seal else data == _BACKEND_MODULE.encode()
 
@@ -150,18 +150,18 @@ def _claim_model(folder: Path) -> Claim:
 
 
 def engine_settings(bundle: Bundle, options: RepositoryOptions) -> Settings:
-    """The settings of the model with the engine."""
+    """Returns the settings of the model with the engine."""
     place = str(bundle.path.resolve()) if options.links_bundle else Settings().bundle
     return replace(options.settings, bundle=place)
 
 
 def engine_files(bundle: Bundle, options: RepositoryOptions) -> list[tuple[str, Path]]:
-    """What the model with the engine has in its version's folder."""
+    """Returns the files of the model with the engine, for its version's folder."""
     return [] if options.links_bundle else [(Settings().bundle, bundle.path)]
 
 
 def instance_kind(bundle: Bundle) -> str:
-    """Where the engine runs."""
+    """Returns where the engine runs."""
     engine = bundle.recipe.engine
     on_gpu = engine.backend in _GPU_BACKENDS or engine.device.startswith("cuda")
     return "KIND_GPU" if on_gpu else "KIND_CPU"
@@ -198,7 +198,7 @@ def _models(bundle: Bundle, options: RepositoryOptions) -> list[Model]:
 
 
 def _environment(folder: Path | None) -> dict[str, str]:
-    """The parameter by which Triton's Python backend takes another environment than the server's."""
+    """Returns the parameter by which Triton's Python backend takes another environment than the server's."""
     if folder is None:
         return {}
     # Triton sources the script before it starts the stub.

@@ -49,7 +49,7 @@ class Rules:
         eos_token_ids: the model's own ends; an `end_id` that is not among them takes their place.
         tokenizer: None where prompts are ids.
         has_batch: tensors have one more dim in front.
-        is_trtllm: the rules of the removed backend hold; see `old_rules`.
+        is_trtllm: the rules of the removed backend hold; see `trtllm_compat`.
         speculation: `auto`, `on` or `off` where a request says nothing.
     """
 
@@ -69,7 +69,7 @@ class Call:
         rows: a scheduler's request for each row of the batch.
         prompts: ids of each row's prompt, where they came as ids.
         texts: of each row's prompt, where the answer begins with it.
-        streams: an answer a output of a step, not one in the end.
+        streams: an answer for each step output, not one at the end.
         echoes: the answer begins with the prompt.
         wanted: names of the outputs to send.
         has_batch: see `Rules`.
@@ -133,7 +133,7 @@ def check_parameters(names: Collection[str], ignored: str) -> None:
 
     Args:
         names: of the request's parameters.
-        ignored: a regular expression of names that are nobody's mistake, such as forwarded headers.
+        ignored: a regular expression of names that are not refused, such as forwarded headers.
 
     Raises:
         RuntimeFault: there is such a parameter.
@@ -226,13 +226,13 @@ def _ends(end_id: int, eos_token_ids: Collection[int]) -> dict[str, Any]:
 
 
 def _texts(row: _Row, name: str) -> tuple[str, ...]:
-    """Each text once. Empty ones, which old clients send, are none."""
+    """Returns each text once, without the empty ones, which old clients send."""
     words = [_text(word, name) for word in row[name].reshape(-1)]
     return tuple(dict.fromkeys(word for word in words if word))
 
 
 def _joined(words: Sequence[str], lists: Sequence[list[int]], tokenizer: Decoder | None) -> tuple[str, ...]:
-    """Stop strings, and those that came as token ids."""
+    """Returns the stop strings, those that came as token ids included."""
     if lists and tokenizer is None:
         raise RuntimeFault("stop_words_list", "words", "a bundle with a tokenizer", "Use end_id.")
     decoded = [tokenizer.decode(ids) for ids in lists if tokenizer is not None]
@@ -248,7 +248,7 @@ def _speculation(row: _Row, default: str) -> str:
 
 
 def _wanted(row: _Row, requested: Collection[str], known: Collection[str], is_one: bool) -> frozenset[str]:
-    """Names of the outputs to send: those the client names, or those that its flags and prompt ask for."""
+    """Returns the names of the outputs to send: those the client names, or those that its flags and prompt ask for."""
     if set(requested) != set(known):
         return frozenset(requested)
     unasked = {name for flag, names in FLAGS.items() if not (flag in row and np.any(row[flag])) for name in names}

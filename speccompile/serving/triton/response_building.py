@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the scheduler's outputs of steps to output tensors. numpy alone: testable without Triton."""
+"""From the scheduler's step outputs to output tensors. numpy alone: testable without Triton."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from speccompile.serving.triton.contract import (
 )
 from speccompile.serving.triton.request_parsing import Call
 
-# Endings that are no answer: the client gets an error, so that a cut text is never taken for a whole one.
+# Finish reasons for which the client gets an error, so that a cut text is never taken for a whole one.
 FAILURES = ("error", "timeout", "cancelled")
 _DTYPES = {"int32": np.int32, "int64": np.int64, "float32": np.float32}
 
 
 @dataclass
 class Growing:
-    """One output of one row, as far as it is.
+    """One output of one row, as far as it has come.
 
     Args:
         row: index in the batch.
@@ -62,11 +62,11 @@ class Answer:
 
     @property
     def is_done(self) -> bool:
-        """Every sequence has its end."""
+        """True once every sequence has ended."""
         return all(sequence.finish_reason is not None for sequence in self.sequences.values())
 
     def push(self, row: int, step_output: StepOutput) -> None:
-        """Take in a output of a step of a row."""
+        """Adds a step output of a row."""
         sequence = self.sequences[row, step_output.output_index]
         sequence.text += step_output.text
         sequence.tokens += step_output.tokens
@@ -78,7 +78,7 @@ class Answer:
                 self.failure = step_output.finish_reason, step_output.error or ""
 
     def step_outputs(self) -> list[dict[str, NDArray[Any]]]:
-        """Responses of a stream: what came since the last call, one for each sequence that has something."""
+        """Returns the responses of a stream since the last call, one for each sequence that has something new."""
         wants_ids = OUTPUT_IDS.name in self.call.wanted
         ready = [s for s in self.sequences.values() if s.text or (wants_ids and s.tokens) or s.finish_reason]
         responses = []
@@ -91,7 +91,7 @@ class Answer:
         return responses
 
     def whole(self) -> dict[str, NDArray[Any]]:
-        """The one response of a call that does not stream: [rows,] sequences."""
+        """Returns the one response of a call that does not stream: [rows,] sequences."""
         num_rows = len(self.call.rows)
         rows = [[s for s in self.sequences.values() if s.row == row] for row in range(num_rows)]
         return self._arrays(rows, is_last=True)

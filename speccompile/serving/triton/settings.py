@@ -51,7 +51,7 @@ class Settings:
     preprocessing_model: str = "preprocessing"
 
     def parameters(self) -> dict[str, str]:
-        """As in config.pbtxt."""
+        """Returns the parameters as in config.pbtxt."""
         plain = Settings()
         changed = {
             f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)
@@ -60,7 +60,7 @@ class Settings:
 
 
 def settings_from_args(args: Mapping[str, str]) -> tuple[Settings, dict[str, Any]]:
-    """(settings, the model's whole configuration) of the arguments that Triton initialises a model with.
+    """Returns (settings, the model's whole configuration) of the arguments that Triton initialises a model with.
 
     Raises:
         BundleError: a parameter has a value that cannot be read.

@@ -41,7 +41,7 @@ class TokenizerPart:
         return [self._respond(request) for request in requests]
 
     def finalize(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _respond(self, request: Any) -> Any:
         found = {t.name: self._pb.get_input_tensor_by_name(request, t.name) for t in self.inputs}
@@ -75,7 +75,7 @@ class Postprocessing(TokenizerPart):
 
 
 def results_from_arrays(read: Any, arrays: Arrays, has_batch: bool) -> Results:
-    """Outputs of all rows of a batch; those whose sizes differ from row to row are filled up at their ends.
+    """Returns the outputs of all rows of a batch; those whose sizes differ from row to row are filled up at their ends.
 
     Args:
         read: makes the outputs of one row.
@@ -99,7 +99,7 @@ def _stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def preprocess(row: Row, tokenizer: Tokenizer) -> Results:
-    """One prompt.
+    """Returns the outputs for one prompt.
 
     Raises:
         RuntimeFault: it is not UTF-8, or weights and words of a bias are not as many.
@@ -132,7 +132,7 @@ def _words(row: Row, name: str, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _bias(row: Row, tokenizer: Tokenizer) -> NDArray[np.float32]:
-    """[vocab], the weight of a word at each of its tokens; [1], a zero, where there is none."""
+    """Returns [vocab], the weight of a word at each of its tokens; [1], a zero, where there is none."""
     name = "EMBEDDING_BIAS_WORDS"
     words = [_text(word, name) for word in row[name].reshape(-1)] if name in row else []
     weights = row["EMBEDDING_BIAS_WEIGHTS"].reshape(-1).tolist() if "EMBEDDING_BIAS_WEIGHTS" in row else []

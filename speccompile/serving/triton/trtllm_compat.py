@@ -16,7 +16,7 @@ from speccompile.errors import RuntimeFault
 
 Arrays = Mapping[str, NDArray[Any]]
 
-# Input -> what it must be to be taken. `pad_id`, `length_penalty` and `early_stopping` have no say without beams.
+# Input -> the value that is accepted. `pad_id`, `length_penalty` and `early_stopping` have no effect without beams.
 _ONLY: dict[str, tuple[Callable[[NDArray[Any]], bool], str]] = {
     "beam_width": (lambda v: bool(np.all(v <= 1)), "1: there is no beam search"),
     "min_tokens": (lambda v: bool(np.all(v <= 1)), "1 or nothing: the model's own ends are kept"),
@@ -29,7 +29,7 @@ _ONLY: dict[str, tuple[Callable[[NDArray[Any]], bool], str]] = {
 
 
 def check_old_inputs(arrays: Arrays) -> None:
-    """Refuse what would change the answer and is not there.
+    """Refuse values that would change the answer and are not supported.
 
     Raises:
         RuntimeFault: such a value.
@@ -43,9 +43,9 @@ def check_old_inputs(arrays: Arrays) -> None:
 
 
 def old_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `SamplingParams` by the old rules, whatever the bundle's defaults are.
+    """Returns the fields of `SamplingParams` by the removed backend's rules, whatever the bundle's defaults are.
 
-    Neither top-k nor top-p, or top-k 1: greedy, even with a temperature. Temperature is 1 unless it is said; top-p 0
+    Neither top-k nor top-p, or top-k 1: greedy, even with a temperature. Temperature is 1 by default; top-p 0
     is off.
     """
     top_k, top_p = int(given.get("top_k", 0)), float(given.get("top_p", 0.0))
@@ -58,7 +58,7 @@ def old_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words_from_lists(words: NDArray[Any]) -> list[list[int]]:
-    """Token ids of each word of a [2, n] array: ids one behind the other, then where each word ends, -1 behind."""
+    """Returns the token ids of each word of a [2, n] array: row 0 has all ids, row 1 where each word ends, then -1."""
     ids, ends = words.reshape(2, -1)
     starts, found = 0, []
     for end in ends:
@@ -69,7 +69,7 @@ def words_from_lists(words: NDArray[Any]) -> list[list[int]]:
 
 
 def lists_from_words(words: list[list[int]]) -> NDArray[np.int32]:
-    """The inverse of `words_from_lists`; [2, 1] with no word in it where there is none."""
+    """Returns the array of `words_from_lists` for some words; [2, 1] with no word in it where there is none."""
     flat = [i for word in words for i in word]
     ends = np.cumsum([len(word) for word in words], dtype=np.int64).tolist() if words else []
     size = max(1, len(flat), len(ends))

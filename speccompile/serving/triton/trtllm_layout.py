@@ -45,7 +45,7 @@ FROM_PREPROCESSING = {
 
 
 def trtllm_models(settings: Settings, max_batch_size: int, kind: str) -> dict[str, ModelConfig]:
-    """name -> configuration; `settings` are those of the model with the engine, `kind` where it runs."""
+    """Returns configurations by model name; `settings` are those of the model with the engine, `kind` where it runs."""
     engine = ModelConfig(
         ENGINE,
         old_engine_inputs(),
@@ -76,7 +76,7 @@ def trtllm_models(settings: Settings, max_batch_size: int, kind: str) -> dict[st
 
 
 def engine_names() -> dict[str, str]:
-    """A text model's input -> the engine's, for those that need no preprocessing."""
+    """Returns {text model's input: the engine's name} for the inputs that need no preprocessing."""
     texts = {tensor.name for tensor in old_text_inputs()}
     engine = {tensor.name for tensor in old_engine_inputs()}
     names = {name: ENGINE_NAMES.get(name, name) for name in texts}
@@ -84,7 +84,7 @@ def engine_names() -> dict[str, str]:
 
 
 def ensemble_steps() -> list[Step]:
-    """preprocessing, tensorrt_llm, postprocessing."""
+    """Returns the steps preprocessing, tensorrt_llm, postprocessing."""
     made = {output: f"_{output}" for output in FROM_PREPROCESSING.values()}
     inner = {"output_ids": "_TOKENS_BATCH", "sequence_length": "_SEQUENCE_LENGTH", "text_output": "_TEXT"}
     passed = {tensor.name: tensor.name for tensor in old_text_outputs() if tensor.name not in inner}

@@ -77,7 +77,7 @@ class BlockProposer:
         made = self.engine.run({FEATURES: features, ANCHOR: roots, ANCHOR_NODE: ends, LENGTHS: starts})
         drafts = np.asarray(made[BLOCK])[:, : max(nums)]
         for place, rows in enumerate(held):
-            if len(rows):  # the last is read again, with what comes behind it
+            if len(rows):  # the last is read again, with what comes after it
                 self._lengths[place] += len(rows) - 1
                 slots[place].draft_state.pending = rows[-1:]
         return TokenTree.chain(np.concatenate((roots, drafts), 1), 1 + np.array(nums, dtype=np.int64))

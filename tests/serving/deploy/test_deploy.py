@@ -26,7 +26,7 @@ needs_go = pytest.mark.skipif(GO is None, reason="no Go to render the chart with
 
 
 def documents(text):
-    """{kind: document}, each valid for the newest Kubernetes that the validator knows and for 1.29."""
+    """Returns {kind: document}, each valid for the newest Kubernetes that the validator knows and for 1.29."""
     found = {}
     for document in yaml.safe_load_all(text):
         if document is not None:
@@ -38,7 +38,7 @@ def documents(text):
 
 
 def check_parts_fit(found):
-    """What a schema does not see: names, labels, ports and times that belong together."""
+    """Checks what a schema does not see: names, labels, ports and times that belong together."""
     deployment, service = found["Deployment"], found["Service"]
     template = deployment["spec"]["template"]
     pod, labels = template["spec"], template["metadata"]["labels"]
@@ -119,7 +119,7 @@ def renderer(tmp_path_factory):
 
 
 def render(renderer, changes, release="prod"):
-    """The chart's documents with some values changed, as `helm template` would give them."""
+    """Returns the chart's documents with some values changed, as `helm template` would give them."""
     values = merged(VALUES, changes)
     jsonschema.validate(values, json.loads((CHART / "values.schema.json").read_text()))
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
@@ -139,7 +139,7 @@ def render(renderer, changes, release="prod"):
 
 
 def merged(values, changes):
-    """As Helm lays one file of values over another."""
+    """Returns one file of values overridden by another, as Helm does it."""
     both = dict(values)
     for key, value in changes.items():
         both[key] = merged(both[key], value) if isinstance(value, dict) and key in both else value

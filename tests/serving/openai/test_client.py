@@ -22,7 +22,7 @@ NUM = 24
 
 @pytest.fixture(scope="module")
 def offline(pair):
-    """Greedy texts of the prompts, decoded one by one without a server."""
+    """Returns the greedy texts of the prompts, decoded one by one without a server."""
     engine = load(pair)
     return [engine.generate(prompt, SamplingParams(max_new_tokens=NUM))[0].text for prompt in PROMPTS]
 
@@ -117,7 +117,7 @@ def test_errors_are_those_that_the_client_knows(client):
         client.completions.create(model="pycode-chat", prompt="x " * 600)
 
 
-def test_a_stream_that_is_dropped_frees_its_place(live, client):
+def test_a_stream_that_is_dropped_frees_its_slot(live, client):
     before = num_cancelled(live)
     stream = client.completions.create(model="pycode-chat", prompt=PROMPTS[2], max_tokens=400, stream=True)
     next(iter(stream))

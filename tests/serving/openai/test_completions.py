@@ -98,7 +98,7 @@ def test_a_stream_gives_the_same_text_and_its_usage(app):
     assert "".join(choice["text"] for choice in choices) == text_of("bcd", 12)
     assert [c["finish_reason"] for c in choices][-1] == "length"
     assert all(c["finish_reason"] is None for c in choices[:-1])
-    assert len(choices) > 3, "it came in outputs of steps"
+    assert len(choices) > 3, "it came in several chunks"
     plain = post(app, PATH, {**body, "stream_options": None}).events()
     assert plain[-1] == "[DONE]" and all("usage" not in event for event in plain[:-1])
 
@@ -241,7 +241,7 @@ def test_an_engine_that_fails_ends_the_request_with_an_error(stream):
         assert post(app, PATH, {"prompt": "b", "max_tokens": 3}).json()["choices"][0]["text"] == text_of("b", 3)
 
 
-def test_a_request_that_takes_too_long_is_told_so():
+def test_a_request_that_takes_too_long_gets_an_error():
     with serving() as (app, _, gated):
         gated.gate.clear()
         timer = threading.Timer(0.2, gated.gate.set)
@@ -272,7 +272,7 @@ def test_a_bug_of_ours_is_a_json_error_without_details(monkeypatch):
 
 
 async def ask_and_catch(app):
-    """The answer of an application that raises behind it."""
+    """Returns the answer of an application that raises after it."""
 
     async def caught(scope, receive, send):
         with contextlib.suppress(ZeroDivisionError):
@@ -308,7 +308,7 @@ def test_no_value_of_a_field_ends_the_server():
         assert get(app, "/health").status == 200 and service.stats()["num_engine_faults"] == 0
 
 
-def test_logits_that_are_not_finite_are_told():
+def test_logits_that_are_not_finite_are_reported():
     with serving() as (app, service, gated):
         gated.bad = 15
         error = error_of(post(app, PATH, {"prompt": [1, 15, 2], "max_tokens": 4}), 500)

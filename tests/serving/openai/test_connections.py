@@ -35,14 +35,14 @@ def post(**body):
 
 @pytest.fixture(scope="module")
 def mock():
-    """(application, gated engine) whose bodies have 0.3 s."""
+    """Yields (application, gated engine) whose bodies have 0.3 s."""
     with serving(ServerOptions("mock", body_timeout_s=0.3)) as (app, _, gated):
         yield app, gated
 
 
 @asynccontextmanager
 async def listening(app, **limits):
-    """(server, its port) in this event loop."""
+    """Yields (server, its port) in this event loop."""
     listener = Listener(port=0, log_level="warning", limits=ConnectionLimits(**limits))
     bound = bind(listener)
     server = DrainingServer(uvicorn_config(app, listener), SimpleNamespace(close=lambda _: None), listener)
@@ -63,21 +63,21 @@ async def until(condition):
 
 async def opened(port, data=b""):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    reader.writer = writer  # which closes the connection when nobody holds it
+    reader.writer = writer  # which closes the connection once it is not referenced
     writer.write(data)
     await writer.drain()
     return reader, writer
 
 
 async def answer_of(reader):
-    """(status, JSON or bytes) of the next answer."""
+    """Returns (status, JSON or bytes) of the next answer."""
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
     length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
     return int(head.split()[1]), json.loads(await reader.readexactly(length))
 
 
 async def rest_of(reader):
-    """What comes until the connection is closed."""
+    """Returns what comes until the connection is closed."""
     return await asyncio.wait_for(reader.read(), 10)
 
 
@@ -141,7 +141,7 @@ def test_a_client_that_reads_slowly_is_served_and_one_that_stops_is_not(app):
     asyncio.run(look())
 
 
-def test_what_is_sent_too_slowly_is_given_up_and_told_so(mock):
+def test_what_is_sent_too_slowly_is_given_up_with_an_error(mock):
     async def look():
         async with listening(mock[0], header_timeout_s=0.3) as (_, port):
             silent, _ = await opened(port)
@@ -260,7 +260,7 @@ class Starved(socket.socket):
         return super().accept()
 
 
-def test_a_machine_without_files_is_told_of_once_and_the_server_goes_on(mock, monkeypatch, capfd):
+def test_a_machine_without_files_is_logged_once_and_the_server_goes_on(mock, monkeypatch, capfd):
     monkeypatch.setattr(connections, "_RETRY_S", 0.01)
 
     async def look():

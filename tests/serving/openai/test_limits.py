@@ -40,7 +40,7 @@ def test_any_of_the_keys_opens(locked, given):
     assert reply.status == (200 if given.isascii() else 401)  # "schüssel" is no "schlüssel"
 
 
-def test_what_tells_nothing_is_open(locked):
+def test_paths_that_reveal_nothing_are_open(locked):
     assert get(locked, "/health").status == 200
     assert get(locked, "/").status == 200
 

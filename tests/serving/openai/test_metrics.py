@@ -7,7 +7,7 @@ from tests.serving.mock_service import serving
 
 
 def scrape(app):
-    """{(sample, labels as a text): value}, and the types by family, as Prometheus would read them."""
+    """Returns {(sample, labels as a text): value}, and the types by family, as Prometheus would read them."""
     reply = get(app, "/metrics")
     assert reply.status == 200 and reply.headers["content-type"].startswith("text/plain")
     families = list(text_string_to_metric_families(reply.body.decode()))

@@ -25,7 +25,7 @@ BODY = {"prompt": "class Stack:\n", "max_tokens": 300, "stream": True, "ignore_e
 
 
 def stream(server):
-    """The events of one stream; the connection may be refused."""
+    """Returns the events of one stream; the connection may be refused."""
     status, text = server.ask("POST", PATH, BODY)
     assert status == 200
     parts = text.split("\n\n")
@@ -34,7 +34,7 @@ def stream(server):
 
 
 def run_under_load(chat_bundle, drain_s):
-    """(ends of eight streams, exit code) of a server that is told to stop once they run."""
+    """Returns (ends of eight streams, exit code) of a server that gets SIGTERM once they run."""
     with live_server(chat_bundle, "--drain-s", drain_s) as server, ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(stream, server) for _ in range(8)]
         while server.metric("active_outputs") < 8:
@@ -99,7 +99,7 @@ def test_a_killed_server_starts_again_on_its_port(chat_bundle):
         assert server.stop() == 0
 
 
-def test_a_port_in_use_is_told_before_the_model_is_loaded(tmp_path):
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

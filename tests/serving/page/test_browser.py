@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 webdriver = pytest.importorskip("selenium.webdriver")
 WAIT_S = 60
-# Elements whose text has less than WCAG's 4.5 : 1 to the ground behind it.
+# Elements whose text has less contrast than WCAG's 4.5 : 1 to its background.
 LOW_CONTRAST = """
 const channel = (v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
 const light = (colour) => {
@@ -66,7 +66,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, live):
-    """The page, freshly loaded; at the end nothing may have been logged."""
+    """Yields the page, freshly loaded; at the end nothing may have been logged."""
     size(browser, 1360, 940)
     theme(browser, "light")
     browser.get(live.url)
@@ -119,7 +119,7 @@ def counts(browser):
 
 
 def show_a_step_with_many_drafts(browser):
-    """One in which some were kept and some were not, if there is one."""
+    """Shows a step in which some drafts were kept and some were not, if there is one."""
     worth = "(s) => s.num_draft_tokens + (s.num_accepted && s.num_accepted < s.num_draft_tokens ? 100 : 0)"
     script = f"run.shown = run.steps.map({worth}).reduce((best, n, i, all) => n > all[best] ? i : best, 0); drawStep()"
     browser.execute_script(script)
@@ -173,7 +173,7 @@ def test_without_speculation_nothing_is_coloured(page):
     assert text(page, "bars") == "Nothing was drafted."
 
 
-def test_a_refused_request_is_told(page):
+def test_a_refused_request_is_shown(page):
     generate(page, prompt="x " * 600)
     assert "`prompt`: got 601 tokens; expected at most 512" in text(page, "message")
     # The browser itself logs the 400.

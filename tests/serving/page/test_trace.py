@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page is told: without a browser."""
+"""What the server sends to the page, without a browser."""
 
 import base64
 import hashlib
@@ -57,7 +57,7 @@ def test_steps_add_up_to_the_text_and_their_trees_to_the_tokens(app):
     assert [step["time_ms"] for step in steps] == sorted(step["time_ms"] for step in steps)
 
 
-def test_a_refused_request_is_told_before_the_stream(app):
+def test_a_refused_request_is_reported_before_the_stream(app):
     reply = post(app, "/page/generate", {"prompt": "b", "temperature": -1})
     assert reply.status == 400 and reply.json()["error"]["param"] == "temperature"
     assert post(app, "/page/generate", {"messages": []}).status == 400

@@ -53,7 +53,7 @@ def offline(pair):
 
 
 def replicas(url):
-    """{id: its answer} of both replicas; Ray chooses which one answers a request."""
+    """Returns {id: its answer} of both replicas; Ray chooses which one answers a request."""
     import httpx
 
     found, end_s = {}, time.monotonic() + WAIT_S
@@ -85,14 +85,14 @@ async def stream_all(url):
 def test_streams_on_two_replicas_are_the_offline_texts(url, offline):
     answers = asyncio.run(stream_all(url))
     assert [text for text, _ in answers] == offline
-    assert all(num > 4 for _, num in answers), "they came in outputs of steps"
+    assert all(num > 4 for _, num in answers), "they came in several chunks"
     both = replicas(url)
     assert len({answer["pid"] for answer in both.values()}) == 2
     taken = [answer["stats"]["num_requests"] for answer in both.values()]
     assert sum(taken) == len(PROMPTS) and min(taken) > 0
 
 
-def test_a_dropped_stream_frees_its_place(url):
+def test_a_dropped_stream_frees_its_slot(url):
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         chunks = client.completions.create(model="pycode", prompt=PROMPTS[0], max_tokens=450, stream=True)
         next(iter(chunks))

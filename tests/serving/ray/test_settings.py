@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Ray is asked for: without a cluster."""
+"""The deployment's options for Ray, without a cluster."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ PARAMETER = re.compile(r'parameters \{ key: "(\w+)" value \{ string_value: "([^"
 
 
 def tensors_from_text(text, kind):
-    """{name: (type, dims, optional)} of a config.pbtxt."""
+    """Returns {name: (type, dims, optional)} of a config.pbtxt."""
     block = re.search(rf"^{kind} \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
     return {
         name: (dtype, tuple(int(d) for d in dims.split(",")), bool(optional))
@@ -114,7 +114,7 @@ DIMS = ModelDims("llama", 32, 16, 2, 4, 2, 4, 64)
 
 
 def plan_bundle(tmp_path, plugin_form="aot"):
-    """A bundle of TensorRT as its manifest describes it; the plan's bytes are not looked at."""
+    """Returns a bundle of TensorRT as its manifest describes it; the plan's bytes are not looked at."""
     spec = tensorrt_spec(verified_spec(decoder_spec("target", DIMS)), "float16", 40, compacts=True)
     record = {
         "file": "graphs/target/graph.plan",

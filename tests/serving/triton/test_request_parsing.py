@@ -87,7 +87,7 @@ def test_every_decoding_input_reaches_the_sampler():
         ({"top_k": 5, "top_p": 0.0}, (1.0, 5, 1.0)),
     ],
 )
-def test_the_old_rules_of_sampling(given, wanted):
+def test_sampling_follows_the_rules_of_the_removed_backend(given, wanted):
     made = old_sampling(given)
     assert (made["temperature"], made["top_k"], made["top_p"]) == wanted
 

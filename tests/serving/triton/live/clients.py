@@ -27,7 +27,7 @@ def wait_until(is_so: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -
 
 
 def settled_metrics(server: TritonServer) -> dict[str, float]:
-    """The metrics once nothing runs; the model brings them up to date twice a second."""
+    """Returns the metrics once nothing runs; the model brings them up to date twice a second."""
     last: dict[str, float] = {}
 
     def is_settled() -> bool:
@@ -54,7 +54,7 @@ class Sse:
         self.status = self._response.status
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The documents behind `data:`. A line that is not UTF-8 is a fault of the test."""
+        """Yields the documents after `data:`. A line that is not UTF-8 is a fault of the test."""
         for line in self._response:
             if line.startswith(b"data:"):
                 yield json.loads(line[5:].decode("utf-8"))
@@ -65,7 +65,7 @@ class Sse:
 
 
 def stream_text(server: TritonServer, body: Mapping[str, Any], model: str = "speccompile") -> str:
-    """The whole text of a stream."""
+    """Returns the whole text of a stream."""
     stream = Sse(server, body, model)
     assert stream.status == 200
     step_outputs = [event["text_output"] for event in stream.events()]
@@ -93,7 +93,7 @@ class GrpcStream:
         self._client.async_stream_infer(model, inputs, enable_empty_final_response=True, **kwargs)
 
     def results(self) -> Iterator[Any]:
-        """Answers until the last; an error is raised."""
+        """Yields answers until the last; raises an error that comes."""
         while True:
             result, error = self._answers.get(timeout=LIMIT_S)
             if error is not None:
@@ -113,7 +113,7 @@ class GrpcStream:
 
 
 def grpc_input(triton: Any, name: str, value: Any) -> Any:
-    """A tensor of a value: an array as it is, else [1]."""
+    """Returns a tensor of a value: an array as it is, else [1]."""
     array = value if isinstance(value, np.ndarray) else _array(value)
     kinds = {"O": "BYTES", "b": "BOOL", "f": "FP32", "i": "INT32", "u": "UINT64"}
     tensor = triton.InferInput(name, list(array.shape), kinds[array.dtype.kind])
@@ -130,5 +130,5 @@ def _array(value: Any) -> Any:
 
 
 def text_of(result: Any) -> str:
-    """The output of a step of text in an answer."""
+    """Returns the text of one answer of a stream."""
     return b"".join(result.as_numpy("text_output").reshape(-1)).decode("utf-8")

@@ -33,14 +33,14 @@ def launcher() -> Path:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[str]:
-    """The first sixteen of the example prompts."""
+    """Returns the first sixteen of the example prompts."""
     lines = (ROOT / "examples/prompts.jsonl").read_text().splitlines()[:16]
     return [json.loads(line)["prompt"] for line in lines]
 
 
 @pytest.fixture(scope="session")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """(prompts, max_new_tokens, extra arguments) -> what `speccompile generate` gives for them."""
+    """Returns (prompts, max_new_tokens, extra arguments) -> what `speccompile generate` gives for them."""
 
     def generate(prompts: Sequence[str], max_new_tokens: int, *arguments: str) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("offline")
@@ -55,7 +55,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict
 
 @pytest.fixture(scope="session")
 def write_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """(arguments of `speccompile triton`) -> the repository that it wrote."""
+    """Returns (arguments of `speccompile triton`) -> the repository that it wrote."""
 
     def write(*arguments: str) -> Path:
         repository = tmp_path_factory.mktemp("triton") / "model_repository"
@@ -73,7 +73,7 @@ def repository(write_models: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def server(launcher: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """The default layout, for all tests that do not end it."""
+    """Yields the default layout, for all tests that do not end it."""
     with serving(launcher, repository, tmp_path_factory.mktemp("log") / "server.log") as running:
         yield running
 
@@ -82,7 +82,7 @@ def server(launcher: Path, repository: Path, tmp_path_factory: pytest.TempPathFa
 def old_server(
     launcher: Path, write_models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """The five models of the removed backend, with a batch dim."""
+    """Yields the five models of the removed backend, with a batch dim."""
     models = write_models("--layout", "trtllm", "--max-batch-size", "4")
     with serving(launcher, models, tmp_path_factory.mktemp("log") / "old.log") as running:
         yield running

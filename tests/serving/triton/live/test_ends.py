@@ -68,7 +68,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("body", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_a_wrong_request_is_told_why(server, body, message):
+def test_a_wrong_request_gets_the_reason(server, body, message):
     status, answer = generate(server, **body)
     assert status == (500 if body.get("max_tokens") == "many" else 400)  # that one Triton itself refuses
     assert message in answer["error"]
@@ -83,7 +83,7 @@ def test_text_that_is_not_utf8_is_refused_over_grpc(server):
 
 def test_a_stream_that_fails_on_its_way_says_so_and_is_no_whole_answer(server, prompts, offline):
     [whole] = offline(prompts[:1], 950, "--plain")
-    for limit in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6):  # one of them lies between the first output of a step and the last
+    for limit in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6):  # one of them lies between the first step output and the last
         stream = Sse(server, {"text_input": prompts[0], **LONG, "timeout_s": limit})
         assert stream.status in (200, 400)
         *step_outputs, last = stream.events() if stream.status == 200 else [{"error": ""}]
@@ -109,7 +109,7 @@ def test_grpc_gives_an_error_a_status_where_it_is_asked_to(server, value, status
     stream.close()
 
 
-def test_a_full_queue_is_told_at_once_and_the_rest_is_served(launcher, write_models, prompts, tmp_path):
+def test_a_full_queue_refuses_at_once_and_the_rest_is_served(launcher, write_models, prompts, tmp_path):
     models = write_models("--link", "--max-queue", "1", "--name", "small")
     with serving(launcher, models, tmp_path / "log") as server:
         body = {"text_input": prompts[0], "max_tokens": 300, "ignore_eos": True}

@@ -21,7 +21,7 @@ def generate(server, **body):
 
 
 def fails_to_start(launcher, models, log):
-    """The log of a server that must not come up."""
+    """Returns the log of a server that must not come up."""
     server = TritonServer(launcher, models, log)
     try:
         with pytest.raises(RuntimeError, match="the server ended with"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's three commands from a bundle to an answer, as they stand there; ports and places are the test's."""
+"""README's three commands from a bundle to an answer, as they stand there; ports and folders are the test's."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from tests.serving.triton.live.conftest import BUNDLE, ROOT
 
 
 def quick_start():
-    """The block that begins with `speccompile triton`, comments left out."""
+    """Returns the block that begins with `speccompile triton`, comments left out."""
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     [block] = [block for block in blocks if block.startswith("speccompile triton ")]
     return [shlex.split(line, comments=True) for line in block.splitlines()]

@@ -19,7 +19,7 @@ def texts(offline, prompts):
 
 
 def row(values, dtype=np.int32):
-    """[1, n]: one row of a batch."""
+    """Returns [1, n]: one row of a batch."""
     return np.array([values], dtype=dtype)
 
 
@@ -28,7 +28,7 @@ def words(*values):
 
 
 def infer(server, model, values):
-    """One answer over gRPC."""
+    """Returns one answer over gRPC."""
     stream = GrpcStream(server, values, model)
     [result] = stream.results()
     stream.close()
@@ -36,7 +36,7 @@ def infer(server, model, values):
 
 
 def old_request(prompt, **values):
-    """What `inflight_batcher_llm` clients send with every request."""
+    """Returns what `inflight_batcher_llm` clients send with every request."""
     return {
         "text_input": words(prompt),
         "max_tokens": row([NUM_TOKENS]),

@@ -64,7 +64,7 @@ def test_a_token_that_is_forbidden_never_comes_and_one_that_is_wanted_does():
     assert 7 not in texts[4] and texts[4].count(4) > 3
 
 
-def test_drawn_drafts_are_judged_by_the_dist_that_is_asked_for():
+def test_drawn_drafts_are_verified_by_the_distribution_that_is_asked_for():
     """Sampled drafts with residual acceptance: the text is another draw, whatever the batch."""
     texts, num_drafts = text_of("draft", 1, is_invariant=False, num_draft_tokens=3)
     assert num_drafts > 0 and 7 not in texts[4]
@@ -123,7 +123,7 @@ def test_a_slot_that_must_not_draft_is_decoded_plainly():
     assert slot.max_drafts == 0
 
 
-def test_drawn_drafts_are_judged_on_the_host_as_the_graph_judges_them():
+def test_drawn_drafts_are_verified_on_the_host_as_in_the_graph():
     """A min_p that cuts nothing leaves the distribution as it is, and takes the verdict to the host."""
     dists = [{"temperature": 1.0 + 0.1 * i} for i in range(len(PROMPTS))]
     asked = [SamplingParams(max_new_tokens=40, seed=i, **dist) for i, dist in enumerate(dists)]
@@ -135,8 +135,8 @@ def test_drawn_drafts_are_judged_on_the_host_as_the_graph_judges_them():
     assert text_of("draft", 4, on_host, is_invariant=False, num_draft_tokens=4) == (drawn, num_drafts)
 
 
-def test_a_drawn_draft_that_the_dist_holds_less_often_is_refused_by_its_own_draw():
-    """Drawn from [1, 0, 0] where the probs is [1/2, 1/2, 0]: kept in half the cases, else the second token follows."""
+def test_a_drawn_draft_that_the_target_gives_less_often_is_refused_by_its_own_draw():
+    """Drawn from [1, 0, 0] where the target has [1/2, 1/2, 0]: kept in half the cases, else the second token comes."""
     params = SamplingParams(temperature=1.0, min_p=1e-30)
     slot = Slot(0, [2], params, frozenset(), None)
     tree = TokenTree.chain(np.array([[2, 0]]))
