@@ -163,7 +163,7 @@ class Proposer(Protocol):
     engines stay with their slot: the runtime moves, exchanges and copies those that `caches` names.
     """
 
-    # Reads what it has missed when it is to draft: need not be told of prompts, nor of steps without drafts.
+    # Reads what it has missed when it is to draft: needs no `prefill`.
     catches_up: bool
 
     @property
@@ -190,6 +190,16 @@ class Proposer(Protocol):
             batch: as given to `propose`.
             tree: what the target scored.
             verdict: what it decided.
+            outputs: the target's outputs of that step, valid during the call.
+        """
+        ...
+
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
+        """A step was decoded plainly: neither `propose` nor `commit` was called.
+
+        Args:
+            batch: its sequences; it still holds the tokens that were scored.
+            verdict: on the roots.
             outputs: the target's outputs of that step, valid during the call.
         """
         ...

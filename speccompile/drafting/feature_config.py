@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +31,14 @@ class FeatureFields(CachedDraftFields):
     tree: Tree = "auto"
 
     def make_proposer(
-        self, engine: Engine, make: Callable[[Outputs], Any], graph: str, context: MethodContext
+        self, engine: Engine, make: Callable[[Outputs], Any], names: Sequence[str], graph: str, context: MethodContext
     ) -> DraftProposer:
         """Returns the proposer over the draft's engine; how far it drafts depends on the measured costs.
 
         Args:
             engine: of the draft.
             make: makes features [batch, nodes, hidden] of the target's outputs.
+            names: the outputs that it reads.
             graph: the draft's name in the bundle.
             context: of the proposer.
 
@@ -45,5 +46,5 @@ class FeatureFields(CachedDraftFields):
             RecipeError: the engine was built for less.
         """
         max_rows = context.seq_lens.get(graph, context.max_seq_len)
-        cache = FeatureCache(engine, make, max_rows, context.max_draft_nodes + 1)
+        cache = FeatureCache(engine, make, names, max_rows, context.max_draft_nodes + 1)
         return DraftProposer(cache, *self.make_drafts(cache, engine, graph, context))

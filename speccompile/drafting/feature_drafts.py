@@ -37,6 +37,7 @@ class FeatureCache:
     Args:
         engine: the draft (`feature_draft_spec`).
         make: makes features [batch, nodes, hidden] of the target's outputs.
+        names: the outputs that it reads.
         max_seq_len: rows that a sequence may use.
         max_nodes: most nodes that a step with every slot may have.
     """
@@ -47,13 +48,14 @@ class FeatureCache:
         self,
         engine: Engine,
         make: Callable[[Outputs], Any],
+        names: Sequence[str],
         max_seq_len: int,
         max_nodes: int,
     ) -> None:
         self.engine, self.max_seq_len, self.max_nodes, self._make = engine, max_seq_len, max_nodes, make
         width = engine.spec.input(FEATURES).dims[2]
         assert isinstance(width, int)
-        self.pending = PendingFeatures(width, make)
+        self.pending = PendingFeatures(width, make, names)
         self.lengths = [0] * engine.max_slots  # rows with the target's features
         self.caches = (CacheRows(engine, self.lengths),)
         self._next: Any = None  # features of the last run, [batch, nodes, hidden]
@@ -78,7 +80,7 @@ class FeatureCache:
         is_last = start + num == len(prompt) - 1
         self._read(slot, prompt[start + 1 : start + num + 1 - is_last], features)
         if is_last:
-            self.pending.add(sequence, np.asarray(features)[0, -1:])
+            self.pending.add(sequence, outputs, 0, np.array([num - 1], dtype=np.int64))
 
     def _read(self, slot: int, tokens: Sequence[int], features: Any) -> None:
         """Reads tokens of one slot, with features [1, at least as many, hidden] of the positions before them."""
@@ -156,6 +158,11 @@ class FeatureCache:
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
         """Keeps the features of the accepted paths: rows of drafts are always read again, with these."""
         self.pending.keep(batch.slots, verdict, outputs)
+
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
+        """Keeps the states of the roots' predecessors: the drafter reads them when drafts are made."""
+        self.pending.keep(batch.slots, verdict, outputs)
+        self.pending.flush()
 
     def flush(self) -> None:
         """Brings the features to the host."""

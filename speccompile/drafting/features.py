@@ -13,30 +13,53 @@ from speccompile.core.protocols import Outputs, Slot
 from speccompile.core.tree import Floats, Ints
 from speccompile.drafting.state import DraftState, same_sequences
 
+MAX_STATES = 128  # rows of a sequence that wait as states
+
 
 class PendingFeatures:
     """Feature rows, by sequence, of the positions that the target has read and the draft has not.
 
-    From a verdict to the next draft the target's outputs are passed on without a copy, on a GPU without leaving it.
-    Before they would be lost (a prompt is read, the next batch is another one, nothing is drafted), the rows in use are
-    copied to the host, to each sequence's `draft_state.features`. There they stay a list of parts, which is joined
-    once, when it is read: a sequence that is decoded plainly for long has many.
+    From a verdict to the next draft the target's outputs are handed on as they came, on a GPU without leaving it.
+    What would lose them (a prompt is read, the next batch is another one, nothing is drafted) copies the rows in use
+    to the host, to each sequence's `draft_state.states`. Features are made of them when they are drafted from, or of
+    `MAX_STATES` rows at once: a sequence that is decoded plainly for long has many.
 
     Args:
         width: of a feature.
-        make: makes features [batch, nodes, width] of the target's outputs, valid as long as these are.
+        make: features [batch, nodes, width] of the target's outputs, valid as long as they are.
+        names: the outputs that `make` reads, [batch, nodes, ..] each.
     """
 
-    def __init__(self, width: int, make: Callable[[Outputs], Any]) -> None:
+    def __init__(self, width: int, make: Callable[[Outputs], Any], names: Sequence[str]) -> None:
         self._none: Floats = np.zeros((0, width), dtype=np.float32)
-        self._make, self._width = make, width
+        self._make, self._width, self._names = make, width, tuple(names)
         self._live: Outputs | None = None  # of the target's last step
         self._path: Ints = np.zeros((0, 1), dtype=np.int64)
         self._slots: list[Slot] = []  # of that step
 
-    def add(self, sequence: Slot, features: Any) -> None:
-        """Adds rows [num, width] of the positions after those that the sequence has."""
-        sequence.draft_state.features.append(np.array(features, dtype=np.float32))
+    def add(self, sequence: Slot, outputs: Outputs, place: int, nodes: Ints) -> None:
+        """Copies the target's states of the positions that follow those of the sequence.
+
+        Args:
+            sequence: they are of.
+            outputs: the target's.
+            place: its slot in them.
+            nodes: [num] int64, in order.
+        """
+        state: DraftState = sequence.draft_state
+        state.states.append(tuple(np.asarray(outputs[name])[place, nodes] for name in self._names))
+        state.num_states += len(nodes)
+        if state.num_states >= MAX_STATES:
+            self._make_features(state)
+
+    def _make_features(self, state: DraftState) -> None:
+        """Turns the states of a sequence into features."""
+        if not state.states:
+            return
+        columns = zip(*state.states, strict=True)
+        outputs = {name: np.concatenate(parts)[None] for name, parts in zip(self._names, columns, strict=True)}
+        state.features.append(np.array(np.asarray(self._make(outputs))[0], dtype=np.float32))
+        state.states, state.num_states = [], 0
 
     def keep(self, slots: Sequence[Slot], verdict: Verdict, outputs: Outputs) -> None:
         """Adds the features of the accepted paths of a step, the roots included.
@@ -53,10 +76,11 @@ class PendingFeatures:
     def count(self, sequence: Slot) -> int:
         """Returns the number of pending rows of a sequence."""
         state: DraftState = sequence.draft_state
-        return sum(map(len, state.features)) + state.num_live
+        return sum(map(len, state.features)) + state.num_states + state.num_live
 
     def _take_all(self, sequence: Slot) -> Floats:
         state: DraftState = sequence.draft_state
+        self._make_features(state)
         parts, state.features = state.features, []
         return np.concatenate((self._none, *parts)) if len(parts) != 1 else parts[0]
 
@@ -67,7 +91,7 @@ class PendingFeatures:
             Features [batch, states, width of a feature], and the row of each position in them [batch, width] int64.
         """
         batch = len(slots)
-        is_whole = not any(slot.draft_state.features for slot in slots)
+        is_whole = not any(slot.draft_state.features or slot.draft_state.states for slot in slots)
         if self._live is not None and is_whole and same_sequences(slots, self._slots):
             live = self._make(self._live)
             self._release()
@@ -96,7 +120,6 @@ class PendingFeatures:
         """Copies the rows in use from the target's outputs to the host: the target is about to run."""
         if self._live is None:
             return
-        live = np.asarray(self._make(self._live))
         for place, slot in enumerate(self._slots):
-            self.add(slot, live[place, self._path[place, : slot.draft_state.num_live]])
+            self.add(slot, self._live, place, self._path[place, : slot.draft_state.num_live])
         self._release()

@@ -182,6 +182,10 @@ class HeadsProposer:
                 trees, chosen = self._grown
                 known.learn_ranks(trees[place], chosen[place], verdict.nodes_kept(place))
 
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
+        """Keeps the states of the roots."""
+        self.states.keep(batch.slots, outputs[HIDDEN], np.zeros(len(batch.slots), dtype=np.int64))
+
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         """Corrects the costs with the times of a step."""
         self.budget.observe(num_slots, num_nodes, times)

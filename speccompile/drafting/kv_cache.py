@@ -126,5 +126,8 @@ class DraftCache:
             if self.lengths[place] == len(slot.tokens):  # the root was read, and nothing was written over it
                 self.lengths[place] += min(num_kept[place], self.room(place, slot))
 
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
+        """The tokens are read when drafts are made."""
+
     def flush(self) -> None:
         """Does nothing: no output of the target is held."""

@@ -71,6 +71,10 @@ class DraftRows(Scorer, Protocol):
         """
         ...
 
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
+        """A step was decoded plainly."""
+        ...
+
     def flush(self) -> None:
         """Copies what is still needed of the target's last outputs: they become invalid."""
         ...
@@ -114,6 +118,10 @@ class DraftProposer:
         """Updates the estimates, and keeps the rows of accepted drafts."""
         num_kept = self._used.commit(batch, tree, verdict)
         self.rows.commit(batch, num_kept, verdict, outputs)
+
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
+        """See `DraftRows.skip`."""
+        self.rows.skip(batch, verdict, outputs)
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         """Corrects the costs with the times of a step."""

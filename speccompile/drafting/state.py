@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
 
 from speccompile.core.protocols import Slot
 from speccompile.core.tree import Floats
@@ -21,6 +24,8 @@ class DraftState:
         hidden: [width] float32, the target's hidden state of the token before the root; None where `TargetStates` does
             not have it on the host.
         features: [num, width] float32 each, rows that `PendingFeatures` has on the host, in order.
+        states: rows of the target's outputs on the host that follow them, an array for each name of `PendingFeatures`.
+        num_states: how many rows these are.
         num_live: rows that follow them in the target's outputs.
         drawn: estimates from verdicts on drawn chains; None before the first chain of adaptive length.
     """
@@ -28,6 +33,8 @@ class DraftState:
     estimate: AcceptanceEstimate | None
     hidden: Floats | None = None
     features: list[Floats] = field(default_factory=list)
+    states: list[tuple[NDArray[Any], ...]] = field(default_factory=list)
+    num_states: int = 0
     num_live: int = 0
     drawn: DrawnRecord | None = None
 

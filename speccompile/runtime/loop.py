@@ -103,13 +103,15 @@ def run_step(
         bound = FORCED_LENGTH if is_forced and (limit is None or slot.speculation == "on") else limit
         slot.plan(verifier.max_seq_len, bound)
     slots.is_planned = bool(limit) or is_forced
-    is_plain = proposer.catches_up and not any(slot.max_drafts for slot in slots.slots)
+    is_plain = not any(slot.max_drafts for slot in slots.slots)
     tree = _roots(slots) if is_plain else proposer.propose(slots)
     proposed_s = perf_counter()
     tree, verdict = verifier.score_finite(tree, slots)
     scored_s = perf_counter()
     verifier.commit(tree, verdict)
-    if not is_plain:
+    if is_plain:
+        proposer.skip(slots, verdict, verifier.outputs)
+    else:
         proposer.commit(slots, tree, verdict, verifier.outputs)
     for place in verdict.spoilt():
         for engine in engines or (verifier.engine,):

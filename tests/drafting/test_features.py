@@ -47,7 +47,7 @@ def rows_of(taken, slot, num):
 
 
 def test_features_read_in_the_next_step_stay_on_the_device():
-    target, pending, slots = Target(), PendingFeatures(WIDTH, make), sequences(3)
+    target, pending, slots = Target(), PendingFeatures(WIDTH, make, ["hidden"]), sequences(3)
     OnDevice.num_copies = 0
     for paths in ([[0, 2], [0]], [[0], [0, 1, 2]]):
         outputs = target.step(2, 3)
@@ -62,8 +62,8 @@ def test_features_read_in_the_next_step_stay_on_the_device():
 
 
 def test_features_that_would_be_lost_are_copied_to_the_host_in_order():
-    target, pending, slots = Target(), PendingFeatures(WIDTH, make), sequences(2)
-    pending.add(slots[0], np.array([[7.0, 8.0]]))
+    target, pending, slots = Target(), PendingFeatures(WIDTH, make, ["hidden"]), sequences(2)
+    pending.add(slots[0], {"hidden": np.array([[[3.5, 4.0]]])}, 0, np.array([0]))
     first, second = target.step(2, 3), target.step(2, 3)
     keep(pending, slots, first, [[0, 1], [0]])
     pending.flush()  # nothing was drafted
@@ -78,7 +78,7 @@ def test_features_that_would_be_lost_are_copied_to_the_host_in_order():
 
 
 def test_rows_move_with_their_sequence():
-    target, pending, (ended, other, last, new) = Target(), PendingFeatures(WIDTH, make), sequences(4)
+    target, pending, (ended, other, last, new) = Target(), PendingFeatures(WIDTH, make, ["hidden"]), sequences(4)
     outputs = target.step(3, 2)
     keep(pending, [ended, other, last], outputs, [[0], [0, 1], [0, 1]])
     taken = pending.take([last, other], 2)  # the first has ended, the last one is in its slot now

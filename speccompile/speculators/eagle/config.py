@@ -51,4 +51,4 @@ class EagleMethod(Method):
         self, config: EagleConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
         """The proposer; the target's states are handed on as they come."""
-        return config.make_proposer(engines[DRAFT], lambda outputs: outputs[HIDDEN], DRAFT, context)
+        return config.make_proposer(engines[DRAFT], lambda outputs: outputs[HIDDEN], (HIDDEN,), DRAFT, context)

@@ -168,4 +168,4 @@ class Eagle3Method(Method):
         def fuse(outputs: Outputs) -> Any:
             return fusion.run({name: outputs[name] for name in names})[FEATURES]
 
-        return config.make_proposer(engines[DRAFT], fuse, DRAFT, context)
+        return config.make_proposer(engines[DRAFT], fuse, names, DRAFT, context)

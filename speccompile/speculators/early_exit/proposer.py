@@ -73,5 +73,8 @@ class SharedRows:
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
         """The target has written the rows of the path."""
 
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
+        """The target has written the rows."""
+
     def flush(self) -> None:
         """Nothing of the target's outputs is held."""

@@ -160,6 +160,9 @@ class NgramProposer:
             else:
                 estimate.learn_rank(size - 1, kept - prob * min(kept + 1, nodes - 1))
 
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
+        """The index reads the tokens when drafts are made."""
+
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         """Corrects the costs."""
         self.budget.observe(num_slots, num_nodes, times)

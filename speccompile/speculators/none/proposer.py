@@ -33,6 +33,9 @@ class NoneProposer:
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Nothing to keep."""
 
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
+        """Nothing is kept."""
+
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         """Learns nothing."""
 

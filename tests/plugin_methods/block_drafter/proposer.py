@@ -83,7 +83,11 @@ class BlockProposer:
         return TokenTree.chain(np.concatenate((roots, drafts), 1), 1 + np.array(nums, dtype=np.int64))
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """Features of the nodes that are kept, the root's among them."""
+        """Keeps the features of the path."""
+        self.skip(batch, verdict, outputs)
+
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
+        """Keeps the features of the nodes that the target kept, the root's among them."""
         hidden = np.asarray(outputs[HIDDEN])
         for place, slot in enumerate(batch.slots):
             self._add(slot, hidden[place, verdict.nodes_kept(place)])
