@@ -43,7 +43,7 @@ PACKAGES = (
 
 
 def run_child(section: str, work: Path, limit_s: float) -> dict[str, Any]:
-    """Run one section; whatever becomes of its process, there is a result."""
+    """Runs one section; returns a result however its process ends."""
     log, answer = work / "logs" / f"{section}.log", work / f"{section}.json"
     log.parent.mkdir(parents=True, exist_ok=True)
     answer.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ def facts_from_plan_file(path: Path) -> tuple[dict[str, Any], BundleError | None
 def plan_facts(path: Path) -> tuple[dict[str, Any], BundleError | None]:
     """Returns {"recorded": the record of its build, "digests": whether a manifest vouches for both}, and what is wrong.
 
-    Inside a bundle the record is believed only where the manifest has its digest and the plan's; else it is None.
+    Inside a bundle the record is shown only where the manifest has its digest and the plan's; else it is None.
 
     Raises:
         BundleError: see `facts_from_plan_file`.

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with any values of their fields: each is answered or refused in words, and none harms one that follows.
+"""Requests with any values of their fields: each is answered or refused with an error of four parts.
+
+None harms a later one.
 
 `FUZZ_CASES` says how many; `make fuzz` asks for more than the suite does.
 """

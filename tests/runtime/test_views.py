@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a view that is too long is shrunk, and what is given up for it."""
+"""When a view that is too long is shrunk, and which kept caches are dropped for it."""
 
 from types import SimpleNamespace
 

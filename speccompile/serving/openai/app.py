@@ -64,7 +64,7 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuses keys that would open the server to everybody."""
+        """Refuses keys with which every request would be accepted."""
         check_keys(self.api_keys)
 
 

@@ -2,7 +2,7 @@
 """Fields that the server does not support, and the values of them that ask for nothing.
 
 Clients, front ends and their settings files send the defaults of OpenAI's API and of vLLM's server. A value that is the
-documented default, or that has no influence on the text, is let through; any other is refused with the reason.
+documented default, or that has no influence on the text, is accepted; any other is refused with the reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Neutral:
 
     Args:
         reason: why another value is refused.
-        values: that are let through.
-        kind: any value of this type is let through: the field is a label.
+        values: that are accepted.
+        kind: any value of this type is accepted: the field is a label.
     """
 
     reason: str

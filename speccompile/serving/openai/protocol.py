@@ -90,7 +90,7 @@ class Sampled(_SamplingFields):  # type: ignore[misc]
     stream_options: StreamOptions | None = None
     # Our own.
     speculation: Speculation = Field("auto", description="on, off, or auto: as the server was started.")
-    timeout_s: float | None = Field(None, gt=0, description="Seconds until the request is given up.")
+    timeout_s: float | None = Field(None, gt=0, description="Seconds until the request ends with a time-out.")
     return_stats: bool = Field(False, description="Give `stats` with every choice.")
 
     @model_validator(mode="after")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields that are not honoured: what asks for nothing is let through, the rest is refused by its name."""
+"""Fields that are not supported: values that ask for nothing are accepted, others are refused by name."""
 
 from __future__ import annotations
 
