@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the kernels share: element types, ordered keys, reductions over warps and blocks.
-// No header of CUDA or of C++ is included, so nvcc and NVRTC take the same text; the host build brings host/simulate.h.
+// No header of CUDA or of C++ is included, so nvcc and NVRTC compile the same text; host builds add host/simulate.h.
 #pragma once
 
 #if defined(SPECCOMPILE_HOST)
@@ -39,7 +39,7 @@ __device__ inline float float_from(Float16 value) {
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// exp(x) for x <= 0 in two instructions, to some 2^-22 near 0 and |x| * 2^-24 beyond; below exp(-87) it is 0.
+// exp(x) for x <= 0 in two instructions, error about 2^-22 near 0 and |x| * 2^-24 beyond; below exp(-87) it is 0.
 __device__ inline float exp_fast(float x) {
     const float power = x * 1.4426950408889634f;
 #if defined(SPECCOMPILE_HOST)
@@ -51,7 +51,7 @@ __device__ inline float exp_fast(float x) {
 #endif
 }
 
-// Keys order as the numbers do; -0 and +0 have one key.
+// Keys have the order of the numbers; -0 and +0 have one key.
 __device__ inline u32 key_from(float value) {
 #if defined(SPECCOMPILE_HOST)
     if (value != value) return 0xffffffffu;  // a GPU's arithmetic has one NaN, and this is its key
@@ -84,7 +84,7 @@ __device__ inline u32 warp_min(u32 value) { return ~warp_max(~value); }
 
 __device__ inline float warp_max(float value) { return float_from_key(warp_max(key_from(value))); }
 
-// Sum of the lanes up to and with this one.
+// Inclusive scan: sum of the lanes up to and including this one.
 template <typename V>
 __device__ inline V warp_scan(V value) {
     const int lane = threadIdx.x % WARP;
@@ -96,7 +96,7 @@ __device__ inline V warp_scan(V value) {
     return value;
 }
 
-// Block-wide forms: every thread gets the result; `scratch` has one entry a warp and is free again on return.
+// Block-wide forms: every thread gets the result; `scratch` has one entry per warp and is free again on return.
 template <int THREADS, typename V>
 __device__ inline V block_sum(V value, V* scratch) {
     const int lane = threadIdx.x % WARP;
@@ -108,7 +108,7 @@ __device__ inline V block_sum(V value, V* scratch) {
     return value;
 }
 
-// Sum of the threads before this one; `total` is that of all.
+// Exclusive scan: sum of the threads before this one; `total` is that of all.
 template <int THREADS, typename V>
 __device__ inline V block_scan(V value, V* scratch, V& total) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What TensorRT looks for in a plugin library: the list of creators, and where to send log lines.
+// What TensorRT looks for in a plugin library: the list of creators, and where to send log messages.
 #include "plugin_base.h"
 
 namespace speccompile {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both C++ plugins have in common. Only TensorRT's headers are needed; nothing of it is linked.
+// What both C++ plugins have in common. Only TensorRT's headers are needed; none of its libraries is linked.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -15,7 +15,7 @@ namespace speccompile {
 
 namespace trt = nvinfer1;
 
-// Those of backends/tensorrt/plugin_names.py.
+// As in backends/tensorrt/plugin_names.py.
 constexpr char const* PLUGIN_NAMESPACE = "";
 constexpr char const* PLUGIN_VERSION = "1";
 constexpr char const* NUM_CACHES = "num_caches";
@@ -28,7 +28,7 @@ inline bool is_logits_type(trt::DataType type) {
     return type == trt::DataType::kFLOAT || type == trt::DataType::kHALF || type == trt::DataType::kBF16;
 }
 
-// int32 fields, as a creator announces them and as a plan carries them.
+// int32 fields, as a creator declares them and as a plan stores them.
 class Fields {
 public:
     explicit Fields(std::initializer_list<std::pair<char const*, std::int32_t>> values) {
@@ -58,7 +58,7 @@ inline std::int32_t read_field(trt::PluginFieldCollection const* fields, char co
     return otherwise;
 }
 
-// A plugin of one object: it is its own core, build and runtime part. SELF has a copy constructor.
+// A plugin in one object: it is its own core, build and runtime capability. SELF has a copy constructor.
 template <typename SELF>
 class Plugin : public trt::IPluginV3,
                public trt::IPluginV3OneCore,

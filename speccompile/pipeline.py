@@ -28,15 +28,15 @@ ROLLBACK = "rollback"
 def build(
     plan: BuildPlan, dest: Path | str, progress: Progress = lambda stage: None, cache: StageCache | None = None
 ) -> Bundle:
-    """Build the bundle of `plan`; `dest` is replaced whole or not touched.
+    """Build the bundle of `plan`; `dest` is replaced atomically.
 
-    What is in `dest` is replaced where it is a bundle as it was built, with no file added or changed.
+    An earlier bundle in `dest` is replaced if no file of it was added or changed.
 
     Args:
         plan: see `speccompile.recipe.resolve`.
         dest: the bundle's folder; a link is followed.
         progress: called with "STAGE" and "STAGE: STEP".
-        cache: stages whose inputs did not change are taken from it; the user's own by default.
+        cache: source of stages whose inputs did not change; the user's cache by default.
 
     Raises:
         RecipeError, CheckpointError, ExportError, PassError, BuildError: see the stages.

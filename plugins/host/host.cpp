@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels as a library of the CPU, for tests: the same sources, launched by host_launch.
+// The kernels as a CPU library, for tests: the same sources, launched by host_launch.
 #include "host/simulate.h"
 
 #include "kv_rollback/launches.h"
@@ -9,21 +9,21 @@ using namespace speccompile;
 
 extern "C" {
 
-int host_settle_threads() { return SETTLE_THREADS; }
+int host_resolve_threads() { return RESOLVE_THREADS; }
 unsigned long host_params_bytes(int is_rollback) { return is_rollback ? sizeof(KVRollbackParams) : sizeof(SpecVerifyParams); }
 
-// Bytes from the start of the workspace to behind its last part.
+// Bytes from the start of the workspace to the end of its last part.
 unsigned long long host_workspace_bytes(const SpecVerifyParams* params) {
     const Workspace space(*params);
     return reinterpret_cast<u64>(space.inverse + params->vocab) - reinterpret_cast<u64>(params->workspace);
 }
 
-// What the C++ plugin asks for: workspace with and without a map, blocks of the scan, shared bytes of the second launch.
+// Sizes that the C++ plugin requests: workspace with and without a map, blocks of the scan, shared bytes of the second launch.
 void host_verify_launches(long long batch, long long nodes, long long vocab, unsigned long long* sizes) {
     sizes[0] = verify_workspace_bytes(batch, nodes, vocab, true);
     sizes[1] = verify_workspace_bytes(batch, nodes, vocab, false);
     sizes[2] = scan_blocks(batch, nodes, vocab);
-    sizes[3] = settle_shared_bytes(vocab);
+    sizes[3] = resolve_shared_bytes(vocab);
 }
 int host_rollback_unit(long long row_bytes, void* const* caches, int count) {
     return rollback_vector_bytes(row_bytes, caches, count);
@@ -40,12 +40,12 @@ void host_spec_verify(const SpecVerifyParams* params, unsigned scan_blocks, unsi
         if (params->dtype == Dtype::F16) scan<Float16>(*params);
         if (params->dtype == Dtype::BF16) scan<BFloat16>(*params);
     });
-    host_launch({unsigned(params->batch) * params->nodes}, SETTLE_THREADS, shared_bytes, seed + 1,
-                [=] { spec_verify_settle(*params); }, &shared_state(), sizeof(Shared));
+    host_launch({unsigned(params->batch) * params->nodes}, RESOLVE_THREADS, shared_bytes, seed + 1,
+                [=] { spec_verify_resolve(*params); }, &shared_state(), sizeof(Shared));
 }
 
 void host_spec_verify_single(const SpecVerifyParams* params, unsigned long shared_bytes, unsigned seed) {
-    host_launch({unsigned(params->batch)}, SETTLE_THREADS, shared_bytes, seed, [=] {
+    host_launch({unsigned(params->batch)}, RESOLVE_THREADS, shared_bytes, seed, [=] {
         spec_verify_single(params->logits, params->tokens, params->parents, params->draft_probs, params->uniforms,
                            params->temperature, params->top_k, params->top_p, params->batch, params->nodes,
                            params->vocab, params->draft_vocab, static_cast<int>(params->dtype), params->path,

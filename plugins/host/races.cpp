@@ -5,12 +5,12 @@
 
 namespace host::races {
 
-Place now;
+Access now;
 
 namespace {
 
 struct Byte {
-    Place write, reads[2];  // the last write; readers of this epoch, two if there were
+    Access write, reads[2];  // the last write; up to two readers of this epoch
 };
 
 struct Range {
@@ -18,7 +18,7 @@ struct Range {
     std::vector<Byte> bytes;
 };
 
-// There before the first call and after the last, whatever is made and ended when.
+// Allocated once and never freed, so that it outlives every static object that calls into it.
 std::vector<Range>& ranges() {
     static std::vector<Range>* const held = new std::vector<Range>;
     return *held;
@@ -26,21 +26,21 @@ std::vector<Range>& ranges() {
 
 long num_accesses = 0, num_races = 0;
 
-bool is_at_once(const Place& other) {
+bool is_at_once(const Access& other) {
     if (other.thread < 0 || other.thread == now.thread || other.block_epoch != now.block_epoch) return false;
     return other.thread / 32 != now.thread / 32 || other.warp_epoch == now.warp_epoch;
 }
 
 bool is_race(const Byte& byte, bool is_write) {
     if (is_at_once(byte.write) && !(byte.write.is_atomic && now.is_atomic)) return true;
-    for (const Place& read : byte.reads)
+    for (const Access& read : byte.reads)
         if (is_write && is_at_once(read) && !(read.is_atomic && now.is_atomic)) return true;
     return false;
 }
 
 void note_read(Byte& byte) {
-    Place& first = byte.reads[0];
-    Place& second = byte.reads[1];
+    Access& first = byte.reads[0];
+    Access& second = byte.reads[1];
     const bool is_first = first.block_epoch != now.block_epoch || first.thread < 0 || first.thread == now.thread;
     const bool is_second = second.block_epoch != now.block_epoch || second.thread / 32 == first.thread / 32;
     if (is_first) {
@@ -51,12 +51,12 @@ void note_read(Byte& byte) {
 }
 
 void access(const void* at, std::size_t size, bool is_write) {
-    const char* place = static_cast<const char*>(at);
+    const char* address = static_cast<const char*>(at);
     for (Range& range : ranges()) {
-        if (place < range.start || place >= range.start + range.bytes.size()) continue;
+        if (address < range.start || address >= range.start + range.bytes.size()) continue;
         ++num_accesses;
         bool is_wrong = false;
-        for (std::size_t i = place - range.start; i < place - range.start + size; ++i) {
+        for (std::size_t i = address - range.start; i < address - range.start + size; ++i) {
             is_wrong |= is_race(range.bytes[i], is_write);
             if (is_write) {
                 range.bytes[i].write = now;
@@ -79,7 +79,7 @@ void watch(const void* start, std::size_t bytes) {
 
 extern "C" {
 
-// Since the last call: accesses to shared memory, and those of them that were part of a race.
+// Since the last call: accesses to shared memory, and how many of them were part of a race.
 void host_races(long* counts) {
     counts[0] = host::races::num_accesses;
     counts[1] = host::races::num_races;

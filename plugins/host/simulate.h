@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the kernels on a CPU: the device words as C++, the threads of a block as fibers of one thread.
+// Runs the kernels on a CPU: CUDA's keywords and builtins in C++, the threads of a block as fibers of one thread.
 // Barriers and shuffles switch fibers, blocks run one after the other, both in an order drawn from a seed; memory
-// that CUDA leaves undefined is filled with garbage. Lanes that meet in calls of different kinds or arguments end the
-// program. It shows what a kernel computes, not how fast, and no data race between blocks; races.h adds those within
-// one. Include it once per program (it holds the state of the machine that it plays).
+// that CUDA leaves undefined is filled with garbage. Lanes that meet in calls of different kinds or arguments abort
+// the program. It shows what a kernel computes, not how fast, and no data race between blocks; races.h detects those
+// within one. Include it once per program (it holds the state of the simulated machine).
 #pragma once
 
 #include <algorithm>
@@ -44,11 +44,11 @@ constexpr std::size_t STACK_BYTES = 96 * 1024;
 struct Barrier {
     int size = 0, arrived = 0;
     unsigned round = 0;
-    int call = 0;  // that the lanes of a warp meet in
+    int call = 0;  // in which the lanes of a warp meet
 };
 
 struct Fiber {
-    dim3 place;
+    dim3 thread_index;
     Barrier* waits_for = nullptr;
     unsigned waits_since = 0;
     bool is_done = true;
@@ -83,7 +83,7 @@ struct Machine {
 inline Machine machine;
 
 #if defined(__x86_64__)
-// Saves the registers that a call keeps, on the old stack, and takes them from the new one.
+// Saves the callee-saved registers on the old stack and restores those of the new one.
 extern "C" void speccompile_switch(void** from, void* to);
 asm(R"(
 .text
@@ -150,10 +150,10 @@ inline void wait(Barrier& barrier) {
     leave(*machine.now);
 }
 
-// Tells the watch over races who runs; nothing where there is none.
+// Reports the running thread to the race detector, where it is compiled in.
 inline void announce([[maybe_unused]] const Fiber& fiber, [[maybe_unused]] bool is_atomic) {
 #if defined(SPECCOMPILE_RACES)
-    races::now = {static_cast<int>(fiber.place.x), fiber.block_epoch, fiber.warp_epoch, is_atomic};
+    races::now = {static_cast<int>(fiber.thread_index.x), fiber.block_epoch, fiber.warp_epoch, is_atomic};
 #endif
 }
 
@@ -184,7 +184,7 @@ inline void run_block(std::vector<int>& order) {
 using std::max;
 using std::min;
 inline dim3 blockIdx, gridDim, blockDim;
-#define threadIdx (host::machine.now->place)
+#define threadIdx (host::machine.now->thread_index)
 
 inline float __uint_as_float(unsigned bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 inline unsigned __float_as_uint(float value) { unsigned u; std::memcpy(&u, &value, 4); return u; }
@@ -254,19 +254,19 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 
 template <typename V>
-inline V host_exchange_at(V* place, V (*combine)(V, V), V value) {
+inline V host_exchange_at(V* target, V (*combine)(V, V), V value) {
     host::announce(*host::machine.now, true);
-    const V old = *const_cast<volatile V*>(place);
-    *const_cast<volatile V*>(place) = combine(old, value);
+    const V old = *const_cast<volatile V*>(target);
+    *const_cast<volatile V*>(target) = combine(old, value);
     host::announce(*host::machine.now, false);
     return old;
 }
 template <typename V>
-inline V atomicAdd(V* place, V value) { return host_exchange_at<V>(place, [](V a, V b) -> V { return a + b; }, value); }
+inline V atomicAdd(V* target, V value) { return host_exchange_at<V>(target, [](V a, V b) -> V { return a + b; }, value); }
 template <typename V>
-inline V atomicMin(V* place, V value) { return host_exchange_at<V>(place, [](V a, V b) { return min(a, b); }, value); }
+inline V atomicMin(V* target, V value) { return host_exchange_at<V>(target, [](V a, V b) { return min(a, b); }, value); }
 template <typename V>
-inline V atomicMax(V* place, V value) { return host_exchange_at<V>(place, [](V a, V b) { return max(a, b); }, value); }
+inline V atomicMax(V* target, V value) { return host_exchange_at<V>(target, [](V a, V b) { return max(a, b); }, value); }
 
 inline float host_float_from_half(unsigned short bits) {
     const unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31u, fraction = bits & 1023u;
@@ -302,7 +302,7 @@ inline void host_launch(
         for (auto& warp : machine.warps) warp.barrier = {32, 0, 0};
         std::shuffle(order.begin(), order.end(), random);
         for (unsigned i = 0; i < threads; ++i) {
-            machine.fibers[i].place = {i, 0, 0};
+            machine.fibers[i].thread_index = {i, 0, 0};
             host::start(machine.fibers[i]);
         }
 #if defined(SPECCOMPILE_RACES)

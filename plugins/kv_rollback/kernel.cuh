@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // KVRollback: keep one path of a scored tree in n caches [slots, kv_heads, max_seq, head_dim], in place.
-// Row lengths[b] + i of slot b becomes row lengths[b] + path[b, i]; -1 keeps the row. See README.md beside this file.
+// Row lengths[b] + i of slot b becomes row lengths[b] + path[b, i]; -1 keeps the row. See README.md in this folder.
 
 #include "common.cuh"
 
 namespace speccompile {
 
-// Kernel parameters end at 4096 bytes on every CUDA that is supported, and the rest of the struct takes its part.
+// Kernel parameters are limited to 4096 bytes on every supported CUDA, and the rest of the struct needs some of them.
 constexpr int MAX_CACHES = 480;
 constexpr int ROLLBACK_THREADS = 128;
-constexpr int ROWS_IN_FLIGHT = 8;  // loads that a thread has open at once
+constexpr int ROWS_IN_FLIGHT = 8;  // loads that a thread has in flight
 
 struct KVRollbackParams {
     void* caches[MAX_CACHES];
@@ -22,7 +22,7 @@ struct KVRollbackParams {
 };
 
 // One thread owns one column of a head: it reads a group of rows, then writes it, groups in rising order. A row that is
-// read later lies behind every row written before (path[i] >= i and rising), so nothing is lost and no barrier is needed.
+// read later comes after every row written before (path[i] >= i and rising), so nothing is lost without a barrier.
 template <typename V, typename Params>
 __device__ inline void move_rows(void* cache, const Params& params) {
     const int slot = blockIdx.y;
@@ -35,7 +35,7 @@ __device__ inline void move_rows(void* cache, const Params& params) {
         const i64 node = i < params.depth ? path[i] : -1;
         is_moving |= __ballot_sync(ALL_LANES, node > i) != 0;
     }
-    if (!is_moving) return;  // a chain: its rows stand where they belong
+    if (!is_moving) return;  // a chain: its rows are in place already
 
     const int column = blockIdx.x * ROLLBACK_THREADS + threadIdx.x;
     if (column >= params.kv_heads * params.row_vectors) return;
@@ -63,7 +63,7 @@ __device__ inline void move_rows(void* cache, const Params& params) {
 
 }  // namespace speccompile
 
-// Eight blocks of a multiprocessor at once: 64 registers.
+// Eight blocks per multiprocessor: at most 64 registers a thread.
 #define SPECCOMPILE_ROLLBACK(NAME, VECTOR)                                         \
     extern "C" __global__ void __launch_bounds__(speccompile::ROLLBACK_THREADS, 8) \
         NAME(const __grid_constant__ speccompile::KVRollbackParams params) {       \

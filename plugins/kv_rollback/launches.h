@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Grids of KVRollback, for C++: the arithmetic of backends/tensorrt/launches.py.
+// Grids of KVRollback, for C++: the same arithmetic as backends/tensorrt/launches.py.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace speccompile {
 
-// Widest unit that divides a row and that every cache's address is a multiple of; 0 where there is none.
+// Widest unit in bytes that divides a row and every cache's address; 0 where there is none.
 inline int rollback_vector_bytes(std::int64_t row_bytes, void* const* caches, int count) {
     std::uintptr_t bits = static_cast<std::uintptr_t>(row_bytes);
     for (int i = 0; i < count; ++i) bits |= reinterpret_cast<std::uintptr_t>(caches[i]);

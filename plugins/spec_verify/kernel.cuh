@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// SpecVerify: the acceptance rule behind a target's logits. See README.md beside this file.
-// Two launches: `scan` reads the logits, `settle` resolves every node by its own block, and the last block of a slot
-// walks the tree. `single` does all in one launch without workspace, one block a slot.
+// SpecVerify: the acceptance rule on a target's logits. See README.md in this folder.
+// Two launches: `scan` reads the logits, `resolve` decides every node by its own block, and the last block of a slot
+// walks the tree. `single` does all in one launch without workspace, one block per slot.
 
 #include "spec_verify/scan.cuh"
 #include "spec_verify/walk.cuh"
@@ -28,39 +28,39 @@ struct Verdict {
 // The tree of a slot, in shared memory; a barrier publishes it.
 __device__ inline void load_tree(const SpecVerifyParams& params, int slot) {
     Shared& shared = shared_state();
-    for (int node = threadIdx.x; node < params.nodes; node += SETTLE_THREADS) {
-        const i64 place = static_cast<i64>(slot) * params.nodes + node;
-        const i64 parent = params.parents[place], token = params.tokens[place];
+    for (int node = threadIdx.x; node < params.nodes; node += RESOLVE_THREADS) {
+        const i64 row = static_cast<i64>(slot) * params.nodes + node;
+        const i64 parent = params.parents[row], token = params.tokens[row];
         shared.parents[node] = parent >= 0 && parent < node ? static_cast<int>(parent) : -1;
         shared.tokens[node] = token >= 0 && token < params.vocab ? static_cast<int>(token) : -1;
     }
 }
 
-// The walk where drafts were drawn from laws: residuals are made at the nodes that are reached, nowhere else.
-__device__ __noinline__ void walk_laws(const SpecVerifyParams& params, int slot) {
+// The walk where drafts were drawn from distributions: residuals are computed only at the nodes that are reached.
+__device__ __noinline__ void walk_draft_probs(const SpecVerifyParams& params, int slot) {
     const Workspace space(params);
     Verdict verdict{params.path + static_cast<i64>(slot) * params.nodes};
     for (int node = 0; node >= 0;) {
         const i64 row = static_cast<i64>(slot) * params.nodes + node;
         Work work(params, slot, node, params.temperature[slot]);
-        work.law = fresh(space.laws + row);
-        const bool is_whole = work.law.key_min == 0;
-        for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS) {
+        work.dist = fresh(space.dists + row);
+        const bool is_whole = work.dist.key_min == 0;
+        for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += RESOLVE_THREADS) {
             const Cell cell = space.cells[row * work.chunks() + chunk];
             work.tops()[chunk] = cell.top;
             if (is_whole)
-                work.masses()[chunk] = cell.mass > 0 ? cell.mass * expf(cell.top - work.law.top) / work.law.total : 0.0;
+                work.masses()[chunk] = cell.mass > 0 ? cell.mass * expf(cell.top - work.dist.top) / work.dist.total : 0.0;
         }
         __syncthreads();
         verdict.add(node);
-        const Outcome outcome = decide_by_laws(work, is_whole);
+        const Outcome outcome = decide_by_draft_probs(work, is_whole);
         node = outcome.child;
         if (node < 0) verdict.finish(params, slot, outcome.token);
         __syncthreads();
     }
 }
 
-// The walk where every row has its outcome, by one warp.
+// The walk where every row has its outcome already, by one warp.
 __device__ inline void walk_outcomes(const SpecVerifyParams& params, int slot) {
     const Workspace space(params);
     Shared& shared = shared_state();
@@ -71,7 +71,7 @@ __device__ inline void walk_outcomes(const SpecVerifyParams& params, int slot) {
     i64* path = params.path + static_cast<i64>(slot) * params.nodes;
     int length = 0;
     Outcome outcome;
-    for (int node = 0; node >= 0; node = outcome.child) {  // each lane for itself, all alike
+    for (int node = 0; node >= 0; node = outcome.child) {  // every lane does the same
         outcome = shared.outcomes[node];
         if (lane == 0) path[length] = node;
         ++length;
@@ -83,43 +83,43 @@ __device__ inline void walk_outcomes(const SpecVerifyParams& params, int slot) {
     }
 }
 
-// Counts the blocks of a slot that are done; what the calling thread wrote before is seen by the last one.
+// Counts the finished blocks of a slot; the last one sees what the calling thread wrote before.
 __device__ inline bool is_last_of(const SpecVerifyParams& params, int slot) {
     __threadfence();
     return atomicAdd(&Workspace(params).counters[slot], 1u) == static_cast<u32>(params.nodes - 1);
 }
 
-// Grid: one block a row.
-__device__ inline void settle_rows(const SpecVerifyParams& params) {
+// Grid: one block per row.
+__device__ inline void resolve_rows(const SpecVerifyParams& params) {
     Shared& shared = shared_state();
     const i64 row = blockIdx.x;
     const int slot = static_cast<int>(row / params.nodes), node = static_cast<int>(row % params.nodes);
-    // All that is read of the slot, at once: each read takes as long as the arithmetic of a step below.
+    // All reads of the slot are issued at once: each takes as long as the arithmetic of a step below.
     const float temperature = params.temperature[slot], uniform = params.uniforms[2 * row + 1];
     const Cuts cuts(params, slot);
-    const bool is_settled = is_reachable(params, slot, node);
+    const bool is_reached = is_reachable(params, slot, node);
     load_tree(params, slot);
     const Workspace space(params);
     const Cell* cells = space.cells + row * num_chunks(params.vocab);
     const auto load = [&](int chunk) { return cells[chunk]; };
     Work work(params, slot, node, temperature);
-    if (has_laws(params) && is_hot(temperature)) {
-        if (is_settled) {
+    if (has_draft_probs(params) && is_hot(temperature)) {
+        if (is_reached) {
             double own;
             const float top = weigh(work, load, own);
-            const Law law = law_from(work, top, own, cuts);
-            if (threadIdx.x == 0) space.laws[row] = law;
+            const Dist dist = dist_from(work, top, own, cuts);
+            if (threadIdx.x == 0) space.dists[row] = dist;
         }
         if (threadIdx.x == 0) shared.is_last_block = is_last_of(params, slot);
         __syncthreads();
         if (!shared.is_last_block) return;
         __threadfence();
-        walk_laws(params, slot);
+        walk_draft_probs(params, slot);
         return;
     }
     bool is_mine = threadIdx.x < WARP;
     const int lane = static_cast<int>(threadIdx.x) % WARP;
-    if (is_settled) {
+    if (is_reached) {
         const Drawn drawn = draw_at_node(work, load, is_hot(temperature), cuts, uniform);
         is_mine = drawn.is_mine;
         if (is_mine) {
@@ -138,15 +138,15 @@ __device__ __noinline__ void scan_slot(const Work work) {
     const SpecVerifyParams& params = work.params;
     const i64 row = static_cast<i64>(work.slot) * params.nodes + work.node;
     const auto scan_as = [&](const auto& values) {
-        for (int first = threadIdx.x / WARP; first < work.chunks(); first += SETTLE_WARPS * CHUNKS_IN_FLIGHT)
-            scan_row(values, first, SETTLE_WARPS, work.chunks(), params.temperature[work.slot], shared_state().cells);
+        for (int first = threadIdx.x / WARP; first < work.chunks(); first += RESOLVE_WARPS * CHUNKS_IN_FLIGHT)
+            scan_row(values, first, RESOLVE_WARPS, work.chunks(), params.temperature[work.slot], shared_state().cells);
     };
     if (params.dtype == Dtype::F16) return scan_as(Row<Float16>(params, row));
     if (params.dtype == Dtype::BF16) return scan_as(Row<BFloat16>(params, row));
     scan_as(Row<float>(params, row));
 }
 
-// Grid: one block a slot, which reads the rows that it reaches. No d2t, no workspace.
+// Grid: one block per slot, which reads only the rows that it reaches. No d2t, no workspace.
 __device__ inline void verify_slot(const SpecVerifyParams& params) {
     const int slot = blockIdx.x;
     Shared& shared = shared_state();
@@ -162,15 +162,15 @@ __device__ inline void verify_slot(const SpecVerifyParams& params) {
         __syncthreads();
         verdict.add(node);
         Outcome outcome;
-        if (has_laws(params) && is_hot(temperature)) {
+        if (has_draft_probs(params) && is_hot(temperature)) {
             double own;
             const float top = weigh(work, load, own);
-            law_from(work, top, own, cuts);
+            dist_from(work, top, own, cuts);
             if (!cuts.any())
                 for (int chunk = work.run_start(); chunk < work.run_end(); ++chunk)
-                    work.masses()[chunk] /= work.law.total;
+                    work.masses()[chunk] /= work.dist.total;
             __syncthreads();
-            outcome = decide_by_laws(work, !cuts.any());
+            outcome = decide_by_draft_probs(work, !cuts.any());
         } else {
             const Drawn drawn = draw_at_node(work, load, is_hot(temperature), cuts, params.uniforms[2 * row + 1]);
             if (drawn.is_mine) {
@@ -188,13 +188,13 @@ __device__ inline void verify_slot(const SpecVerifyParams& params) {
 
 }  // namespace speccompile
 
-extern "C" __global__ void __launch_bounds__(speccompile::SETTLE_THREADS, 1)
-    spec_verify_settle(const __grid_constant__ speccompile::SpecVerifyParams params) {
-    speccompile::settle_rows(params);
+extern "C" __global__ void __launch_bounds__(speccompile::RESOLVE_THREADS, 1)
+    spec_verify_resolve(const __grid_constant__ speccompile::SpecVerifyParams params) {
+    speccompile::resolve_rows(params);
 }
 
-// Arguments one by one, inputs, sizes, outputs: the order in which TensorRT's ahead-of-time Python plugins give them.
-extern "C" __global__ void __launch_bounds__(speccompile::SETTLE_THREADS, 1) spec_verify_single(
+// Arguments one by one, inputs, sizes, outputs: the order in which TensorRT's ahead-of-time Python plugins pass them.
+extern "C" __global__ void __launch_bounds__(speccompile::RESOLVE_THREADS, 1) spec_verify_single(
     const void* logits, const long long* tokens, const long long* parents, const float* draft_probs,
     const float* uniforms, const float* temperature, const long long* top_k, const float* top_p, int batch, int nodes,
     int vocab, int draft_vocab, int dtype, long long* path, long long* num_accepted, long long* next_token) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Grids, shared memory and workspace of SpecVerify, for C++: the arithmetic of backends/tensorrt/launches.py.
+// Grids, shared memory and workspace of SpecVerify, for C++: the same arithmetic as backends/tensorrt/launches.py.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ inline bool fits_verify(std::int64_t nodes, std::int64_t vocab) {
 
 inline std::size_t verify_workspace_bytes(std::int64_t batch, std::int64_t nodes, std::int64_t vocab, bool has_map) {
     const std::int64_t rows = batch * nodes, cells = rows * divide_up(vocab, CHUNK);
-    return cells * sizeof(Cell) + rows * (sizeof(Law) + sizeof(Outcome)) + batch * sizeof(u32) +
+    return cells * sizeof(Cell) + rows * (sizeof(Dist) + sizeof(Outcome)) + batch * sizeof(u32) +
            (has_map ? vocab * sizeof(u32) : 0);
 }
 
@@ -25,7 +25,7 @@ inline unsigned scan_blocks(std::int64_t batch, std::int64_t nodes, std::int64_t
     return static_cast<unsigned>(blocks > clearing ? blocks : clearing);
 }
 
-inline std::size_t settle_shared_bytes(std::int64_t vocab) {
+inline std::size_t resolve_shared_bytes(std::int64_t vocab) {
     return divide_up(vocab, CHUNK) * (sizeof(double) + sizeof(float));
 }
 

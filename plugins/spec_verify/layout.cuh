@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SpecVerify: arguments, workspace, and the chunks that a row of logits is read in.
+// SpecVerify: arguments, workspace, and the chunks in which a row of logits is read.
 #pragma once
 
 #include "common.cuh"
@@ -8,15 +8,15 @@ namespace speccompile {
 
 constexpr int CHUNK = 256;  // entries that one warp reduces at once: 16 bytes a lane in half precision
 constexpr int LANE_ENTRIES = CHUNK / WARP;
-constexpr int CHUNKS_IN_FLIGHT = 4;  // chunks that a warp has open at once: 64 bytes a lane in half precision
+constexpr int CHUNKS_IN_FLIGHT = 4;  // chunks that a warp loads at once: 64 bytes a lane in half precision
 constexpr int SCAN_THREADS = 256;
-#if defined(SPECCOMPILE_SETTLE_THREADS)
-constexpr int SETTLE_THREADS = SPECCOMPILE_SETTLE_THREADS;
+#if defined(SPECCOMPILE_RESOLVE_THREADS)
+constexpr int RESOLVE_THREADS = SPECCOMPILE_RESOLVE_THREADS;
 #else
-constexpr int SETTLE_THREADS = 512;
+constexpr int RESOLVE_THREADS = 512;
 #endif
-constexpr int SETTLE_WARPS = SETTLE_THREADS / WARP;
-constexpr int MAX_CHUNKS = 2048;  // vocab <= 524288: what shared memory of 48 KiB holds
+constexpr int RESOLVE_WARPS = RESOLVE_THREADS / WARP;
+constexpr int MAX_CHUNKS = 2048;  // vocab <= 524288: what fits into 48 KiB of shared memory
 constexpr int MAX_NODES = 256;
 constexpr int MAX_CANDIDATES = 2048;
 
@@ -43,8 +43,8 @@ struct SpecVerifyParams {
     Dtype dtype;
 };
 
-// The law of a row: entries with key > key_min, and of those with key == key_min the ones up to index last_tie.
-struct Law {
+// The distribution of a row: entries with key > key_min, and those with key == key_min up to index last_tie.
+struct Dist {
     float top;  // greatest scaled logit
     u32 key_min;
     u32 last_tie;
@@ -53,13 +53,13 @@ struct Law {
 };
 
 struct Outcome {
-    int child;  // node that is kept behind this one, -1 = none
-    int token;  // what follows when none is kept
+    int child;  // child of this node that is kept, -1 = none
+    int token;  // next token when no child is kept
 };
 
 __device__ inline int num_chunks(int vocab) { return (vocab + CHUNK - 1) / CHUNK; }
 
-// What the first pass leaves of a chunk: its greatest scaled logit and the sum of exp(scaled - top), or for greedy slots
+// What the first pass records of a chunk: its greatest scaled logit and the sum of exp(scaled - top), or for greedy slots
 // the index of the first entry that has the top.
 struct alignas(8) Cell {
     float top;
@@ -69,11 +69,11 @@ struct alignas(8) Cell {
     };
 };
 
-// Workspace, in this order: per row and chunk its cell, per row law and outcome, per slot a counter, per target token
-// its draft token. Nothing in it needs to be cleared.
+// Workspace, in this order: per row and chunk its cell, per row distribution and outcome, per slot a counter, per
+// target token its draft token. Nothing in it needs to be cleared.
 struct Workspace {
     Cell* cells;
-    Law* laws;
+    Dist* dists;
     Outcome* outcomes;
     u32* counters;
     u32* inverse;
@@ -81,37 +81,37 @@ struct Workspace {
     __device__ explicit Workspace(const SpecVerifyParams& params) {
         const i64 rows = static_cast<i64>(params.batch) * params.nodes;
         cells = static_cast<Cell*>(params.workspace);
-        laws = reinterpret_cast<Law*>(cells + rows * num_chunks(params.vocab));
-        outcomes = reinterpret_cast<Outcome*>(laws + rows);
+        dists = reinterpret_cast<Dist*>(cells + rows * num_chunks(params.vocab));
+        outcomes = reinterpret_cast<Outcome*>(dists + rows);
         counters = reinterpret_cast<u32*>(outcomes + rows);
         inverse = counters + params.batch;
     }
 };
 
-// What another block of this launch has written, read past this multiprocessor's own cache.
+// Reads what another block of this launch has written, bypassing this multiprocessor's own cache.
 template <typename T>
-__device__ inline T fresh(const T* place) {
+__device__ inline T fresh(const T* source) {
     union {
         u32 words[sizeof(T) / 4];
         T value;
     };
-    for (unsigned i = 0; i < sizeof(T) / 4; ++i) words[i] = reinterpret_cast<const volatile u32*>(place)[i];
+    for (unsigned i = 0; i < sizeof(T) / 4; ++i) words[i] = reinterpret_cast<const volatile u32*>(source)[i];
     return value;
 }
 
-// A node that nothing leads to: padding, or (node 0 excepted, whose parent is not read) a parent that is no ancestor.
+// False for a node that no path leads to: padding, or a parent that is not before it (node 0's parent is not read).
 __device__ inline bool is_reachable(const SpecVerifyParams& params, int slot, int node) {
     const i64 parent = params.parents[static_cast<i64>(slot) * params.nodes + node];
     return node == 0 || (parent >= 0 && parent < node);
 }
 
-__device__ inline bool has_laws(const SpecVerifyParams& params) { return params.draft_vocab > 1; }
+__device__ inline bool has_draft_probs(const SpecVerifyParams& params) { return params.draft_vocab > 1; }
 
-// Slots below are greedy: their logits would overflow by the division (`core.sampling.COLDEST`).
+// Slots at lower temperatures are greedy: the division would overflow (`core.sampling.COLDEST`).
 __device__ inline bool is_hot(float temperature) { return temperature >= 0x1p-64f; }
 
-// Correctly rounded x / temperature, as the twin divides in float32, by a correctly rounded reciprocal and two
-// corrections (Markstein 1990): 5 instructions for some 10. Outside of the safe range the division itself.
+// Correctly rounded x / temperature, as the twin divides in float32: a correctly rounded reciprocal and two
+// corrections (Markstein 1990), 5 instructions instead of about 10. Outside of the safe range it divides.
 struct Divider {
     float divisor, reciprocal;
     bool is_usual;
@@ -131,8 +131,8 @@ struct Divider {
     }
 };
 
-// x / temperature for the sums of the first pass: correctly rounded but for one in some millions (then an ulp beside it),
-// since the reciprocal is in two parts. Both are positive, so minus infinity stays what it is.
+// x / temperature for the sums of the first pass: correctly rounded except for about one in several million (off by
+// one ulp), since the reciprocal is in two parts. Both are positive, so minus infinity is kept.
 struct Quotient {
     float high, low;
 
@@ -146,7 +146,7 @@ struct Quotient {
 };
 
 template <typename T>
-__device__ constexpr u32 lowest_pair();  // minus infinity, as many as fit into a word
+__device__ constexpr u32 lowest_pair();  // minus infinity, as often as it fits into a word
 template <>
 __device__ constexpr u32 lowest_pair<float>() { return 0xff800000u; }
 template <>
@@ -154,7 +154,7 @@ __device__ constexpr u32 lowest_pair<Float16>() { return 0xfc00fc00u; }
 template <>
 __device__ constexpr u32 lowest_pair<BFloat16>() { return 0xff80ff80u; }
 
-// One row, read by chunks. Entry j of a lane stands at place_of(j) of the chunk; places rise with j.
+// One row, read by chunks. Entry j of a lane is at offset_of(j) in the chunk; offsets rise with j.
 template <typename T>
 struct Row {
     static constexpr int VECTOR_ENTRIES = 16 / sizeof(T);
@@ -167,20 +167,20 @@ struct Row {
           vocab(params.vocab),
           is_vector(params.vocab % VECTOR_ENTRIES == 0 && reinterpret_cast<u64>(params.logits) % 16 == 0) {}
 
-    // Entries of one chunk that a lane holds, as they lie in memory.
+    // Entries of one chunk that a lane holds, as in memory.
     union Raw {
         uint4 vectors[LANE_ENTRIES / VECTOR_ENTRIES];
         T values[LANE_ENTRIES];
     };
 
     template <bool IS_VECTOR>
-    __device__ static int place_of(int j) {
+    __device__ static int offset_of(int j) {
         constexpr int PACK = IS_VECTOR ? VECTOR_ENTRIES : 1;
         return j / PACK * (WARP * PACK) + static_cast<int>(threadIdx.x) % WARP * PACK + j % PACK;
     }
 
-    // Only reads, so that a warp can open several chunks before it waits for the first. Entries behind the end of the
-    // row are minus infinity.
+    // Only reads, so that a warp can request several chunks before it waits for the first. Entries past the end of
+    // the row are minus infinity.
     template <bool IS_VECTOR>
     __device__ Raw fetch(int chunk) const {
         constexpr int PACK = IS_VECTOR ? VECTOR_ENTRIES : 1;
@@ -190,7 +190,7 @@ struct Row {
         for (int i = 0; i < LANE_ENTRIES / VECTOR_ENTRIES; ++i) raw.vectors[i] = {LOWEST, LOWEST, LOWEST, LOWEST};
 #pragma unroll
         for (int pack = 0; pack < LANE_ENTRIES / PACK; ++pack) {
-            const int index = chunk * CHUNK + place_of<IS_VECTOR>(pack * PACK);
+            const int index = chunk * CHUNK + offset_of<IS_VECTOR>(pack * PACK);
             if (index >= vocab) continue;
             if (IS_VECTOR) {
                 raw.vectors[pack] = *reinterpret_cast<const uint4*>(values + index);
@@ -202,7 +202,7 @@ struct Row {
     }
 };
 
-// A row of whatever type, for the second part, which reads little and is compiled once for all types.
+// A row of any type, for the second part, which reads little and is compiled once for all types.
 struct AnyRow {
     const void* logits;
     Dtype dtype;
@@ -212,16 +212,16 @@ struct AnyRow {
     __device__ AnyRow(const SpecVerifyParams& params, i64 row)
         : logits(params.logits), dtype(params.dtype), vocab(params.vocab), start(row * params.vocab) {}
 
-    // Lanes hold neighbours, so draft laws beside the logits are read in whole lines.
+    // Lanes hold neighbouring entries, so that draft probabilities too are read in whole cache lines.
     __device__ static int offset_of(int j) { return j * WARP + static_cast<int>(threadIdx.x) % WARP; }
-    // Each lane holds a run of the chunk.
+    // Each lane holds consecutive entries of the chunk.
     __device__ static int run_of(int j) { return static_cast<int>(threadIdx.x) % WARP * LANE_ENTRIES + j; }
 
     __device__ float at(int index) const {
-        const i64 place = start + index;
-        if (dtype == Dtype::F16) return float_from(static_cast<const Float16*>(logits)[place]);
-        if (dtype == Dtype::BF16) return float_from(static_cast<const BFloat16*>(logits)[place]);
-        return static_cast<const float*>(logits)[place];
+        const i64 entry = start + index;
+        if (dtype == Dtype::F16) return float_from(static_cast<const Float16*>(logits)[entry]);
+        if (dtype == Dtype::BF16) return float_from(static_cast<const BFloat16*>(logits)[entry]);
+        return static_cast<const float*>(logits)[entry];
     }
 
     template <typename T>

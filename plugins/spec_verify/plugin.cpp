@@ -90,14 +90,14 @@ public:
                 params.dtype = Dtype::F32;
                 spec_verify_scan_f32<<<scan_grid, SCAN_THREADS, 0, stream>>>(params);
         }
-        const dim3 settle_grid(params.batch * params.nodes);
-        spec_verify_settle<<<settle_grid, SETTLE_THREADS, settle_shared_bytes(params.vocab), stream>>>(params);
+        const dim3 resolve_grid(params.batch * params.nodes);
+        spec_verify_resolve<<<resolve_grid, RESOLVE_THREADS, resolve_shared_bytes(params.vocab), stream>>>(params);
         return cudaPeekAtLastError() == cudaSuccess ? 0 : -1;
     }
 
     std::int32_t onShapeChange(
         trt::PluginTensorDesc const*, std::int32_t num_inputs, trt::PluginTensorDesc const*, std::int32_t) noexcept override {
-        has_map_ = num_inputs > NUM_INPUTS;  // enqueue is not told how many inputs there are
+        has_map_ = num_inputs > NUM_INPUTS;  // enqueue does not get the number of inputs
         return 0;
     }
 

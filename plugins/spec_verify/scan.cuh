@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SpecVerify, first part: one pass over the logits. A warp reduces chunks by itself, so nothing waits for another warp.
+// SpecVerify, first part: one pass over the logits. A warp reduces chunks by itself, so that no warp waits for another.
 #pragma once
 
 #include "spec_verify/layout.cuh"
@@ -17,7 +17,7 @@ __device__ inline Cell reduce_greedy(int chunk, const float (&entries)[LANE_ENTR
     u32 at = 0xffffffffu;
 #pragma unroll
     for (int j = LANE_ENTRIES - 1; j >= 0; --j)
-        if (entries[j] == cell.top) at = static_cast<u32>(chunk * CHUNK + Row<T>::template place_of<IS_VECTOR>(j));
+        if (entries[j] == cell.top) at = static_cast<u32>(chunk * CHUNK + Row<T>::template offset_of<IS_VECTOR>(j));
     cell.index = warp_min(at);
     return cell;
 }
@@ -39,7 +39,7 @@ __device__ inline Cell reduce_sampled(const float (&entries)[LANE_ENTRIES], cons
 }
 
 // CHUNKS_IN_FLIGHT chunks of a row from `first` on: all reads, then the reductions. Lane k keeps the k-th cell; division
-// keeps the order, so it is the tops alone that are divided exactly.
+// keeps the order, so only the tops are divided exactly.
 template <bool IS_VECTOR, typename T>
 __device__ inline void scan_chunks(const Row<T>& row, int first, int stride, int count, float temperature, Cell* cells) {
     typename Row<T>::Raw raw[CHUNKS_IN_FLIGHT];
@@ -61,10 +61,10 @@ __device__ inline void scan_chunks(const Row<T>& row, int first, int stride, int
             is_sampled ? reduce_sampled(entries, scaled) : reduce_greedy<T, IS_VECTOR>(chunk, entries);
         if (lane == k) own = cell;
     }
-    const int place = first + lane * stride;
-    if (lane >= CHUNKS_IN_FLIGHT || place >= count) return;
+    const int cell_index = first + lane * stride;
+    if (lane >= CHUNKS_IN_FLIGHT || cell_index >= count) return;
     own.top = divide(own.top);
-    cells[place] = own;
+    cells[cell_index] = own;
 }
 
 template <typename T>
@@ -76,14 +76,14 @@ __device__ inline void scan_row(const Row<T>& row, int first, int stride, int co
     }
 }
 
-// Grid: one warp for every CHUNKS_IN_FLIGHT chunks of every row.
+// Grid: one warp per CHUNKS_IN_FLIGHT chunks of each row.
 template <typename T>
 __device__ inline void scan(const SpecVerifyParams& params) {
     const Workspace space(params);
     const i64 thread = static_cast<i64>(blockIdx.x) * SCAN_THREADS + threadIdx.x;
-    // The second launch counts its blocks: it finds the counters at zero, whatever the workspace held.
+    // The second launch counts its blocks, so its counters start at zero, whatever the workspace held.
     if (thread < params.batch) space.counters[thread] = 0;
-    if (params.d2t != nullptr && has_laws(params)) {
+    if (params.d2t != nullptr && has_draft_probs(params)) {
         for (i64 j = thread; j < params.draft_vocab; j += static_cast<i64>(gridDim.x) * SCAN_THREADS) {
             const i64 token = params.d2t[j];
             if (token >= 0 && token < params.vocab) space.inverse[token] = static_cast<u32>(j);

@@ -2,29 +2,29 @@
 // SpecVerify, second part: draws, residuals, and which child of a node is kept.
 #pragma once
 
-#include "spec_verify/law.cuh"
+#include "spec_verify/dist.cuh"
 
 namespace speccompile {
 
 // The draft's probability of a target token at a node.
 __device__ inline float draft_at(const SpecVerifyParams& params, int slot, int node, i64 token) {
-    i64 place = token;
+    i64 draft_token = token;
     if (params.d2t != nullptr) {
-        // The workspace is not cleared: an entry counts if its draft token points back.
-        place = Workspace(params).inverse[token];
-        if (place >= params.draft_vocab || params.d2t[place] != token) return 0;
+        // The workspace is not cleared: an entry is valid if its draft token maps back.
+        draft_token = Workspace(params).inverse[token];
+        if (draft_token >= params.draft_vocab || params.d2t[draft_token] != token) return 0;
     }
-    if (place < 0 || place >= params.draft_vocab) return 0;
-    return params.draft_probs[(static_cast<i64>(slot) * params.nodes + node) * params.draft_vocab + place];
+    if (draft_token < 0 || draft_token >= params.draft_vocab) return 0;
+    return params.draft_probs[(static_cast<i64>(slot) * params.nodes + node) * params.draft_vocab + draft_token];
 }
 
-// Whether the cuts leave an entry in the law.
-__device__ inline bool is_held(const Law& law, float scaled, int index) {
+// Whether the cuts keep an entry in the distribution.
+__device__ inline bool is_held(const Dist& dist, float scaled, int index) {
     const u32 key = key_from(scaled);
-    return key > law.key_min || (key == law.key_min && static_cast<u32>(index) <= law.last_tie);
+    return key > dist.key_min || (key == dist.key_min && static_cast<u32>(index) <= dist.last_tie);
 }
 
-// An entry's probability, less what the refused children took.
+// An entry's probability in the residual that the refused children leave.
 __device__ inline float residual_of(const Work& work, float mass, int index) {
     for (int i = 0; i < work.num_refused; ++i) {
         const float left = mass - draft_at(work.params, work.slot, shared_state().refused[i], index);
@@ -33,12 +33,12 @@ __device__ inline float residual_of(const Work& work, float mass, int index) {
     return mass;
 }
 
-// Shares of the chunks under the law of `work`, and their sum. Chunks whose top is cut hold nothing.
+// Shares of the chunks in the distribution of `work`, and their sum. Chunks whose top is cut have none.
 __device__ __noinline__ double measure(const Work work, double* shares) {
     double sum = 0;
-    for (int chunk = threadIdx.x / WARP; chunk < work.chunks(); chunk += SETTLE_WARPS) {
+    for (int chunk = threadIdx.x / WARP; chunk < work.chunks(); chunk += RESOLVE_WARPS) {
         double share = 0;
-        if (key_from(work.tops()[chunk]) >= work.law.key_min) {
+        if (key_from(work.tops()[chunk]) >= work.dist.key_min) {
             float entries[LANE_ENTRIES];
             work.row.load(chunk, entries);
             float part = 0;
@@ -46,8 +46,8 @@ __device__ __noinline__ double measure(const Work work, double* shares) {
             for (int j = 0; j < LANE_ENTRIES; ++j) {
                 const int index = chunk * CHUNK + work.row.offset_of(j);
                 const float scaled = work.divide(entries[j]);
-                if (index < work.params.vocab && is_held(work.law, scaled, index))
-                    part += residual_of(work, exp_fast(scaled - work.law.top) * work.law.scale, index);
+                if (index < work.params.vocab && is_held(work.dist, scaled, index))
+                    part += residual_of(work, exp_fast(scaled - work.dist.top) * work.dist.scale, index);
             }
             share = warp_sum(static_cast<double>(part));
         }
@@ -56,10 +56,10 @@ __device__ __noinline__ double measure(const Work work, double* shares) {
             sum += share;
         }
     }
-    return block_sum<SETTLE_THREADS>(sum, shared_state().reals);  // its barriers also publish the shares
+    return block_sum<RESOLVE_THREADS>(sum, shared_state().reals);  // its barriers also publish the shares
 }
 
-// Offset of the first greatest entry of a chunk that the cuts leave. Called by one warp.
+// Offset of the first greatest entry of a chunk that the cuts keep. Called by one warp.
 __device__ __noinline__ int likeliest_of(const Work work, int chunk) {
     float entries[LANE_ENTRIES];
     work.row.load_run(chunk, entries);
@@ -67,7 +67,7 @@ __device__ __noinline__ int likeliest_of(const Work work, int chunk) {
     for (int j = LANE_ENTRIES - 1; j >= 0; --j) {
         const int offset = work.row.run_of(j), index = chunk * CHUNK + offset;
         const float scaled = work.divide(entries[j]);
-        if (index >= work.params.vocab || !is_held(work.law, scaled, index) || key_from(scaled) < key) continue;
+        if (index >= work.params.vocab || !is_held(work.dist, scaled, index) || key_from(scaled) < key) continue;
         key = key_from(scaled);
         at = static_cast<u32>(offset);
     }
@@ -77,7 +77,7 @@ __device__ __noinline__ int likeliest_of(const Work work, int chunk) {
 }
 
 // First entry of the chunk whose running sum exceeds `rest`; the last one with mass when rounding leaves none,
-// and the likeliest where the residual that `measure` saw in the chunk was rounding alone. Called by one warp.
+// and the likeliest where the chunk's residual was rounding error alone. Called by one warp.
 __device__ inline int draw_in_chunk(const Work& work, int chunk, double rest) {
     float entries[LANE_ENTRIES];
     work.row.load_run(chunk, entries);
@@ -86,19 +86,19 @@ __device__ inline int draw_in_chunk(const Work& work, int chunk, double rest) {
 #pragma unroll
     for (int j = 0; j < LANE_ENTRIES; ++j) {
         const float scaled = work.divide(entries[j]);
-        const bool is_inside = base + j < work.params.vocab && is_held(work.law, scaled, base + j);
-        entries[j] = is_inside ? residual_of(work, expf(scaled - work.law.top) * work.law.scale, base + j) : 0;
+        const bool is_inside = base + j < work.params.vocab && is_held(work.dist, scaled, base + j);
+        entries[j] = is_inside ? residual_of(work, expf(scaled - work.dist.top) * work.dist.scale, base + j) : 0;
         own += entries[j];
     }
     double upto = warp_scan(own) - own;
-    u32 first = CHUNK, last = 0;  // `last`: one behind it
+    u32 first = CHUNK, last = 0;  // `last`: one past the last with mass
 #pragma unroll
     for (int j = 0; j < LANE_ENTRIES; ++j) {
         const u32 offset = static_cast<u32>(work.row.run_of(j));
         const double before = upto;
         upto += entries[j];
         if (upto > before) last = offset + 1;
-        // Sums that start elsewhere may have passed `rest` already: an entry without mass is not drawn for that.
+        // Sums of other lanes may exceed `rest` already, so entries without mass are excluded explicitly.
         if (entries[j] > 0 && upto > rest && first == CHUNK) first = offset;
     }
     first = warp_min(first);
@@ -108,7 +108,7 @@ __device__ inline int draw_in_chunk(const Work& work, int chunk, double rest) {
 }
 
 struct Drawn {
-    bool is_mine;  // whether this warp knows the token; one warp of the block does
+    bool is_mine;  // whether this warp has the token; exactly one warp of the block does
     int token;
 };
 
@@ -122,10 +122,10 @@ __device__ inline Drawn draw(const Work& work, const double* shares, float unifo
     }
     double own = 0, total;
     for (int chunk = work.run_start(); chunk < work.run_end(); ++chunk) own += shares[chunk];
-    double upto = block_scan<SETTLE_THREADS>(own, shared.reals, total);
+    double upto = block_scan<RESOLVE_THREADS>(own, shared.reals, total);
     const double bound = static_cast<double>(uniform) * total;
     double before = 0;
-    int mine = chunks, last = 0;  // `last`: one behind the last chunk with mass
+    int mine = chunks, last = 0;  // `last`: one past the last chunk with mass
     for (int chunk = work.run_start(); chunk < work.run_end(); ++chunk) {
         const double share = shares[chunk];
         if (share > 0) {
@@ -154,7 +154,7 @@ __device__ inline Drawn draw(const Work& work, const double* shares, float unifo
     return {true, draw_in_chunk(work, shared.count > 0 ? shared.count - 1 : 0, bound)};
 }
 
-// The first child that has the token drawn, for drafts that were not drawn from a law. Called by one warp.
+// The first child that has the token drawn, for drafts without a distribution. Called by one warp.
 __device__ inline int child_with(const SpecVerifyParams& params, int node, int token) {
     const Shared& shared = shared_state();
     u32 first = MAX_NODES;
@@ -166,8 +166,8 @@ __device__ inline int child_with(const SpecVerifyParams& params, int node, int t
     return first < MAX_NODES ? static_cast<int>(first) : -1;
 }
 
-// Takes the law of a refused child out of that of `work` (`core.acceptance.residual`), or leaves it where nothing is
-// left. Returns whether `masses` now hold the shares.
+// Subtracts the draft distribution of a refused child from that of `work` (`core.acceptance.residual`), or does nothing
+// where no mass would be left. Returns whether `masses` now hold the shares.
 __device__ inline bool refuse(Work& work, int child) {
     Shared& shared = shared_state();
     if (threadIdx.x == 0) {
@@ -176,21 +176,21 @@ __device__ inline bool refuse(Work& work, int child) {
     }
     __syncthreads();
     ++work.num_refused;
-    const double left = measure(work, shared.trial);
+    const double left = measure(work, shared.residual);
     if (!(left > 0)) {
         --work.num_refused;
         return false;
     }
     if (threadIdx.x == 0) shared.unscale[work.num_refused - 1] = static_cast<float>(1.0 / left);
-    for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS)
-        work.masses()[chunk] = shared.trial[chunk] / left;
+    for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += RESOLVE_THREADS)
+        work.masses()[chunk] = shared.residual[chunk] / left;
     __syncthreads();
     return true;
 }
 
-// Children are tried in their order, each against the law that its refused siblings left. All threads get the outcome.
-// `has_shares`: `masses` are the shares of the law.
-__device__ __noinline__ Outcome decide_by_laws(Work work, bool has_shares) {
+// Children are tried in order, each against the residual that its refused siblings leave. All threads get the outcome.
+// `has_shares`: `masses` are the shares of the distribution.
+__device__ __noinline__ Outcome decide_by_draft_probs(Work work, bool has_shares) {
     const SpecVerifyParams& params = work.params;
     Shared& shared = shared_state();
     const i64 base = static_cast<i64>(work.slot) * params.nodes;
@@ -201,9 +201,9 @@ __device__ __noinline__ Outcome decide_by_laws(Work work, bool has_shares) {
             float own = 0, drafted = 0;
             if (token >= 0) {
                 const float scaled = work.divide(work.row.at(token));
-                if (is_held(work.law, scaled, token)) {  // in double, as the twin
-                    const double mass = exp(static_cast<double>(scaled) - static_cast<double>(work.law.top));
-                    own = residual_of(work, static_cast<float>(mass / work.law.total), token);
+                if (is_held(work.dist, scaled, token)) {  // in double precision, as the twin
+                    const double mass = exp(static_cast<double>(scaled) - static_cast<double>(work.dist.top));
+                    own = residual_of(work, static_cast<float>(mass / work.dist.total), token);
                 }
                 drafted = draft_at(params, work.slot, child, token);
             }
@@ -243,23 +243,23 @@ __device__ inline Drawn first_top(const Work& work, Load load) {
     }
     __syncthreads();
     if (warp > 0) return {false, 0};
-    key = lane < SETTLE_WARPS ? shared.keys[lane] : 0;
+    key = lane < RESOLVE_WARPS ? shared.keys[lane] : 0;
     const u32 top = warp_max(key);
-    first = warp_min(lane < SETTLE_WARPS && key == top ? shared.firsts[lane] : 0xffffffffu);
+    first = warp_min(lane < RESOLVE_WARPS && key == top ? shared.firsts[lane] : 0xffffffffu);
     return {true, first < static_cast<u32>(work.params.vocab) ? static_cast<int>(first) : 0};
 }
 
-// The token that a node draws, where drafts were not drawn from laws or the slot is greedy.
+// The token that a node draws, where drafts have no distribution or the slot is greedy.
 template <typename Load>
 __device__ inline Drawn draw_at_node(Work& work, Load load, bool is_sampled, const Cuts& cuts, float uniform) {
     if (!is_sampled) return first_top(work, load);
     double own;
     const float top = weigh(work, load, own);
     if (cuts.any()) {
-        law_from(work, top, own, cuts);
+        dist_from(work, top, own, cuts);
         measure(work, work.masses());
     } else {
-        work.law = {top, 0, 0xffffffffu, 1.0f, 1.0};  // a draw needs no scale
+        work.dist = {top, 0, 0xffffffffu, 1.0f, 1.0};  // a draw needs no scale
     }
     return draw(work, work.masses(), uniform);
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every backend and every engine has: the contract of a backend with its defaults, the checks of an engine.
+"""The contract of a backend with its defaults, and the checks that all engines share.
 
 docs/add_backend.md lists it; tests/meta compares the two.
 """
@@ -21,11 +21,11 @@ from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, ModelDims
 from speccompile.errors import RuntimeFault
 
-RollbackT = TypeVar("RollbackT")  # what an engine compacts its caches with
+RollbackT = TypeVar("RollbackT")  # with which an engine compacts its caches
 
 
 class Backend(ABC):
-    """Neutral graphs in, compiled files and engines out. Making one imports no library of the backend.
+    """Neutral graphs in, compiled files and engines out. Constructing one imports no library of the backend.
 
     Attributes:
         name: in recipes and manifests.
@@ -33,11 +33,11 @@ class Backend(ABC):
             `core.parameters.parameter`, of the standard library alone; None: it has none.
         devices: values of `engine.device`; the first one is what `auto` means.
         dtypes: of activations and caches; the first one is what `auto` means.
-        quantizations: those that `compile` knows.
+        quantizations: those that `compile` supports.
         graph_file: the file of a compiled graph that `load` opens; graphs may share weights where it is ONNX.
         graph_sources: modules of the package, as "backends/writing", that can change a compiled graph: part of the
             cache's key. No engines.
-        keeps_logits: whether the target's logits are an output where the recipe leaves it open.
+        keeps_logits: whether the target's logits are an output where the recipe does not say.
         runs_code_on_load: whether opening a compiled graph may run code in it, so that digests are always compared.
     """
 
@@ -65,7 +65,7 @@ class Backend(ABC):
             quantization: one of `quantizations`.
 
         Raises:
-            BuildError: a library is missing, or sizes or fields do not go with the graph.
+            BuildError: a library is missing, or sizes or fields do not fit the graph.
         """
         del spec, options, quantization
 
@@ -97,7 +97,7 @@ class Backend(ABC):
         """Runs the backend's table of passes on a copy of `model` and writes `dest/graph_file`.
 
         Args:
-            model: the neutral graph, an `onnx_ir.Model`; left unchanged, but where `options.consumes_model`.
+            model: the neutral graph, an `onnx_ir.Model`; left unchanged, except with `options.consumes_model`.
             spec: inputs and outputs of the neutral graph, tail included.
             dest: folder to write to; made when missing.
             quantization: one of `quantizations`.
@@ -131,11 +131,11 @@ class Backend(ABC):
         Args:
             path: the compiled graph.
             spec: its inputs and outputs.
-            threads: use so many; None: measure how many are best.
-            others_bytes: weights of the graphs that take turns with it, which push its own out of the caches.
+            threads: number to use; None: measure which is best.
+            others_bytes: weights of the graphs that alternate with it, which evict its own from the caches.
 
         Returns:
-            The record that the manifest keeps and `load` is given: `threads`, `step_ms` {"nodes": milliseconds};
+            The record for the manifest and `load`: `threads`, `step_ms` {"nodes": milliseconds};
             empty where nothing is measured.
 
         Raises:
@@ -152,7 +152,7 @@ class Backend(ABC):
         threads: int | None = None,
         others_bytes: int = 0,
     ) -> dict[str, Any]:
-        """Returns the record for the machine at hand; by default `tuning` as it is. Arguments: see `tune`."""
+        """Returns the record for this machine; by default `tuning` itself. Arguments: see `tune`."""
         del path, spec, threads, others_bytes
         return dict(tuning)
 
@@ -189,7 +189,7 @@ class Backend(ABC):
 
 
 class EngineBase(ABC, Generic[RollbackT]):
-    """Bounds of steps, and what engines whose caches have one layout need not do. See `core.protocols.Engine`.
+    """Bounds of steps, and defaults for engines whose caches have one layout. See `core.protocols.Engine`.
 
     Args:
         spec: inputs and outputs of the graph.
@@ -265,4 +265,4 @@ class EngineBase(ABC, Generic[RollbackT]):
 
     @abstractmethod
     def compact_with(self, rollback: RollbackT, lengths: np.ndarray, path: np.ndarray) -> None:
-        """Compacts the caches with what the engine was loaded with: lengths [batch] int64, path [batch, depth]."""
+        """Compacts the caches by the loaded rollback graph: lengths [batch] int64, path [batch, depth]."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether other work held the CPUs while something was measured.
+"""Detects other work on the CPUs during a measurement.
 
-A measurement beside other work misleads: with both cores of a machine half taken, one thread looks faster than two,
-and the bundle would keep one thread for ever.
+A measurement beside other work misleads: with both cores of a machine half occupied, one thread looks faster than
+two, and the bundle would keep one thread forever.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 # Share of the time that threads were ready to run and did not, above which a measurement is not trusted. Chosen, not
-# measured: threads that have the CPUs to themselves hardly wait, and one that shares its CPU waits half of its time.
+# measured: threads with a CPU each hardly wait, and one that shares its CPU waits half of its time.
 MAX_WAIT_SHARE = 0.1
 WAIT_SHARE = "wait_share"
 _TASKS, _STAT = Path("/proc/self/task"), Path("/proc/stat")
@@ -21,9 +21,9 @@ _STEAL = 8  # column of a cpu line of /proc/stat: time that a hypervisor gave to
 
 
 class WaitClock:
-    """Measures how long the threads of this process waited for a CPU, from its making on.
+    """Measures how long the threads of this process waited for a CPU since its construction.
 
-    Linux alone tells it (`/proc/self/task/*/schedstat`: nanoseconds run, nanoseconds waited); elsewhere the share is 0.
+    Only Linux reports it (`/proc/self/task/*/schedstat`: nanoseconds run and waited); elsewhere the share is 0.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def is_machine_busy() -> bool:
 
 
 def _read_threads() -> dict[str, tuple[int, int]]:
-    """Nanoseconds that each thread ran and waited, by its id."""
+    """Returns the nanoseconds that each thread ran and waited, by its id."""
     found: dict[str, tuple[int, int]] = {}
     try:
         tasks = list(_TASKS.iterdir())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neutral values of graph inputs, and shapes from dims by name: what every engine needs."""
+"""Neutral values of graph inputs, and shapes from dims by name, for every engine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from speccompile.graph_kinds.features import NEXT_STATES, STATES
 
 
 def shape_from_dims(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of a tensor whose dynamic dims have `sizes`."""
+    """Returns the shape of a tensor whose dynamic dims have `sizes`."""
     return tuple(sizes[d] if isinstance(d, str) else d for d in spec.dims)
 
 
 def neutral_value(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """The value of an input that is left out: a chain, every node scored, deterministic drafts, greedy."""
+    """Returns the value of a missing input: a chain, every node scored, deterministic drafts, greedy."""
     if name == specs.TREE_MASK:
         return np.ascontiguousarray(np.broadcast_to(np.tril(np.ones(shape[1:], bool)), shape))
     if name == specs.PARENTS:
@@ -31,7 +31,7 @@ def neutral_value(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def sizes_from_feeds(spec: GraphSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Sizes of the dynamic dims of a step, read off its feeds (see `Engine.run`)."""
+    """Returns the sizes of the dynamic dims of a step, from its feeds (see `Engine.run`)."""
     fed: dict[str, int] = {}
     for name, dims in spec.dynamic_dims:
         if name in feeds:

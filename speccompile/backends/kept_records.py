@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning records that this machine has made, in the user's cache folder: $SPECCOMPILE_CACHE or ~/.cache/speccompile."""
+"""Tuning records made on this machine, in the user's cache folder: $SPECCOMPILE_CACHE or ~/.cache/speccompile."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 
 def record_file(*depends_on: object) -> Path:
-    """Returns the file of the record of a graph on this machine; any other text of the arguments has another file."""
+    """Returns the file of the record of a graph on this machine; other arguments have another file."""
     digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]
     folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile")
     return folder / "tuning" / f"{digest}.json"
 
 
 def read_kept(file: Path) -> dict[str, Any] | None:
-    """Returns the record that was kept; None: there is none."""
+    """Returns the kept record; None where there is none."""
     if not file.exists():
         return None
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

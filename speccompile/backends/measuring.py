@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps of one to sixteen nodes, or as many as there may be, cost on a loaded engine, whatever its backend is."""
+"""Measures the time of steps of one to sixteen nodes, or up to the engine's limit, on an engine of any backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIN_REPEATS, MAX_REPEATS = 5, 40
 
 
 def measured_sizes(spec: GraphSpec) -> tuple[int, int]:
-    """(slots, cache rows) of the engine that `measure_steps` needs."""
+    """Returns (slots, cache rows) of the engine that `measure_steps` needs."""
     # Without caches a step of n nodes is one of n slots.
     max_slots = 1 if spec.caches else max(NODE_COUNTS)
     return max_slots, min(CONTEXT + max(NODE_COUNTS) + spec.rows_written_ahead, spec.max_rows or sys.maxsize)
@@ -35,11 +35,11 @@ def measure_steps(engine: Engine, others_bytes: int = 0, max_nodes: int = sys.ma
         engine: of the graph.
         others_bytes: weights of the graphs that run between two of its steps. As many bytes are read before each
             measured step: heads of 25 MB whose weights stayed in a CPU's cache were seen 1.6 times faster than in the
-            loop, where the target's weights had driven them out.
+            loop, where the target's weights had evicted them.
         max_nodes: most nodes of a step that the engine takes; heads read the states of no more.
 
     Returns:
-        {nodes: milliseconds at batch 1}; for a graph without caches, slots take the place of nodes.
+        {nodes: milliseconds at batch 1}; for a graph without caches, slots are counted instead of nodes.
     """
     feeds = _feeds_by_nodes(engine, max_nodes)
     node_counts = list(feeds)
@@ -51,17 +51,17 @@ def measure_steps(engine: Engine, others_bytes: int = 0, max_nodes: int = sys.ma
     while len(times[1]) < MAX_REPEATS:
         if len(times[1]) >= MIN_REPEATS and time.perf_counter() - start > SECONDS_PER_SETTING:
             break
-        for n in node_counts:  # interleaved: a slow moment of the machine falls on all sizes
+        for n in node_counts:  # interleaved: a slow moment of the machine affects all sizes
             others.sum()
             begin = time.perf_counter()
             engine.run(feeds[n])
             times[n].append((time.perf_counter() - begin) * 1e3)
-    # Noise of a shared machine only adds: a low quantile is nearer to the step itself than the median is.
+    # Noise of a shared machine only adds: a low quantile is closer to the true time than the median.
     return {str(n): round(float(np.quantile(times[n], 0.2)), 4) for n in node_counts}
 
 
 def typical_step_ms(engine: Engine, others_bytes: int = 0, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Times a few steps of one node: those of 50 ms, but 6 at least.
+    """Times steps of one node for 50 ms, at least 6 of them.
 
     Args:
         engine: of `measured_sizes`.
@@ -87,7 +87,7 @@ def _others(num_bytes: int) -> np.ndarray:
 
 
 def _feeds_by_nodes(engine: Engine, max_nodes: int) -> dict[int, dict[str, np.ndarray]]:
-    """Inputs of steps of each number of nodes that the engine takes."""
+    """Returns the inputs of steps of each number of nodes that the engine takes."""
     spec, max_rows = engine.spec, engine.max_rows - engine.spec.rows_written_ahead
     most = min(max_rows, max_nodes) if spec.caches else engine.max_slots
     node_counts = [n for n in NODE_COUNTS if n <= most]
@@ -96,7 +96,7 @@ def _feeds_by_nodes(engine: Engine, max_nodes: int) -> dict[int, dict[str, np.nd
 
 
 def _feeds(spec: GraphSpec, num: int, context: int, max_nodes: int) -> dict[str, np.ndarray]:
-    """Inputs of a step of `num` nodes after `context` rows; of as many slots where there are no caches."""
+    """Returns inputs of a step of `num` nodes after `context` rows; of `num` slots where there are no caches."""
     if spec.caches:
         return probe_inputs(spec, num_nodes=num, length=context)
     # The states are those of the target's step, of which a tree's drafts can be more than there are nodes.

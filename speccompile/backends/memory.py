@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resident memory of this process, from the kernel's books (proc(5))."""
+"""Resident memory of this process, from proc(5)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 
 def reset_peak_rss() -> None:
-    """Start the peak anew where the kernel allows it (clear_refs); elsewhere it is that of the process."""
+    """Reset the peak where the kernel allows it (clear_refs); elsewhere it is that of the process's life."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def read_peak_rss() -> int:
-    """Highest resident set of this process since the last reset, in bytes."""
+    """Returns the highest resident set of this process since the last reset, in bytes."""
     peak = read_memory("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
 
 def read_memory(key: str, pid: int | str = "self") -> int | None:
-    """A line of /proc/PID/status in bytes, e.g. VmRSS or RssAnon; None where the process or the line is not there."""
+    """Returns a line of /proc/PID/status in bytes, e.g. VmRSS or RssAnon; None without such a process or line."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
             if line.startswith(f"{key}:"):

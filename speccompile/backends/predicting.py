@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of float32 graphs of ONNX, and the memory that making them holds."""
+"""Sizes of float32 ONNX graphs, and the memory of building them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from speccompile.core.jobs import BuildSizes, WeightCounts
 # Bytes of a weight, in the larger one of its kernel forms: a block of 32 has one float32 scale.
 _WEIGHT_BYTES = {"none": 4.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32}
 _FLOAT_BYTES = 4
-# Beside torch's copy an export holds what passes rewrite (at most 0.3 of the weights) and the libraries themselves.
+# Beside torch's copy an export holds rewritten tensors (at most 0.3 of the weights) and the libraries themselves.
 _EXPORT_FACTOR, _LIBRARY_BYTES = 2.3, 700 * 2**20
 
 

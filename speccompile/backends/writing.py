@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ONNX backends share: run a table on a copy of the model, attach op bodies, write the files."""
+"""Shared parts of the ONNX backends: run a table on a copy of the model, attach op bodies, write the files."""
 
 from __future__ import annotations
 

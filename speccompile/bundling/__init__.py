@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a build writes: atomic folders, cached stages, digests, tokenizers, the manifest and the report."""
+"""Everything that a build writes: atomic folders, cached stages, digests, tokenizers, the manifest and the report."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in the cache's folder: listed by kind, and removed. Only what speccompile writes there is an entry."""
+"""Entries of the cache's folder: listed by kind, and removed. Only files of speccompile count as entries."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _FILES = {"tuning": (".json",), "kernels": (".ptx", ".cubin"), "tensorrt": (".ti
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One result that is kept.
+    """One kept result.
 
     Args:
         kind: e.g. "graphs" or "training/states".
         path: its folder or file.
         size_bytes: of its files.
-        used_s: when it was made or used last, seconds since the epoch.
+        used_s: time of creation or last use, seconds since the epoch.
     """
 
     kind: str
@@ -35,20 +35,20 @@ class CacheEntry:
 
 
 def list_entries(root: Path) -> list[CacheEntry]:
-    """Returns the entries of a cache, the one that was used longest ago first; none where there is no such folder."""
+    """Returns the entries of a cache, the least recently used first; none where there is no such folder."""
     found = []
     for kind, path in _find(root):
         try:
             files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
             size = sum(file.stat().st_size for file in files)
             found.append(CacheEntry(kind, path, size, path.stat().st_mtime))
-        except FileNotFoundError:  # removed meanwhile by a build
+        except FileNotFoundError:  # removed by a build in the meantime
             continue
     return sorted(found, key=lambda entry: entry.used_s)
 
 
 def remove_entries(root: Path, entries: Iterable[CacheEntry]) -> int:
-    """Removes entries, and what dead builds left in the folders of stages; returns the bytes that were freed.
+    """Removes entries, and leftovers of dead builds in the folders of stages; returns the bytes freed.
 
     Raises:
         BuildError: an entry cannot be removed.

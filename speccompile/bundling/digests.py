@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the outcome of a stage depends on, as one digest."""
+"""Digests of everything on which the result of a stage depends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 import speccompile
 from speccompile.runtime.bundle import digest_from_file
 
-# Packages whose version changes a graph or a measurement.
+# Packages whose version may change a graph or a measurement.
 _PACKAGES = ("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "torch", "transformers")
 
 
 def versions_from_environment() -> dict[str, str]:
-    """Versions of Python, of speccompile and of the packages a build depends on; those not installed are left out."""
+    """Returns the versions of Python, of speccompile and of the packages a build depends on, where installed."""
     versions = {"python": platform.python_version(), "speccompile": speccompile.__version__}
     for name in _PACKAGES:
         try:
@@ -29,7 +29,7 @@ def versions_from_environment() -> dict[str, str]:
 
 
 def digest_from_sources(packages: Iterable[str]) -> str:
-    """SHA-256 over Python files of speccompile.
+    """Returns the SHA-256 over Python files of speccompile.
 
     Args:
         packages: subpackages or modules, e.g. "passes" or "core/specs".
@@ -44,11 +44,11 @@ def digest_from_sources(packages: Iterable[str]) -> str:
 
 
 def digest_from_package(module: str, leave_out: Collection[str] = ()) -> str:
-    """SHA-256 over the Python files of the package that a module stands in, wherever it is installed.
+    """Returns the SHA-256 over the Python files of a module's package, wherever it is installed.
 
     Args:
         module: its full name, e.g. that of a `GraphSource`.
-        leave_out: names of modules that do not count, e.g. "proposer".
+        leave_out: names of excluded modules, e.g. "proposer".
     """
     package, total = module.rpartition(".")[0] or module, hashlib.sha256()
     spec = importlib.util.find_spec(package)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that appear whole or not at all: written beside, flushed, renamed. Pipes and devices are written into."""
+"""Atomic files: written beside, flushed, renamed. Pipes and devices are written directly."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _REFUSED = {stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket", stat.S_IFBLK: "
 
 
 def check_file(path: Path, *, makes_folder: bool = False) -> None:
-    """Check that a file can be written, before the work whose result it will hold.
+    """Check that a file can be written, before the work on its content.
 
     Args:
         path: nothing, a file that will be replaced, or a pipe or character device; a link is followed.
-        makes_folder: its folder need not be there.
+        makes_folder: its folder need not exist.
 
     Raises:
         BuildError: a folder, a socket or a disk; a folder that is missing or cannot be written; a path inside a
@@ -54,7 +54,7 @@ def write_file(path: Path, text: str, *, makes_folder: bool = False) -> None:
     """Write a text file; see `check_file` for what it may be.
 
     Raises:
-        BuildError: see `check_file`; the disk is full. An earlier file is then as it was.
+        BuildError: see `check_file`; the disk is full. An earlier file is then unchanged.
     """
     check_file(path, makes_folder=makes_folder)
     with disk_faults(path):
@@ -69,7 +69,7 @@ def write_file(path: Path, text: str, *, makes_folder: bool = False) -> None:
 
 
 def _kind(path: Path) -> int | None:
-    """Returns the type bits of what a path leads to; None where nothing is there."""
+    """Returns the type bits of the file at a path; None where there is none."""
     try:
         return stat.S_IFMT(path.stat().st_mode)
     except FileNotFoundError:
@@ -91,7 +91,7 @@ def _replace_file(path: Path, data: bytes) -> None:
         except OSError as fault:
             if fault.errno != errno.EBUSY:
                 raise
-            path.write_bytes(data)  # a single file that is mounted cannot be renamed over
+            path.write_bytes(data)  # a mounted file cannot be replaced by a rename
     finally:
         part.unlink(missing_ok=True)
         os.close(handle)
@@ -102,7 +102,7 @@ def _part(path: Path) -> Path:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the parts that dead processes left of this file."""
+    """Remove partial copies of this file from dead processes."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")
     for name in filter(pattern.fullmatch, os.listdir(path.parent)):
         with contextlib.suppress(BlockingIOError, FileNotFoundError):

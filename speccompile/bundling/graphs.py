@@ -24,22 +24,22 @@ from speccompile.runtime.bundle import digest_from_json, read_json, write_json
 
 _REPORT = "compile.json"
 _TUNING = "tuning.json"
-# What can change a compiled graph, besides what its backend names and its method's folder: no decode-time policy, no
-# engine, no recipe reader. tests/meta/test_cache_key.py compares it with what these modules import.
+# Sources that can change a compiled graph, besides those that its backend names and its method's folder: no decode-time
+# policy, no engine, no recipe reader. tests/meta/test_cache_key.py compares it with what these modules import.
 SOURCES = (
     *("core/specs", "core/tree_shape", "core/jobs", "graph_kinds"),
     *("ops", "checkpoints", "doctor", "export", "passes", "bundling/graphs"),
 )
-NOT_OF_GRAPHS = ("config", "proposer", "trainer")  # modules of a method's folder; options are in the key as they are
+NOT_OF_GRAPHS = ("config", "proposer", "trainer")  # modules of a method's folder; options are in the key themselves
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph that is to be compiled.
+    """A graph to compile.
 
     Args:
-        job: what was asked for.
-        source: where it comes from.
+        job: the request.
+        source: of the graph.
         dims: its sizes; after the export with the number of parameters.
         key: digest of everything the compiled graph depends on.
     """
@@ -56,28 +56,28 @@ class Graph:
 
     @property
     def max_rows(self) -> int:
-        """Rows of its caches; 0 without caches."""
+        """Returns the rows of its caches; 0 without caches."""
         return self.source.max_rows
 
     @property
     def shares_weights(self) -> bool:
-        """Whether its weights are the target's, for the greater part."""
+        """Whether most of its weights are the target's."""
         return self.source.shares_weights
 
     @property
     def spec(self) -> GraphSpec:
-        """Inputs and outputs of the compiled graph."""
+        """Returns inputs and outputs of the compiled graph."""
         return self.source.spec()
 
 
 def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weights: str | None = None) -> GraphSource:
-    """The source of `job`, its sizes read.
+    """Returns the source of `job`, with its sizes.
 
     Args:
         plan: of the build.
         job: one of its jobs.
         target: sizes of the target; None for the target itself.
-        weights: "random" to look at no weights; None: as the plan says.
+        weights: "random" to read no weights; None: as in the plan.
 
     Raises:
         CheckpointError, RecipeError: see `GraphSource`.
@@ -89,18 +89,18 @@ def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weight
     return source
 
 
-ROWS_STEP = 8  # in half precision the slots of every cache then begin at multiples of 256 bytes, as TensorRT asks
+ROWS_STEP = 8  # in half precision the slots of every cache then begin at multiples of 256 bytes, as TensorRT requires
 
 
 def compile_options(plan: BuildPlan, max_rows: int) -> CompileOptions:
-    """What a graph of the plan is compiled for.
+    """Returns the options with which a graph of the plan is compiled.
 
     Args:
         plan: of the build.
         max_rows: rows that a sequence may use; 0 for a graph without caches.
     """
     nodes = plan.engine.max_draft_nodes + 1
-    # Nodes that pad a ragged batch need rows behind the last that a sequence may use.
+    # Nodes that pad a ragged batch need rows after the last that a sequence may use.
     rows = -(-(max_rows + nodes) // ROWS_STEP) * ROWS_STEP if max_rows else 0
     return CompileOptions(
         dtype=plan.dtype,
@@ -117,7 +117,7 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
 
     Raises:
         CheckpointError: missing, incomplete or damaged.
-        RecipeError: its sizes do not go with the target's or with the recipe's.
+        RecipeError: its sizes do not fit the target's or the recipe's.
     """
     source = open_source(plan, job, target)
     if plan.weights == "checkpoint":
@@ -164,7 +164,7 @@ def compile_graph(
             )
             stage.joint_peak_bytes = report.get("peak_rss_bytes", 0)
         del model
-        gc.collect()  # weights lie in cycles, and the next graph needs the room
+        gc.collect()  # weights are in reference cycles, and the next graph needs the memory
         write_json(dest / _REPORT, {**report, "dims": asdict(dims)})
 
     if cache.fetch("graphs", graph.key, folder, make):
@@ -188,7 +188,7 @@ def tune_graph(
 ) -> dict[str, Any]:
     """Measure threads and step times of a compiled graph, whose own spec is given, or take them from the cache.
 
-    `others_bytes` are those of the graphs that it takes turns with, see `weights_beside`.
+    `others_bytes` are those of the graphs that alternate with it, see `weights_beside`.
 
     Raises:
         BuildError: the graph does not run.
@@ -220,7 +220,7 @@ def tune_graph(
 
 
 def _export(source: GraphSource, log: StageLog) -> Any:
-    """The source's graph and sizes.
+    """Returns the source's graph and sizes.
 
     Raises:
         BuildError: the packages that building needs are not installed.

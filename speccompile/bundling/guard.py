@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One guard for every folder and file that a command writes where the user says: asked before the work begins.
+"""One guard for every folder and file that a command writes at a path of the user, checked before the work begins.
 
-The rule: a folder is written where there is none or an empty one, or where the same command wrote one before and
-nobody added or changed a file since. All else is refused. A link is followed.
+The rule: a folder is written where there is none or an empty one, or where the same command wrote one before and no
+file was added or changed since. Anything else is refused. A link is followed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Claim:
     Args:
         path: with every link followed.
         kind: of the folders that may be replaced there; None: nothing is.
-        seen: (path, inode, bytes, time of change) of what was there when it was checked.
+        seen: (path, inode, bytes, time of change) of its files at the check.
     """
 
     path: Path
@@ -37,10 +37,10 @@ class Claim:
     seen: frozenset[tuple[str, int, int, int]]
 
     def hold(self) -> None:
-        """Check once more, as the folder is about to be replaced.
+        """Check again, right before the folder is replaced.
 
         Raises:
-            BuildError: somebody put files there since.
+            BuildError: files were added since.
         """
         if self.path.is_file() or _see(self.path) != self.seen:
             _check_contents(self.path, self.kind)
@@ -54,7 +54,7 @@ def claim_folder(dest: Path, kind: str | None = None) -> Claim:
         kind: see `records`; an earlier folder of that kind may be replaced. None: only an empty one.
 
     Raises:
-        BuildError: it may not; the message names what is in the way.
+        BuildError: it may not; the message names the obstacle.
     """
     with disk_faults(dest):
         path = resolve_path(dest)
@@ -75,11 +75,11 @@ def claim_folder(dest: Path, kind: str | None = None) -> Claim:
 
 
 def check_home(path: Path, shown: Path) -> None:
-    """Check what stands above a path that will be written.
+    """Check the folders above a path that will be written.
 
     Args:
         path: with every link followed.
-        shown: the path as the user knows it.
+        shown: the path as the user gave it.
 
     Raises:
         BuildError: the folders above cannot be written, or one of them was written by speccompile.
@@ -98,7 +98,7 @@ def check_home(path: Path, shown: Path) -> None:
 
 
 def check_names(folder: Path, names: Iterable[str], kind: str) -> None:
-    """Check that files in a folder of which others may be in it, too, can be replaced.
+    """Check that files can be replaced in a folder that may contain others.
 
     Raises:
         BuildError: it has a file of one of `names`, and no record of that kind.
@@ -164,7 +164,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _kind_of(path: Path) -> str:
-    """Returns what stands at a path, a link's own end counting, in words."""
+    """Returns what is at a path, in words; a link is followed."""
     try:
         mode = path.stat().st_mode
     except OSError:

@@ -60,14 +60,14 @@ def write_bundle_files(
     }
     (folder / REPORT).write_text(html_from_manifest(manifest), encoding="utf-8")
     manifest["files"].update({k: v for k, v in digests_from_folder(folder).items() if k == REPORT})
-    # Through JSON once, so that the digest is that of what a reader sees (tuples are lists there).
+    # Through JSON once, so that the digest is over what a reader loads (tuples become lists).
     manifest = json.loads(json.dumps(manifest))
     manifest["digest"] = digest_from_manifest(manifest)
     write_json(folder / MANIFEST, manifest)
 
 
 def git_sha() -> str | None:
-    """Commit of the source tree speccompile runs from, with "+" behind it when it was changed; None outside of one."""
+    """Returns the commit of speccompile's source tree, with a "+" when it has changes; None outside of one."""
     root = Path(speccompile.__file__).parents[1]
     if not (root / ".git").exists():
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What speccompile wrote into a folder: a record with the digest of every file, by which its own work is told.
+"""Records of the folders that speccompile wrote: the digest of every file, by which its own files are recognised.
 
 A bundle's record is its manifest. A trained speculator and a Triton model hold `.speccompile.json`.
 """
@@ -29,12 +29,12 @@ BUNDLE, SPECULATOR, MODEL, RUN = "bundle", "trained speculator", "Triton model",
 
 @dataclass(frozen=True)
 class Record:
-    """What a folder's record says.
+    """Contents of a folder's record.
 
     Args:
         name: of the record's file.
-        kind: what the folder is, e.g. `BUNDLE`.
-        files: {relative path: {"sha256", "size_bytes"}} of all files but the record.
+        kind: of the folder, e.g. `BUNDLE`.
+        files: {relative path: {"sha256", "size_bytes"}} of all files except the record.
         is_intact: the record's own digest holds.
     """
 
@@ -46,11 +46,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Difference:
-    """How a folder differs from what was written there.
+    """Differences of a folder from its record.
 
     Args:
         foreign: paths that no record lists; a folder without any listed file is one path and ends in "/".
-        changed: paths of listed files that are not as they were written.
+        changed: paths of listed files that were changed since.
     """
 
     foreign: tuple[str, ...]
@@ -58,17 +58,17 @@ class Difference:
 
 
 def write_record(folder: Path, kind: str) -> None:
-    """Write the record of all files below `folder`; the last step before it takes its place."""
+    """Write the record of all files below `folder`; the last step before it is renamed to its destination."""
     _write(folder, kind, digests_from_folder(folder))
 
 
 def write_mark(folder: Path, kind: str) -> None:
-    """Write a record that says what a folder is for, and lists no file: its files grow as the work goes on."""
+    """Write a record with the kind of a folder and without files: those are added during the work."""
     _write(folder, kind, {})
 
 
 def read_record(folder: Path) -> Record | None:
-    """Returns the record in `folder`; None where there is none, or a file of that name that is no record."""
+    """Returns the record in `folder`; None where there is none, or a file of that name is not a record."""
     manifest = _read(folder / MANIFEST)
     if isinstance(manifest.get("files"), dict) and {"schema_version", "graphs"} <= set(manifest):
         return _record(MANIFEST, BUNDLE, manifest)
@@ -79,9 +79,9 @@ def read_record(folder: Path) -> Record | None:
 
 
 def compare_folder(folder: Path, record: Record | None) -> Difference:
-    """Returns what in `folder` was not written by speccompile, or was changed since.
+    """Returns the files in `folder` that speccompile did not write, or that were changed since.
 
-    Missing files and empty folders do not count: nothing is lost with them.
+    Missing files and empty folders do not count, as nothing is lost with them.
 
     Raises:
         OSError: a file or folder below it cannot be read.
@@ -100,7 +100,7 @@ def compare_folder(folder: Path, record: Record | None) -> Difference:
 
 
 def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields (relative path, path) of all that is no folder below `folder`; links are not followed."""
+    """Yields (relative path, path) of everything but folders below `folder`; links are not followed."""
     for root, folders, files in os.walk(folder, onerror=_raise):
         links = [name for name in folders if os.path.islink(os.path.join(root, name))]
         for name in (*files, *links):

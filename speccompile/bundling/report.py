@@ -26,7 +26,7 @@ th, p.sub { color: #98a2b3 } .cached { background: #444c5c } }
 
 
 def html_from_manifest(manifest: Mapping[str, Any]) -> str:
-    """The page of a manifest (its `digest` and the report's own file record may still be missing)."""
+    """Returns the page of a manifest (its `digest` and the report's own file record may still be missing)."""
     recipe = manifest["recipe"]
     title = f"{str(recipe['target']['model']).rstrip('/').split('/')[-1]} · {recipe['speculator']['method']}"
     subtitle = f"speccompile {manifest['speccompile_version']}, {manifest['created_at']}"
@@ -49,7 +49,7 @@ def html_from_manifest(manifest: Mapping[str, Any]) -> str:
 
 
 def dotted_keys(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """("section.key", value) of every key of a recipe, sections inside sections opened."""
+    """Returns ("section.key", value) of every key of a recipe, nested sections included."""
     rows: list[tuple[str, Any]] = []
     for key, value in recipe.items():
         rows += dotted_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
@@ -57,7 +57,7 @@ def dotted_keys(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, 
 
 
 def text_from_value(value: object) -> str:
-    """Returns a value as a recipe may hold it: null, true and lists as JSON has them, texts without quotes if they can.
+    """Returns a value as in a recipe: null, true and lists as in JSON, texts without quotes where possible.
 
     Args:
         value: JSON-ready.
@@ -72,7 +72,7 @@ def text_from_value(value: object) -> str:
 
 
 def text_from_bytes(size: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Returns e.g. "1.5 KiB" for 1536."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
@@ -145,7 +145,7 @@ def _files(files: Mapping[str, Any]) -> str:
 
 
 def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A table whose columns of numbers are aligned right, their titles with them."""
+    """Returns a table with columns of numbers and their titles aligned right."""
     cells = [[_text(cell) for cell in row] for row in rows]
     columns = ([row[i] for row in cells if i < len(row) and row[i]] for i in range(len(head)))
     marks = [" class=n" * (bool(column) and all(map(_NUMBER.fullmatch, column))) for column in columns]

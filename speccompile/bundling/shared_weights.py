@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One data file for graphs with the same weights: what a second graph shares is not written twice.
+"""One data file for graphs with the same weights: weights that a second graph shares are not written twice.
 
-Readers of ONNX take external data from a graph's own folder alone, so the second graph moves beside the first.
+Readers of ONNX load external data only from a graph's own folder, so the second graph moves beside the first.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 from speccompile.common.disk import text_from_fault
 from speccompile.errors import BuildError
 
-ALIGNMENT = 4096  # of tensors in a data file, so that each can be mapped by itself
+ALIGNMENT = 4096  # alignment of tensors in a data file, so that each can be mapped separately
 
 
 def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
-    """Let a graph refer to the tensors that another one's data file holds already.
+    """Make a graph refer to tensors that another one's data file has already.
 
     Args:
         owner: graph file with its data beside it; neither is changed.
         borrower: graph file in a folder of its own, which is removed.
 
     Returns:
-        Where the borrower's graph file is now, and the bytes that were not written again.
+        The borrower's new graph file, and the bytes that were not written again.
 
     Raises:
         BuildError: the disk is full or not writable.
@@ -73,5 +73,5 @@ def _external_tensors(model: Any) -> list[Any]:
 
 
 def _key(tensor: Any) -> tuple[Any, ...]:
-    """Equal for tensors with the same contents."""
+    """Returns a key that is equal for tensors with the same contents."""
     return tensor.dtype, tuple(tensor.shape), hashlib.sha256(tensor.tobytes()).digest()

@@ -20,13 +20,13 @@ _log = logging.getLogger(__name__)
 
 
 def default_cache_folder() -> Path:
-    """$SPECCOMPILE_CACHE, or ~/.cache/speccompile."""
+    """Returns $SPECCOMPILE_CACHE, or ~/.cache/speccompile."""
     given = os.environ.get("SPECCOMPILE_CACHE")
     return Path(given) if given else Path.home() / ".cache" / "speccompile"
 
 
 def cache_limit_bytes() -> int:
-    """$SPECCOMPILE_CACHE_GIB in bytes, or 40 GiB.
+    """Returns $SPECCOMPILE_CACHE_GIB in bytes, or 40 GiB.
 
     Raises:
         BuildError: it is no number of GiB.
@@ -43,19 +43,19 @@ def cache_limit_bytes() -> int:
 
 
 def is_stage_entry(path: Path) -> bool:
-    """Whether `StageCache.fetch` wrote this folder: the cache's folder, which a user names, may hold other things."""
+    """Whether `StageCache.fetch` wrote this folder: the cache's folder, chosen by a user, may contain other files."""
     return (path / _FILES).is_file() and (path / _FOLDER).is_dir()
 
 
 class StageCache:
     """A folder of entries, `STAGE/KEY/result` with the digests of its files beside it.
 
-    An entry appears whole or not at all and is verified when it is used: a damaged one is redone. Entries are
-    copied, not linked, so that a bundle that someone edits does not reach the others.
+    An entry is written atomically and verified when it is used: a damaged one is redone. Entries are copied, not
+    linked, so that editing one bundle does not change the others.
 
     Args:
         root: the cache's folder; None redoes every stage.
-        limit_bytes: the oldest entries go when the sum grows beyond it.
+        limit_bytes: the oldest entries are removed when their sum exceeds it.
     """
 
     def __init__(self, root: Path | None, limit_bytes: int | None = None) -> None:
@@ -109,7 +109,7 @@ class StageCache:
             copy_folder(entry / _FOLDER, dest)
             os.utime(entry)
         except (BundleError, FileNotFoundError) as fault:
-            # Damaged, or evicted by another build just now.
+            # Damaged, or just evicted by another build.
             _log.warning("the cache's entry %s is removed and its stage done again: %s", entry, fault)
             shutil.rmtree(dest, ignore_errors=True)
             shutil.rmtree(entry, ignore_errors=True)

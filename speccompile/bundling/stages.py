@@ -16,14 +16,14 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Stage:
-    """A stage while it runs; set the others inside its block.
+    """A stage while it runs; all but its name are set inside its block.
 
     Args:
         name: e.g. "compile target".
         cached: the result came from the cache.
-        joint_peak_bytes: the most memory that this process and one it started held together.
-        skipped: why nothing was done.
-        note: what the user should know of the result.
+        joint_peak_bytes: the most memory of this process and one that it started together.
+        skipped: the reason why nothing was done.
+        note: a remark on the result for the user.
     """
 
     name: str
@@ -35,14 +35,14 @@ class Stage:
 
 @dataclass
 class StageLog:
-    """Collects what the stages took.
+    """Collects time and memory of the stages.
 
     Args:
         progress: called with "STAGE" as a stage begins and "STAGE: STEP" for the steps inside it; "STAGE: cached" and
-            "STAGE: not run: REASON" say how it ended.
-        rows: {"name", "seconds", "peak_rss_bytes", "cached"} of the finished stages, in order; "skipped" gives the
-            reason where nothing was done, "note" what is to be known of the result. The peak counts a process that
-            the stage started.
+            "STAGE: not run: REASON" report how it ended.
+        rows: {"name", "seconds", "peak_rss_bytes", "cached"} of the finished stages, in order; "skipped" is the
+            reason where nothing was done, "note" a remark on the result. The peak includes a process that the
+            stage started.
     """
 
     progress: Progress

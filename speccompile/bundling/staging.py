@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that appear whole or not at all: written in a hidden sibling, flushed, renamed.
+"""Atomic folders: written in a hidden sibling, flushed, renamed.
 
 A hidden folder `.NAME.building-TOKEN` belongs to the process that holds the lock on its `.lock` file. The
-kernel drops the lock when the process dies, however it dies, so a leftover is told from a running build
-without trusting process numbers.
+kernel drops the lock when the process dies, however it dies, so a leftover is distinguished from a
+running build without relying on process ids.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _FORBIDDEN = frozenset(
 
 @contextlib.contextmanager
 def staged_folder(dest: Path, check: Callable[[], None] | None = None, *, keeps_others: bool = False) -> Iterator[Path]:
-    """An empty hidden sibling of `dest`; takes its place when the block ends well, vanishes when it does not.
+    """Yields an empty hidden sibling of `dest`, which replaces it when the block succeeds and is removed otherwise.
 
     An existing `dest` is exchanged in one step and then removed. Leftovers of dead builds of the same `dest`
-    are removed first. What the user may have put there is no concern of this: see `guard`.
+    are removed first. Files of the user are not checked here: see `guard`.
 
     Args:
         dest: the folder, with its links followed.
-        check: called as the last step before; what it raises leaves `dest` as it is.
+        check: called right before the exchange; where it raises, `dest` is unchanged.
         keeps_others: exchange the folders in `dest` that were written, one by one, and keep the others.
 
     Raises:
-        BuildError: the disk is full, or the place cannot be written.
+        BuildError: the disk is full, or the folder cannot be written.
     """
     with disk_faults(dest):
         dest.parent.mkdir(parents=True, exist_ok=True)
         folder = staging_path(dest)
         if keeps_others and dest.is_dir() and (is_mount(dest) or not os.access(dest.parent, os.W_OK | os.X_OK)):
-            folder = dest / folder.name  # its neighbours are on another disk, or not ours to write
+            folder = dest / folder.name  # siblings are on another disk, or not writable
         remove_leftovers(folder.parent, dest.name)
         with _locked(_lock_path(folder)):
             folder.mkdir()
@@ -77,7 +77,7 @@ def staging_path(dest: Path) -> Path:
 
 
 def is_mount(path: Path) -> bool:
-    """Whether something is mounted at a path, a folder of the same disk among it; it cannot be renamed over."""
+    """Whether something is mounted at a path, even a folder of the same disk: a rename cannot replace it."""
     if os.path.ismount(path):
         return True
     try:
@@ -90,20 +90,20 @@ def is_mount(path: Path) -> bool:
 
 @contextlib.contextmanager
 def disk_faults(dest: Path) -> Iterator[None]:
-    """Turn a full or forbidden disk into a BuildError that names `dest`; other faults of the system pass."""
+    """Turn a full or forbidden disk into a BuildError that names `dest`; other system errors pass."""
     try:
         yield
     except OSError as fault:
         if not is_full(fault) and fault.errno not in _FORBIDDEN:
             raise
         todo = "Free space, or choose another folder." if is_full(fault) else "Choose a folder that can be written."
-        # Of a copy the first name is what was read, the second what could not be written.
+        # For a copy the first name was read, the second could not be written.
         got = f"{text_from_fault(fault)} at {fault.filename2 or fault.filename or dest}"
         raise BuildError(str(dest), got, "a disk with room and permission to write", todo) from fault
 
 
 def remove_leftovers(parent: Path, name: str | None = None) -> int:
-    """Remove hidden folders of dead builds in `parent`, of `name` or of any; returns of how many builds.
+    """Remove hidden folders of dead builds in `parent`, of `name` or of any; returns the number of builds.
 
     A folder that such a build had moved aside and not yet replaced is put back.
     """
@@ -126,7 +126,7 @@ def remove_leftovers(parent: Path, name: str | None = None) -> int:
 
 
 def copy_folder(source: Path, dest: Path) -> None:
-    """Copy all files into the new folder `dest`. Unlike shutil.copytree the first OSError is raised as it is."""
+    """Copy all files into the new folder `dest`. Unlike shutil.copytree it raises the first OSError unchanged."""
     for root, _, files in os.walk(source, onerror=_raise):
         place = dest / Path(root).relative_to(source)
         place.mkdir(parents=True)
@@ -148,12 +148,12 @@ def _old_path(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`; it is gone afterwards. BlockingIOError: a living process holds it."""
+    """Hold the lock file `path`, which is removed afterwards. BlockingIOError: a living process holds it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(handle, 0)
-        # For people who look; the lock itself is what counts. A full disk must not hide behind it.
+        # For information only; only the lock itself counts. A full disk must not be reported here.
         with contextlib.suppress(OSError):
             os.write(handle, f"{os.getpid()}\n".encode())
         try:
@@ -184,9 +184,9 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _replace(folder: Path, dest: Path) -> None:
-    """Put `folder` in the place of `dest`; what stood there is then found under the name of `folder`."""
+    """Move `folder` to `dest`; an earlier `dest` gets the name of `folder`."""
     try:
-        os.rename(folder, dest)  # nothing there, or an empty folder
+        os.rename(folder, dest)  # no folder there, or an empty one
     except OSError as fault:
         if fault.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers of a bundle: the target's is copied, a draft's must be the same one."""
+"""Tokenizers of a bundle: the target's is copied, a draft's must be the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FILES = (
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What two tokenizers must share for one's tokens to mean the same to the other.
+    """Facts on which two tokenizers must agree so that their token ids have the same meaning.
 
     Args:
         digest: over the model part (vocabulary, merges) and the added tokens.
@@ -38,7 +38,7 @@ class TokenizerFacts:
 
 
 def read_tokenizer(source: Path) -> TokenizerFacts | None:
-    """The facts of a folder's tokenizer.json; None when there is none.
+    """Returns the facts of a folder's tokenizer.json; None when there is none.
 
     Raises:
         CheckpointError: not a tokenizer file.
@@ -51,7 +51,7 @@ def read_tokenizer(source: Path) -> TokenizerFacts | None:
         model: dict[str, Any] = data["model"]
         added = [(str(t["content"]), int(t["id"])) for t in data.get("added_tokens") or ()]
         vocab = model["vocab"]
-        # Unigram lists its outputs of steps, the others map them to ids.
+        # Unigram lists its pieces, the others map them to ids.
         ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
         num_tokens = 1 + max([*ids, *(i for _, i in added)], default=-1)
     except (OSError, ValueError, KeyError, TypeError) as fault:
@@ -62,10 +62,10 @@ def read_tokenizer(source: Path) -> TokenizerFacts | None:
 
 
 def check_tokenizer(source: Path, dims: ModelDims, weights: str) -> TokenizerFacts | None:
-    """The target's tokenizer; None where random weights are built without one.
+    """Returns the target's tokenizer; None where random weights are built without one.
 
     Raises:
-        CheckpointError: missing, or it has tokens that the model's vocabulary has not.
+        CheckpointError: missing, or it has tokens that the model's vocabulary lacks.
     """
     facts = read_tokenizer(source)
     if facts is None and weights == "checkpoint":
@@ -82,9 +82,9 @@ def check_tokenizer(source: Path, dims: ModelDims, weights: str) -> TokenizerFac
 def check_same_tokenizer(
     name: str, target: tuple[Path, ModelDims], draft: tuple[Path, ModelDims], may_differ: bool
 ) -> None:
-    """Refuse a draft whose token ids mean something else than the target's.
+    """Refuse a draft whose token ids have another meaning than the target's.
 
-    Vocabularies that hold the same tokenizer may be padded differently: a draft is laid out in the target's, see
+    Vocabularies of the same tokenizer may be padded differently: a draft is mapped to the target's, see
     `passes.fit_vocab`. A draft that may differ loses the tokens that the target lacks.
 
     Args:
@@ -121,7 +121,7 @@ def check_same_tokenizer(
 
 
 def copy_tokenizer(source: Path, dest: Path) -> str | None:
-    """Copy the tokenizer's files that are there into the folder `dest`; the name of tokenizer.json below the bundle."""
+    """Copy the tokenizer's existing files into the folder `dest`; returns tokenizer.json's path in the bundle."""
     dest.mkdir()
     for name in _FILES:
         if (source / name).exists():
@@ -130,10 +130,10 @@ def copy_tokenizer(source: Path, dest: Path) -> str | None:
 
 
 def special_tokens(source: Path) -> tuple[list[int], int | None]:
-    """(end-of-sequence ids, beginning-of-sequence id) of generation_config.json, else of config.json.
+    """Returns (end-of-sequence ids, beginning-of-sequence id) of generation_config.json, else of config.json.
 
     Raises:
-        CheckpointError: one of them is no JSON object, or has other things than token ids there.
+        CheckpointError: one of them is not a JSON object, or has other values than token ids there.
     """
     eos: list[int] = []
     bos: list[int] = []
@@ -147,7 +147,7 @@ def special_tokens(source: Path) -> tuple[list[int], int | None]:
 
 
 def token_ids(path: Path, config: Mapping[str, Any], key: str) -> list[int]:
-    """Returns the token ids that a config gives under a key, as one number or as a list of them; [] for null.
+    """Returns the token ids of a key of a config, given as one number or as a list; [] for null.
 
     Args:
         path: of the config, for the message.
@@ -155,7 +155,7 @@ def token_ids(path: Path, config: Mapping[str, Any], key: str) -> list[int]:
         key: e.g. `eos_token_id`.
 
     Raises:
-        CheckpointError: something else stands there.
+        CheckpointError: another value.
     """
     given = config.get(key)
     rows = given if isinstance(given, list) else [] if given is None else [given]

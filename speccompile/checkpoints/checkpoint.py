@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint folders: find them, read their sizes, prove them complete. Needs no torch."""
+"""Checkpoint folders: find them, read their sizes, check that they are complete. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speccompile.common.json_reader import kind_of, read_json_object, shown, who
 from speccompile.core.specs import ModelDims
 from speccompile.errors import CheckpointError
 
-# The names a size has in config.json, the usual one first; older architectures have their own.
+# The keys of a size in config.json, the usual one first; older architectures have their own.
 _NAMES = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -35,16 +35,16 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.(.+)$")
 _EVERY_LAYER = re.compile(
     r"(attn|attention|norm|ln_).*\.(weight|bias)$"
-)  # parts that no layer goes without; MLPs may differ by layer
+)  # parts that every layer has; MLPs may differ by layer
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "LICENSE*", "README.md")
 
 
 def resolve_checkpoint(model: str, patterns: Sequence[str] = HUB_FILES) -> Path:
-    """The folder of a checkpoint: a path that exists, or a hub id, downloaded if need be.
+    """Returns the folder of a checkpoint: a path that exists, or a hub id, downloaded if need be.
 
     Args:
         model: folder or hub id.
-        patterns: files of a hub checkpoint that are wanted.
+        patterns: files of a hub checkpoint to download.
 
     Raises:
         CheckpointError: neither a folder nor a hub id, or the download failed.
@@ -70,7 +70,7 @@ def resolve_checkpoint(model: str, patterns: Sequence[str] = HUB_FILES) -> Path:
 
 
 def hint(model: str) -> str:
-    """Returns what to do about a model that is no folder and no hub id."""
+    """Returns the advice for a model that is no folder and no hub id."""
     if model.lower().endswith(GGUF):
         return GGUF_TODO
     if os.path.isfile(os.path.expanduser(model)):
@@ -87,7 +87,7 @@ def shown_path(model: str) -> str:
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint folder.
+    """Returns the parsed config.json of a checkpoint folder.
 
     Raises:
         CheckpointError: missing, or not a JSON object.
@@ -100,7 +100,7 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 def layers_key(config: Mapping[str, Any]) -> str:
-    """The key under which a config has its number of layers."""
+    """Returns the key under which a config has its number of layers."""
     return next(n for n in _NAMES["num_layers"] if config.get(n) is not None)
 
 
@@ -121,13 +121,13 @@ def _size(path: Path, config: Mapping[str, Any], field: str) -> int:
 
 
 def optional_size(where: str, config: Mapping[str, Any], keys: Sequence[str], default: int) -> int:
-    """Returns a size that a config may leave out or give as null.
+    """Returns a size that may be missing or null in a config.
 
     Args:
         where: the config's file, for the message.
         config: its object.
-        keys: under which it may stand; the first that is there counts.
-        default: where none is there.
+        keys: under which it may be given; the first that is present counts.
+        default: where none is present.
 
     Raises:
         CheckpointError: no positive integer of at most `MAX_SIZE`.
@@ -141,7 +141,7 @@ def optional_size(where: str, config: Mapping[str, Any], keys: Sequence[str], de
 
 
 def read_dims(source: Path) -> ModelDims:
-    """The sizes of the decoder in `source`, from its config.json alone; num_params stays 0.
+    """Returns the sizes of the decoder in `source`, from its config.json alone; num_params stays 0.
 
     Raises:
         CheckpointError: a size is missing or not a positive integer.
@@ -159,7 +159,7 @@ def read_dims(source: Path) -> ModelDims:
 
 
 def list_tensors(source: Path) -> dict[str, TensorHeader]:
-    """Headers of all weights of a checkpoint by name; every file is checked to be whole.
+    """Returns the headers of all weights of a checkpoint by name; every file is checked to be complete.
 
     Raises:
         CheckpointError: no safetensors, a missing or damaged shard, an index that does not fit its shards.
@@ -214,10 +214,10 @@ def _is_file_name(value: Any) -> bool:
 
 
 def count_params(source: Path) -> int:
-    """Parameters in the checkpoint's files; 0 when it has no weights in safetensors.
+    """Counts the parameters in the checkpoint's files; 0 when it has no weights in safetensors.
 
     Raises:
-        CheckpointError: the files that are there are damaged.
+        CheckpointError: a file is damaged.
     """
     if not (source / _SINGLE).is_file() and not (source / _INDEX).is_file():
         return 0
@@ -225,9 +225,9 @@ def count_params(source: Path) -> int:
 
 
 def check_checkpoint(source: Path, dims: ModelDims) -> None:
-    """Prove from the files' headers that the weights are complete and belong to the config.
+    """Check from the files' headers that the weights are complete and belong to the config.
 
-    What only the architecture knows (exact names and shapes) is checked again when transformers loads them.
+    Exact names and shapes, which depend on the architecture, are checked when transformers loads them.
 
     Args:
         source: the folder.
@@ -265,7 +265,7 @@ def _check_layers(source: Path, tensors: Mapping[str, TensorHeader], dims: Model
     everywhere = {p for p in set().union(*parts.values()) if _EVERY_LAYER.search(p)}
     for layer, held in sorted(parts.items()):
         for part in sorted(everywhere - held):
-            if layer == 0 and part == "attn_norm.weight":  # ModernBERT's embeddings are normed already
+            if layer == 0 and part == "attn_norm.weight":  # ModernBERT's embeddings are normalised already
                 continue
             if all(part in other for index, other in parts.items() if index != layer) and dims.num_layers > 1:
                 raise CheckpointError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config.json tells of an architecture that cannot be exported, said before any weight is read."""
+"""Refuses architectures that cannot be exported by their config.json, before any weight is read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_config(config: Mapping[str, Any], max_seq_len: int) -> None:
 
     Args:
         config: the parsed config.json.
-        max_seq_len: rows of the cache; some rotary embeddings and all position tables end.
+        max_seq_len: rows of the cache; some rotary embeddings and all position tables are limited.
 
     Raises:
         ExportError: with the reason.
@@ -70,7 +70,7 @@ def check_config(config: Mapping[str, Any], max_seq_len: int) -> None:
 
 
 def check_architecture(config: Mapping[str, Any]) -> None:
-    """Refuse a model that no length of the cache makes expressible.
+    """Refuse a model that is not supported at any length of the cache.
 
     Args:
         config: the parsed config.json.
@@ -89,7 +89,7 @@ def check_architecture(config: Mapping[str, Any]) -> None:
 
 
 def _property(config: Mapping[str, Any]) -> str | None:
-    """What a config of any type tells of an attention that cannot be expressed."""
+    """Returns the property of a config by which its attention is not supported; None where there is none."""
     if config.get("is_encoder_decoder"):
         return "an encoder beside the decoder"
     if config.get("alibi") or config.get("position_embedding_type") == "alibi":
@@ -108,7 +108,7 @@ def _quantizer(config: Mapping[str, Any]) -> str:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The rotary parameters of a config: one set, or one for each kind of layer, under the old name or the new."""
+    """Yields the rotary parameters of a config: one set, or one per kind of layer, under the old or new name."""
     for name in ("rope_parameters", "rope_scaling"):
         held = config.get(name)
         if isinstance(held, Mapping):
@@ -117,7 +117,7 @@ def rope_parameters(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
-    """The kind of a set of rotary parameters; older configs call it `type`."""
+    """Returns the kind of a set of rotary parameters; older configs call it `type`."""
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 

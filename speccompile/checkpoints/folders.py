@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the files of a job lie, and their digests. Needs no torch."""
+"""Locates the files of a job and computes their digests. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "toke
 
 
 def find_folder(job: GraphJob, weights: str, patterns: Sequence[str] = HUB_FILES) -> Path:
-    """The checkpoint's folder, downloaded if need be; with random weights a folder with its config.
+    """Returns the checkpoint's folder, downloaded if need be; with random weights a folder with its config.
 
     Args:
-        job: its model and, where no weights are read, the config that stands in for it.
+        job: its model and, where no weights are read, the config to use instead.
         weights: "checkpoint" or "random".
-        patterns: files of a hub checkpoint that are wanted.
+        patterns: files of a hub checkpoint to download.
 
     Raises:
         CheckpointError: there is none, or the hub cannot be reached.
@@ -29,7 +29,7 @@ def find_folder(job: GraphJob, weights: str, patterns: Sequence[str] = HUB_FILES
 
 
 def find_config(job: GraphJob) -> Path:
-    """A folder with the config of a model, and its tokenizer if it has one; weights are not downloaded.
+    """Returns a folder with the config of a model, and its tokenizer if it has one; weights are not downloaded.
 
     Raises:
         CheckpointError: neither a folder, nor a config beside the recipe, nor a hub id that can be reached.
@@ -49,10 +49,10 @@ def find_config(job: GraphJob) -> Path:
 
 
 def digests_from_checkpoint(source: Path, weights: str, patterns: Sequence[str]) -> dict[str, str]:
-    """SHA-256 by name of the files an export reads; with random weights config.json alone.
+    """Returns the SHA-256 by name of the files that an export reads; with random weights config.json alone.
 
     The contents are read each time (a gigabyte a second or more): a file's size and time do not prove that it
-    is the same, and a graph with yesterday's weights would pass every later check.
+    is unchanged, and a graph with outdated weights would pass every later check.
 
     Args:
         source: the folder.

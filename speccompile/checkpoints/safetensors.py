@@ -35,7 +35,7 @@ class TensorHeader:
     Args:
         dtype: under the format's name.
         shape: of the tensor.
-        start_bytes: where its bytes begin, from the beginning of the file.
+        start_bytes: offset of its first byte in the file.
     """
 
     dtype: str
@@ -49,7 +49,7 @@ class TensorHeader:
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of one file by name.
+    """Returns the tensors of one file by name.
 
     Raises:
         CheckpointError: the file is truncated, too long, or no safetensors file.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings and LM head of a target, for speculators that have none of their own.
 
-A graph is compiled by itself, so what is shared in training is a copy in the speculator's graph.
+Each graph is compiled separately, so tables shared in training are copied into the speculator's graph.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class TargetTables:
     """Tables of a target in float32, one tensor where they are tied.
 
     Args:
-        embeddings: [vocab, hidden], as they are stored: a factor that the target applies is not in them.
-        lm_head: [vocab, hidden]; a bias of it is left out.
+        embeddings: [vocab, hidden], as stored: without a factor that the target applies.
+        lm_head: [vocab, hidden]; without its bias.
     """
 
     embeddings: torch.Tensor
@@ -35,7 +35,7 @@ class TargetTables:
 
 
 def digests_from_target(context: SourceContext) -> dict[str, str]:
-    """SHA-256 by "target/" and name of the files that `read_tables` reads.
+    """Returns the SHA-256 by "target/" and name of the files that `read_tables` reads.
 
     Raises:
         CheckpointError: no such folder, or a file cannot be read.
@@ -47,7 +47,7 @@ def digests_from_target(context: SourceContext) -> dict[str, str]:
 
 
 def read_tables(context: SourceContext) -> TargetTables:
-    """The tables of the target that a speculator is built for; random ones where weights are random.
+    """Returns the tables of the target for which a speculator is built; random ones where weights are random.
 
     Raises:
         CheckpointError: the checkpoint has no such table.
@@ -72,7 +72,7 @@ def read_tables(context: SourceContext) -> TargetTables:
 
 
 def _names(folder: Any) -> tuple[str, str]:
-    """Keys of embeddings and LM head, from the architecture without its weights; the same key where they are tied."""
+    """Returns the keys of embeddings and LM head, from the architecture alone; the same key where tied."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -22,10 +22,10 @@ from speccompile.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-# What a build reads of a speculator; all of it is in the digests.
+# The files of a speculator that a build reads; all of them are in the digests.
 SPECULATOR_FILES = ("config.json", "*.index.json", "*.safetensors", "*.pt", "*.bin", "*.pth")
 _PICKLES = (".pt", ".bin", ".pth")
-# What trainers leave beside the weights.
+# Other files that trainers write beside the weights.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "trainer_state")
 # By the names of safetensors. bfloat16 has no numpy type: its bits are read as uint16.
 NUMPY_TYPES = {
@@ -44,7 +44,7 @@ class TensorFiles:
     Args:
         headers: by key.
         files: by key; empty for tensors in memory.
-        tensors: those that are in memory already, by key (of pickles: mapped, not read).
+        tensors: those in memory already, by key (of pickles: mapped, not read).
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class TensorFiles:
         self.headers, self.files, self._tensors = dict(headers), dict(files), dict(tensors or {})
 
     def array(self, key: str) -> np.ndarray:
-        """The tensor's elements, read as they are touched; bfloat16 as uint16."""
+        """Returns the tensor's elements, read on access; bfloat16 as uint16."""
         header = self.headers[key]
         if key in self._tensors:
             return _array_from_tensor(self._tensors[key])
         dtype = np.dtype(NUMPY_TYPES[header.dtype])
         if header.size == 0:
             return np.zeros(header.shape, dtype=dtype)
-        # Copy on write: what reads it may take it for its own memory, the file stays as it is.
+        # Copy on write: a reader may write to it, and the file stays unchanged.
         return np.memmap(self.files[key], dtype, "c", header.start_bytes, header.shape)
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The same as a torch tensor, without a copy."""
+        """Returns the same as a torch tensor, without a copy."""
         import torch
 
         if key in self._tensors:
@@ -83,7 +83,7 @@ def _array_from_tensor(tensor: Any) -> np.ndarray:
 
 
 def files_from_tensors(tensors: Mapping[str, torch.Tensor]) -> TensorFiles:
-    """Tensors in memory as if they were in files."""
+    """Returns tensors in memory as if they were in files."""
     return TensorFiles({key: _header_from_tensor(t) for key, t in tensors.items()}, {}, tensors)
 
 
@@ -93,7 +93,7 @@ def _header_from_tensor(tensor: Any) -> TensorHeader:
 
 
 def open_files(folder: Path) -> TensorFiles:
-    """All weights in a folder. Safetensors come before pickles, which are only looked at where there are none.
+    """Opens all weights in a folder. Pickles are only opened where there are no safetensors.
 
     Raises:
         CheckpointError: no weights, a damaged file, a key in two files, or a pickle that would need code to be read.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a checkpoint, and converting it; no torch."""
+"""Finds the faults of a checkpoint and converts it; no torch."""

@@ -24,7 +24,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 def layout_named(name: str, formats: tuple[Format, ...], method: str) -> Format:
-    """The layout of a method that can be written under that name.
+    """Returns the layout of a method that can be written under that name.
 
     Raises:
         RecipeError: there is none.
@@ -36,14 +36,14 @@ def layout_named(name: str, formats: tuple[Format, ...], method: str) -> Format:
 
 
 def convertible(case: Case) -> tuple[Finding, ...]:
-    """The findings that stop a conversion: the errors, but for padding that it cuts."""
+    """Returns the findings that stop a conversion: the errors, except padding that it cuts."""
     cuts = _extra_rows(case) > 0
     errors = [f for f in findings_from_case(case) if f.severity == "error"]
     return tuple(f for f in errors if not (cuts and f.check == "target.vocabulary"))
 
 
 def _extra_rows(case: Case) -> int:
-    """Rows of the vocabulary behind the target's that no token uses."""
+    """Counts the rows of the vocabulary beyond the target's that no token uses."""
     size, target = case.sizes.get("vocab"), case.target
     if target is None or size is None or not 0 < target.num_tokens <= target.dims.vocab_size:
         return 0
@@ -54,9 +54,9 @@ def write_case(folder: Path, layout: Format, case: Case) -> None:
     """Write a checkpoint that was examined, in another layout of its method or in the same.
 
     Args:
-        folder: exists and is empty; the caller makes it appear whole.
+        folder: exists and is empty; the caller publishes it atomically.
         layout: that is written.
-        case: one that `convertible` finds nothing against; rows of the vocabulary that are padding are cut.
+        case: one for which `convertible` finds nothing; padding rows of the vocabulary are cut.
     """
     config, tensors = ours_from_case(case)
     if _extra_rows(case):
@@ -70,7 +70,7 @@ def _cut_vocabulary(
     assert case.target is not None
     vocab, size = case.target.dims.vocab_size, case.sizes["vocab"]
     rows = {e.name: e.row.dims for e in case.expected.values()}
-    # A draft vocabulary that is the whole one is cut with it.
+    # A draft vocabulary equal to the target's is cut with it.
     whole = ("vocab", "draft_vocab") if case.sizes.get("draft_vocab") == size else ("vocab",)
     cut = {name: t[:vocab] if rows[name][0] in whole else t for name, t in tensors.items()}
     names = ("vocab_size", "draft_vocab_size")
@@ -90,11 +90,11 @@ def write_speculator(
         folder: exists.
         layout: of the method that is written.
         config: ours.
-        tensors: by the names of our layout; dtypes stay as they are.
-        target: that the layout's config shall name.
+        tensors: by the names of our layout; dtypes are kept.
+        target: the model that the layout's config names.
 
     Raises:
-        CheckpointError: the layout is not written, or config and tensors do not make a whole speculator.
+        CheckpointError: the layout is not written, or config and tensors are not a complete speculator.
     """
     assert layout.config is not None
     written = layout.config(config, target)
@@ -108,7 +108,7 @@ def write_speculator(
 
 
 def _named(layout: Format, config: Mapping[str, Any], ours: TensorFiles, folder: Path) -> TensorFiles:
-    """The tensors under the layout's keys; shared ones once."""
+    """Returns the tensors under the layout's keys; shared ones once."""
     probe = make_case(Checkpoint(folder, config, ours, layout), layout)
     expected = layout.expand(probe.sizes, layout.prefixes[0])
     kept: dict[str, torch.Tensor] = {}
@@ -126,7 +126,7 @@ def _named(layout: Format, config: Mapping[str, Any], ours: TensorFiles, folder:
 
 
 def write_safetensors(path: Path, files: TensorFiles) -> None:
-    """One file, its header first, then the tensors as they come; no more than one chunk is in memory."""
+    """Writes one file, its header first, then the tensors in order; at most one chunk is in memory."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, tensor in files.headers.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of an ordinary Llama-like decoder layer, which several layouts are made of. Needs no torch."""
+"""Rows of an ordinary Llama-like decoder layer, of which several layouts consist. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from speccompile.doctor.layouts import Row, Size, Sizes, flag
 
 
 def decoder_sizes(scope: str = "") -> tuple[Size, ...]:
-    """Sizes of a decoder layer from a Llama config.
+    """Returns the sizes of a decoder layer from a Llama config.
 
     Args:
-        scope: object of config.json in which it stands, with a dot behind.
+        scope: object of config.json that contains it, followed by a dot.
     """
 
     def keys(*names: str) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ def decoder_sizes(scope: str = "") -> tuple[Size, ...]:
 
 
 def derive_decoder(sizes: Sizes) -> None:
-    """Add `num_kv_heads` and `head_dim` where the config leaves them out, `q_width` and `kv_width`."""
+    """Add `num_kv_heads` and `head_dim` where the config lacks them, `q_width` and `kv_width`."""
     heads, hidden = sizes.get("num_heads"), sizes.get("hidden")
     sizes["num_kv_heads"] = sizes.get("num_kv_heads") or heads
     if not sizes.get("head_dim"):
@@ -41,7 +41,7 @@ def derive_decoder(sizes: Sizes) -> None:
 
 
 def times(*values: int | None) -> int | None:
-    """The product; None where one is not known."""
+    """Returns the product; None where a factor is not known."""
     product = 1
     for value in values:
         if value is None:
@@ -58,13 +58,13 @@ def decoder_rows(
     qkv_input: str = "hidden",
     has_input_norm: bool = True,
 ) -> tuple[Row, ...]:
-    """The keys of decoder layers.
+    """Returns the keys of decoder layers.
 
     Args:
-        layer: template of their beginning, without the last dot.
+        layer: template of their prefix, without the last dot.
         over: see `Row.over`.
         name: `layer` in our layout; the same by default.
-        qkv_input: size that queries, keys and values are projected from.
+        qkv_input: size from which queries, keys and values are projected.
         has_input_norm: there is a norm before the attention.
     """
 
@@ -86,7 +86,7 @@ def decoder_rows(
 
 
 def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a Llama config that a layer of a speculator is built from."""
+    """Returns the part of a Llama config that describes a layer of a speculator."""
     names = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor: which layout a speculator's checkpoint has, and everything that is wrong with it.
+"""The doctor: finds the layout of a speculator's checkpoint and all its faults.
 
-Headers come first: nothing but headers and index maps is read unless the caller asks for the values, and a
-checkpoint that cannot be read at all is a finding like any other. Needs no torch for safetensors.
+Only headers and index maps are read unless the caller asks for the values, and a checkpoint that cannot be read at all
+is a finding like any other. Needs no torch for safetensors.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from speccompile.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-MAX_AUTO_BYTES = 1 << 30  # of weights that are read without being asked to: about a second
+MAX_AUTO_BYTES = 1 << 30  # of weights that are read by default: about a second
 _SMALL_FILES = ("config.json", "tokenizer.json")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that was opened: config, weights, and the layout, if one was told."""
+    """A folder that was opened: config, weights, and the layout, if one was recognised."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Checkpoint:
 
 
 def find_target(model: str) -> Target:
-    """The model that a speculator is for; of a hub id only config and tokenizer are downloaded.
+    """Returns the model that a speculator is for; of a hub id only config and tokenizer are downloaded.
 
     Raises:
         CheckpointError: no such model, or no config of a language model.
@@ -59,7 +59,7 @@ def _count_tokens(folder: Path) -> int:
 
 
 def open_checkpoint(folder: Path, formats: Sequence[Format], overrides: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Read config and headers, and tell the layout.
+    """Read config and headers, and find the layout.
 
     Args:
         folder: of the speculator.
@@ -79,7 +79,7 @@ def open_checkpoint(folder: Path, formats: Sequence[Format], overrides: Mapping[
 
 
 def make_case(found: Checkpoint, layout: Format, target: Target | None = None, reads_values: bool = False) -> Case:
-    """What the checks look at."""
+    """Returns the input of the checks."""
     prefix = layout.prefix_in(found.files.headers)
     place = str(found.folder / "config.json")
     sizes, _ = resolve_sizes(layout, found.config, found.files, prefix, place)
@@ -88,7 +88,7 @@ def make_case(found: Checkpoint, layout: Format, target: Target | None = None, r
 
 
 def findings_from_case(case: Case) -> tuple[Finding, ...]:
-    """All checks of the layout; errors first, then in the order of the checks."""
+    """Runs all checks of the layout; returns errors first, then in the order of the checks."""
     found = [replace(f, check=check.name) for check in case.layout.checks for f in check.run(case)]
     return tuple(sorted(found, key=lambda f: f.severity != "error"))
 
@@ -101,17 +101,17 @@ def examine(
     overrides: Mapping[str, Any] | None = None,
     formats: Sequence[Format] | None = None,
 ) -> Report:
-    """Find the layout of a speculator's checkpoint and everything that is wrong with it.
+    """Find the layout of a speculator's checkpoint and all its faults.
 
     Args:
         model: folder or hub id.
-        target: folder or hub id of the model that it is for; None: what the target says is not checked.
+        target: folder or hub id of the model that it is for; None: the checks against a target are skipped.
         values: read the weights; None: up to `MAX_AUTO_BYTES` of them.
         overrides: instead of values of its config.
         formats: layouts that it may have; those of the registry by default.
 
     Returns:
-        The report. Whatever is wrong with the speculator is a finding in it.
+        The report. Every fault of the speculator is a finding in it.
 
     Raises:
         CheckpointError: the target cannot be read, or a hub id cannot be resolved.
@@ -153,7 +153,7 @@ def _report(found: Checkpoint, model: str, target: Target | None, values: bool |
 
 
 def _is_other(found: Checkpoint) -> bool:
-    """Whether it is a kind that is not read yet, whose keys look like one that is."""
+    """Whether it is a kind that is not supported yet, whose keys resemble a supported one."""
     assert found.layout is not None
     is_named = any(found.config.get(key) == value for key, value in found.layout.config_marks)
     return not is_named and known_format(found.config, found.files.headers) is not None
@@ -177,14 +177,14 @@ def _describe_unknown(found: Checkpoint) -> tuple[str, str, Finding]:
 
 
 def _names(value: Any) -> str:
-    """A list of names as text; anything else as it is."""
+    """Returns a list of names as text; anything else unchanged."""
     return ", ".join(map(str, value)) if isinstance(value, list) else shown(value)
 
 
 def open_known(
     folder: Path, formats: Sequence[Format], target: Target | None, overrides: Mapping[str, Any] | None = None
 ) -> Case:
-    """Open a checkpoint whose layout is one of `formats`, weights to be read; nothing is checked yet.
+    """Open a checkpoint whose layout is one of `formats`, with its values; nothing is checked yet.
 
     Raises:
         CheckpointError: it cannot be read, or its layout is none of them.
@@ -204,20 +204,20 @@ def check_speculator(
     values: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> Case:
-    """Prove a checkpoint complete, for a method's graph source or trainer.
+    """Check that a checkpoint is complete, for a method's graph source or trainer.
 
     Args:
         folder: of the speculator.
         formats: the method's layouts.
         target: sizes of the model that it is for.
-        values: look at the weights, too, not at headers alone.
+        values: check the weights too, not only headers.
         overrides: instead of values of its config.
 
     Returns:
         The case.
 
     Raises:
-        CheckpointError: the first thing that is wrong, with a hint at the doctor.
+        CheckpointError: the first fault, with a hint at the doctor.
     """
     found = open_checkpoint(folder, formats, overrides)
     aim = Target("the target", target, {}) if target is not None else None
@@ -229,7 +229,7 @@ def check_speculator(
 def read_speculator(
     folder: Path, formats: Sequence[Format], *, overrides: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights in our layout of the method, whatever layout the folder has.
+    """Returns config and weights in our layout of the method, whatever layout the folder has.
 
     Args:
         folder: of the speculator.
@@ -237,16 +237,16 @@ def read_speculator(
         overrides: instead of values of its config.
 
     Returns:
-        The config, and tensors by the names of our layout; they are mapped from the files, and shared ones are one.
+        The config, and tensors by the names of our layout; mapped from the files, shared ones as one tensor.
 
     Raises:
-        CheckpointError: the first thing that is wrong, with a hint at the doctor.
+        CheckpointError: the first fault, with a hint at the doctor.
     """
     return ours_from_case(check_speculator(folder, formats, values=True, overrides=overrides))
 
 
 def ours_from_case(case: Case) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights in our layout; see `read_speculator`. The case must be free of errors."""
+    """Returns config and weights in our layout; see `read_speculator`. The case must be free of errors."""
     import torch
 
     layout = case.layout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor found: one finding has four parts as an error has, and a severity. Needs no torch."""
+"""Findings of the doctor: each has the four parts of an error, and a severity. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a checkpoint, or may be.
+    """One fault, or possible fault, of a checkpoint.
 
     Args:
         severity: an error stops a build or a conversion; a warning does not.
         check: name of the check that found it.
         where: file and key.
-        got: what is there.
-        expected: what would be right.
+        got: the value found.
+        expected: the value that would be right.
         todo: what the user can do.
     """
 
@@ -42,18 +42,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found in one checkpoint.
+    """All findings in one checkpoint.
 
     Args:
         folder: of the speculator.
         format: name of the layout, "" when it was not recognised.
         label: the layout in words.
         method: the recipe's method that takes it, "" where there is none.
-        target: the model it was compared with, "" without one.
-        sizes: of the speculator, as config and weights say.
+        target: the model with which it was compared, "" without one.
+        sizes: of the speculator, from config and weights.
         num_tensors: of the speculator.
         num_params: elements of them.
-        has_read_values: whether weights were read, or headers alone.
+        has_read_values: whether weights were read, or only headers.
         findings: errors first.
     """
 
@@ -70,12 +70,12 @@ class Report:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The findings that stop."""
+        """Returns the findings that are errors."""
         return tuple(f for f in self.findings if f.severity == "error")
 
     @property
     def exit_code(self) -> int:
-        """0 without errors, else that of `CheckpointError`."""
+        """Returns 0 without errors, else that of `CheckpointError`."""
         return CheckpointError.exit_code if self.errors else 0
 
     def json_from_report(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Report:
 
 
 def raise_first(report: Report) -> None:
-    """Nothing, when there is no error.
+    """Raises the first error; does nothing when there is none.
 
     Raises:
         CheckpointError: the first error, with a hint at the command that lists all.

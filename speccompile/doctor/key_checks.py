@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks that every layout has: sizes, keys, shapes, dtypes, values, and what the target says. Needs no torch."""
+"""The checks that every layout has: sizes, keys, shapes, dtypes, values, and agreement with the target. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speccompile.checkpoints.safetensors import TensorHeader
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.layouts import Case, Check, Expected, finding, resolve_sizes
 
-CHUNK_ITEMS = 1 << 24  # elements of a tensor that are looked at together
+CHUNK_ITEMS = 1 << 24  # elements of a tensor that are checked at once
 # Bits of the exponent: all set in NaN and in infinities, and in nothing else.
 _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}
 
@@ -25,7 +25,7 @@ def check_sizes(case: Case) -> Iterator[Finding]:
 
 
 def check_missing(case: Case) -> Iterator[Finding]:
-    """Every key of the layout is stored, or another stands in for it."""
+    """Every key of the layout is stored, or another replaces it."""
     lacking: dict[str, list[Expected]] = defaultdict(list)
     for want in case.expected.values():
         row = want.row
@@ -139,7 +139,7 @@ def check_shared(case: Case) -> Iterator[Finding]:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """For comparison: NaN equals itself."""
+    """Returns the bit patterns, for comparison: NaN equals itself."""
     return array.view(f"<u{array.dtype.itemsize}") if array.size else array
 
 

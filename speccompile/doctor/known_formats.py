@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculators that are recognised and not read yet, so that nobody candidates at them. Needs no torch."""
+"""Speculators that are recognised but not supported yet, so that they get a precise error. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from speccompile.doctor.layouts import lookup
 
 @dataclass(frozen=True)
 class KnownFormat:
-    """A layout that is told from others and named.
+    """A layout that is recognised by name only.
 
     Args:
         name: short.
         label: in words.
-        marks: patterns of keys, any of which tells it.
-        config_marks: keys of the config whose presence tells it.
-        config_values: (key, values) of which any tells it.
+        marks: patterns of keys, any of which identifies it.
+        config_marks: keys of the config, any of which identifies it.
+        config_values: (key, values), any of which identifies it.
     """
 
     name: str
@@ -77,7 +77,7 @@ KNOWN = (
 
 
 def known_format(config: Mapping[str, Any], keys: Iterable[str]) -> KnownFormat | None:
-    """The layout of a checkpoint that is not read yet; None when it is none of these."""
+    """Returns the layout of a checkpoint that is not supported yet; None when it is none of these."""
     held = list(keys)
     for known in KNOWN:
         if any(config.get(key) is not None for key in known.config_marks):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint layouts as tables: the sizes a config gives, and a row for every kind of key. Needs no torch.
 
-A layout says how keys are spelt; each row also has the key's name in our layout of the same method, so that one table
-finds, checks, reads, writes and converts.
+A layout declares its keys; each row also has the key's name in our layout of the same method, so that one table serves
+to find, check, read, write and convert.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ Sizes = dict[str, int | None]
 
 @dataclass(frozen=True)
 class Size:
-    """A whole number that a config gives.
+    """A whole number in a config.
 
     Args:
-        name: how rows call it.
-        keys: where it stands in the config, the first that is there; a dot leads into an object.
-        stored: (pattern of a key, axis) of a tensor that also tells it, where the config does not.
-        count: pattern of a key whose group numbers what is counted; it must agree with the config.
+        name: by which rows refer to it.
+        keys: its keys in the config, of which the first present one counts; a dot leads into an object.
+        stored: (pattern of a key, axis) of a tensor that gives it where the config does not.
+        count: pattern of keys to count by their group; it must agree with the config.
         count_first: number of the first.
-        default: where neither tells.
-        least: smallest value that makes sense.
-        is_needed: the config must have it, though tensors tell it: others assume something else in silence.
+        default: where neither gives it.
+        least: smallest valid value.
+        is_needed: the config must have it, though tensors give it: other readers silently assume a default.
         is_flag: true or false, as 1 or 0.
-        present: pattern of a key whose presence tells, where the config does not.
+        present: pattern of a key whose presence decides where the config does not.
     """
 
     name: str
@@ -70,15 +70,15 @@ class Row:
     Args:
         key: template; names in braces are numbered, see `over`.
         dims: of the tensor, by the names of sizes.
-        over: (name in braces, size, first number): it counts from there to the size.
+        over: (name in braces, size, first number): it counts from there up to the size.
         name: template of the key in our layout; the same as `key` by default.
         dtypes: that are allowed.
-        need: name of a size; without it, or with 0, the key must not be there. "!" before it turns that round.
+        need: name of a size; without it, or with 0, the key must not be there. "!" before it negates that.
         is_optional: may be missing.
-        fallback: template of the key in our layout whose tensor it is, where it is missing (shared weights).
+        fallback: template of the key in our layout whose tensor is used where it is missing (shared weights).
         may_differ: from that, where both are stored.
         is_zero: a missing one is all zero.
-        is_derived: a missing one is made by the layout's `complete`.
+        is_derived: a missing one is computed by the layout's `complete`.
     """
 
     key: str
@@ -105,7 +105,7 @@ class Expected:
     fallback: str
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of that shape could be it."""
+        """Whether a tensor of that shape fits."""
         pairs = zip(shape, self.shape, strict=True)
         return len(shape) == len(self.shape) and all(want in (None, have) for have, want in pairs)
 
@@ -118,7 +118,7 @@ class Target:
         name: as the user gave it.
         dims: its sizes.
         config: its config.json; empty where only the sizes are known.
-        num_tokens: in its tokenizer; 0 where that is not known. A vocabulary beyond it is padding.
+        num_tokens: in its tokenizer; 0 where not known. Further rows of the vocabulary are padding.
     """
 
     name: str
@@ -143,19 +143,19 @@ class Format:
         name: method and layout, e.g. "m/ours".
         label: in words.
         method: the recipe's name.
-        marks: patterns of keys, any of which tells the layout.
+        marks: patterns of keys, any of which identifies the layout.
         without: patterns of keys, any of which rules it out.
-        config_marks: (key of the config, value) pairs, any of which tells it whatever the keys are.
+        config_marks: (key of the config, value) pairs, any of which identifies it whatever the keys are.
         prefixes: that all keys may have; the first is written.
         has_others: keys without the prefix belong to another model in the same files.
-        sizes: what the config gives.
-        derive: adds the sizes that follow from others.
+        sizes: those in the config.
+        derive: adds sizes derived from others.
         rows: of keys.
         ignored: patterns of keys without meaning: buffers, copies.
         checks: in order.
         ours: the layout's config as that of our layout.
         config: our config as that of the layout, None where it is not written; gets the target, if any.
-        complete: makes what is missing and derived, from the config and tensors of our layout.
+        complete: computes missing derived tensors from the config and tensors of our layout.
     """
 
     name: str
@@ -176,7 +176,7 @@ class Format:
     complete: Callable[[Mapping[str, Any], dict[str, Any]], None] | None = None
 
     def prefix_in(self, keys: Iterable[str]) -> str:
-        """The prefix that the keys have: of those that lead to a mark or a row, the longest."""
+        """Returns the prefix of the keys: of those that lead to a mark or a row, the longest."""
         patterns = [re.compile(m) for m in self.marks] + [_pattern(row.key) for row in self.rows]
         held = list(keys)
         for prefix in sorted(self.prefixes, key=len, reverse=True):
@@ -185,7 +185,7 @@ class Format:
         return self.prefixes[0]
 
     def is_in(self, config: Mapping[str, Any], keys: Iterable[str]) -> bool:
-        """Whether a checkpoint has this layout, as far as its marks tell."""
+        """Whether a checkpoint has this layout, judged by its marks."""
         held = list(keys)
         if any(lookup(config, key) == value for key, value in self.config_marks):
             return True
@@ -195,7 +195,7 @@ class Format:
         return any(re.search(mark, tail) for mark in self.marks for tail in tails)
 
     def expand(self, sizes: Mapping[str, int | None], prefix: str = "") -> dict[str, Expected]:
-        """The keys at given sizes."""
+        """Returns the keys at given sizes."""
         found = {}
         for row in self.rows:
             is_turned, need = row.need.startswith("!"), row.need.lstrip("!")
@@ -221,7 +221,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
-    """A value of a config; dots lead into objects. None where there is none."""
+    """Returns a value of a config; dots lead into objects. None where there is none."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -234,13 +234,13 @@ class Case:
 
     Args:
         folder: of it.
-        config: its config.json, with what the user overrode.
+        config: its config.json with the user's overrides.
         files: its weights.
-        layout: the layout it is compared with.
-        target: the model it is for, if that was given.
-        reads_values: weights may be read, not headers alone.
-        prefix: that its keys have.
-        sizes: as config and keys say.
+        layout: the layout to compare with.
+        target: the model it is for, if given.
+        reads_values: weights may be read, not only headers.
+        prefix: of its keys.
+        sizes: from config and keys.
         expected: the keys it should have.
     """
 
@@ -255,35 +255,35 @@ class Case:
     expected: Mapping[str, Expected]
 
     def own_keys(self) -> list[str]:
-        """Keys of the speculator: not those of another model in the same files, nor those without meaning."""
+        """Returns the keys of the speculator: neither those of another model in the same files nor ignored ones."""
         held = [k for k in self.files.headers if k.startswith(self.prefix) or not self.layout.has_others]
         return [k for k in held if not any(re.search(p, k) for p in self.layout.ignored)]
 
     def key_of(self, name: str) -> str | None:
-        """The key here of a name in our layout, if it is stored."""
+        """Returns the key of a name in our layout, if it is stored."""
         return next((e.key for e in self.expected.values() if e.name == name and e.key in self.files.headers), None)
 
     def place(self, key: str = "") -> str:
-        """File and key, for a finding."""
+        """Returns file and key, for a finding."""
         if key == "":
             return str(self.folder)
         path = self.files.files.get(key, self.folder)
         return f"{path} ({key})"
 
     def config_place(self, *keys: str) -> str:
-        """config.json and keys, for a finding."""
+        """Returns config.json and keys, for a finding."""
         return f"{self.folder / 'config.json'} ({' or '.join(keys)})"
 
 
 def finding(severity: Severity, where: str, got: str, expected: str, todo: str) -> Finding:
-    """A finding whose check is filled in by who runs it."""
+    """Returns a finding whose check is filled in by the caller."""
     return Finding(severity, "", where, got, expected, todo)
 
 
 def resolve_sizes(
     layout: Format, config: Mapping[str, Any], files: TensorFiles, prefix: str, place: str
 ) -> tuple[Sizes, list[Finding]]:
-    """The sizes of a checkpoint, and what is wrong with them; a size that nothing tells is None.
+    """Returns the sizes of a checkpoint and their faults; a size that nothing gives is None.
 
     Args:
         layout: of the checkpoint.
@@ -306,7 +306,7 @@ def resolve_sizes(
 
 
 def _limit_rows(layout: Format, sizes: Sizes, num_stored: int, place: str, faults: list[Finding]) -> None:
-    """Take back sizes whose product counts many more keys than are stored: nothing is expanded before that holds."""
+    """Unset sizes whose product counts many more keys than are stored, so that nothing too large is expanded."""
     most = max(_MAX_FREE_COUNT**2, num_stored)
     for row in layout.rows:
         names = [size for _, size, _ in row.over]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers models and speculator networks -> neutral graphs; needs torch to run, not to import a source."""
+"""transformers models and speculator networks -> neutral graphs; torch is needed to run it, not to import a source."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`speccompile::CachedAttention` as a torch op, and the attention function that puts it into a model.
+"""`speccompile::CachedAttention` as a torch op, and the attention function that inserts it into a model.
 
-transformers models call their attention through a registry by name; ours puts one op in the place of cache
-update, mask and attention. What an attention layer asks for beyond that is refused, never dropped.
+transformers models call their attention through a registry by name; ours replaces cache update, mask and attention by
+one op. Any other argument of an attention layer is refused, never dropped.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from speccompile.errors import ExportError
 
 IMPLEMENTATION = "speccompile"  # the name under which transformers finds `attend`
 
-# Arguments that attention layers pass along and that change nothing here: what they say is either expressed by
-# the op's own inputs (positions, masks, caches) or concerns training and reporting.
+# Arguments that attention layers pass along and that change nothing here: they are either expressed by the op's own
+# inputs (positions, masks, caches) or concern training and reporting.
 _INERT = {
     "position_ids", "position_embeddings", "cache_position", "is_causal", "use_cache", "dropout", "training",
     "max_length_q", "max_length_k", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
@@ -31,7 +31,7 @@ _INERT = {
 
 @dataclass
 class Frame:
-    """One forward pass: the step's inputs, and what the layers leave behind.
+    """One forward pass: the step's inputs, and what the layers record.
 
     Args:
         lengths: [batch] int64.
@@ -65,7 +65,7 @@ def forward_pass(frame: Frame) -> Iterator[Frame]:
 
 
 def current_frame() -> Frame:
-    """The frame of the enclosing `forward_pass`; LookupError outside of one."""
+    """Returns the frame of the enclosing `forward_pass`; LookupError outside of one."""
     return _FRAME.get()
 
 
@@ -90,7 +90,7 @@ def cached_attention(
         v: see `k`.
         k_cache: [batch, kv_heads, max_seq, head_dim] float32; `v_cache` alike.
         v_cache: see `k_cache`.
-        lengths: [batch] int64, rows in use; the new rows are written behind them.
+        lengths: [batch] int64, rows in use; the new rows are written after them.
         tree_mask: [batch, nodes, nodes] bool.
         scale: factor of the scores.
         softcap: scores become softcap * tanh(scores / softcap); 0 = off.
@@ -148,7 +148,7 @@ def _(q, k_cache, v_cache, limits, scale):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("speccompile::gather_nodes", mutates_args=())
 def gather_nodes(x: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-    """Rows of `x` [batch, nodes, hidden] at `nodes` [batch, scored] int64: [batch, scored, hidden]."""
+    """Returns the rows of `x` [batch, nodes, hidden] at `nodes` [batch, scored] int64: [batch, scored, hidden]."""
     return torch.gather(x, 1, nodes[:, :, None].expand(-1, -1, x.shape[2]))
 
 
@@ -171,7 +171,7 @@ def attend(
     """The attention function of transformers' registry: one CachedAttention for the layer of `module`.
 
     Raises:
-        ExportError: the layer asks for something that the op does not express.
+        ExportError: the layer passes an argument that the op does not support.
     """
     frame, layer = current_frame(), getattr(module, "layer_idx", None)
     where = f"{type(module).__name__} (layer {layer})"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of our own with caches -> the neutral graph of a decoder, which gives logits; the tail comes later."""
+"""Drafts of our own with caches -> the neutral graph of a decoder, which outputs logits; the tail is attached later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speccompile.export.trace import trace_module
 from speccompile.export.weights import name_weights, names_by_address, share_weights
 from speccompile.passes.base import run_pipeline
 
-# None is 0 or 1, which torch would take for constants.
+# None is 0 or 1, which torch would treat as constants.
 _EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "max_seq": 16, LENT_ROWS: 12}
 
 
@@ -24,7 +24,7 @@ def export_cached_draft(module: nn.Module, spec: GraphSpec, progress: Callable[[
     """Trace a draft and clean the trace.
 
     Args:
-        module: takes the inputs of `spec` in order, its caches as one list, and gives its outputs.
+        module: takes the inputs of `spec` in order, its caches as one list, and returns its outputs.
         spec: of a decoder without a tail.
         progress: called with the name of each stage.
 
@@ -69,7 +69,7 @@ class RotaryTables(nn.Module):
         super().__init__()
         half = head_dim // 2
         frequencies = theta ** (-torch.arange(half, dtype=torch.float32) / half)
-        # As the trained angles: rounded to float32, their cosines then right to the last bit.
+        # As the trained angles: rounded to float32, with correctly rounded cosines.
         angles = (torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies).numpy().astype(np.float64)
         self.register_buffer("cos", torch.from_numpy(np.cos(angles).astype(np.float32)), persistent=False)
         self.register_buffer("sin", torch.from_numpy(np.sin(angles).astype(np.float32)), persistent=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`speccompile::TopTokens` and `speccompile::NodeProbs` as torch ops, for heads that candidate inside their graph."""
+"""`speccompile::TopTokens` and `speccompile::NodeProbs` as torch ops, for heads with candidates in their graph."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from speccompile.ops import candidates as twins
 
 @torch.library.custom_op("speccompile::top_tokens", mutates_args=())
 def top_tokens(logits: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens behind each node; see `speccompile.ops.candidates`.
+    """Returns the likeliest tokens after each node; see `speccompile.ops.candidates`.
 
     Args:
         logits: [batch, nodes, vocab] float32.
-        num_candidates: tokens a node.
+        num_candidates: tokens per node.
 
     Returns:
         candidates [batch, nodes, num_candidates] int64 and their probabilities, float32.
@@ -35,7 +35,7 @@ def _(logits, num_candidates):  # type: ignore[no-untyped-def]
 def node_probs(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """The warped distribution behind each node; see `speccompile.ops.candidates`.
+    """Returns the warped distribution after each node; see `speccompile.ops.candidates`.
 
     Args:
         logits: [batch, nodes, vocab] float32.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a compiled graph a little before it is trusted: what a `GraphSource.check_compiled` is made of."""
+"""Short runs of a compiled graph before it is trusted: the parts of `GraphSource.check_compiled`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_target(engine: Engine, max_nodes: int) -> dict[str, Any]:
 
     Returns:
         {"num_tokens", "num_equal"}: how many of the drafted tokens the chain accepted; empty where its caches are too
-        small to try anything. They are equal where a step of many nodes gives each node the numbers of a single step
+        small for a run. They are equal where a step of many nodes gives each node the numbers of a single step
         (invariant 1 of the design).
 
     Raises:
@@ -65,7 +65,7 @@ def check_candidates(engine: Engine) -> dict[str, Any]:
     """Take the candidates after the last two nodes of a prompt.
 
     Returns:
-        {"num_tokens": candidates of a node}; empty where its caches are too small to try anything.
+        {"num_tokens": candidates of a node}; empty where its caches are too small for a run.
 
     Raises:
         BuildError: a token outside the vocabulary, a candidate given twice, or numbers that are no probabilities.
@@ -97,7 +97,7 @@ def _check_candidate_rows(engine: Engine, step: Outputs) -> int:
 
 
 def check_head_candidates(engine: Engine) -> dict[str, Any]:
-    """Take the candidates of heads after a made-up state.
+    """Take the candidates of heads after an arbitrary state.
 
     Returns:
         {"num_tokens": candidates of a head}.
@@ -109,7 +109,7 @@ def check_head_candidates(engine: Engine) -> dict[str, Any]:
 
 
 def check_features(engine: Engine) -> dict[str, Any]:
-    """Make features of made-up states.
+    """Compute features of arbitrary states.
 
     Returns:
         {"num_states": positions}.
@@ -124,14 +124,14 @@ def check_features(engine: Engine) -> dict[str, Any]:
 
 
 def check_heads(engine: Engine) -> dict[str, Any]:
-    """Draft from a made-up state: greedily, then by draws, if it draws.
+    """Draft from an arbitrary state: greedily, then sampled, if it samples.
 
     Returns:
         {"num_tokens": drafts of one run}.
 
     Raises:
         BuildError: a token outside the vocabulary, a confidence that is no probability, a distribution whose sum is
-            not 1, or a draft in front of its parent.
+            not 1, or a draft before its parent.
     """
     num_drafts, draws = engine.spec.num_drafts, engine.spec.gives_probs
     feeds = probe_inputs(engine.spec, num_nodes=2)
@@ -147,7 +147,7 @@ def check_heads(engine: Engine) -> dict[str, Any]:
     parents = np.asarray(step[specs.DRAFT_PARENTS])[0] if specs.DRAFT_PARENTS in step else np.zeros(0, np.int64)
     for draft, parent in enumerate(parents.tolist(), start=1):
         if not 0 <= parent < draft:
-            got, expected = f"draft {draft} behind draft {parent}", f"a parent from 0 to {draft - 1}"
+            got, expected = f"draft {draft} as a child of draft {parent}", f"a parent from 0 to {draft - 1}"
             raise BuildError(f"check {engine.spec.name}", got, expected, _TODO)
     return {"num_tokens": num_drafts}
 
@@ -166,7 +166,7 @@ def _prompt(engine: Engine) -> np.ndarray[Any, Any]:
 
 
 def _int(values: Any) -> np.ndarray[Any, Any]:
-    """[1] from a number, [1, n] from n numbers, int64."""
+    """Returns int64 [1] from a number, [1, n] from n numbers."""
     array = np.asarray(values, dtype=np.int64)
     return array.reshape(1) if array.ndim == 0 else array[None]
 

@@ -35,7 +35,7 @@ from speccompile.passes.unflatten_linears import UNFLATTEN_LINEARS
 
 
 def cleanup_table(max_seq_len: int) -> tuple[Pass, ...]:
-    """The passes from torch's trace to the neutral graph, where norms and rotary embeddings are single nodes."""
+    """Returns the passes from torch's trace to the neutral graph, with norms and rotary embeddings as single nodes."""
     return (
         REMOVE_DEAD,
         SHARE_COMMON,
@@ -68,10 +68,10 @@ def export_decoder(
     Args:
         source: a checkpoint folder; with random weights its config.json is enough.
         weights: "checkpoint" or "random".
-        max_seq_len: rows of the cache; no position reaches beyond.
+        max_seq_len: rows of the cache; no position is larger.
         hidden: whether `hidden` (what the LM head reads) is an output.
-        hidden_layers: layers whose residual stream behind them is an output.
-        prepare: changes the loaded model in place; is given its sizes and returns those it has then.
+        hidden_layers: layers after which the residual stream is an output.
+        prepare: changes the loaded model in place; takes its sizes and returns the new ones.
         progress: called with the name of each stage as it begins.
 
     Returns:
@@ -124,7 +124,7 @@ def _check_hidden_layers(dims: ModelDims, hidden_layers: tuple[int, ...]) -> Non
 def _trace(module: DecoderGraph, dims: ModelDims, spec: GraphSpec) -> ir.Model:
     batch, nodes, scored, max_seq = (torch.export.Dim(n, min=1) for n in ("batch", "nodes", "scored", "max_seq"))
     num_caches = 2 * dims.num_layers
-    # Sizes of the example: none is 0 or 1, which torch would take for constants.
+    # Sizes of the example: none is 0 or 1, which torch would treat as constants.
     caches = [torch.zeros(2, dims.num_kv_heads, 16, dims.head_dim) for _ in range(num_caches)]
     example = (
         torch.zeros(2, 3, dtype=torch.int64),

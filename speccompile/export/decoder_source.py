@@ -37,7 +37,7 @@ class DecoderSource:
 
     Args:
         job: its model, with `DecoderOptions`.
-        context: what it is made for; without a target it is the target.
+        context: what it is built for; without a target it is the target itself.
     """
 
     has_tokenizer = True
@@ -68,21 +68,21 @@ class DecoderSource:
         return replace(self.dims, num_layers=num_layers)
 
     def check(self) -> None:
-        """The weights are complete and belong to the config."""
+        """Checks that the weights are complete and belong to the config."""
         check_checkpoint(self.folder, self.dims)
 
     def digests(self) -> dict[str, str]:
-        """Of config, weights and tokenizer."""
+        """Returns the digests of config, weights and tokenizer."""
         return digests_from_checkpoint(self.folder, self.context.weights, WEIGHT_FILES)
 
     def counts(self) -> WeightCounts | None:
-        """None: config.json and the sizes tell."""
+        """Returns None: they follow from config.json and the sizes."""
         return None
 
     def spec(self) -> GraphSpec:
-        """The target verifies; a draft has candidates after every node.
+        """Returns the spec: a target verifies; a draft has candidates after every node.
 
-        A draft speaks the target's vocabulary, however large its own is: see `passes.fit_vocab`.
+        A draft uses the target's vocabulary, however large its own is: see `passes.fit_vocab`.
         """
         target = self.context.target
         dims = self.dims if target is None else replace(self.dims, vocab_size=target.vocab_size)
@@ -104,7 +104,7 @@ class DecoderSource:
     def export_changed(
         self, prepare: Callable[[Any, ModelDims], ModelDims] | None, progress: Callable[[str], None]
     ) -> tuple[ir.Model, ModelDims]:
-        """The same of a model that `prepare` has changed; see `speccompile.export.decoder.export_decoder`."""
+        """Exports the model after `prepare` has changed it; see `speccompile.export.decoder.export_decoder`."""
         from speccompile.export.decoder import export_decoder
 
         with tempfile.TemporaryDirectory() as scratch:
@@ -116,7 +116,7 @@ class DecoderSource:
         return model, dims
 
     def _write_config(self, folder: Path) -> Path:
-        """The config with fewer layers, which random weights are all made from."""
+        """Writes the config with fewer layers, from which random weights are made."""
         config = read_config(self.folder)
         config[layers_key(config)] = self.dims.num_layers
         if config.get("layer_types"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft that reads features -> the neutral graph of `feature_draft_spec`; and the graph that makes them.
+"""A draft that reads features -> the neutral graph of `feature_draft_spec`; and the graph that computes the features.
 
-They are two graphs and not one with a switch: features of the target's states are made once a round, while the draft
-runs once a depth, and would read the weights that make them each time.
+They are two graphs and not one with a switch: features of the target's states are computed once per round, while the
+draft runs once per depth and would read the feature weights each time.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from speccompile.export.weights import name_weights, names_by_address, share_wei
 from speccompile.passes.base import run_pipeline
 
 RANDOM_SEED = 0
-# Logit of a token of the target that the draft has no word for: its probability is 0 at any temperature below 500,
-# and the number has a float16. Distributions are what is drawn from, so they would be exact with any logit.
+# Logit of a target token that the draft's vocabulary lacks: its probability is 0 at any temperature below 500, and the
+# number is a float16. Drafts are drawn from the returned distributions, so decoding is exact with any logit.
 UNKNOWN_LOGIT = -60000.0
-# Neither 0 nor 1, which torch would take for constants.
+# Neither 0 nor 1, which torch would treat as constants.
 _EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "states": 4, "max_seq": 16}
 
 
 class FeatureBody(nn.Module):
-    """What a method's draft is made of; its parameters have the names of the method's own layout.
+    """The network of a method's draft; its parameters have the names of the method's own layout.
 
     Args:
         config: of its decoder layers.
@@ -50,7 +50,7 @@ class FeatureBody(nn.Module):
         self.config = config
 
     def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
-        """Own features of nodes: [batch, nodes, hidden].
+        """Returns own features of nodes, [batch, nodes, hidden].
 
         Args:
             tokens: [batch, nodes] int64.
@@ -60,7 +60,7 @@ class FeatureBody(nn.Module):
         raise NotImplementedError
 
     def logits(self, own: torch.Tensor) -> torch.Tensor:
-        """[batch, scored, draft_vocab] behind own features [batch, scored, hidden]."""
+        """Returns logits [batch, scored, draft_vocab] after own features [batch, scored, hidden]."""
         raise NotImplementedError
 
 
@@ -98,9 +98,7 @@ class FeatureDraft(nn.Module):
         with forward_pass(Frame(lengths, tree_mask, scored_nodes, caches)) as frame:
             own = self.body.advance(tokens, told, self.rotary(told, lengths.unsqueeze(1) + depth))
         logits, tokens_of = self.body.logits(gather_nodes(own, scored_nodes)), self.body.target_tokens
-        if (
-            self.dists
-        ):  # with distributions over the target's vocabulary, candidates are made over it as well: bodies know but one
+        if self.dists:  # candidates share the distributions' vocabulary, the target's: bodies support only one
             logits, tokens_of = self._spread(logits), None
         candidates, probs = top_tokens(logits, self.num_candidates)
         if tokens_of is not None:
@@ -110,7 +108,7 @@ class FeatureDraft(nn.Module):
         return (candidates, probs, *dists, torch.cat((told[:, :1], own), 1), *updated)
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits over the target's vocabulary."""
+        """Returns logits over the target's vocabulary."""
         if self.body.target_tokens is None:
             return logits
         nothing = torch.full_like(logits[:, :, :1], UNKNOWN_LOGIT)
@@ -118,7 +116,7 @@ class FeatureDraft(nn.Module):
 
 
 def layer_config(config: Mapping[str, Any]) -> LlamaConfig:
-    """The config of the decoder layers in a speculator's config.json, for `attention.attend`.
+    """Returns the config of the decoder layers in a speculator's config.json, for `attention.attend`.
 
     Raises:
         ExportError: transformers cannot make it.
@@ -134,7 +132,7 @@ def layer_config(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 def widen_projections(module: nn.Module, width: int, config: Mapping[str, Any]) -> None:
-    """Let queries, keys and values of a Llama attention be projected from `width`, with the biases of the config."""
+    """Replace the projections of a Llama attention by ones from `width`, with the biases of the config."""
     bias = bool(config.get("qkv_bias") or config.get("attention_bias"))
     for name in ("q_proj", "k_proj", "v_proj"):
         old = getattr(module, name)
@@ -146,11 +144,11 @@ def fill_weights(
     weights: Mapping[str, torch.Tensor] | None,
     shared: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Give a module on the meta device its weights in float32.
+    """Load a module on the meta device with its weights in float32.
 
     Args:
-        module: as it was made.
-        weights: by the names of its parameters; None: random ones, the same every time.
+        module: on the meta device.
+        weights: by the names of its parameters; None: random ones with a fixed seed.
         shared: the target's, for parameters that the speculator does not have.
 
     Raises:
@@ -178,7 +176,7 @@ def export_feature_draft(
     Args:
         body: of the method, with its weights.
         spec: a `feature_draft_spec`.
-        max_rows: rows of the cache; no position reaches beyond.
+        max_rows: rows of the cache; no position is larger.
         progress: called with the name of each stage.
 
     Returns:
@@ -191,7 +189,7 @@ def export_feature_draft(
 
 
 def export_fusion(module: nn.Module, spec: GraphSpec, progress: Callable[[str], None]) -> ir.Model:
-    """Trace what makes features of the target's states: a list of them -> [batch, nodes, hidden]."""
+    """Trace the network that computes features from a list of target states -> [batch, nodes, hidden]."""
     return _export(module.eval(), spec, 1, progress)
 
 
@@ -211,14 +209,14 @@ def _export(module: nn.Module, spec: GraphSpec, max_rows: int, progress: Callabl
 
 
 def _with_whole_dists(spec: GraphSpec) -> GraphSpec:
-    """As torch sees it: a distribution of a greedy batch, a dummy at run time, is as wide as any."""
+    """Returns the spec for tracing: the distribution of a greedy batch, a dummy at run time, has full width."""
     dims = {"draft_vocab": spec.dist_width}
     outputs = tuple(replace(t, dims=tuple(dims.get(str(d), d) for d in t.dims)) for t in spec.outputs)
     return replace(spec, outputs=outputs)
 
 
 def _grouped(values: list[Any], spec: GraphSpec) -> tuple[Any, ...]:
-    """As the module takes them: inputs of the warp and caches as lists; a graph without caches takes one list."""
+    """Returns the module's arguments: inputs of the warp and caches as lists; a graph without caches takes one list."""
     if not spec.caches:
         return (values,)
     num, num_warp = len(spec.caches), 3 if spec.gives_probs else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sources of drafts that read features share: config, sizes, what must agree with the target. Needs no torch."""
+"""Shared parts of the sources of drafts that read features: config, sizes, agreement with the target. No torch."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class FeatureSource:
 
     Raises:
         CheckpointError: the config is wrong.
-        RecipeError: the sizes do not go with the target's.
+        RecipeError: the sizes do not match the target's.
     """
 
     role = "draft"
     has_tokenizer = False
     shares_weights = False
     formats: Sequence[Format] = ()
-    num_streams = 1  # states of the target a position
+    num_streams = 1  # target states per position
     needs_tables = True  # of the target
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
@@ -71,17 +71,17 @@ class FeatureSource:
         return check_candidates(engine)
 
     def check(self) -> None:
-        """Every key and shape, from the files' headers."""
+        """Checks every key and shape, from the files' headers."""
         check_speculator(self.folder, self.formats, self.context.target)
 
     def digests(self) -> dict[str, str]:
-        """Of config and weights, and of the target's tables where they are used."""
+        """Returns the digests of config and weights, and of the target's tables where they are used."""
         own = digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
         return own | (digests_from_target(self.context) if self.needs_tables else {})
 
 
 def _check_window(folder: Path, config: Mapping[str, Any]) -> None:
-    """A window of the attention, which loaders that know no window drop in silence."""
+    """Refuse a window of the attention, which loaders without windows drop silently."""
     held = config.get(_NESTED)
     layer = held if isinstance(held, Mapping) else config
     window = layer.get("sliding_window")
@@ -91,7 +91,7 @@ def _check_window(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def config_of(folder: Path, formats: Sequence[Format], *, has_weights: bool) -> dict[str, Any]:
-    """The config in our layout; without weights a nested one is laid flat.
+    """Returns the config in our layout; without weights a nested one is flattened.
 
     Raises:
         CheckpointError: it is the config of something else.
@@ -111,13 +111,13 @@ def holds(folder: Path, key: str) -> bool:
 
 
 def dims_from_config(folder: Path, config: Mapping[str, Any], model_type: str, max_positions: int) -> FeatureDims:
-    """Sizes.
+    """Returns the sizes.
 
     Args:
         folder: for messages.
         config: ours.
         model_type: for the manifest.
-        max_positions: rows of the cache: positions are rotary and do not end where the config's number does.
+        max_positions: rows of the cache: positions are rotary and not bounded by the config's number.
 
     Raises:
         CheckpointError: a size is missing or no positive integer.
@@ -147,12 +147,12 @@ def dims_from_config(folder: Path, config: Mapping[str, Any], model_type: str, m
 
 
 def count_weights(dims: FeatureDims, first_inputs: int, num_norms: int, extra_linear: int = 0) -> WeightCounts:
-    """Weights of a draft's graph, biases left out.
+    """Counts the weights of a draft's graph, without biases.
 
     Args:
         dims: its sizes.
-        first_inputs: width that the first layer's queries, keys and values are projected from.
-        num_norms: norms of the hidden size.
+        first_inputs: width from which the first layer's queries, keys and values are projected.
+        num_norms: number of norms of the hidden size.
         extra_linear: weights of linear layers besides decoder layers and LM head.
     """
     hidden, queries = dims.hidden_size, dims.num_heads * dims.head_dim

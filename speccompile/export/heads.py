@@ -31,14 +31,14 @@ HEADS_CLEANUP: tuple[Pass, ...] = (
     SHARE_COMMON,
     REMOVE_DEAD,
 )
-_EXAMPLE_SIZES = {"batch": 2, "nodes": 3}  # neither 0 nor 1, which torch would take for constants
+_EXAMPLE_SIZES = {"batch": 2, "nodes": 3}  # neither 0 nor 1, which torch would treat as constants
 
 
 def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], None]) -> ir.Model:
     """Trace a drafter and clean the trace.
 
     Args:
-        module: takes the inputs of `spec` in order and gives its outputs; instead of the distributions of a chain the
+        module: takes the inputs of `spec` in order and returns its outputs; instead of the distributions of a chain the
             distribution of
             each draft [batch, vocab] one by one.
         spec: a `heads_spec`, or one of `graph_kinds.heads`; the graph's inputs and outputs.
@@ -70,20 +70,20 @@ def _example(tensor: TensorSpec) -> torch.Tensor:
 
 
 def _num_drafts(spec: GraphSpec) -> int:
-    """Drafts that come with their distributions."""
+    """Counts the drafts that come with their distributions."""
     rows = next((t.dims[1] for t in spec.outputs if t.name == CHAIN_PROBS), 1)
     assert isinstance(rows, int)
     return rows - 1
 
 
 def _apart(spec: GraphSpec) -> GraphSpec:
-    """`spec` with the distribution of each draft as an output of its own."""
+    """Returns `spec` with the distribution of each draft as an output of its own."""
     dists = [TensorSpec(f"{CHAIN_PROBS}.{i}", ("batch", spec.vocab_size), "float32") for i in range(_num_drafts(spec))]
     return replace(spec, outputs=(*(t for t in spec.outputs if t.name != CHAIN_PROBS), *dists))
 
 
 def _join_dists(model: ir.Model, spec: GraphSpec) -> None:
-    """Make one output of the distributions; the row of the root, which nobody reads, repeats the first.
+    """Join the distributions into one output; the unused row of the root repeats the first.
 
     Their last dim is dynamic: where every slot is greedy a distribution is a dummy of one entry.
     """
@@ -98,6 +98,6 @@ def _join_dists(model: ir.Model, spec: GraphSpec) -> None:
         rows.append(row)
     joined = edit.op("Concat", rows[0], *rows, axis=1)
     joined.name, joined.type, joined.shape = wanted.name, dists[0].type, ir.Shape(list(wanted.dims))
-    for _ in dists:  # not as a slice: onnx-ir would go on taking them for outputs, and leave out their types when saved
+    for _ in dists:  # not as a slice: onnx-ir would still treat them as outputs, and omit their types when saved
         model.graph.outputs.pop()
     model.graph.outputs.append(joined)

@@ -17,7 +17,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def write_heads(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write both files; floats become bfloat16, integers and booleans stay.
+    """Write both files; floats become bfloat16, integers and booleans are kept.
 
     Args:
         folder: exists.
@@ -26,16 +26,16 @@ def write_heads(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, t
     """
     held = {k: (v.to(torch.bfloat16) if v.is_floating_point() else v) for k, v in tensors.items()}
     save_file({k: v.detach().cpu().contiguous() for k, v in held.items()}, folder / WEIGHTS, {"format": "pt"})
-    (folder / WEIGHTS).chmod(0o644)  # safetensors lets nobody else read it
+    (folder / WEIGHTS).chmod(0o644)  # safetensors makes it readable by the owner only
     (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
 
 
 def read_heads(folder: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of model.safetensors, floats in float32.
+    """Returns the tensors of model.safetensors, floats in float32.
 
     Args:
         folder: with model.safetensors.
-        wanted: names and shapes that must be there, and no others.
+        wanted: names and shapes of exactly the expected tensors.
 
     Raises:
         CheckpointError: no such file, a missing or left-over tensor, another shape.

@@ -19,7 +19,7 @@ class RmsNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., width], any float dtype, which the result has, too."""
+        """x: [..., width], any float dtype, kept in the result."""
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
 
@@ -59,13 +59,13 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden, bias=False)
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of x [batch, nodes, width] at `positions`; see `rotate`."""
+        """Returns queries, keys and values of x [batch, nodes, width] at `positions`; see `rotate`."""
         q, k, v = (split_heads(part(x), self.head_dim) for part in (self.q_proj, self.k_proj, self.v_proj))
         return rotate(q, positions, self.theta), rotate(k, positions, self.theta), v
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rotary positions in Llama's halves layout.
+    """Applies rotary positions in Llama's halves layout.
 
     Args:
         x: [batch, heads, nodes, head_dim].
@@ -115,7 +115,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 
 
 def init_linear(module: nn.Module, std: float = 0.02) -> None:
-    """Normal weights of all linear layers below `module`, zero biases."""
+    """Initialise all linear layers below `module`: normal weights, zero biases."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=std)
@@ -124,7 +124,7 @@ def init_linear(module: nn.Module, std: float = 0.02) -> None:
 
 
 def reset(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy the weights whose names and shapes are those of parameters of `module`; the others stay as they are."""
+    """Copy the weights whose names and shapes are those of parameters of `module`; the others are kept."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name in weights and weights[name].shape == parameter.shape:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which keys each attention layer sees: read from the masks that transformers builds for it.
 
-A layer may or may not pass a window to its attention function; what its own attention obeys is the mask. So the
-masks are the one source: the model runs once with a mask function and an attention function that only take note,
-and each mask is evaluated as the function of two positions that it is. Windows of thousands of rows cost nothing.
+A layer may or may not pass a window to its attention function, but its own attention follows the mask. So the masks
+are the only source: the model runs once with a mask function and an attention function that only record, and each mask
+is evaluated as a function of two positions. Windows of thousands of rows cost nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass
 class _Notes:
-    """What one forward pass told: each mask with its function, and the mask that each layer was given."""
+    """Record of one forward pass: each mask with its function, and the mask passed to each layer."""
 
     masks: list[tuple[torch.Tensor, MaskFunction]] = field(default_factory=list)
     given: dict[int, torch.Tensor | None] = field(default_factory=dict)
@@ -38,11 +38,11 @@ _NOTES: ContextVar[_Notes] = ContextVar("speccompile_masks")
 
 
 def read_windows(model: Any, implementation: str, num_layers: int, max_seq_len: int, where: str) -> tuple[int, ...]:
-    """The sliding window of each layer; 0 where no row below `max_seq_len` is hidden by one.
+    """Returns the sliding window of each layer; 0 where no row below `max_seq_len` is hidden by one.
 
     Args:
         model: a transformers causal LM.
-        implementation: the attention implementation that it has before and gets back.
+        implementation: its attention implementation, which is restored afterwards.
         num_layers: its decoder layers.
         max_seq_len: rows of the cache.
         where: the model's type, for messages.
@@ -67,10 +67,10 @@ def read_windows(model: Any, implementation: str, num_layers: int, max_seq_len: 
 
 @contextmanager
 def refuse_faults(where: str) -> Iterator[None]:
-    """Let what a model's code raises while it runs with another attention than its own be a refusal.
+    """Turn what a model's code raises while it runs with another attention into a refusal.
 
     Raises:
-        ExportError: in place of the errors of Python and torch.
+        ExportError: instead of the errors of Python and torch.
     """
     try:
         yield
@@ -85,7 +85,7 @@ def refuse_faults(where: str) -> Iterator[None]:
 
 def _window(notes: _Notes, layer: int, max_seq_len: int, where: str) -> int:
     given = notes.given.get(layer)
-    if given is None:  # its own attention sees no mask, or builds one: the comparison of logits tells
+    if given is None:  # its own attention sees no mask, or builds one: the comparison of logits decides
         return 0
     for mask, function in notes.masks:
         if mask.data_ptr() == given.data_ptr():
@@ -100,7 +100,7 @@ def _window(notes: _Notes, layer: int, max_seq_len: int, where: str) -> int:
 
 
 def window_of(function: MaskFunction, max_seq_len: int, where: str) -> int:
-    """The sliding window that a mask is; 0 where it is the causal mask for all of `max_seq_len` rows.
+    """Returns the sliding window of a mask; 0 where it is the causal mask for all of `max_seq_len` rows.
 
     Args:
         function: whether the key at a position is seen from another, as transformers composes masks.
@@ -128,7 +128,7 @@ def window_of(function: MaskFunction, max_seq_len: int, where: str) -> int:
 
 
 def _visible(function: MaskFunction, queries: torch.Tensor, max_seq_len: int) -> torch.Tensor:
-    """[queries, max_seq_len] bool."""
+    """Returns which keys are visible, [queries, max_seq_len] bool."""
     zero = torch.tensor(0)
     seen = function(zero, zero, queries[:, None], torch.arange(max_seq_len)[None])
     return seen.expand(len(queries), max_seq_len).to(torch.bool)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`speccompile::SampleToken` as a torch op, for drafts that draw inside their graph."""
+"""`speccompile::SampleToken` as a torch op, for drafts that sample inside their graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from speccompile.ops.sample_token import sample_token as twin
 def sample_token(
     logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A draft's next token; see `speccompile.ops.sample_token`.
+    """Returns a draft's next token; see `speccompile.ops.sample_token`.
 
     Args:
         logits: [batch, 1, vocab] float32.
@@ -22,8 +22,8 @@ def sample_token(
         top_p: [batch] float32.
 
     Returns:
-        token [batch] int64, confidence [batch] float32, distribution [batch, vocab] float32 (zeros where all is
-        greedy).
+        token [batch] int64, confidence [batch] float32, distribution [batch, vocab] float32 (zeros where all
+        slots are greedy).
     """
     arrays = [t.detach().numpy() for t in (logits, uniforms, temperature, top_k, top_p)]
     token, confidence, dist = (torch.from_numpy(a) for a in twin(*arrays))

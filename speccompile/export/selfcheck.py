@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before a model is traced: does it say the same with our attention as with its own?
+"""Compares a model with our attention and with its own, before it is traced.
 
-This is what keeps an architecture nobody thought of (position biases, an unusual scale, a prefix mask) from
-being exported wrong: a few tokens go through both, ours in two steps over a cache.
+This prevents a wrong export of an unforeseen architecture (position biases, an unusual scale, a prefix mask): a few
+tokens go through both, ours in two steps over a cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_replacement(graph: DecoderGraph, dims: ModelDims) -> float:
         finally:
             model.set_attn_implementation(IMPLEMENTATION)
     difference = float((ours - own).abs().max() / own.abs().max().clamp_min(1e-20))
-    if not difference <= RELATIVE_TOLERANCE:  # NaN is a difference, too
+    if not difference <= RELATIVE_TOLERANCE:  # NaN counts as a difference
         raise ExportError(
             dims.model_type,
             f"logits that differ by {difference:.1e} of the largest from transformers' own",

@@ -25,7 +25,7 @@ from speccompile.ops.op import DOMAIN, OPSET, VERSION, Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
 
 IR_VERSION = 12  # of ONNX 1.19, the first with opset 24
-OUR_TORCH_OPS = (attention, candidates, sampling)  # the modules whose import registers the torch ops translated below
+OUR_TORCH_OPS = (attention, candidates, sampling)  # modules whose import registers the torch ops translated below
 
 
 def trace_module(
@@ -35,7 +35,7 @@ def trace_module(
 
     Args:
         module: in evaluation mode.
-        example: its arguments; no dynamic size may be 0 or 1, which torch would take for constants.
+        example: its arguments; no dynamic size may be 0 or 1, which torch would treat as constants.
         dims: the dynamic dims of each argument, as `torch.export` takes them.
         spec: inputs and outputs in order.
         where: what is being exported, for messages.
@@ -75,8 +75,8 @@ def trace_module(
 def _free_rules() -> None:
     """Give onnxscript's rewrite rules a graph of one node.
 
-    Each keeps the last node it looked at for as long as the process lives, and with it a whole graph with its
-    weights: gigabytes that the next export would be short of.
+    Each keeps a reference to its last visited node for the life of the process, and so a whole graph with its weights:
+    gigabytes that the next export would lack.
     """
     x, y = (ir.Value(name=n, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1])) for n in "xy")
     node = ir.Node("", "Neg", [x], outputs=[y])
@@ -85,7 +85,7 @@ def _free_rules() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's exporter, which warns of its own internals and of packages it could use."""
+    """Silence torch's exporter, which warns about its own internals and optional packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -142,12 +142,12 @@ def _translations() -> dict[Any, Callable[..., Any]]:
 
 
 def _declare_schema(op: Op) -> None:
-    """Tell onnx of an op of ours, which torch's exporter insists on; once a process."""
+    """Register one of our ops with onnx, which torch's exporter requires; once per process."""
     if defs.has(op.name, VERSION, DOMAIN):
         return
     kinds = {float: defs.OpSchema.AttrType.FLOAT, int: defs.OpSchema.AttrType.INT}
 
-    # TensorRT's graphs hold the same ops on inputs in half precision, each for itself.
+    # TensorRT's graphs have the same ops with inputs in half precision, each independently.
     reals = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
     constraints = [(f"T_{t.name}", reals, "") for t in op.inputs if t.dtype == "float32"]
 
@@ -194,7 +194,7 @@ def _check_dims(value: ir.Value, tensor: TensorSpec) -> None:
 
 
 def _drop_metadata(model: ir.Model) -> None:
-    """Remove what torch notes about the trace: stack traces with this machine's paths on every node."""
+    """Remove torch's metadata of the trace: stack traces with this machine's paths on every node."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     for node in model.graph.all_nodes():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What heads draft in one run: a chain of drawn tokens, or a tree of the likeliest ones, all nodes of a depth at once.
+"""Drafters of one run: a chain of drawn tokens, or a tree of the likeliest ones, all nodes of a depth at once.
 
-A fixed shape is compiled in. A grown one is decided in the graph: at each depth the paths that the heads believe in
-most are drafted behind (the expansion of EAGLE-2, Li et al. 2024), and the host leaves out what does not pay.
+A fixed shape is compiled in. A grown one is decided in the graph: at each depth the most probable paths are extended
+(the expansion of EAGLE-2, Li et al. 2024), and the host prunes nodes without expected gain.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Above: TypeAlias = tuple[int, ...] | torch.Tensor
 
 
 class Expander(Protocol):
-    """Heads that draft behind several nodes of a tree at once."""
+    """Heads that draft after several nodes of a tree at once."""
 
     def begin(self, hidden: torch.Tensor) -> Any:
-        """What is known before the root: hidden [batch, 1, target hidden]."""
+        """Returns the state before the root, from hidden [batch, 1, target hidden]."""
         ...
 
     def expand(self, depth: int, state: Any, tokens: torch.Tensor, above: Above) -> tuple[Any, torch.Tensor]:
@@ -35,8 +35,8 @@ class Expander(Protocol):
             depth: of the nodes; the root's is 0.
             state: of the depth before.
             tokens: [batch, nodes] int64.
-            above: their parents among the nodes read at the depth before: numbers where they are the same in every
-                slot, else [batch, nodes] int64. What `begin` read counts as one node.
+            above: their parents among the nodes read at the depth before: numbers where they are equal in every
+                slot, else [batch, nodes] int64. The state of `begin` counts as one node.
 
         Returns:
             The state, and logits [batch, nodes, vocab].
@@ -45,14 +45,14 @@ class Expander(Protocol):
 
 
 def take(x: torch.Tensor, above: Above) -> torch.Tensor:
-    """Rows of `x` [batch, nodes, width] at `above`, see `Expander`."""
+    """Returns the rows of `x` [batch, nodes, width] at `above`, see `Expander`."""
     if isinstance(above, torch.Tensor):
         return gather_nodes(x, above)
     return x if above == tuple(range(x.shape[1])) else x.index_select(1, torch.tensor(above))
 
 
 def drafter_from_form(heads: Expander, form: DraftForm) -> nn.Module:
-    """The module that is traced, in evaluation mode."""
+    """Returns the module to trace, in evaluation mode."""
     if form.choices:
         return FixedTree(heads, form.shape).eval()
     if form.width:
@@ -64,7 +64,7 @@ class Chain(nn.Module):
     """Inputs as in `heads_spec`; outputs tokens, confidences and the distribution of each draft.
 
     Args:
-        heads: what drafts.
+        heads: the expander.
         num_drafts: tokens of the chain.
     """
 
@@ -82,7 +82,7 @@ class Chain(nn.Module):
         top_k: torch.Tensor,
         top_p: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """One chain a slot."""
+        """Returns one chain per slot."""
         state = self.heads.begin(gather_nodes(hidden, start_nodes[:, None]))
         drafted, sure, dists = [], [], []
         for depth in range(self.num_drafts):
@@ -99,7 +99,7 @@ class FixedTree(nn.Module):
     """Inputs and outputs as in `tree_heads_spec`, the drafts in the order of the shape.
 
     Args:
-        heads: what drafts.
+        heads: the expander.
         shape: of the tree.
     """
 
@@ -110,7 +110,7 @@ class FixedTree(nn.Module):
     def forward(
         self, hidden: torch.Tensor, start_nodes: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One tree a slot."""
+        """Returns one tree per slot."""
         state = self.heads.begin(gather_nodes(hidden, start_nodes[:, None]))
         drafted, sure = [], []
         inner: list[tuple[int, ...]] = [()]  # rank paths of the nodes that are read, in order
@@ -137,10 +137,10 @@ class GrownTree(nn.Module):
     """Inputs and outputs as in `tree_heads_spec` with parents; `grown_drafts` says how many drafts there are.
 
     Args:
-        heads: what drafts.
+        heads: the expander.
         depth: draft tokens on the longest path.
-        width: most nodes that are drafted behind at a depth.
-        num_candidates: tokens behind each.
+        width: most nodes that are expanded at a depth.
+        num_candidates: children of each.
     """
 
     def __init__(self, heads: Expander, depth: int, width: int, num_candidates: int) -> None:
@@ -150,7 +150,7 @@ class GrownTree(nn.Module):
     def forward(
         self, hidden: torch.Tensor, start_nodes: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One tree a slot."""
+        """Returns one tree per slot."""
         state = self.heads.begin(gather_nodes(hidden, start_nodes[:, None]))
         drafted, sure, parents = [], [], []
         above: Above = (0,)

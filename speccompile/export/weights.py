@@ -19,20 +19,20 @@ from speccompile.export.attention import IMPLEMENTATION
 
 Weights = Literal["checkpoint", "random"]
 RANDOM_SEED = 0
-# Buffers that older checkpoints carry though they are computed from the config.
+# Buffers of older checkpoints that are computed from the config.
 _COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 
 
 def load_model(source: Path, weights: Weights) -> Any:
-    """The model in evaluation mode, float32, on the CPU.
+    """Loads the model in evaluation mode, float32, on the CPU.
 
     Args:
         source: a checkpoint folder that `check_checkpoint` accepts, or for random weights one with a config.json.
-        weights: "checkpoint" or "random" (the same numbers every time).
+        weights: "checkpoint" or "random" (with a fixed seed).
 
     Raises:
         CheckpointError: transformers finds a weight missing, left over or of another shape.
-        ExportError: transformers does not know the architecture or cannot replace its attention.
+        ExportError: transformers does not support the architecture or cannot replace its attention.
     """
     try:
         with _no_progress_bar():
@@ -60,13 +60,13 @@ def load_model(source: Path, weights: Weights) -> Any:
 
 
 def _what_failed(fault: Exception) -> str:
-    if isinstance(fault, KeyError) and fault.args == (IMPLEMENTATION,):  # a table of attentions of its own
+    if isinstance(fault, KeyError) and fault.args == (IMPLEMENTATION,):  # has its own table of attentions
         return "attention that does not go through transformers' attention interface"
     return f"{type(fault).__name__}: {(str(fault).strip().splitlines() or ['no message'])[0]}"
 
 
 def _freeze_rope(model: Any) -> None:
-    """Keep longrope at its short factors: `check_config` saw to it that no sequence gets beyond them."""
+    """Keep longrope at its short factors: `check_config` ensures that no sequence exceeds them."""
     for module in model.modules():
         held = getattr(module, "rope_type", None)
         if held == "longrope":
@@ -95,7 +95,7 @@ def check_positions(model: Any, max_seq_len: int) -> None:
 
 
 def names_by_address(model: Any) -> dict[int, str]:
-    """The parameters' names in the checkpoint by the address of their memory."""
+    """Returns the parameters' names in the checkpoint by the address of their memory."""
     return {p.data_ptr(): name for name, p in model.named_parameters()}
 
 
@@ -113,9 +113,9 @@ def name_weights(graph: ir.Model, names: Mapping[int, str]) -> None:
 
 
 def share_weights(graph: ir.Model) -> int:
-    """Let initializers that are the same view of the same memory be one; returns how many went.
+    """Merge initializers that are the same view of the same memory; returns how many were removed.
 
-    torch gives one to each use of a weight that modules share, and each would be written out.
+    torch makes one for each use of a shared weight, and each would be written out.
     """
     kept: dict[tuple[Any, ...], ir.Value] = {}
     before = len(graph.graph.initializers)
@@ -132,7 +132,7 @@ def share_weights(graph: ir.Model) -> int:
 
 
 def _address(tensor: ir.TensorProtocol | None) -> int:
-    """Where a tensor's memory begins; 0 where that is not known."""
+    """Returns the address of a tensor's memory; 0 where it is not known."""
     raw = getattr(tensor, "raw", None)
     if isinstance(raw, torch.Tensor):
         return int(raw.data_ptr())
@@ -148,7 +148,7 @@ def _strides(tensor: ir.TensorProtocol) -> tuple[int, ...]:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """The caller shows progress; transformers' own bar would run across it."""
+    """Disables transformers' own progress bar, which would interfere with the caller's."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -177,7 +177,7 @@ def _checkpoint_model(source: Path, config: Any) -> Any:
         use_safetensors=True,
         trust_remote_code=False,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below, with our words
+        ignore_mismatched_sizes=True,  # reported below, as an error of ours
     )
     check_loading(source, info)
     return model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A causal language model behind the inputs and outputs of `decoder_spec`."""
+"""A causal language model with the inputs and outputs of `decoder_spec`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from speccompile.export.attention import Frame, current_frame, forward_pass, gat
 
 
 class ScoredHead(nn.Module):
-    """The LM head at the scored nodes only; notes what it read as the frame's hidden state."""
+    """The LM head at the scored nodes only; records its input as the frame's hidden state."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class DecoderGraph(nn.Module):
         model: a transformers causal LM whose attention implementation is ours.
         num_layers: its decoder layers.
         hidden: whether the LM head's input is an output.
-        hidden_layers: decoder layers whose output is one, too.
+        hidden_layers: decoder layers whose output is also an output.
         windows: the sliding window of each layer, as `masks.read_windows` finds it.
     """
 
@@ -93,7 +93,7 @@ def _wrap_head(model: Any) -> None:
 
 
 def find_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The list of decoder layers: the outermost ModuleList of that length.
+    """Returns the list of decoder layers: the outermost ModuleList of that length.
 
     Raises:
         ExportError: there is none.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CachedAttention: append K and V of a token tree to static caches and attend to past and ancestors.
 
-This is the neutral form that the export gives; backends lower it to what is fast there.
+This is the neutral form that the export produces; each backend lowers it to its fastest form.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NEW_DIMS = ("batch", "kv_heads", "nodes", "head_dim")
 
 
 def visible_rows(lengths: Ints, tree_mask: Bools, max_seq: int, window: int) -> Bools:
-    """[batch, nodes, max_seq] bool: the cache rows that each node sees.
+    """Returns the cache rows that each node sees, [batch, nodes, max_seq] bool.
 
     Args:
         lengths: [batch] int64, rows in use before the step.

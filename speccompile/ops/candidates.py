@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a draft candidates behind each of its nodes: TopTokens gives the likeliest tokens, NodeProbs the warped probs.
+"""A draft's candidates after each of its nodes: TopTokens gives the likeliest tokens, NodeProbs the warped probs.
 
-Candidates make deterministic trees and need no warp. Distributions are for trees that are drawn: siblings are drawn
-from them
-one after another without replacement, on the host, as their number is small and their order matters.
+Candidates make deterministic trees and need no warp. Distributions are for sampled trees: siblings are drawn from
+them one after another without replacement, on the host, as their number is small and their order matters.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ def top_tokens(logits: Floats, *, num_candidates: int = 8) -> tuple[Ints, Floats
         num_candidates: at most vocab.
 
     Returns:
-        candidates [batch, nodes, num_candidates] int64, the likeliest first, ties by index (TensorRT may order ties in
-        another way: a candidate is no more than that); candidate_probs, of the same shape, float32, at temperature 1.
+        candidates [batch, nodes, num_candidates] int64, the likeliest first, ties by index (TensorRT may order ties
+        differently, which changes no output: every candidate is verified); candidate_probs, of the same shape,
+        float32, at temperature 1.
     """
     candidates = np.argsort(-logits, axis=-1, kind="stable")[..., :num_candidates].astype(np.int64)
     parts = np.exp((logits - logits.max(axis=-1, keepdims=True)).astype(np.float64))

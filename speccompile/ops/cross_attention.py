@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CrossAttention: attend to the first rows of caches that another graph writes.
 
-This is the neutral form that the export gives; backends lower it to what is fast there. Nothing is written, so
+This is the neutral form that the export produces; each backend lowers it to its fastest form. Nothing is written, so
 the caches can be another engine's own memory.
 """
 

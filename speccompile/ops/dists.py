@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ops that reduce rows of a vocabulary: FirstMax of logits, Draw from distributions.
 
-Rows are reduced in two levels, blocks of 64 and then one block: ONNX Runtime's ArgMax and CumSum walk the
+Rows are reduced in two levels, blocks of 64 and then one block: ONNX Runtime's ArgMax and CumSum visit the
 vocabulary element by element on CPUs (16 rows of 32000: ArgMax 310 us, TopK(1) 135 us, two levels 37 us).
 A vocabulary that 64 does not divide is padded first. Rows are read by GatherND: onnx's reference evaluator has a
 GatherElements that fails beyond 64 entries.
@@ -20,7 +20,7 @@ ROWS = ("batch", "nodes", "vocab")
 
 
 def _in_blocks(rows: str, filler: float, call: str) -> str:
-    """Statements that make `index` = `call` of `rows` (written @), padded first if 64 does not divide the vocabulary.
+    """Returns statements for `index` = `call` of `rows` (written @), padded first if 64 does not divide the vocabulary.
 
     Both branches exist twice over, since an Identity for "no padding" would copy the rows, and both reshape
     validly whatever the vocabulary is, since shape inference also looks at the branch not taken.
@@ -48,7 +48,7 @@ def _in_blocks(rows: str, filler: float, call: str) -> str:
 
 
 def _in_known_blocks(rows: str, filler: float, call: str, vocab: int) -> str:
-    """`_in_blocks` for a vocabulary of `vocab` tokens: without branches."""
+    """Returns `_in_blocks` for a vocabulary of `vocab` tokens, without branches."""
     width = "width = Constant<value_ints = [64]>()"
     if vocab % 64 == 0:
         return f"{width}\n    index = {call.replace('@', f'{rows}, width')}"
@@ -73,7 +73,7 @@ _INDEX = (TensorSpec("index", ("batch", "nodes"), "int64"),)
 
 
 def first_max(logits: Floats) -> tuple[Ints]:
-    """Index of the first maximum of each row: [batch, nodes, vocab] -> [batch, nodes]."""
+    """Returns the index of the first maximum of each row: [batch, nodes, vocab] -> [batch, nodes]."""
     return (logits.argmax(axis=-1).astype(np.int64),)
 
 
@@ -121,7 +121,7 @@ DRAW = Op(
 )
 
 # Sums run in double: a float32 running sum of 32000 terms is off by up to 1e-5. The bound inside the block stays
-# below the block's own sum, so that rounding never yields a token of no mass.
+# below the block's own sum, so that rounding never yields a token without mass.
 DRAW_IN_BLOCKS = Op(
     "DrawInBlocks",
     (*_ROWS_IN_BLOCKS, TensorSpec(UNIFORMS, ("batch", "nodes"), "float32")),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FiniteToken: the next token of each slot, or -1 where a row of the slot's logits is no distribution.
+"""FiniteToken: the next token of each slot, or -1 where a row of the slot's logits is not finite.
 
-Kernels that choose a token from rows of NaN give some token. One sum over the logits tells them apart, whichever
-kernel chose: NaN and infinity stay in a sum. Minus infinity masks a token and is allowed.
+Kernels that choose a token from rows of NaN return an arbitrary token. One sum over the logits detects such rows for
+every kernel: NaN and infinity persist in a sum. Minus infinity masks a token and is allowed.
 """
 
 from __future__ import annotations

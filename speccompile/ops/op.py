@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an op file declares."""
+"""The record that an op file declares."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Op:
         body: the statements of the ONNX function, in ONNX's textual syntax.
         attributes: name -> default.
         uses: ops of this domain that the body calls.
-        sized_body: the body for a vocabulary whose size is known at build; `body` is for any.
+        sized_body: the body for a vocabulary whose size is known at build; `body` is for any size.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Op:
     sized_body: Callable[[int], str] | None = None
 
     def text(self, vocab: int | None = None) -> str:
-        """The whole function in ONNX's textual syntax; `vocab` is the size of the vocabulary where it is known."""
+        """Returns the function in ONNX's textual syntax; `vocab` is the size of the vocabulary where it is known."""
         body = self.body if vocab is None or self.sized_body is None else self.sized_body(vocab)
         kinds = {int: "int", float: "float"}
         declared = ", ".join(f"{n}: {kinds[type(v)]} = {v}" for n, v in self.attributes.items())
@@ -51,7 +51,7 @@ class Op:
         return f"{head}{self.name} {f'<{declared}>' if declared else ''} ({arguments}) => ({results}) {{{body}}}"
 
     def function(self, vocab: int | None = None) -> FunctionProto:
-        """The op as a FunctionProto of standard ops (and of those in `uses`); `vocab` as in `text`."""
+        """Returns the op as a FunctionProto of standard ops (and of those in `uses`); `vocab` as in `text`."""
         import onnx.parser
 
         return onnx.parser.parse_function(self.text(vocab))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ops of the domain, and how models and evaluators get them."""
+"""All ops of the domain, and how they are attached to models and evaluators."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Dialect = Literal["onnx", "tensorrt"]
 
 
 def with_uses(names: Iterable[str], ops: Mapping[str, Op] = OPS) -> list[str]:
-    """The ops of these names and all that their bodies call, callees first."""
+    """Returns the ops of these names and all that their bodies call, callees first."""
     ordered: list[str] = []
 
     def visit(name: str) -> None:
@@ -68,7 +68,7 @@ def with_uses(names: Iterable[str], ops: Mapping[str, Op] = OPS) -> list[str]:
 def functions(
     names: Iterable[str] | None = None, vocab: int | None = None, ops: Mapping[str, Op] = OPS
 ) -> list[FunctionProto]:
-    """FunctionProtos of these ops (None: of all) and of all that they call, callees first.
+    """Returns the FunctionProtos of these ops (None: of all) and of all that they call, callees first.
 
     Args:
         names: op types.
@@ -79,7 +79,7 @@ def functions(
 
 
 def _vocab_of(nodes: Iterable[ir.Node]) -> int | None:
-    """The one vocabulary that these nodes reduce; None where it is not static or not the same in all."""
+    """Returns the one vocabulary that these nodes reduce; None where it is not static or differs between them."""
     sizes = set()
     for node in nodes:
         for tensor, value in zip(OPS[node.op_type].inputs, node.inputs, strict=False):
@@ -90,14 +90,14 @@ def _vocab_of(nodes: Iterable[ir.Node]) -> int | None:
 
 
 def _ops_for_tensorrt(nodes: Iterable[ir.Node], vocab: int | None, max_nodes: int) -> Mapping[str, Op]:
-    """The ops with bodies that TensorRT builds, in the form that the graph's SpecVerify needs."""
+    """Returns the ops with bodies that TensorRT builds, in the form that the graph's SpecVerify needs."""
     verifying = [n for n in nodes if n.op_type == SPEC_VERIFY.name]
     reducing = [n.op_type for n in nodes if any(t.dims[-1] == "vocab" for t in OPS[n.op_type].inputs)]
     if reducing and vocab is None:
         todo = "Give the logits a static last dim before the bodies are attached."
         raise PassError(f"node {reducing[0]}", "a vocabulary of unknown size", "a static one", todo)
     if any(len(n.inputs) > 8 and n.inputs[8] is not None for n in verifying):
-        todo = "Run the pass expand_draft_probs first: this body knows no draft vocabulary."
+        todo = "Run the pass expand_draft_probs first: this body supports no draft vocabulary."
         raise PassError(f"node {SPEC_VERIFY.name}", "9 inputs", "8 inputs where there is no plugin", todo)
     dists = [n.inputs[3] for n in verifying]
     widths = {dist.shape[-1] if dist is not None and dist.shape is not None else None for dist in dists}
@@ -109,12 +109,12 @@ def _ops_for_tensorrt(nodes: Iterable[ir.Node], vocab: int | None, max_nodes: in
 def attach_functions(model: ir.Model, dialect: Dialect = "onnx", max_nodes: int = 17) -> int:
     """Add the bodies of the ops that `model` uses as model-local functions.
 
-    Attributes left out are written with their defaults; a body that is attached already is kept.
+    Missing attributes are written with their defaults; a body that is attached already is kept.
 
     Args:
         model: to be changed in place.
         dialect: `onnx`: bodies for ONNX Runtime and the reference evaluator; `tensorrt`: without branches and loops.
-        max_nodes: for `tensorrt`: most nodes of a scored tree, the root included; those behind are never accepted.
+        max_nodes: for `tensorrt`: most nodes of a scored tree, the root included; further nodes are never accepted.
 
     Returns:
         The number of functions added.
@@ -147,7 +147,7 @@ def attach_functions(model: ir.Model, dialect: Dialect = "onnx", max_nodes: int 
 
 
 def reference_ops() -> list[type[OpRun]]:
-    """The numpy twins, for `onnx.reference.ReferenceEvaluator(model, new_ops=...)`."""
+    """Returns the numpy twins, for `onnx.reference.ReferenceEvaluator(model, new_ops=...)`."""
     from onnx.reference.op_run import OpRun
 
     def run(self: Any, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:

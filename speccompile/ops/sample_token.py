@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SampleToken: a draft's own next token, how sure it is, and the distribution the token was drawn from."""
+"""SampleToken: a draft's own next token, its confidence, and the distribution from which it was drawn."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpecVerify: the acceptance rule behind a target's logits, so that logits stay in the engine.
+"""SpecVerify: the acceptance rule on a target's logits, so that logits stay in the engine.
 
-A greedy step of one node pays for one argmax, one of more nodes for some ten operations on [batch, nodes] besides
+A greedy step of one node costs one argmax, one of more nodes about ten further operations on [batch, nodes]
 (about 10 us); softmax runs for sampled batches only, sorting only where top_k or top_p is on, and a Loop only for
 trees.
 """
@@ -42,7 +42,7 @@ def spec_verify(
         top_k: [batch] int64.
         top_p: [batch] float32.
         d2t: [draft_vocab] int64, distinct: the target token of each draft token; None: they are the same. Only the
-            plugin has it as an input (the ninth); it does not matter to deterministic drafts.
+            plugin has it as an input (the ninth); deterministic drafts do not use it.
 
     Returns:
         path [batch, nodes], num_accepted [batch], next_token [batch], all int64.

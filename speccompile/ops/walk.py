@@ -48,7 +48,7 @@ def _walk_probs(
     return verdict.path, verdict.num_accepted, verdict.next_token
 
 
-# `link` is the parent clipped to what precedes the node: -1 at the root, whatever the prefill's gather left there.
+# `link` is the parent clipped to what precedes the node: -1 at the root, whatever the prefill's gather wrote there.
 _LINKS = """
     none = Constant<value_int = 0>()
     one = Constant<value_int = 1>()
@@ -99,7 +99,7 @@ _START = """
         go = Constant<value = bool {1}>()
 """
 
-# Node 0 is nobody's child, so "the first child that matches" may use it for "there is none".
+# Node 0 is no node's child, so 0 as "the first child that matches" means that there is none.
 WALK = Op(
     "Walk",
     (TensorSpec("drawn", ("batch", "nodes"), "int64"), *TREE_INPUTS),
@@ -141,7 +141,7 @@ _RESIDUAL = """
         has_mass = Greater(mass, off)
 """
 
-# One pass over the nodes in index order is a walk: children stand behind parents, siblings in their order.
+# One pass over the nodes in index order is a walk: children come after parents, siblings in their order.
 _DISTS_TREE = f"""{_START}
         rounds = Sub(num_nodes, one)
         root_place = Constant<value_int = 0>()

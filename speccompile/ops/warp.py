@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warp: from logits to the distribution that tokens are drawn from (temperature, top-k, top-p)."""
+"""Warp: from logits to the distribution from which tokens are drawn (temperature, top-k, top-p)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _warp(logits: Floats, temperature: Floats, top_k: Ints, top_p: Floats) -> tu
 
 # Sorting a vocabulary takes 2.5 ms a row, the first 64 of it 15 us. So only the first 64 (or top_k) are sorted, and
 # where they carry less than top_p (all rows at once), the edge of the nucleus is bracketed by bisection of the
-# probability, 15 us a step, and what lies within the bracket is sorted. Which way is taken depends on the batch, the
-# set kept must not: the bracket leaves room for the error of a float32 sum, and the decision itself is in double.
+# probability, 15 us a step, and only the entries within the bracket are sorted. The branch depends on the batch, the
+# kept set must not: the bracket leaves room for the error of a float32 sum, and the decision itself is in double.
 _BRACKET = """
               tau0 = Sub(on, top_p3)
               tau1 = Div(tau0, size)
@@ -65,8 +65,8 @@ _BRACKET = """
               most_edge = ReduceMax<keepdims = 0>(num_edge)
               num_sorted0 = Max(most_edge, one)
               num_sorted = Reshape(num_sorted0, unit)
-              behind = Constant<value_float = -1.0>()
-              at_edge = Where(is_edge, probs_k, behind)
+              excluded = Constant<value_float = -1.0>()
+              at_edge = Where(is_edge, probs_k, excluded)
               falling_long, order_long = TopK<axis = 2>(at_edge, num_sorted)
 """
 

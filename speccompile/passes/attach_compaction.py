@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One KVRollback over all caches behind their updates, where a plugin compacts inside the target's step.
+"""One KVRollback over all caches after their updates, where a plugin compacts inside the target's step.
 
 The path comes from the verdict of the same step, so attention has read the caches before they are compacted.
 """
@@ -15,7 +15,7 @@ from speccompile.passes.edit import OPS_DOMAIN, Editor, input_of
 
 
 def attach_compaction(model: ir.Model, spec: GraphSpec) -> int:
-    """Add the node and its outputs behind all others; returns the number of caches.
+    """Add the node and its outputs after all others; returns the number of caches.
 
     Args:
         model: with the updated caches and `path` among its outputs.
@@ -23,7 +23,7 @@ def attach_compaction(model: ir.Model, spec: GraphSpec) -> int:
     """
     outputs = {v.name: v for v in model.graph.outputs}
     updated = [outputs[updated_cache_name(name)] for name in spec.caches]
-    # TensorRT asks a plugin for the number of its outputs before it shows the inputs.
+    # TensorRT asks a plugin for the number of its outputs before it passes the inputs.
     attributes = {"num_caches": len(updated)} if len(updated) > 1 else {}
     made = Editor(model).op(
         "KVRollback",
@@ -41,5 +41,5 @@ def attach_compaction(model: ir.Model, spec: GraphSpec) -> int:
 
 
 def attach_compaction_pass(spec: GraphSpec) -> Pass:
-    """The pass for the caches of `spec`."""
+    """Returns the pass for the caches of `spec`."""
     return Pass("attach_compaction", lambda model: attach_compaction(model, spec))

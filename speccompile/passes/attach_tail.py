@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put verification after a target and candidates after a draft, so that logits stay in the engine."""
+"""Attach verification to a target and candidates to a draft, so that logits stay in the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _output(model: ir.Model, name: str) -> ir.Value:
 
 
 def _set_io(model: ir.Model, spec: specs.GraphSpec, made: dict[str, ir.Value]) -> None:
-    """Order inputs and outputs as `spec` has them; `made` holds the tail's new outputs."""
+    """Order inputs and outputs as `spec` has them; `made` contains the tail's new outputs."""
     held = {v.name: v for v in model.graph.inputs}
     model.graph.inputs[:] = [held[t.name] for t in spec.inputs]
     old = {v.name: v for v in model.graph.outputs}
@@ -41,7 +41,7 @@ def attach_verify(model: ir.Model, spec: specs.GraphSpec) -> int:
     edit = Editor(model)
     model.opset_imports[OPS_DOMAIN] = 1
     nodes = values[specs.SCORED_NODES]
-    # Prefill scores one node of many, so verification sees the scored nodes alone.
+    # Prefill scores one node of many, so only the scored nodes are verified.
     tokens = edit.op("GatherElements", values[specs.TOKENS], nodes, axis=1)
     parents = edit.op("GatherElements", values[specs.PARENTS], nodes, axis=1)
     rest = [values[n] for n in (specs.DRAFT_PROBS, specs.UNIFORMS, specs.TEMPERATURE, specs.TOP_K, specs.TOP_P)]
@@ -54,7 +54,7 @@ def attach_verify(model: ir.Model, spec: specs.GraphSpec) -> int:
 
 
 def attach_candidates(model: ir.Model, spec: specs.GraphSpec) -> int:
-    """Add TopTokens, and NodeProbs where `spec` gives probs; `spec` is the `candidate_spec` of the graph afterwards."""
+    """Add TopTokens, and NodeProbs where `spec` has probs; `spec` is the `candidate_spec` of the graph afterwards."""
     values = _add_inputs(model, spec)
     edit = Editor(model)
     model.opset_imports[OPS_DOMAIN] = 1
@@ -76,7 +76,7 @@ def attach_nothing(model: ir.Model, spec: specs.GraphSpec) -> int:
 
 
 def attach_tail(spec: specs.GraphSpec) -> Pass:
-    """The pass that gives a decoder the tail which `spec` declares, over the vocabulary which `spec` declares."""
+    """Returns the pass that attaches the tail which `spec` declares, over the vocabulary of `spec`."""
     attach = _TAILS[spec.tail]
 
     def rewrite(model: ir.Model) -> int:

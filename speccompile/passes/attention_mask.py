@@ -9,16 +9,16 @@ import onnx_ir as ir
 from speccompile.core.specs import LENGTHS, TREE_MASK
 from speccompile.passes.edit import Editor, input_of
 
-HIDDEN_SCORE = np.float32(-3e38)  # added to a score: finite, so that softmax of a row never sees inf - inf
-HALF_HIDDEN_SCORE = np.float16(-6e4)  # the same near the end of float16; bfloat16 reaches as far as float32
+HIDDEN_SCORE = np.float32(-3e38)  # added to a score: finite, so that the softmax of a row never computes inf - inf
+HALF_HIDDEN_SCORE = np.float16(-6e4)  # the same near the end of float16; bfloat16 has the range of float32
 
 
 class AttentionMasks:
     """The additive masks of one graph: [batch, nodes, rows] by window.
 
-    Row r of the cache is past (r < length), a node of this step (r - length < nodes) or unused. One gather answers
-    all three: the tree's additive mask gets a visible column in front and a hidden one behind, and r - length,
-    clipped, is the column. (A TensorScatter of the tree into the mask would be copied: it is no graph output.)
+    Row r of the cache is past (r < length), a node of this step (r - length < nodes) or unused. One gather covers
+    all three: the tree's additive mask gets a visible first column and a hidden last one, and r - length,
+    clipped, is the column. (A TensorScatter of the tree into the mask would copy it, as it is not a graph output.)
 
     Args:
         model: the graph; has `lengths` and `tree_mask`.
@@ -53,7 +53,7 @@ class AttentionMasks:
 
     @property
     def depth(self) -> ir.Value:
-        """[batch, nodes, 1] int64: ancestors of each node."""
+        """Returns the number of ancestors of each node, [batch, nodes, 1] int64."""
         if self._depth is None:
             ones = self.edit.op("Cast", self.tree, to=ir.DataType.INT64)
             count = self.edit.op("ReduceSum", ones, self.edit.ints([2]), keepdims=1)
@@ -61,7 +61,7 @@ class AttentionMasks:
         return self._depth
 
     def make(self, window: int, group: int = 1) -> ir.Value:
-        """The mask for one sliding window (0 = none): [batch, 1, group * nodes, rows], repeated `group` times."""
+        """Returns the mask of one sliding window (0 = none) [batch, 1, group * nodes, rows], repeated `group` times."""
         edit, tree = self.edit, self.tree
         if window:
             gap = edit.op("Sub", self.depth, edit.op("Transpose", self.depth, perm=[0, 2, 1]))
@@ -71,7 +71,7 @@ class AttentionMasks:
         table = edit.op("Pad", table, edit.ints([0, 0, 0, 0, 0, 1]), self.hidden)
         mask = edit.op("GatherElements", table, self.columns, axis=2)
         if window:
-            # A node's row lies at or behind its position, so this bound never hides a node in the window.
+            # A node's row is at or after its position, so this bound never hides a node in the window.
             newest = edit.op("Sub", edit.op("Add", self.depth, self.length_column), edit.ints(window))
             mask = edit.op("Where", edit.op("Greater", self.rows, newest), mask, self.hidden)
         folded = mask if group == 1 else edit.op("Concat", *[mask] * group, axis=1)
@@ -80,12 +80,12 @@ class AttentionMasks:
 
 
 def window_of(node: ir.Node) -> int:
-    """The sliding window of a CachedAttention, 0 = none."""
+    """Returns the sliding window of a CachedAttention, 0 = none."""
     return node.attributes["window"].as_int() if "window" in node.attributes else 0
 
 
 def size_of(value: ir.Value | None, axis: int) -> int:
-    """A dim that must be static."""
+    """Returns a dim that must be static."""
     assert value is not None and value.shape is not None, f"{value} has no shape"
     dim = value.shape[axis]
     assert isinstance(dim, int), f"{value}: dim {axis} is not static"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a pass, and the runner of a table of passes.
 
-A property is a sentence about a graph that can be checked. A pass names the properties it requires and
-those it ensures; the runner checks both, so a table in the wrong order fails at its first wrong entry.
+A property is a checkable condition on a graph. A pass names the properties that it requires and those that it ensures;
+the runner checks both, so a table in the wrong order fails at its first wrong entry.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from speccompile.errors import PassError
 
 @dataclass(frozen=True)
 class Property:
-    """A checkable sentence about a graph.
+    """A checkable condition on a graph.
 
     Args:
-        name: what the sentence says, e.g. "rms_norm_fused".
-        find_fault: returns None where it holds, otherwise what contradicts it.
+        name: what holds, e.g. "rms_norm_fused".
+        find_fault: returns None where it holds, otherwise a description of the fault.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Pass:
 
     Args:
         name: unique in its table.
-        rewrite: changes the model in place and returns how many places it changed.
+        rewrite: changes the model in place and returns the number of rewrites.
         requires: must hold before.
         ensures: must hold after.
     """
@@ -52,7 +52,7 @@ class Pass:
         Raises:
             PassError: a required or an ensured property does not hold.
         """
-        self._check(model, self.requires, "before", "put the pass that ensures it earlier into the table")
+        self._check(model, self.requires, "before", "put the pass that ensures it earlier in the table")
         count = self.rewrite(model)
         self._check(model, self.ensures, "after", "this is a fault of the pass: report it with the model's config")
         return count
@@ -66,7 +66,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class PassTrace:
-    """What a pass did: rewrites, node counts, milliseconds."""
+    """Record of one pass: rewrites, node counts, milliseconds."""
 
     name: str
     num_rewrites: int
@@ -75,17 +75,17 @@ class PassTrace:
     time_ms: float
 
     def json_from_trace(self) -> dict[str, Any]:
-        """A JSON-ready dict."""
+        """Returns a JSON-ready dict."""
         return asdict(self)
 
 
 def count_nodes(model: ir.Model) -> int:
-    """Nodes of the main graph, subgraphs included."""
+    """Counts the nodes of the main graph, subgraphs included."""
     return sum(1 for _ in model.graph.all_nodes())
 
 
 def histogram_from_model(model: ir.Model) -> dict[str, int]:
-    """Number of nodes by operator, `domain::Op` outside the standard domain, most frequent first."""
+    """Counts nodes by operator, `domain::Op` outside the standard domain, most frequent first."""
     counts: dict[str, int] = {}
     for node in model.graph.all_nodes():
         name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type

@@ -10,14 +10,14 @@ from speccompile.passes.base import Pass
 
 
 def share_common_subexpressions(model: ir.Model) -> int:
-    """Merge nodes that compute the same value; returns how many went."""
+    """Merge nodes that compute the same value; returns how many were removed."""
     before = model.graph.num_nodes()
     common.CommonSubexpressionEliminationPass()(model)
     return before - model.graph.num_nodes()
 
 
 def remove_dead(model: ir.Model) -> int:
-    """Remove identities, unused nodes and unused initializers; returns how many went."""
+    """Remove identities, unused nodes and unused initializers; returns how many were removed."""
     before = model.graph.num_nodes() + len(model.graph.initializers)
     common.IdentityEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Function bodies taken away from ops that a plugin shall run and that a body would win over."""
+"""Remove the function bodies of ops that a plugin shall run: a body would take precedence over the plugin."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def drop_bodies(model: ir.Model, ops: Collection[str]) -> int:
 
 
 def drop_bodies_pass(ops: Collection[str]) -> Pass:
-    """The pass for these op types; it runs behind the attaching of bodies."""
+    """Returns the pass for these op types; it runs after bodies were attached."""
     return Pass("drop_bodies", lambda model: drop_bodies(model, ops))

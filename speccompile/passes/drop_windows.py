@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sliding window as long as the cache hides nothing: without it the layers share one mask."""
+"""Remove sliding windows at least as long as the cache, which hide nothing: without them all layers share one mask."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def drop_windows(model: ir.Model, max_seq_len: int) -> int:
 
 
 def drop_windows_pass(max_seq_len: int) -> Pass:
-    """The pass for caches of `max_seq_len` rows."""
+    """Returns the pass for caches of `max_seq_len` rows."""
     return Pass("drop_windows", lambda model: drop_windows(model, max_seq_len))

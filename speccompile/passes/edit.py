@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small tools for writing passes: place nodes, make constants, look values up."""
+"""Helpers for writing passes: insert nodes, make constants, look values up."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Editor:
         return node.outputs[0] if num_outputs == 1 else list(node.outputs)
 
     def const(self, array: np.ndarray | np.generic | ir.TensorProtocol, name: str) -> ir.Value:
-        """Register an initializer; a name in use gets a number behind it, an equal small constant is shared."""
+        """Register an initializer; a name in use gets a numeric suffix, an equal small constant is shared."""
         if isinstance(array, np.generic):
             array = np.asarray(array)
         tensor = ir.tensor(array, name=name) if isinstance(array, np.ndarray) else array
@@ -53,7 +53,7 @@ class Editor:
         return value
 
     def ints(self, values: Sequence[int] | int) -> ir.Value:
-        """An int64 constant, shared between its users."""
+        """Returns an int64 constant, shared between its users."""
         array = np.asarray(values, np.int64)
         return self.const(array, "int64." + "_".join(map(str, array.reshape(-1).tolist())) + f".{array.ndim}d")
 
@@ -67,12 +67,12 @@ def _is_same(value: ir.Value, array: np.ndarray) -> bool:
 
 
 def nodes_of(model: ir.Model, op_type: str, domain: str = "") -> list[ir.Node]:
-    """The main graph's nodes of one operator, in order."""
+    """Returns the main graph's nodes of one operator, in order."""
     return [n for n in model.graph if n.op_type == op_type and n.domain == domain]
 
 
 def input_of(model: ir.Model, name: str) -> ir.Value:
-    """The graph input of that name; KeyError when there is none."""
+    """Returns the graph input of that name; KeyError when there is none."""
     return {v.name: v for v in model.graph.inputs}[name]
 
 
@@ -85,7 +85,7 @@ def add_input(model: ir.Model, name: str, dims: Sequence[str | int], dtype: str,
 
 
 def replace(node: ir.Node, *values: ir.Value) -> None:
-    """Give the uses of the node's outputs to `values`, graph outputs included, and remove the node."""
+    """Redirect the uses of the node's outputs to `values`, graph outputs included, and remove the node."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     for old, new in zip(node.outputs, values, strict=True):
@@ -98,12 +98,12 @@ def replace(node: ir.Node, *values: ir.Value) -> None:
 
 
 def weight_of(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor of an initializer that is not also a graph input; None for anything else."""
+    """Returns the tensor of an initializer that is not also a graph input; None for anything else."""
     if value is None or not value.is_initializer() or value.is_graph_input():
         return None
     return value.const_value
 
 
 def sizes_of(tensor: ir.TensorProtocol) -> tuple[int, ...]:
-    """The shape of a constant: its dims are always static."""
+    """Returns the shape of a constant: its dims are always static."""
     return tuple(cast(int, dim) for dim in tensor.shape)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpecVerify over a draft vocabulary -> SpecVerify over the target's, for backends whose body knows only one.
+"""SpecVerify over a draft vocabulary -> SpecVerify over the target's, for backends whose body supports only one.
 
 A draft distribution [.., draft_vocab] is read through the inverse of `d2t`: token t has the probability of the draft
-token
-that means it, or none. The gather reads a distribution once and writes it once, whatever the vocabularies are.
+token that maps to it, or 0. The gather reads and writes a distribution once, whatever the vocabularies are.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def expand_draft_probs(model: ir.Model) -> int:
 
 
 def _expanded(edit: Editor, dists: ir.Value | None, d2t: np.ndarray, width: int, vocab: int) -> ir.Value:
-    place = np.full(vocab, width, np.int64)  # behind the distribution stands a column of zeros
+    place = np.full(vocab, width, np.int64)  # a column of zeros follows the distribution
     place[d2t] = np.arange(width)
     padded = edit.op("Pad", dists, edit.ints([0, 1]), edit.const(np.float32(0), "draft_dists.none"), edit.ints([2]))
     expanded: ir.Value = edit.op("Gather", padded, edit.const(place, "draft_dists.t2d"), axis=2)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay a draft's logits out in the target's vocabulary, where the two are padded differently.
+"""Map a draft's logits to the target's vocabulary, where the two are padded differently.
 
 Everything after the logits (candidates, confidences, draws and the distributions they were drawn from) is then in the
-target's tokens: what the target lacks is cut before anything is normalised, so it is never proposed, and what the
-draft lacks has no probability.
+target's tokens: tokens that the target lacks are cut before normalisation, so they are never proposed, and tokens
+that the draft lacks have probability 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ABSENT = np.float32(-65504)  # float16's lowest: finite in every dtype, and exp 
 def fit_vocab(model: ir.Model, spec: GraphSpec) -> int:
     """Give the logits `spec.vocab_size` columns; returns 1 where they had another number, 0 otherwise.
 
-    A draft with fewer tokens reads its last one, which is padding, in the place of a token beyond them.
+    A draft with fewer tokens reads its last one, which is padding, for each token beyond them.
 
     Args:
         model: a decoder without a tail; `logits` [batch, scored, draft's vocabulary] is an output.

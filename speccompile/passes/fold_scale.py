@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scale of the scores goes into Q's weights: TensorRT would multiply the whole K cache by it.
+"""Fold the scale of the scores into Q's weights: TensorRT would multiply the whole K cache by it.
 
-Between the projection and the attention lie linear steps alone (bias, head layout, rotary embedding), or a norm
-whose gain takes the factor: a way of any length, which no pattern of `passes.rules` states. The product is formed in
-float32 before the weights are rounded, so it costs no accuracy.
+Between the projection and the attention there are only linear steps (bias, head layout, rotary embedding), or a norm
+whose gain takes the factor: a chain of any length, which no pattern of `passes.rules` expresses. The product is formed
+in float32 before the weights are rounded, so it costs no accuracy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LINEAR = ("RotaryEmbedding", "Transpose", "Reshape")  # and the norms, whose ga
 
 
 def _factors(query: ir.Value) -> list[tuple[ir.Node, int]] | None:
-    """(node, input index) of the weights that scale `query`; None when the way back to them is not that simple."""
+    """Returns (node, input index) of the weights that scale `query`; None where the chain has other operators."""
     found: list[tuple[ir.Node, int]] = []
     value = query
     while (node := value.producer()) is not None and node.domain == "" and only_use(value) is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transposed weights become weights: views of the same memory, materialised only while they are written."""
+"""Fold transposes of weights into the weights: views of the same memory, materialised only while they are written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speccompile.passes.edit import Editor, replace, weight_of
 def fold_weights(model: ir.Model) -> int:
     """Fold every Transpose of an initializer; returns their number.
 
-    A weight that is also used as it is (tied embeddings) stays beside its transposed view.
+    A weight that is also used as it is (tied embeddings) is kept beside its transposed view.
     """
     count = 0
     for node in [n for n in model.graph if n.op_type == "Transpose" and n.domain == ""]:

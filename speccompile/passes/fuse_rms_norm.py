@@ -79,7 +79,7 @@ def fuse_rms_norm(model: ir.Model) -> int:
     """Fuse every RMS normalisation; returns their number."""
     count, rule = 0, _rule()
     for node in list(model.graph):
-        # Each is matched when its turn comes: what it normalises may be a norm that was fused before it.
+        # Each is matched in order: its input may be a norm that was fused before it.
         match = _match(rule, model, node) if node.graph is not None else None
         if match is None:
             continue
@@ -97,7 +97,7 @@ def fuse_rms_norm(model: ir.Model) -> int:
 def _find_unfused(model: ir.Model) -> str | None:
     rule = _rule()
     left = next((n for n in model.graph if rule.match(model, n) is not None), None)
-    return None if left is None else f"{left.outputs[0].name} is an RMS normalisation in outputs of steps"
+    return None if left is None else f"{left.outputs[0].name} is an unfused RMS normalisation"
 
 
 RMS_NORM_FUSED = Property("rms_norm_fused", _find_unfused)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """x * cos + rotate_half(x) * sin -> RotaryEmbedding, whole heads or their first part (partial rotary).
 
-The traced cos and sin hold every angle twice, [batch, nodes, head_dim]; the operator wants each once, so the
-doubling Concat goes and Cos and Sin shrink to half.
+The traced cos and sin hold every angle twice, [batch, nodes, head_dim]; the operator expects each once, so the
+doubling Concat is removed and Cos and Sin shrink to half.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _is_rope(
     high: ir.Value,
     half: ir.Value,
 ) -> bool:
-    """Whether x is [batch, heads, nodes, head_dim], halved in its last axis, with angles that are spread over heads."""
+    """Whether x is [batch, heads, nodes, head_dim], halved in its last axis, with angles broadcast over heads."""
     size, concat = static_dim(x, 3), half.producer()
     if rank(x) != 4 or size is None or size % 2 or static_dim(x, 1) is None or concat is None:
         return False
@@ -123,7 +123,7 @@ def fuse_rope(model: ir.Model) -> int:
 
 
 def _halve(model: ir.Model, value: ir.Value, made: dict[ir.Value, ir.Value]) -> ir.Value:
-    """The first half of a doubled value, computed without doubling; placed where the doubled one is."""
+    """Returns the first half of a doubled value, computed without doubling, at the doubled one's position."""
     if value in made:
         return made[value]
     node = value.producer()
@@ -146,7 +146,7 @@ def _halve(model: ir.Model, value: ir.Value, made: dict[ir.Value, ir.Value]) -> 
 def _find_unfused(model: ir.Model) -> str | None:
     rule = _rule()
     left = next((n for n in model.graph if rule.match(model, n) is not None), None)
-    return None if left is None else f"{left.outputs[0].name} is a rotary embedding in outputs of steps"
+    return None if left is None else f"{left.outputs[0].name} is an unfused rotary embedding"
 
 
 ROPE_FUSED = Property("rope_fused", _find_unfused)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights, activations, caches and hidden states to float16 or bfloat16.
+"""Convert weights, activations, caches and hidden states to float16 or bfloat16.
 
 TensorRT is strongly typed: it computes in the types that the graph names. Matrix products accumulate in float32
-anyway; norms, rotary embeddings and softmax are put between casts, so that they are computed in float32 from float32
-gains and tables and rounded once. TensorRT fuses the casts into the kernel beside them: a layer has as many kernels
+anyway; norms, rotary embeddings and softmax are wrapped in casts, so that they are computed in float32 from float32
+gains and tables and rounded once. TensorRT fuses the casts into the adjacent kernel: a layer has as many kernels
 with them as without.
 """
 
@@ -19,13 +19,13 @@ from speccompile.passes.edit import OPS_DOMAIN, Editor, sizes_of
 
 # Computed in float32: sums of squares overflow float16 and lose digits in bfloat16; so do angles.
 FLOAT32_OPS = ("RMSNormalization", "LayerNormalization", "RotaryEmbedding", "Softmax")
-# Read logits in any float type and keep what is sampled from in float32.
+# Read logits in any float type and keep the distributions to sample from in float32.
 TAIL_OPS = ("SpecVerify", "FiniteToken", "SampleToken", "TopTokens", "NodeProbs")
 _FLOAT = ir.DataType.FLOAT
 
 
 def half_array(array: np.ndarray, dtype: ir.DataType, name: str) -> np.ndarray:
-    """`array` rounded to `dtype`.
+    """Returns `array` rounded to `dtype`.
 
     Raises:
         PassError: a number is beyond float16's range.
@@ -39,12 +39,12 @@ def half_array(array: np.ndarray, dtype: ir.DataType, name: str) -> np.ndarray:
 
 
 def _retype(value: ir.Value, dtype: ir.DataType, shape: ir.Shape | None) -> None:
-    """Set the type anew: a model's clone shares the type objects of the original."""
+    """Set a new type object: a model's clone shares the type objects of the original."""
     value.type, value.shape = ir.TensorType(dtype), shape
 
 
 def _is_computed(value: ir.Value) -> bool:
-    """Whether it is no constant."""
+    """Whether it is not a constant."""
     return value.is_graph_input() or not value.is_initializer()
 
 
@@ -55,7 +55,7 @@ class _Converter:
         self.widened: dict[ir.Value, ir.Value] = {}
 
     def weight(self, value: ir.Value) -> ir.Value:
-        """The half twin of a float32 initializer; rounded only while it is written."""
+        """Returns the half-precision copy of a float32 initializer; rounded only while it is written."""
         if value not in self.weights:
             tensor, name = value.const_value, str(value.name)
             assert tensor is not None
@@ -71,7 +71,7 @@ class _Converter:
         return self.weights[value]
 
     def widen(self, value: ir.Value, node: ir.Node) -> ir.Value:
-        """`value` in float32 for the operator `node`; shared by the operators that read it."""
+        """Returns `value` in float32 for the operator `node`; shared by the operators that read it."""
         if value.dtype != self.dtype:
             return value
         if value not in self.widened:
@@ -81,7 +81,7 @@ class _Converter:
         return self.widened[value]
 
     def island(self, node: ir.Node) -> None:
-        """Put a float32 operator between casts."""
+        """Wrap a float32 operator in casts."""
         for index, value in enumerate(node.inputs):
             if value is not None and _is_computed(value):
                 node.replace_input_with(index, self.widen(value, node))
@@ -99,13 +99,13 @@ class _Converter:
                     self.model.graph.outputs[position] = half
 
     def keep(self, node: ir.Node) -> None:
-        """An operator on draws, temperatures or distributions, which stay float32."""
+        """Keep an operator on draws, temperatures or distributions in float32."""
         for index, value in enumerate(node.inputs):
             if value is not None and _is_computed(value):
                 node.replace_input_with(index, self.widen(value, node))
 
     def plain(self, node: ir.Node) -> None:
-        """Any other operator: float32 becomes half."""
+        """Convert any other operator: float32 becomes half."""
         for index, value in enumerate(node.inputs):
             if value is not None and value.is_initializer() and value.dtype == _FLOAT:
                 node.replace_input_with(index, self.weight(value))
@@ -121,7 +121,7 @@ class _Converter:
 
 
 def _check_angles(model: ir.Model, dtype: ir.DataType) -> None:
-    """Positions beyond 2048 (256 in bfloat16) have no exact half: angles must be tables by now."""
+    """Refuse computed angles: positions beyond 2048 (256 in bfloat16) have no exact half, so angles must be tables."""
     for node in model.graph:
         if node.op_type in ("Cos", "Sin") and node.domain == "":
             got = f"{node.op_type} node {node.name} that computes angles at run time"
@@ -130,7 +130,7 @@ def _check_angles(model: ir.Model, dtype: ir.DataType) -> None:
 
 
 def convert_precision(model: ir.Model, spec: GraphSpec, dtype: str) -> int:
-    """Convert in place; returns the number of operators that compute in half precision now.
+    """Convert in place; returns the number of operators that then compute in half precision.
 
     Args:
         model: in float32, tail included; attention may be lowered or not.
@@ -166,5 +166,5 @@ def convert_precision(model: ir.Model, spec: GraphSpec, dtype: str) -> int:
 
 
 def half_precision_pass(spec: GraphSpec, dtype: str) -> Pass:
-    """The pass to `dtype`; see `convert_precision`."""
+    """Returns the pass to `dtype`; see `convert_precision`."""
     return Pass(f"half_precision_{dtype}", lambda model: convert_precision(model, spec, dtype))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Function bodies become part of the main graph, with types and shapes of all that is known."""
+"""Inline function bodies into the main graph, with all types and shapes that can be inferred."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BODIES_INLINED = Property("no function is called", _find_call)
 
 
 def inline_bodies(model: ir.Model) -> int:
-    """Inline every call; returns how many functions went."""
+    """Inline every call; returns how many functions were removed."""
     count = len(model.functions)
     common.InlinePass()(model)
     common.ShapeInferencePass()(model)

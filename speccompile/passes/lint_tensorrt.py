@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses what TensorRT's parser rejects late, ignores in silence, or dies of.
+"""Refuses what TensorRT's parser rejects late, ignores silently, or aborts on.
 
 An unresolved plugin node aborts the process, `nonpad_kv_seqlen` is dropped with a warning, and an unsupported
 operator is reported without saying what to do; here each is a PassError that names the node.
@@ -18,7 +18,7 @@ from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN
 from speccompile.passes.match import constant
 
-# Operators that TensorRT 11 and TensorRT-RTX 1.7 do not take, and what says the same.
+# Operators that TensorRT 11 and TensorRT-RTX 1.7 do not support, and their equivalents.
 REFUSED_OPS = {
     "CumProd": "Use CumSum of logarithms, or a comparison chain.",
     "Multinomial": "Draw with uniforms that are inputs: CumSum, then count the sums below the draw.",
@@ -31,7 +31,7 @@ REFUSED_OPS = {
     "DynamicQuantizeLinear": "Quantise weights alone (quantize_qdq), or with static scales.",
     "MatMulInteger": "Use DequantizeLinear before MatMul (quantize_qdq).",
     "SkipLayerNormalization": "Use Add and LayerNormalization.",
-    # The parser says it knows these, but their plugin library is in no package.
+    # The parser lists these as supported, but their plugin library is in no package.
     "GroupQueryAttention": "Use TensorScatter and Attention (lower_attention_tensorrt).",
     "MatMulNBits": "Use DequantizeLinear with block_size before MatMul (quantize_qdq).",
     "QMoE": "Use one MatMul an expert.",
@@ -109,7 +109,7 @@ def lint_tensorrt(model: ir.Model, plugins: Collection[str] = (), bodies: Collec
     Args:
         model: lowered.
         plugins: op types whose plugins will be registered when the parser runs.
-        bodies: op types of ours whose function bodies are attached later.
+        bodies: our op types whose function bodies are attached later.
 
     Raises:
         PassError: names the node, the operator and what to do.
@@ -129,7 +129,7 @@ def lint_tensorrt(model: ir.Model, plugins: Collection[str] = (), bodies: Collec
 
 
 def lint_pass(plugins: Collection[str]) -> Pass:
-    """The lint as the last entry of a table; ops of ours may get their function bodies behind it.
+    """Returns the lint as the last entry of a table; our ops may get their function bodies after it.
 
     Args:
         plugins: see `lint_tensorrt`.
@@ -142,8 +142,8 @@ def check_io(model: ir.Model, spec: GraphSpec) -> int:
     """Check that inputs and outputs are those of `spec`, and that every input is read; returns 0.
 
     Raises:
-        PassError: a name, a dim or a dtype differs, or an input is read by nothing: TensorRT keeps it, so each
-            step would have to bind it.
+        PassError: a name, a dim or a dtype differs, or an input is read by nothing: TensorRT keeps it, so
+            each step would have to bind it.
     """
     for held, wanted in ((model.graph.inputs, spec.inputs), (model.graph.outputs, spec.outputs)):
         got = [(v.name, tuple(d if isinstance(d, int) else str(d) for d in v.shape or ()), v.dtype) for v in held]
@@ -161,7 +161,7 @@ def check_io(model: ir.Model, spec: GraphSpec) -> int:
 
 
 def check_io_pass(spec: GraphSpec) -> Pass:
-    """The check of inputs and outputs as an entry of a table."""
+    """Returns the check of inputs and outputs as an entry of a table."""
     return Pass("check_io", lambda model: check_io(model, spec))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CachedAttention -> TensorScatter in place + Attention over the rows in use, for TensorRT.
 
-TensorRT's Attention ignores `nonpad_kv_seqlen` in silence, knows no softcap, and multiplies the whole K cache by a
+TensorRT's Attention silently ignores `nonpad_kv_seqlen`, supports no softcap, and multiplies the whole K cache by a
 `scale`. Without the Slice to the rows in use it copies the cache and repeats K and V for every query head; with it
 one kernel reads the used rows of each kv head. Seen in the layer list of TensorRT-RTX 1.7.1.
 """
@@ -23,9 +23,9 @@ _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def has_kernel(head_dim: int, dtype: ir.DataType | None) -> bool:
-    """Whether TensorRT's Attention takes heads of this size; others are written out as matrix products.
+    """Whether TensorRT's Attention supports heads of this size; others are lowered to matrix products.
 
-    (The node attribute TRT_decomposable would say the same, but no other reader of ONNX accepts it.)
+    (The node attribute TRT_decomposable has the same effect, but no other reader of ONNX accepts it.)
     """
     return dtype in _HALVES and head_dim % 8 == 0 and 16 <= head_dim <= 256
 
@@ -42,7 +42,7 @@ CACHES_STATIC = Property("caches_static", _find_dynamic_cache)
 
 
 def make_caches_static(model: ir.Model, spec: GraphSpec) -> int:
-    """Give the caches and their updates the dims of `spec`; returns the number of caches."""
+    """Set the dims of the caches and their updates from `spec`; returns the number of caches."""
     dims = {t.name: t.dims for t in (*spec.inputs, *spec.outputs)}
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.shape = ir.Shape(list(dims[str(value.name)]))
@@ -50,7 +50,7 @@ def make_caches_static(model: ir.Model, spec: GraphSpec) -> int:
 
 
 def static_caches_pass(spec: GraphSpec) -> Pass:
-    """The pass that makes the caches' rows static: TensorRT updates no other caches in place."""
+    """Returns the pass that makes the caches' rows static: TensorRT updates no other caches in place."""
     return Pass("make_caches_static", lambda model: make_caches_static(model, spec))
 
 
@@ -59,7 +59,7 @@ class AttentionForm:
     """How one CachedAttention is lowered.
 
     Args:
-        group: query heads of a kv head that become rows of it; 1 for an Attention node, which knows groups.
+        group: query heads of a kv head that become rows of it; 1 for an Attention node, which supports groups.
     """
 
     fused: bool
@@ -69,7 +69,7 @@ class AttentionForm:
 
 
 def form_of(node: ir.Node, fused: bool | None) -> AttentionForm:
-    """The form of one CachedAttention; `fused` as in `lower_attention_tensorrt`."""
+    """Returns the form of one CachedAttention; `fused` as in `lower_attention_tensorrt`."""
     cache = node.inputs[3]
     softcap = node.attributes["softcap"].as_float() if "softcap" in node.attributes else 0.0
     wanted = has_kernel(size_of(cache, 3), cache.dtype if cache is not None else None) if fused is None else fused
@@ -96,7 +96,7 @@ def attend(
     mask: ir.Value,
     k_index: int = 3,
 ) -> ir.Value:
-    """What `node` attends to the rows `k_used` and `v_used` under an additive mask: [batch, nodes, heads, head_dim].
+    """Returns `node`'s attention over `k_used` and `v_used` under an additive mask, [batch, nodes, heads, head_dim].
 
     Input `k_index` of the node is its K cache.
     """
@@ -120,7 +120,7 @@ def attend(
 
 
 def _probs(edit: Editor, scores: ir.Value, form: AttentionForm, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """Softmax in float32 of the capped and masked scores."""
+    """Returns the float32 softmax of the capped and masked scores."""
     if form.softcap:
         cap = edit.const(np.float32(form.softcap).astype(dtype.numpy()), "attention.softcap")
         scores = edit.op("Mul", edit.op("Tanh", edit.op("Div", scores, cap)), cap)

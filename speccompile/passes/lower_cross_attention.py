@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CrossAttention -> Attention under an additive mask, for ONNX Runtime and for TensorRT.
 
-Nothing is scattered: the caches belong to another engine and are read where they lie. As in the lowering of
+Nothing is scattered: the caches belong to another engine and are read in place. As in the lowering of
 CachedAttention, ONNX Runtime gets the query heads of one group as rows of their kv head, and TensorRT a Slice to the
 rows in use. The mask is made once for all layers that share their limits.
 """
@@ -30,7 +30,7 @@ _Masks = dict[tuple[ir.Value, int], ir.Value]
 
 
 def _mask(edit: Editor, limits: ir.Value, num_rows: ir.Value, group: int, dtype: ir.DataType, made: _Masks) -> ir.Value:
-    """[batch, 1, group * nodes, rows]: additive, repeated for each query head of a group."""
+    """Returns the additive mask [batch, 1, group * nodes, rows], repeated for each query head of a group."""
     if (limits, group) not in made:
         hidden = HALF_HIDDEN_SCORE if dtype == ir.DataType.FLOAT16 else HIDDEN_SCORE
         constants = (
@@ -67,7 +67,7 @@ def lower_cross_attention(model: ir.Model) -> int:
 def lower_cross_attention_tensorrt(model: ir.Model) -> int:
     """Lower every CrossAttention for TensorRT; returns their number.
 
-    The rows in use are those of the draft's own cache (`kv_rows`), which is never behind the caches that it reads.
+    The rows in use are those of the draft's own cache (`kv_rows`), never shorter than the caches that it reads.
     """
     nodes, made = nodes_of(model, "CrossAttention", OPS_DOMAIN), _Masks()
     for node in nodes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small tools for matching: who made a value, what a constant holds, how an operator's operands lie."""
+"""Helpers for matching: the producer of a value, the content of a constant, the order of an operator's operands."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import onnx_ir as ir
 
 from speccompile.passes.edit import replace
 
-_MAX_SMALL = 4096  # elements; larger constants are weights and are not looked into
+_MAX_SMALL = 4096  # elements; larger constants are weights and are not read
 
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The standard-domain node of that operator that made `value`, if that is what made it."""
+    """Returns the producer of `value` where it is a standard-domain node of that operator, otherwise None."""
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == op_type and node.domain == "" else None
 
 
 def constant(value: ir.Value | None) -> np.ndarray | None:
-    """The array of a small constant; None when `value` is computed, an input, or large."""
+    """Returns the array of a small constant; None when `value` is computed, an input, or large."""
     if value is None or value.is_graph_input():
         return None
     tensor = value.const_value
@@ -31,24 +31,24 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
 
 
 def scalar(value: ir.Value | None) -> float | None:
-    """The number of a constant with one element, of any rank."""
+    """Returns the number of a constant with one element, of any rank."""
     array = constant(value)
     return None if array is None or array.size != 1 else float(array.reshape(-1)[0])
 
 
 def ints(value: ir.Value | None) -> list[int] | None:
-    """The elements of a small integer constant."""
+    """Returns the elements of a small integer constant."""
     array = constant(value)
     return None if array is None or array.dtype.kind != "i" else [int(i) for i in array.reshape(-1)]
 
 
 def int_attribute(node: ir.Node, name: str, default: int) -> int:
-    """An integer attribute or its default."""
+    """Returns an integer attribute or its default."""
     return node.attributes[name].as_int() if name in node.attributes else default
 
 
 def operands(node: ir.Node | None) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Both orders of a commutative operator's two operands; nothing when there is no node."""
+    """Yields both orders of a commutative operator's two operands; nothing when there is no node."""
     if node is not None and len(node.inputs) == 2:
         first, second = node.inputs
         if first is not None and second is not None:
@@ -57,7 +57,7 @@ def operands(node: ir.Node | None) -> Iterator[tuple[ir.Value, ir.Value]]:
 
 
 def static_dim(value: ir.Value | None, axis: int) -> int | None:
-    """A dim of `value` when it is known and static."""
+    """Returns a dim of `value` when it is known and static."""
     if value is None or value.shape is None or not -len(value.shape) <= axis < len(value.shape):
         return None
     dim = value.shape[axis]
@@ -65,18 +65,18 @@ def static_dim(value: ir.Value | None, axis: int) -> int | None:
 
 
 def rank(value: ir.Value | None) -> int | None:
-    """The number of dims of `value` when known."""
+    """Returns the number of dims of `value` when known."""
     return None if value is None or value.shape is None else len(value.shape)
 
 
 def only_use(value: ir.Value) -> ir.Node | None:
-    """The one node that reads `value`; None when there are several or it is a graph output."""
+    """Returns the one node that reads `value`; None when there are several or it is a graph output."""
     uses = list(value.uses())
     return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
 
 
 def slice_bounds(node: ir.Node | None) -> tuple[int, int, int] | None:
-    """(axis, start, end) of a Slice along one axis with constant bounds and step 1; the axis is not negative."""
+    """Returns (axis, start, end) of a Slice along one axis with constant bounds and step 1; axis is at least 0."""
     if node is None or rank(node.inputs[0]) is None:
         return None
     starts, ends = ints(node.inputs[1]), ints(node.inputs[2])
@@ -93,7 +93,7 @@ def slice_bounds(node: ir.Node | None) -> tuple[int, int, int] | None:
 
 
 def replace_tree(last: ir.Node, value: ir.Value) -> None:
-    """Give the uses of `last` to `value`, and remove `last` with everything that only it needed."""
+    """Redirect the uses of `last` to `value`, and remove `last` with all nodes that only it used."""
     queue = [v for v in last.inputs if v is not None]
     replace(last, value)
     while queue:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Q, K and V of a merged projection are brought into head layout together, and Q and K rotated together.
+"""Bring Q, K and V of a merged projection into head layout together, and rotate Q and K together.
 
 Split -> 3 x (Reshape, Transpose) -> 2 x RotaryEmbedding becomes Reshape -> Transpose -> Split -> one
 RotaryEmbedding -> Split: four nodes a layer fewer, at about 1 to 4 microseconds each.
@@ -20,7 +20,7 @@ TO_HEADS = (0, 2, 1, 3)  # [batch, nodes, heads, head_dim] -> [batch, heads, nod
 
 @dataclass(frozen=True)
 class _Part:
-    """One output of the split on its way to the head layout."""
+    """One output of the split and its path to the head layout."""
 
     reshape: ir.Node
     transpose: ir.Node
@@ -62,7 +62,7 @@ def _rotate_alike(first: ir.Node | None, second: ir.Node | None) -> bool:
 
 
 def _attributes(rotary: ir.Node) -> dict[str, Any]:
-    """All but num_heads, which a four-dimensional input does not need."""
+    """Returns all attributes but num_heads, which a four-dimensional input does not need."""
     return {name: attribute.value for name, attribute in rotary.attributes.items() if name != "num_heads"}
 
 

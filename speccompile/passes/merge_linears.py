@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linears that read the same input become one MatMul and a Split: QKV, gate and up.
+"""Merge linears that read the same input into one MatMul and a Split: QKV, gate and up.
 
-One matrix product has one quantisation of its input and one hand-over between threads.
+One matrix product has one quantisation of its input and one synchronisation of threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _is_own_weight(value: ir.Value | None) -> bool:
 
 
 def _bias_of(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
-    """The Add behind a MatMul and its constant bias [out]; None when there is no such single user."""
+    """Returns the Add after a MatMul and its constant bias [out]; None when there is no such single user."""
     uses = list(node.outputs[0].uses())
     if len(uses) != 1 or uses[0][0].op_type != "Add" or node.outputs[0].is_graph_output():
         return None
@@ -70,7 +70,7 @@ def _merge(model: ir.Model, source: ir.Value, nodes: list[ir.Node]) -> None:
 
 
 def _concatenated(edit: Editor, values: list[ir.Value], axis: int) -> ir.Value:
-    """An initializer that holds the values side by side; lazy, so the copy lives only while it is written out."""
+    """Returns an initializer of the concatenated values; lazy, so the copy exists only while it is written out."""
     tensors = [v.const_value for v in values if v.const_value is not None]
     shape = list(sizes_of(tensors[0]))
     shape[axis] = sum(sizes_of(t)[axis] for t in tensors)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pad of int64 -> Pad of double between two casts: ONNX Runtime's CUDA provider (1.31) has no other kernel for it.
+"""Pad of int64 -> Pad of double between two casts: ONNX Runtime's CUDA provider (1.31) has no int64 kernel.
 
-Node indices and tokens are exact in double. On the CPU the node would draw all that reads it there as well.
+Node indices and tokens are exact in double. On the CPU the node would move all its consumers there as well.
 """
 
 from __future__ import annotations

@@ -28,20 +28,20 @@ from speccompile.passes.quantize_qdq import quantize_qdq_pass
 from speccompile.passes.shapes_on_device import SHAPES_ON_DEVICE
 from speccompile.passes.tie_weights import TIE_WEIGHTS
 
-# Kernel forms of each weight quantisation on ONNX Runtime's CPU; time and distance to float32 are
-# measured at build time and decide.
+# Kernel forms of each weight quantisation on ONNX Runtime's CPU; it is chosen by time and distance
+# to float32, both measured at build time.
 ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
     "none": {"fp32": ()},
     "int8": {"rowq8": (QUANTIZE_INT8,), "blocks32": (quantize_blocks_pass(8),)},
     "int4": {"blocks32": (quantize_blocks_pass(4),)},
 }
 
-# What follows on CUDA once bodies are attached: without it nodes on the CPU and copies keep CUDA graphs away.
+# The passes on CUDA after bodies are attached: without them nodes on the CPU and copies prevent CUDA graphs.
 ORT_CUDA_FINISH = (INLINE_BODIES, PAD_INTEGERS, SHAPES_ON_DEVICE, REMOVE_DEAD)
 
 
 def onnxruntime_table(spec: GraphSpec, quantization: str, form: str) -> tuple[Pass, ...]:
-    """The passes from a neutral decoder to ONNX Runtime.
+    """Returns the passes from a neutral decoder to ONNX Runtime.
 
     Args:
         spec: the graph's inputs and outputs afterwards.
@@ -68,7 +68,7 @@ def onnxruntime_table(spec: GraphSpec, quantization: str, form: str) -> tuple[Pa
 
 
 def reference_table(spec: GraphSpec) -> tuple[Pass, ...]:
-    """The passes from a neutral decoder to the reference evaluator: nothing is lowered."""
+    """Returns the passes from a neutral decoder to the reference evaluator: nothing is lowered."""
     return (attach_tail(spec), SHARE_COMMON, REMOVE_DEAD)
 
 
@@ -80,7 +80,7 @@ def tensorrt_table(
     plugins: Collection[str] = (),
     attention: Pass | None = None,
 ) -> tuple[Pass, ...]:
-    """The passes from a neutral decoder to TensorRT's ONNX.
+    """Returns the passes from a neutral decoder to TensorRT's ONNX.
 
     Weights are changed first, while they are float32 and each is used once; then come tail, types and attention.
 
@@ -88,7 +88,7 @@ def tensorrt_table(
         spec: a `tensorrt_spec`: the graph's inputs and outputs afterwards.
         quantization: none, int8, int4 or fp8.
         dtype: float32, float16 or bfloat16, as in `spec`.
-        plugins: op types whose plugins the parser will find; any other op of ours needs its function body.
+        plugins: op types whose plugins the parser will find; any other of our ops needs its function body.
         attention: what lowers CachedAttention; None: `LOWER_ATTENTION_TENSORRT`.
 
     Raises:

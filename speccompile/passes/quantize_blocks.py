@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights to 4 or 8 bits in blocks of 32 along the input: com.microsoft::MatMulNBits.
+"""Quantise weights to 4 or 8 bits in blocks of 32 along the input: com.microsoft::MatMulNBits.
 
-Block 32 with accuracy level 4 (8-bit activations per block) gives every row the same bits whatever rows are beside
-it; larger blocks take another kernel for one row than for several and do not.
+Block 32 with accuracy level 4 (8-bit activations per block) gives every row the same bits, however many rows share
+the step; larger blocks use different kernels for one row and for several and do not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def blocks_from_weight(weight: np.ndarray, bits: int) -> tuple[np.ndarray, np.nd
     padded[:, :num_in] = weight.T
     rows = padded.reshape(num_out, num_blocks, BLOCK)
     middle = 1 << (bits - 1)
-    # The value of largest magnitude maps to -middle, the one level that has no positive twin.
+    # The value of largest magnitude maps to -middle, the one level without a positive counterpart.
     index = np.abs(rows).argmax(axis=2, keepdims=True)
     peak = np.take_along_axis(rows, index, axis=2)
     scale = (peak / np.float32(-middle)).astype(np.float32)
@@ -78,5 +78,5 @@ def quantize_blocks(model: ir.Model, bits: int) -> int:
 
 
 def quantize_blocks_pass(bits: int) -> Pass:
-    """The pass for 4 or 8 bits."""
+    """Returns the pass for 4 or 8 bits."""
     return Pass(f"quantize_blocks_int{bits}", lambda model: quantize_blocks(model, bits))

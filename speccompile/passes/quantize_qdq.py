@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights to int8 per output channel, int4 in blocks of the input, or fp8 E4M3 per output channel, as Q/DQ.
+"""Quantise weights to int8 per output channel, int4 in blocks of the input, or fp8 E4M3 per output channel, as Q/DQ.
 
-The weight becomes a constant of few bits behind a DequantizeLinear, which TensorRT fuses into the product (seen in
-the layer list of TensorRT-RTX 1.7.1 for all three, blocks of 16 to 128, float16 and bfloat16); activations stay as
-they are. Embeddings are gathered by rows and stay in the graph's dtype. The LM head goes to int8 under int4, too: it
-decides every token and is read once a step, so four bits would save little and cost most.
+The weight becomes a constant of few bits and a DequantizeLinear, which TensorRT fuses into the product (seen in
+the layer list of TensorRT-RTX 1.7.1 for all three, blocks of 16 to 128, float16 and bfloat16); activations stay
+unchanged. Embeddings are gathered by rows and stay in the graph's dtype. Under int4 the LM head becomes
+int8: it decides every token and is read once per step, so four bits would save little and cost most accuracy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from speccompile.passes.base import Pass
 from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of, weight_of
 
 BLOCKS = (128, 64, 32, 16)  # of int4, the first that divides the inputs: larger blocks have fewer scales to read
-# A channel of zeros: any positive scale keeps it 0. Float16's subnormals serve while they have four bits.
+# A channel of zeros: any positive scale keeps it 0. Float16's subnormals suffice while they have four bits.
 MIN_SCALE = {"float32": np.float32(1e-12), "bfloat16": np.float32(1e-12), "float16": np.float32(2**-20)}
 LARGEST = {"int8": np.float32(127), "int4": np.float32(7), "fp8": np.float32(448)}  # levels; symmetric
 
@@ -27,7 +27,7 @@ _TYPES = {"int8": ir.DataType.INT8, "int4": ir.DataType.INT4, "fp8": ir.DataType
 
 
 def _rounded_scale(peak: np.ndarray, largest: np.float32, dtype: str) -> np.ndarray:
-    """peak / largest rounded to `dtype`, and up where that would push the peak out of range."""
+    """Returns peak / largest rounded to `dtype`, upwards where the peak would otherwise be out of range."""
     kind = np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype))
     smallest = MIN_SCALE[dtype]
     exact = np.maximum(peak / largest, smallest).astype(np.float32)
@@ -38,7 +38,7 @@ def _rounded_scale(peak: np.ndarray, largest: np.float32, dtype: str) -> np.ndar
 
 
 def scale_of(weight: np.ndarray, form: str, dtype: str) -> np.ndarray:
-    """The scales of `weight` [in, out] float32: [out], or [in / block, out] for int4; numbers that `dtype` holds."""
+    """Returns the scales of `weight` [in, out] float32: [out], or [in / block, out] for int4; exact in `dtype`."""
     if form == "int4":
         block = block_of(len(weight))
         assert block is not None
@@ -48,7 +48,7 @@ def scale_of(weight: np.ndarray, form: str, dtype: str) -> np.ndarray:
 
 
 def levels_of(weight: np.ndarray, scale: np.ndarray, form: str) -> np.ndarray:
-    """The nearest levels [in, out]: int8 in -127..127, int4 in -7..7, or float8_e4m3fn up to 448."""
+    """Returns the nearest levels [in, out]: int8 in -127..127, int4 in -7..7, or float8_e4m3fn up to 448."""
     if form == "int4":
         rows = weight.reshape(len(scale), -1, weight.shape[1]) / scale[:, None]
         ratios = rows.reshape(weight.shape)
@@ -61,7 +61,7 @@ def levels_of(weight: np.ndarray, scale: np.ndarray, form: str) -> np.ndarray:
 
 
 def block_of(num_in: int) -> int | None:
-    """The int4 block for that many inputs; None when none divides them."""
+    """Returns the int4 block for that many inputs; None when none divides them."""
     return next((b for b in BLOCKS if num_in % b == 0), None)
 
 
@@ -72,7 +72,7 @@ def _form_of(quantization: str, num_in: int, is_head: bool) -> str:
 
 
 def find_head(model: ir.Model) -> ir.Node | None:
-    """The MatMul that makes the logits: the first one on the way up from them."""
+    """Returns the MatMul that computes the logits: the first one upstream of them."""
     outputs = {v.name: v for v in model.graph.outputs}
     value = outputs.get(LOGITS)
     while value is not None and (node := value.producer()) is not None:
@@ -83,7 +83,7 @@ def find_head(model: ir.Model) -> ir.Node | None:
 
 
 def linears_of(model: ir.Model) -> list[ir.Node]:
-    """The MatMuls with constant weights [in, out]."""
+    """Returns the MatMuls with constant weights [in, out]."""
     nodes = nodes_of(model, "MatMul")
     return [n for n in nodes if (w := weight_of(n.inputs[1])) is not None and len(w.shape) == 2]
 
@@ -92,9 +92,9 @@ def quantize_qdq(model: ir.Model, quantization: str, dtype: str) -> int:
     """Quantise every linear with constant weights [in, out]; returns their number.
 
     Args:
-        model: in float32, logits still an output (the LM head is told by them).
+        model: in float32, logits still an output (by which the LM head is found).
         quantization: int8, int4 or fp8.
-        dtype: the graph's later dtype, which the scales are rounded to before the levels are chosen.
+        dtype: the graph's final dtype, to which the scales are rounded before the levels are chosen.
     """
     head, nodes = find_head(model), linears_of(model)
     for node in nodes:
@@ -122,7 +122,7 @@ def quantize_qdq(model: ir.Model, quantization: str, dtype: str) -> int:
 def _lazy(
     tensor: ir.TensorProtocol, form: str, num_in: int, num_out: int, name: str, dtype: str
 ) -> tuple[ir.LazyTensor, ir.LazyTensor]:
-    """Levels and scale as tensors that are computed while they are written, so that no weight is held twice."""
+    """Returns levels and scale as lazy tensors, computed while they are written, so that no weight is held twice."""
     scale_shape = (num_in // (block_of(num_in) or 1), num_out) if form == "int4" else (num_out,)
 
     def levels() -> ir.TensorProtocol:
@@ -140,7 +140,7 @@ def _lazy(
 
 
 def quantize_qdq_pass(quantization: str, dtype: str) -> Pass:
-    """The pass for int8, int4 or fp8.
+    """Returns the pass for int8, int4 or fp8.
 
     Raises:
         RecipeError: no such quantisation, or int4 in a float32 graph, which TensorRT does not fuse.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache compaction graph: KVRollback and nothing else, one node a cache or one for all."""
+"""The cache compaction graph: KVRollback alone, one node per cache or one for all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
 
 
 def build_rollback(spec: GraphSpec, joined: bool = False) -> ir.Model:
-    """The graph that `rollback_spec` describes.
+    """Builds the graph that `rollback_spec` describes.
 
     Args:
         spec: its inputs and outputs.

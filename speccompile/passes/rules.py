@@ -9,19 +9,19 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import pattern
 
-# One of several formulas of a value, told apart by their last operator.
+# One of several formulas of a value, distinguished by their last operator.
 either = pattern.OrValue
 
 
 class Rule:
     """A formula that nodes of a graph may compute.
 
-    The rewriter's own replacement is not used: it gives up where an intermediate value has other uses.
+    The rewriter's own replacement is not used: it does not match where an intermediate value has other uses.
 
     Args:
         formula: given the rewriter's `op` and a variable for each further argument, the pattern of the result, whose
-            last operator is `root`. Numbers in it stand for constants of that value.
-        holds: given what the variables and named outputs matched, whether it is what is meant.
+            last operator is `root`. Numbers in it match constants of that value.
+        holds: given the matched variables and named outputs, whether the match is valid.
         root: operator that a match ends with.
     """
 
@@ -30,7 +30,7 @@ class Rule:
         self._orders = pattern.RewriteRule(formula, formula).commute()
 
     def match(self, model: ir.Model, node: ir.Node) -> dict[str, ir.Value] | None:
-        """Returns what the variables stand for where `node` computes the formula; None where it does not."""
+        """Returns the values of the variables where `node` computes the formula; None where it does not."""
         if node.op_type != self.root or node.domain != "":
             return None
         for order in self._orders:

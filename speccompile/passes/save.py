@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a graph with its weights beside it, one tensor at a time."""
+"""Write a graph and its external data, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnx_ir as ir
 from speccompile.common.disk import text_from_fault
 from speccompile.errors import BuildError
 
-INLINE_BYTES = 1024  # smaller tensors stay in the graph file, where a shape inference can read them
+INLINE_BYTES = 1024  # smaller tensors stay in the graph file, where shape inference can read them
 
 
 def save_model(model: ir.Model, path: Path) -> list[Path]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers read off shapes reach a GPU without a copy, so that ONNX Runtime can capture a step as a CUDA graph.
+"""Move numbers from shapes to a GPU without a copy, so that ONNX Runtime can capture a step as a CUDA graph.
 
 ONNX Runtime computes with shapes on the CPU. Where such a number meets a tensor on the GPU it inserts a copy, and a
 graph with copies cannot be captured. Range takes its bounds from the CPU and writes to the GPU (1.31): the range of
@@ -15,7 +15,7 @@ from speccompile.passes.base import Pass, Property
 from speccompile.passes.edit import Editor
 from speccompile.passes.match import producer as producer_of
 
-# Operators that ONNX Runtime leaves on the CPU when all they read is there.
+# Operators that ONNX Runtime keeps on the CPU when all their inputs are there.
 _ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Mod", "Min", "Max", "Neg", "Abs", "Sqrt", "Ceil", "Floor", "Cast"}
 _LOGIC = {"Greater", "Less", "Equal", "GreaterOrEqual", "LessOrEqual", "And", "Or", "Not", "Where"}
 _MOVES = {"Squeeze", "Unsqueeze", "Concat", "Gather", "Slice", "Pad", "Identity", "Reshape"}
@@ -43,7 +43,7 @@ _HOST_INPUTS = {
 
 
 def host_values(model: ir.Model) -> set[ir.Value]:
-    """Values of the main graph that ONNX Runtime's CUDA provider leaves on the CPU."""
+    """Returns the values of the main graph that ONNX Runtime's CUDA provider keeps on the CPU."""
     found: set[ir.Value] = set()
     for node in model.graph:
         computed = [v for v in node.inputs if v is not None and not _is_constant(v)]
@@ -58,7 +58,7 @@ def _is_constant(value: ir.Value) -> bool:
 
 
 def _crossings(model: ir.Model) -> list[tuple[ir.Value, ir.Node, int]]:
-    """(value on the CPU, node on the GPU that reads it as data, position)."""
+    """Returns (value on the CPU, node on the GPU that reads it as data, input position)."""
     held, found = host_values(model), []
     for node in model.graph:
         if held.issuperset(node.outputs) and node.outputs:
@@ -79,12 +79,12 @@ NO_CROSSINGS = Property("no number of a shape is copied to the device", _find_cr
 
 
 def shapes_on_device(model: ir.Model) -> int:
-    """Give each number that crosses a Range; returns how many were made.
+    """Insert a Range for each number that goes from the CPU to the GPU; returns how many were inserted.
 
-    Bodies must have been inlined, and shapes be known.
+    Bodies must be inlined and shapes inferred before.
 
     Raises:
-        PassError: more than one number at once crosses.
+        PassError: a value of more than one number would have to be copied.
     """
     made: dict[ir.Value, ir.Value] = {}
     for value, node, position in _crossings(model):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reshapes with computed shapes become reshapes with constant ones: 0 copies a dim, one -1 is inferred."""
+"""Make computed shapes of Reshapes constant: 0 copies a dim, one -1 is inferred."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from speccompile.passes.match import int_attribute, ints, static_dim
 
 
 def _constant_shape(node: ir.Node) -> list[int] | None:
-    """The constant shape of a Reshape, or None where it needs more than one inferred dim."""
+    """Returns the constant shape of a Reshape, or None where it needs more than one inferred dim."""
     source, result = node.inputs[0], node.outputs[0]
     if source is None or source.shape is None or result.shape is None:
         return None
@@ -34,9 +34,9 @@ def _is_same(source: ir.Value, result: ir.Value) -> bool:
 
 
 def simplify_reshapes(model: ir.Model) -> int:
-    """Make shapes constant where the values' dims tell them; returns how many nodes changed.
+    """Make shapes constant where they follow from the values' dims; returns how many nodes changed.
 
-    Reshapes from and to the same shape go.
+    Reshapes from and to the same shape are removed.
     """
     count = 0
     for node in [n for n in model.graph if n.op_type == "Reshape" and n.domain == ""]:
@@ -49,7 +49,7 @@ def simplify_reshapes(model: ir.Model) -> int:
         if wanted is None or (held == wanted and int_attribute(node, "allowzero", 0) == 0):
             continue
         if any(d == 0 and static_dim(node.outputs[0], i) == 0 for i, d in enumerate(wanted)):
-            continue  # a dim of size zero cannot be told from "copy"
+            continue  # a dim of size zero cannot be distinguished from "copy"
         edit = Editor(model, node)
         new = edit.op("Reshape", node.inputs[0], edit.ints(wanted))
         new.type, new.shape = old.type, old.shape

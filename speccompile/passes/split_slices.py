@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices that cut one tensor into adjoining parts become one Split (a fused QKV projection)."""
+"""Merge Slices that cut one tensor into adjacent parts into one Split (a fused QKV projection)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """cos(position * frequencies) -> a row of a table that is computed once, at build time.
 
-A step of a small draft has no time for five nodes whose results are known for every position; RotaryEmbedding
+A step of a small draft should not spend time on five nodes whose results are known for every position; RotaryEmbedding
 reads the tables [max_seq_len, rotary_dim / 2] itself, given the positions.
 """
 
@@ -17,9 +17,9 @@ from speccompile.passes.match import constant, ints
 
 
 def _evaluate(value: ir.Value, max_seq_len: int) -> tuple[ir.Value, np.ndarray] | None:
-    """(positions, table) where `value` [batch, nodes, n] is row `positions` [batch, nodes] of the table.
+    """Returns (positions, table) where `value` [batch, nodes, n] is row `positions` [batch, nodes] of the table.
 
-    The chain is followed upwards through elementwise operators and constants in float32, as the graph has it.
+    The chain is followed upwards through elementwise operators and constants in float32, as in the graph.
     """
     node = value.producer()
     if value.dtype == ir.DataType.INT64 and value.shape is not None and len(value.shape) == 2:
@@ -43,14 +43,14 @@ def _evaluate(value: ir.Value, max_seq_len: int) -> tuple[ir.Value, np.ndarray] 
     if node.op_type == "Cast" and node.attributes["to"].as_int() == ir.DataType.FLOAT:
         return positions, table.astype(np.float32)
     if node.op_type in ("Cos", "Sin"):
-        # float64 inside: the float32 angle is the model's own, its cosine is then right to the last bit.
+        # float64 inside: the float32 angle is the model's own, so its cosine is correctly rounded.
         function = np.cos if node.op_type == "Cos" else np.sin
         return positions, function(table.astype(np.float64)).astype(np.float32)
     return None
 
 
 def tabulate_rope(model: ir.Model, max_seq_len: int) -> int:
-    """Give every RotaryEmbedding tables instead of computed angles; returns how many were changed."""
+    """Replace the computed angles of every RotaryEmbedding by tables; returns how many were changed."""
     tables: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
     count = 0
     for node in [n for n in model.graph if n.op_type == "RotaryEmbedding" and n.domain == "" and len(n.inputs) == 3]:
@@ -73,5 +73,5 @@ def tabulate_rope(model: ir.Model, max_seq_len: int) -> int:
 
 
 def tabulate_rope_pass(max_seq_len: int) -> Pass:
-    """The pass for caches of `max_seq_len` rows: no position reaches beyond them."""
+    """Returns the pass for caches of `max_seq_len` rows: no position is larger."""
     return Pass("tabulate_rope", lambda model: tabulate_rope(model, max_seq_len), requires=(ROPE_FUSED,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight that is another one's transposed view becomes a Transpose of it.
+"""Replace a weight that is another one's transposed view by a Transpose of it.
 
 The LM head of tied embeddings is stored once in the plan then: TensorRT reads one constant both ways.
 """
@@ -12,7 +12,7 @@ import onnx_ir as ir
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import Editor
 
-_MIN_ELEMENTS = 4096  # smaller weights are not worth a node
+_MIN_ELEMENTS = 4096  # smaller weights do not justify a node
 
 
 def _key(array: np.ndarray) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -20,7 +20,7 @@ def _key(array: np.ndarray) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 
 
 def tie_weights(model: ir.Model) -> int:
-    """Replace every such weight; returns their number. Views are told by their memory, so nothing is compared."""
+    """Replace every such weight; returns their number. Views are found by their address, not compared."""
     matrices = [v for v in model.graph.initializers.values() if _is_matrix(v)]
     held = {_key(v.const_value.numpy()): v for v in matrices if v.const_value is not None}
     count = 0
@@ -44,7 +44,7 @@ def _is_matrix(value: ir.Value) -> bool:
     tensor = value.const_value
     if tensor is None or len(tensor.shape) != 2 or tensor.size < _MIN_ELEMENTS or not value.uses():
         return False
-    return not isinstance(tensor, ir.LazyTensor)  # of these every view is new
+    return not isinstance(tensor, ir.LazyTensor)  # each view of these is a new object
 
 
 TIE_WEIGHTS = Pass("tie_weights", tie_weights)

@@ -16,7 +16,7 @@ def _is_plain(node: ir.Node) -> bool:
 
 
 def _restored(node: ir.Node, flat: ir.Node) -> ir.Node | None:
-    """The Reshape behind the Gemm, when it restores the leading dims that `flat` merged."""
+    """Returns the Reshape after the Gemm, when it restores the leading dims that `flat` merged."""
     last, source = only_use(node.outputs[0]), flat.inputs[0]
     if last is None or last.op_type != "Reshape" or last.domain != "" or source is None or source.shape is None:
         return None
@@ -27,9 +27,9 @@ def _restored(node: ir.Node, flat: ir.Node) -> ir.Node | None:
 
 
 def unflatten_linears(model: ir.Model) -> int:
-    """Rewrite every such Gemm, and those with a bias whose rows nobody restores; returns their number.
+    """Rewrite every such Gemm, and those with a bias whose rows are not restored; returns their number.
 
-    A Gemm without bias that stays flat is a router of experts: small, and best left as it is.
+    A Gemm without bias that stays flat is a router of experts: small, and left unchanged.
     """
     count = 0
     for node in [n for n in model.graph if n.op_type == "Gemm" and n.domain == "" and _is_plain(n)]:
@@ -46,7 +46,7 @@ def unflatten_linears(model: ir.Model) -> int:
 
 
 def _batched(model: ir.Model, flat: ir.Node, last: ir.Node, width: int) -> ir.Value:
-    """The [batch, nodes, width] tensor that `flat` flattens."""
+    """Returns the [batch, nodes, width] tensor that `flat` flattens."""
     source = flat.inputs[0]
     assert source is not None and source.shape is not None
     if len(source.shape) == 3 and source.shape[2] == width:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON schema of recipes, for editors: completion and checks while typing."""
+"""The JSON schema of recipes, for completion and checks in editors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speccompile.recipe.models import Recipe, engine_section, speculator_section
 
 
 def schema_from_registry() -> dict[str, Any]:
-    """The schema of a recipe file; `speculator` is one of the sections of the registered methods."""
+    """Returns the schema of a recipe file; `speculator` is one of the sections of the registered methods."""
     engine: Any = engine_section()
     model = create_model("Recipe", __base__=Recipe, engine=(engine, Field(default_factory=engine)))
     schema = model.model_json_schema()
@@ -39,5 +39,5 @@ def schema_from_registry() -> dict[str, Any]:
 
 
 def text_from_schema() -> str:
-    """The schema as the file docs/recipe.schema.json holds it."""
+    """Returns the schema as in docs/recipe.schema.json."""
     return json.dumps(schema_from_registry(), indent=2, sort_keys=False) + "\n"

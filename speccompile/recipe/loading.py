@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a YAML file and `--set` overrides to a validated recipe. Every fault names its line and key."""
+"""From a YAML file and `--set` overrides to a validated recipe. Every error names its line and key."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 @dataclass
 class RawRecipe:
-    """Parsed but not validated: the values, and where each key came from.
+    """Parsed but not validated: the values, and the origin of each key.
 
     Args:
         source: name of the file, for messages.
-        folder: relative paths are tried here.
-        values: nested dict as written.
+        folder: for relative paths.
+        values: nested dict, as in the file.
         origins: "file:line" or "--set ..." by key path.
     """
 
@@ -48,7 +48,7 @@ class RawRecipe:
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
     def where(self, path: KeyPath) -> str:
-        """Location of a key, or of its nearest existing parent, and its dotted name."""
+        """Returns the location of a key, or of its nearest existing parent, and its dotted name."""
         dotted = ".".join(path)
         for length in range(len(path), 0, -1):
             if (origin := self.origins.get(path[:length])) is not None:
@@ -59,8 +59,8 @@ class RawRecipe:
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override, validate, and resolve relative paths.
 
-    A relative `model` folder is looked for beside the recipe file first, then in the working directory; one
-    given by an override in the opposite order. What is neither must look like a hub id.
+    A relative `model` folder is searched beside the recipe file first, then in the working directory; one
+    given by an override in the opposite order. Anything else must be a hub id.
 
     Args:
         path: a YAML file.
@@ -148,7 +148,7 @@ def validate_recipe(raw: RawRecipe) -> Recipe:
     """Check every key, type and value; turn relative model folders into absolute ones.
 
     Raises:
-        RecipeError: the first fault in the order of the file; the others are counted.
+        RecipeError: the first error in the order of the file; the others are counted.
     """
     values = {k: ({} if v is None else v) for k, v in raw.values.items()}
     section = values.get("speculator", {})
@@ -157,7 +157,7 @@ def validate_recipe(raw: RawRecipe) -> Recipe:
     if isinstance(section, dict):
         values["speculator"] = {**section, "method": method}
     try:
-        # Through JSON: strict types, yet a YAML list is a tuple.
+        # Through JSON: strict types, while YAML lists become tuples.
         recipe = model.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         raise _recipe_error(raw, model, error) from error
@@ -174,7 +174,7 @@ def _known_method(raw: RawRecipe, method: object) -> str:
 
 
 def _known_backend(raw: RawRecipe, section: object) -> tuple[str, ...]:
-    """The backend that a section `engine` names, as far as it names one."""
+    """Returns the backend that a section `engine` names, if any."""
     name = section.get("backend") if isinstance(section, dict) else None
     if not isinstance(name, str):
         return ()
@@ -184,7 +184,7 @@ def _known_backend(raw: RawRecipe, section: object) -> tuple[str, ...]:
 
 def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError) -> RecipeError:
     faults = error.errors(include_url=False)
-    # A key that may have two types (an int or "auto") gives two faults with the same head: one is reported.
+    # A key that may have two types (an int or "auto") causes two errors with the same head: one is reported.
     known = set(_known_keys(model))
     by_key: dict[KeyPath, list[Any]] = {}
     for fault in faults:
@@ -231,7 +231,7 @@ def _hint_for_key(path: KeyPath, known: set[KeyPath], siblings: Sequence[str]) -
         return f"Did you mean {'.'.join((*path[:-1], near[0]))!r}?"
     if elsewhere:
         return f"Did you mean {elsewhere[0]!r}?"
-    able = sorted(k for k in known if len(k) > 1 or len(path) == 1)  # a section is not meant inside another one
+    able = sorted(k for k in known if len(k) > 1 or len(path) == 1)  # a section is not suggested inside another one
     far = difflib.get_close_matches(path[-1], [k[-1] for k in able], n=1)
     if far:
         dotted = next(".".join(k) for k in able if k[-1] == far[0])
@@ -240,7 +240,7 @@ def _hint_for_key(path: KeyPath, known: set[KeyPath], siblings: Sequence[str]) -
 
 
 def _is_not_of_target(name: str) -> tuple[bool, str]:
-    """Sort key: what is meant for the whole bundle is first of all the target's."""
+    """Returns a sort key: keys of the whole bundle belong to the target first."""
     return not name.startswith("target."), name
 
 
@@ -265,7 +265,7 @@ def _with_folders(raw: RawRecipe, recipe: Recipe) -> Recipe:
 
 
 def _with_paths(raw: RawRecipe, section: TrainingSection) -> TrainingSection:
-    """Texts and the weights to start with must exist; the output is beside the recipe, or as an override says."""
+    """Check that texts and initial weights exist; the output is beside the recipe, or where an override puts it."""
     key = ("training", "output")
     found: dict[str, Any] = {"output": str(_places(raw, key, section.output)[0].resolve())}
     if section.start is not None:
@@ -282,7 +282,7 @@ def _find_path(raw: RawRecipe, key: KeyPath, path: str) -> str:
 
 
 def _places(raw: RawRecipe, path: KeyPath, text: str) -> list[Path]:
-    """Where a relative path may point: beside the recipe, then the working directory; an override's the other way."""
+    """Returns candidates for a relative path: beside the recipe, then the working directory; reversed for overrides."""
     try:
         given = Path(text).expanduser()
     except RuntimeError as fault:

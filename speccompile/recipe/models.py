@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of a recipe as pydantic models: types, bounds, defaults, and what each key means.
+"""The sections of a recipe as pydantic models: types, bounds, defaults and the meaning of each key.
 
 The keys of a speculator and of a backend are not listed here: they are the fields of their `Config` dataclasses.
 """
@@ -51,9 +51,9 @@ class TargetSection(Section):
 
 
 class EngineSection(Section):
-    """How the graphs are compiled and what they are sized for."""
+    """How the graphs are compiled, and their sizes."""
 
-    # `engine_section` adds what one backend alone reads, as its `Config` declares it.
+    # `engine_section` adds the fields of one backend only, as declared by its `Config`.
 
     backend: str = Field("onnxruntime", description="One of the registered backends.")
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -76,7 +76,7 @@ def decoding_section(params: type[SamplingParams] = SamplingParams) -> type[Sect
     """Returns the recipe's `decoding` section: the sampling parameters that are declared for the recipe.
 
     Args:
-        params: where they are declared.
+        params: the class that declares them.
     """
     declared = {name: p for name, p in sampling_parameters(params).items() if p.in_recipe}
     doc = "Defaults of a request; each can be overridden by the request."
@@ -89,7 +89,7 @@ def _section(name: str, doc: str | None, fields: dict[str, Any], base: type[Sect
 
 
 def _declared_fields(owner: type, declared: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Fields of a section, as they are declared in a dataclass."""
+    """Returns the fields of a section, as declared in a dataclass."""
     hints = typing.get_type_hints(owner)
     defaults = {field.name: field.default for field in dataclasses.fields(owner)}
     return {name: _declared_field(hints[name], defaults[name], rule) for name, rule in declared.items()}
@@ -111,7 +111,7 @@ def _declared_field(hint: Any, default: Any, declared: Parameter) -> tuple[Any, 
 
 
 def _bounded(hint: Any, bounds: Mapping[str, Any]) -> Any:
-    """A type whose numbers are bounded, be they in a tuple or one of several types."""
+    """Returns a type with bounded numbers, also inside a tuple or a union."""
     if not bounds:
         return hint
     if hint in (int, float):
@@ -134,7 +134,7 @@ class SpeculatorSection(Section):
 
 
 class Recipe(Section):
-    """A whole recipe file. `speculator` is validated once its method is known."""
+    """A whole recipe file. `speculator` is validated when its method is known."""
 
     target: TargetSection
     speculator: SpeculatorSection = Field(default_factory=lambda: SpeculatorSection(method="none"))
@@ -144,7 +144,7 @@ class Recipe(Section):
 
 
 def speculator_section(method: str) -> type[Section]:
-    """The section of one method: `method` and the fields of its `Config`, as a pydantic model.
+    """Returns the section of one method: `method` and the fields of its `Config`, as a pydantic model.
 
     Raises:
         RecipeError: there is no such method.
@@ -163,7 +163,7 @@ def speculator_section(method: str) -> type[Section]:
 
 
 def backend_section(name: str) -> type[Section] | None:
-    """The section `engine.NAME` of a backend, from the fields of its `Config`; None: it has none.
+    """Returns the section `engine.NAME` of a backend, from the fields of its `Config`; None: it has none.
 
     Raises:
         RecipeError: there is no such backend.
@@ -177,10 +177,10 @@ def backend_section(name: str) -> type[Section] | None:
 
 
 def engine_section(*plugins: str) -> type[EngineSection]:
-    """`EngineSection` with the section of every registered backend, and the keys that they have beside it.
+    """Returns `EngineSection` with the section of every registered backend, and their keys beside it.
 
     Args:
-        plugins: names of backends besides, which other packages have.
+        plugins: names of further backends, of other packages.
     """
     fields: dict[str, Any] = {}
     for name in dict.fromkeys((*registry.BACKENDS, *plugins)):
@@ -194,7 +194,7 @@ def engine_section(*plugins: str) -> type[EngineSection]:
 
 
 def backend_config(config: type[Any], values: Mapping[str, Any]) -> Any:
-    """The `Config` of a backend.
+    """Returns the `Config` of a backend.
 
     Args:
         config: its class, or that of one of its fields.
@@ -208,7 +208,7 @@ def backend_config(config: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def recipe_model(method: str, *plugins: str) -> type[Recipe]:
-    """`Recipe` with the sections of the backends and of one method; see `engine_section`."""
+    """Returns `Recipe` with the sections of the backends and of one method; see `engine_section`."""
     section: Any = speculator_section(method)
     engine: Any = engine_section(*plugins)
     required = any(field.is_required() for name, field in section.model_fields.items() if name != "method")

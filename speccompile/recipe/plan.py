@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen plan of a build, and how a recipe and a device make one."""
+"""The frozen plan of a build, and its derivation from a recipe and a device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TARGET = "target"
 
 @dataclass(frozen=True)
 class Device:
-    """What a build may use.
+    """The hardware of a build.
 
     Args:
         name: "cpu" or "cuda".
@@ -39,7 +39,7 @@ class EnginePlan:
     """Backend and sizes; see the recipe's engine section.
 
     Args:
-        options: the backend's `Config`; None: it has none. The others are keys of the section.
+        options: the backend's `Config`; None: it has none. The others are the section's keys.
     """
 
     backend: str
@@ -52,7 +52,7 @@ class EnginePlan:
     options: Any = None
 
     def keys(self) -> dict[str, Any]:
-        """The recipe's engine section with nothing left to default; sections of other backends are not in it."""
+        """Returns the recipe's engine section with all defaults, without the sections of other backends."""
         keys = asdict(self)
         own = keys.pop("options")
         if self.options is not None:
@@ -64,16 +64,16 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """Everything a build needs to know, decided.
+    """All decisions of a build.
 
     Args:
-        target: the target as a graph job; its name is "target", its options are the hidden states that the method
-            reads from it, and `num_layers` where not all are built.
-        weights: where the target's weights come from; with "random" a draft's are random too.
+        target: the target as a graph job; its name is "target", its options are the hidden states that the
+            method reads from it, and `num_layers` where not all are built.
+        weights: source of the target's weights; with "random" a draft's are random too.
         dtype: numpy name of activations and caches.
         method: name of the speculation method.
         speculator: the method's `Config`.
-        drafts: what the method wants compiled beside the target.
+        drafts: graphs that the method needs beside the target.
         engine: backend and sizes.
         decoding: defaults of a request.
     """
@@ -89,11 +89,11 @@ class BuildPlan:
 
     @property
     def jobs(self) -> tuple[GraphJob, ...]:
-        """All graphs of the bundle that have weights, the target first."""
+        """Returns all graphs of the bundle that have weights, the target first."""
         return (self.target, *self.drafts)
 
     def recipe_from_plan(self) -> dict[str, Any]:
-        """The plan as a recipe with nothing left to default, JSON-ready."""
+        """Returns the plan as a recipe with all defaults, JSON-ready."""
         return {
             "target": {
                 "model": self.target.model,
@@ -109,13 +109,13 @@ class BuildPlan:
         }
 
     def _decoding_keys(self) -> dict[str, Any]:
-        """The sampling parameters that a recipe has."""
+        """Returns the sampling parameters of a recipe."""
         keys = {name: getattr(self.decoding, name) for name, p in SAMPLING_PARAMETERS.items() if p.in_recipe}
         return dict(json.loads(json.dumps(keys)))
 
 
 def find_device(name: str) -> Device:
-    """The device of that name on this machine."""
+    """Returns the device of that name on this machine."""
     return Device(name, num_usable_cores())
 
 
@@ -123,7 +123,7 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
     """Decide everything. Pure: reads no file and measures nothing.
 
     Raises:
-        RecipeError: keys that are right each for itself contradict each other, the method or the device.
+        RecipeError: valid keys contradict each other, the method or the device.
     """
     engine = recipe.engine
     if engine.threads != "auto" and engine.threads > device.num_cores:
@@ -183,7 +183,7 @@ def _engine_plan(section: EngineSection, backend: Backend) -> EnginePlan:
 
 
 def _check_forms(backend: Backend, recipe: Recipe, drafts: Sequence[GraphJob]) -> None:
-    """The dtype and the quantisations are those of the backend."""
+    """Check that the backend supports the dtype and the quantisations."""
     forms: list[tuple[str, str, tuple[str, ...]]] = [
         ("target.quantization", recipe.target.quantization, backend.quantizations)
     ]

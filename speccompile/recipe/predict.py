@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and memory of a build before it is made, from config.json alone.
+"""Predicts sizes and memory of a build from config.json alone.
 
-Weights are counted here; what they weigh and what building holds is the backend's to say. An LM head is a linear
-layer even where the checkpoint ties it to the embedding.
+Weights are counted here; the backend predicts their bytes and the memory of a build. An LM head is a linear layer even
+where the checkpoint ties it to the embedding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo"})
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one decoder will need.
+    """Predicted sizes of one decoder.
 
     Args:
         num_params: parameters of the checkpoint.
@@ -33,7 +33,7 @@ class Prediction:
         file_bytes: of the compiled graph, weights included.
         cache_bytes: key and value caches, all slots and rows.
         export_peak_bytes: resident memory while it is exported and lowered.
-        builder_peak_bytes: resident memory while a builder's own process works; 0 where there is none.
+        builder_peak_bytes: resident memory of a builder's own process; 0 where there is none.
         build_peak_bytes: the larger one of these two.
     """
 
@@ -68,11 +68,11 @@ def predict(
         quantization: one of the backend's.
         slots: sequences decoded at once.
         rows: cache rows of each.
-        backend: whose `predict` weighs it; None: float32 graphs of ONNX.
+        backend: whose `predict` is used; None: float32 ONNX graphs.
         dtype: of activations and caches.
 
     Raises:
-        CheckpointError: a size in the config is no positive integer.
+        CheckpointError: a size in the config is not a positive integer.
     """
     head = dims.vocab_size * dims.hidden_size
     layers = dims.num_layers * (_attention(dims) + _feed_forward(config, dims))
@@ -136,6 +136,6 @@ def _feed_forward(config: Mapping[str, Any], dims: ModelDims) -> int:
 
 
 def _is_tied(config: Mapping[str, Any], dims: ModelDims) -> bool:
-    # A config leaves the key out where it has the family's default.
+    # A config lacks the key where it has the family's default.
     default = dims.model_type in {"gpt2", "opt", "gemma", "gemma2", "gemma3_text", "starcoder2", "smollm3"}
     return bool(config.get("tie_word_embeddings", default))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe's section `training`: which speculator is trained, on what text, how."""
+"""The recipe's section `training`: the speculator, the text and the schedule."""
 
 from __future__ import annotations
 

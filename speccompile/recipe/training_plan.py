@@ -21,7 +21,7 @@ from speccompile.training_contract import Trainer
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Everything a training run needs to know, decided.
+    """All decisions of a training run.
 
     Args:
         target: checkpoint folder or hub id of the target.
@@ -39,11 +39,11 @@ class TrainingPlan:
 
     @property
     def trainer(self) -> Trainer:
-        """How it is trained; what trains is imported here."""
+        """Returns the trainer; its modules are imported here."""
         return registry.trainer(self.method.name)
 
     def json_from_plan(self) -> dict[str, Any]:
-        """What decides the curve, JSON-ready."""
+        """Returns what determines the curve, JSON-ready."""
         section = self.section.model_dump(mode="json", exclude={"output", "save_every", "threads"})
         return {"target": self.target, **section, "heads": dataclasses.asdict(self.heads)}
 

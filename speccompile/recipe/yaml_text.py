@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML of recipes and overrides as values: bounded in length, depth and aliases, and only with what JSON has."""
+"""YAML of recipes and overrides as values: bounded in length, depth and aliases, restricted to JSON's values."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from speccompile.common.json_reader import is_unicode
 
 MAX_CHARS = 1 << 18  # the parser reads about 100 kB a second
 MAX_DEPTH = 32
-MAX_VALUES = 10_000  # with every alias written out
+MAX_VALUES = 10_000  # with every alias expanded
 
 
 class YamlFault(ValueError):
-    """A text that is not read.
+    """A text that is refused.
 
     Args:
-        problem: what is wrong with it.
-        line: where, counted from 1; None where no line is to blame.
+        problem: the fault.
+        line: of the fault, counted from 1; None where it has none.
     """
 
     def __init__(self, problem: str, line: int | None = None) -> None:
@@ -43,7 +43,7 @@ def read_yaml(text: str) -> tuple[Any, yaml.Node | None]:
     """Returns the value of a YAML document and its node tree, which has the lines; (None, None) of an empty one.
 
     Raises:
-        YamlFault: no YAML; longer, deeper or with more values than the bounds; a value that JSON does not have.
+        YamlFault: no YAML; longer, deeper or with more values than the bounds; a value that JSON lacks.
     """
     if len(text) > MAX_CHARS:
         raise YamlFault(f"{len(text)} characters, of which at most {MAX_CHARS} are read")
@@ -70,7 +70,7 @@ def read_yaml(text: str) -> tuple[Any, yaml.Node | None]:
 
 
 def _check_nodes(root: yaml.Node) -> None:
-    """Counts the values with every alias written out, before anything is made of them."""
+    """Counts the values with every alias expanded, before they are constructed."""
     stack, num_values = [(root, 1)], 0
     while stack:
         node, depth = stack.pop()

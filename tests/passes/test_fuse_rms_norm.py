@@ -14,7 +14,7 @@ from speccompile.passes.base import Pass
 from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM, RMS_NORM_FUSED, fuse_rms_norm
 from tests.passes.graphs import graph, ops, run
 
-# The fused kernel divides where the outputs of steps multiply by a reciprocal: two roundings of float32 apart.
+# The fused kernel divides where the separate nodes multiply by a reciprocal: two roundings of float32 apart.
 RTOL = 1e-6
 
 _PIECES = {
@@ -142,7 +142,7 @@ def test_shared_step_outputs_stay() -> None:
 def test_the_property_sees_what_is_left() -> None:
     model = rms_model(4, 1e-6, 0, 0, 0, 0, 0)
     idle = Pass("idle", lambda m: 0, ensures=(RMS_NORM_FUSED,))
-    with pytest.raises(PassError, match=r"pass idle: got after it ran: .* is an RMS normalisation in outputs of steps"):
+    with pytest.raises(PassError, match=r"pass idle: got after it ran: .* is an unfused RMS normalisation"):
         idle.run(model)
 
 

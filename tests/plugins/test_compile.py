@@ -21,7 +21,7 @@ NVCC = kernels.find_nvcc()
 ARCHS = ("sm_80", "sm_90", "sm_120")
 ENTRIES = {
     SPEC_VERIFY: {
-        "spec_verify_flush",
+        "spec_verify_resolve",
         "spec_verify_single",
         *(f"spec_verify_scan_{t}" for t in ("f32", "f16", "bf16")),
     },
@@ -65,9 +65,9 @@ def test_kernels_compile(op: str, tmp_path: Path) -> None:
             used[entry] = (registers, shared)
         assert set(used) == ENTRIES[op]
         for entry, (registers, shared) in used.items():
-            is_settling = entry.startswith(("spec_verify_flush", "spec_verify_single"))
-            threads = launches.SETTLE_THREADS if is_settling else launches.SCAN_THREADS
-            dynamic = launches.single_launch(1, 1, launches.MAX_VOCAB).shared_bytes if is_settling else 0
+            is_resolving = entry.startswith(("spec_verify_resolve", "spec_verify_single"))
+            threads = launches.RESOLVE_THREADS if is_resolving else launches.SCAN_THREADS
+            dynamic = launches.single_launch(1, 1, launches.MAX_VOCAB).shared_bytes if is_resolving else 0
             assert registers * threads <= 65536, entry
             assert shared + dynamic <= 48 * 1024, entry  # more would have to be asked for at every launch
             if entry.startswith(("spec_verify_scan", "kv_rollback")):

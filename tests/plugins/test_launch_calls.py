@@ -59,7 +59,7 @@ def test_spec_verify_is_two_launches(launched) -> None:  # type: ignore[no-untyp
     args = SpecVerifyArgs(logits=1 << 40, next_token=99, batch=8, nodes=8, vocab=128256, draft_vocab=1, dtype=1)
     for _ in range(2):
         kernels.launch_verify(args, 30)
-    assert driver.names == ["spec_verify_scan_f16", "spec_verify_flush"]  # looked up once
+    assert driver.names == ["spec_verify_scan_f16", "spec_verify_resolve"]  # looked up once
     assert [launch[0] for launch in driver.launches] == driver.names * 2
     _, grid, block, shared, stream, seen = driver.launches[1]
     assert (grid, block, shared, stream) == ((64, 1, 1), (512, 1, 1), 501 * 12, 30)

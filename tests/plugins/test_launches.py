@@ -56,7 +56,7 @@ def test_constants_are_those_of_the_headers() -> None:
         "CHUNK",
         "CHUNKS_IN_FLIGHT",
         "SCAN_THREADS",
-        "SETTLE_THREADS",
+        "RESOLVE_THREADS",
         "ROLLBACK_THREADS",
         "WARP",
         "MAX_NODES",

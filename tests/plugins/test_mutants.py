@@ -34,8 +34,8 @@ VERIFY: Mutants = {
     "greedy takes the last warp": (
         Swap(
             WALK,
-            "warp_min(lane < SETTLE_WARPS && key == top ? shared.firsts[lane] : 0xffffffffu)",
-            "warp_max(lane < SETTLE_WARPS && key == top ? shared.firsts[lane] : 0u)",
+            "warp_min(lane < RESOLVE_WARPS && key == top ? shared.firsts[lane] : 0xffffffffu)",
+            "warp_max(lane < RESOLVE_WARPS && key == top ? shared.firsts[lane] : 0u)",
         ),
     ),
     "masses of half of the entries": (
@@ -64,7 +64,7 @@ VERIFY: Mutants = {
     ),
     "top_p counts the token itself": (Swap(DIST, "(goal - edge.above + one - 1) / one", "(goal - edge.above) / one"),),
     "top_p ignores top_k": (
-        Swap(DIST, "total = weight_from(work, set, dist.key_min);", "weight_from(work, set, distribution.key_min);"),
+        Swap(DIST, "total = weight_from(work, set, dist.key_min);", "weight_from(work, set, dist.key_min);"),
     ),
     "ties from the end": (Swap(DIST, "add(~index, 1)", "add(index, 1)"),),
     "accepts without the draft distribution": (

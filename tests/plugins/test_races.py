@@ -52,7 +52,7 @@ SPLIT = "lanes meet in different calls"
 MUTANTS: Mutants = {
     **BARRIERS,
     SPLIT: (
-        Swap(WALK, "key == top", "key == warp_max(key)", within="lane < SETTLE_WARPS && key == top ? shared.firsts"),
+        Swap(WALK, "key == top", "key == warp_max(key)", within="lane < RESOLVE_WARPS && key == top ? shared.firsts"),
     ),
 }
 

@@ -262,7 +262,7 @@ def test_the_result_does_not_depend_on_the_order_of_threads_and_blocks() -> None
         assert same(host_lab.verify(host_lab.kernels(), case, seed=seed), first)
 
 
-@pytest.mark.parametrize("options", [("-DSPECCOMPILE_SETTLE_THREADS=64",), ("-DSPECCOMPILE_SETTLE_THREADS=1024",)])
+@pytest.mark.parametrize("options", [("-DSPECCOMPILE_RESOLVE_THREADS=64",), ("-DSPECCOMPILE_RESOLVE_THREADS=1024",)])
 def test_other_block_sizes(options: tuple[str, ...]) -> None:
     """Loops over chunks and bins that one turn covers at 512 threads."""
     kernels, rng = host_lab.kernels(*options), np.random.default_rng(4)

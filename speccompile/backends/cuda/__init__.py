@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU backends share: device, arrays, caches, steps."""
+"""Shared parts of the GPU backends: device, arrays, caches, steps."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that stay on the device, and the dtypes of graph tensors as numpy has them."""
+"""Arrays that stay on the device, and numpy's dtypes of graph tensors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _ITEM_BYTES = {"bfloat16": 2}
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element of a spec's dtype."""
+    """Returns the bytes of one element of a spec's dtype."""
     return _ITEM_BYTES.get(dtype) or np.dtype(dtype).itemsize
 
 
 def host_dtype(dtype: str) -> np.dtype[Any]:
-    """The numpy dtype of a spec's dtype.
+    """Returns the numpy dtype of a spec's dtype.
 
     Raises:
-        RuntimeFault: bfloat16 is opened on the host and ml_dtypes is not installed.
+        RuntimeFault: bfloat16 is read on the host and ml_dtypes is not installed.
     """
     if dtype != "bfloat16":
         return np.dtype(dtype)
@@ -39,13 +39,13 @@ def host_dtype(dtype: str) -> np.dtype[Any]:
 class DeviceArray:
     """An output that stays on the device; valid until the next run of the engine that made it.
 
-    `numpy.asarray` copies it to the host. An engine of the same device that is fed one reads it where it lies.
+    `numpy.asarray` copies it to the host. An engine of the same device reads it in place.
 
     Args:
-        device: where it lies.
+        device: of the memory.
         address: of its first element.
         shape: all dims.
-        dtype: as specs write it; bfloat16 is not a name that numpy knows.
+        dtype: as in specs; numpy has no dtype named bfloat16.
         memory: kept alive as long as this object.
     """
 
@@ -78,7 +78,7 @@ class DeviceArray:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> NDArray[Any]:
-        """A part of it, on the host."""
+        """Returns a part of it, on the host."""
         part: NDArray[Any] = np.asarray(self)[index]
         return part
 

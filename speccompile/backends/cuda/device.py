@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A CUDA device through cuda-python's runtime bindings: memory, one stream, copies, captured graphs. No torch.
 
-All engines of a device share its stream, so what one of them writes the next one reads without a wait. A device is
-to be used from one thread at a time.
+All engines of a device share its stream, so the next one reads what one of them wrote without a wait. A device must
+be used from one thread at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from speccompile.errors import RuntimeFault
 
-ALIGNMENT = 256  # bytes; what cudaMalloc gives and TensorRT asks of every address
+ALIGNMENT = 256  # bytes; alignment of cudaMalloc, required by TensorRT for every address
 _ON_CPU = "build with engine.backend: onnxruntime and engine.device: cpu"
 _TODO = {
     "cudaErrorMemoryAllocation": "Lower engine.max_batch_size or engine.max_seq_len, or free memory of the GPU.",
@@ -31,7 +31,7 @@ _ANY_FAULT = "See the message; if it comes again, run with CUDA_LAUNCH_BLOCKING=
 
 
 def load_cuda() -> Any:
-    """The module `cuda.bindings.runtime`.
+    """Returns the module `cuda.bindings.runtime`.
 
     Raises:
         RuntimeFault: cuda-python is not installed.
@@ -45,7 +45,7 @@ def load_cuda() -> Any:
 
 @functools.cache
 def open_device(ordinal: int = 0) -> Device:
-    """The device of that number; the same object whenever it is asked for.
+    """Returns the device of that number; always the same object.
 
     Raises:
         RuntimeFault: no cuda-python, no driver, no GPU, or none of that number.
@@ -54,7 +54,7 @@ def open_device(ordinal: int = 0) -> Device:
 
 
 def ordinal_from_name(name: str) -> int:
-    """0 for `cuda`, N for `cuda:N`.
+    """Returns 0 for `cuda`, N for `cuda:N`.
 
     Raises:
         RuntimeFault: another name.
@@ -72,7 +72,7 @@ class Memory:
         address: where they begin.
         num_bytes: how many.
         free: called once with the address.
-        owner: the object that counts in place of this one.
+        owner: the object that owns the memory instead of this one.
     """
 
     def __init__(self, address: int, num_bytes: int, free: Callable[[int], object], owner: Any = None) -> None:
@@ -85,7 +85,7 @@ class Memory:
 
 
 class PinnedMemory(Memory):
-    """Host memory that the GPU reads and writes directly; `bytes` and all views of it keep it."""
+    """Host memory that the GPU reads and writes directly; `bytes` and all views of it keep it alive."""
 
     def __init__(self, address: int, num_bytes: int, free: Callable[[int], object]) -> None:
         buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
@@ -106,7 +106,7 @@ class Graph:
         weakref.finalize(self, device.api.cudaGraphExecDestroy, handle)
 
     def launch(self) -> None:
-        """Run it on the device's stream."""
+        """Enqueue it on the device's stream."""
         self.device.call("cudaGraphLaunch", self.handle, self.device.stream)
 
 
@@ -153,7 +153,7 @@ class Device:
         self.call("cudaSetDevice", self.ordinal)
 
     def properties(self) -> dict[str, Any]:
-        """{"name", "compute_capability": [major, minor], "total_bytes", "free_bytes", "driver", "runtime"}."""
+        """Returns {"name", "compute_capability": [major, minor], "total_bytes", "free_bytes", "driver", "runtime"}."""
         self.activate()
         held = self.call("cudaGetDeviceProperties", self.ordinal)
         free_bytes, total_bytes = self.memory_bytes()
@@ -167,29 +167,29 @@ class Device:
         }
 
     def memory_bytes(self) -> tuple[int, int]:
-        """Free and total bytes of the device."""
+        """Returns free and total bytes of the device."""
         status, free_bytes, total_bytes = self.api.cudaMemGetInfo()
         if int(status) != 0:
             self._fail("cudaMemGetInfo", status)
         return int(free_bytes), int(total_bytes)
 
     def allocate(self, num_bytes: int) -> Memory:
-        """Device memory; its contents are not defined.
+        """Allocate device memory; its contents are undefined.
 
         Raises:
-            RuntimeFault: there is not so much.
+            RuntimeFault: not enough memory.
         """
         num_bytes = max(num_bytes, ALIGNMENT)
         return Memory(int(self.call("cudaMalloc", num_bytes)), num_bytes, self.api.cudaFree)
 
     def allocate_zeroed(self, num_bytes: int) -> Memory:
-        """Device memory full of zeros."""
+        """Allocate zeroed device memory."""
         memory = self.allocate(num_bytes)
         self.call("cudaMemsetAsync", memory.address, 0, memory.num_bytes, self.stream)
         return memory
 
     def allocate_pinned(self, num_bytes: int) -> PinnedMemory:
-        """Pinned host memory, zeroed."""
+        """Allocate zeroed pinned host memory."""
         num_bytes = max(num_bytes, ALIGNMENT)
         memory = PinnedMemory(int(self.call("cudaMallocHost", num_bytes)), num_bytes, self.api.cudaFreeHost)
         memory.bytes[:] = 0
@@ -207,7 +207,7 @@ class Device:
     def copy_rows(
         self, dest: int, dest_pitch: int, source: int, source_pitch: int, row_bytes: int, num_rows: int
     ) -> None:
-        """Copy rows that lie `pitch` bytes apart; source and destination must not overlap."""
+        """Copy rows that are `pitch` bytes apart; source and destination must not overlap."""
         kind = self.api.cudaMemcpyKind.cudaMemcpyDefault
         self.call("cudaMemcpy2DAsync", dest, dest_pitch, source, source_pitch, row_bytes, num_rows, kind, self.stream)
 
@@ -216,7 +216,7 @@ class Device:
         self.call("cudaStreamSynchronize", self.stream)
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Record what `work` puts on the stream; nothing of it runs.
+        """Record what `work` enqueues on the stream, without running it.
 
         Raises:
             RuntimeFault: something in it cannot be captured.
@@ -225,7 +225,7 @@ class Device:
         self.call("cudaStreamBeginCapture", self.stream, self.api.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
         try:
             work()
-        finally:  # the stream must leave capture mode, however the work ended
+        finally:  # the stream must leave capture mode, even after an exception
             status, graph = self.api.cudaStreamEndCapture(self.stream)
         if int(status) != 0:
             self._fail("cudaStreamEndCapture", status)
@@ -235,5 +235,5 @@ class Device:
 
 
 def aligned(num_bytes: int) -> int:
-    """Rounded up to what addresses of tensors need."""
+    """Returns the size rounded up to the alignment of tensors."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

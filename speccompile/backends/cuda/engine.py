@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines on CUDA share, whatever library runs their plans: caches bound in place, a runner, slots."""
+"""Shared base of engines on CUDA, whatever library runs their plans: caches bound in place, a runner, slots."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ PlanT = TypeVar("PlanT", bound=Executable)
 class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
     """See `speccompile.core.protocols.Engine`.
 
-    `run` gives numpy arrays where outputs are small and `DeviceArray`s where they are not.
+    `run` returns numpy arrays for small outputs and `DeviceArray`s for large ones.
 
     Args:
-        plan: what runs.
-        max_slots, max_rows: what may be used of the caches.
+        plan: the executable.
+        max_slots, max_rows: the usable part of the caches.
         settings: see `Runner`.
-        allocate: makes caches for a spec whose `caches` they are.
+        allocate: allocates the `caches` of a spec.
         rollback: the plan that compacts caches of this spec, for trees.
-        owners: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
+        owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
 
     Raises:
         BundleError: see `bind_caches`.
@@ -55,7 +55,7 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
         shared = {name: engine.caches for name, engine in (owners or {}).items()}
         bound = bind_caches(self.spec, self.caches, shared, max_slots, allocate)
         self.written = () if bound is None else cast(tuple[CachesT, ...], bound.written(self.spec.caches))
-        # Of `kv_rows` the length alone is read; a graph without it gets no memory.
+        # Only the length of `kv_rows` is read; a graph without it gets no memory.
         reads_kv = any(tensor.name == specs.KV_ROWS for tensor in self.spec.inputs)
         self.kv_rows = self.written[0].rows if reads_kv and self.written else 0
         self._kv_memory = plan.device.allocate_zeroed(self.kv_rows)
@@ -64,7 +64,7 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the caches."""
+        """Returns the bytes of the caches."""
         return 0 if self.caches is None else self.caches.num_bytes
 
     def run(self, feeds: Mapping[str, Any], first_slot: int = 0) -> Mapping[str, np.ndarray]:
@@ -75,7 +75,7 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
 
     @abstractmethod
     def make_view(self, sizes: dict[str, int], rows: int) -> None:
-        """Makes the caches, or adds to the sizes of a step, what a step needs that uses so many rows."""
+        """Prepares the caches, or extends the sizes of a step, for a step that uses `rows` rows."""
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The K and V caches of an engine in device memory: allocated once, never moved, lent out by slot."""
+"""The K and V caches of an engine in device memory: allocated once, never moved, viewed by slot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speccompile.graph_kinds.borrowed import find_owner
 
 
 def cache_bytes(spec: GraphSpec, max_slots: int) -> int:
-    """Bytes of the caches that an engine of this spec has for itself."""
+    """Returns the bytes of the caches that an engine of this spec owns."""
     return max_slots * sum(_slot_bytes(spec.input(name)) for name in spec.own_caches)
 
 
@@ -26,23 +26,23 @@ def _slot_bytes(cache: TensorSpec) -> int:
 
 
 class Caches:
-    """One [max_slots, kv_heads, rows, head_dim] buffer a cache.
+    """One [max_slots, kv_heads, rows, head_dim] buffer per cache.
 
-    Unused rows are finite numbers from the start: a masked row has weight zero, and zero times NaN is NaN.
+    Unused rows are always finite: a masked row has weight zero, and zero times NaN is NaN.
 
     Args:
-        device: where they lie.
-        spec: of the graph; its cache inputs have static dims but the first, and the rows where `max_rows` is given.
+        device: of the memory.
+        spec: of the graph; its cache inputs have static dims except the first, and the rows where `max_rows` is given.
         max_slots: sequences.
-        max_rows: rows where the graph leaves them open.
+        max_rows: rows where the graph has a dynamic number.
 
     Attributes:
         dims: (kv_heads, rows, head_dim) of a slot as it is laid out.
-        alignment: bytes that the address of a slot is a multiple of.
+        alignment: bytes to whose multiples the slots' addresses are aligned.
 
     Raises:
         BundleError: addresses of slots would not be aligned as TensorRT needs them.
-        RuntimeFault: there is not so much memory.
+        RuntimeFault: not enough memory.
     """
 
     alignment: int = ALIGNMENT
@@ -60,25 +60,25 @@ class Caches:
 
     @property
     def rows(self) -> int:
-        """Of each slot, as it is laid out."""
+        """Returns the rows of each slot in the present layout."""
         return self.dims[1]
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot of one cache, as it is laid out."""
+        """Returns the bytes of a slot of one cache in the present layout."""
         return math.prod(self.dims) * item_bytes(self.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes reserved, all caches together."""
+        """Returns the bytes reserved, all caches together."""
         return sum(memory.num_bytes for memory in self._memories)
 
     def shape(self, batch: int) -> tuple[int, ...]:
-        """Of a cache lent to `batch` slots."""
+        """Returns the shape of a cache viewed with `batch` slots."""
         return (batch, *self.dims)
 
     def address(self, index: int, first_slot: int) -> int:
-        """Where slot `first_slot` of a cache begins."""
+        """Returns the address of slot `first_slot` of a cache."""
         return self._memories[index].address + first_slot * self.slot_bytes
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
@@ -94,7 +94,7 @@ class Caches:
             one, other = (memory.address + slot * self.slot_bytes for slot in (first, second))
             for dest, source in ((spare.address, one), (one, other), (other, spare.address)):
                 self._copy_slot(dest, source, rows)
-        self.device.synchronize()  # before the spare memory goes
+        self.device.synchronize()  # before the spare memory is freed
 
     def clear_slot(self, slot: int) -> None:
         """Zero all rows of a slot, on the device."""
@@ -126,7 +126,7 @@ class BoundCache:
 
 
 class BoundCaches:
-    """All cache inputs of an engine: its own and those that other engines lend.
+    """All cache inputs of an engine: its own and those of other engines.
 
     Args:
         bound: in any order.
@@ -138,15 +138,15 @@ class BoundCaches:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """What shapes depend on besides the batch: rows of each view."""
+        """Returns what shapes depend on besides the batch: the rows of each view."""
         return tuple(cache.caches.rows for cache in self._bound)
 
     def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        """Of the inputs, lent to `batch` slots."""
+        """Returns the shapes of the inputs with `batch` slots."""
         return {cache.name: cache.caches.shape(batch) for cache in self._bound}
 
     def addresses(self, first_slot: int, names: frozenset[str]) -> dict[str, int]:
-        """By tensor name: each cache with its updated and compacted form has one address; only those in `names`."""
+        """Returns addresses by tensor name, of `names` only; a cache and its updated and compacted forms share one."""
         found = {}
         for cache in self._bound:
             address = cache.caches.address(cache.index, first_slot)
@@ -156,7 +156,7 @@ class BoundCaches:
         return found
 
     def written(self, names: Sequence[str]) -> tuple[Caches, ...]:
-        """The memories behind the inputs of these names, each once."""
+        """Returns the caches of the inputs of these names, each once."""
         wanted = set(names)
         return tuple(dict.fromkeys(cache.caches for cache in self._bound if cache.name in wanted))
 
@@ -168,17 +168,17 @@ def bind_caches(
     max_slots: int,
     allocate: Callable[[GraphSpec], Caches],
 ) -> BoundCaches | None:
-    """The cache inputs of an engine; None where it has none.
+    """Returns the cache inputs of an engine; None where it has none.
 
     Args:
         spec: of the engine.
-        own: caches of its own.
-        owners: those of others by graph name.
+        own: its own caches.
+        owners: caches of other engines by graph name.
         max_slots: of the engine.
-        allocate: makes caches for a graph that runs alone, of a spec whose `caches` they are.
+        allocate: allocates the `caches` of a spec, for a graph that runs alone.
 
     Raises:
-        BundleError: see `find_owner`; or a owner's caches have another number of rows, or another dtype.
+        BundleError: see `find_owner`; or an owner's caches have another number of rows or another dtype.
     """
     bound = [] if own is None else [BoundCache(name, own, index) for index, name in enumerate(own.names)]
     alone: dict[bool, Caches] = {}
@@ -202,7 +202,7 @@ def bind_caches(
 
 
 def rollback_spec_of(spec: GraphSpec) -> GraphSpec:
-    """The spec of the plan or graph that compacts the caches of `spec`."""
+    """Returns the spec of the plan or graph that compacts the caches of `spec`."""
     caches = tuple(spec.input(name) for name in spec.caches)
     inputs = (
         TensorSpec(specs.LENGTHS, ("batch",), "int64"),

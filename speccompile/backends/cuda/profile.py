@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes that a compiled step takes."""
+"""The shapes that a compiled step accepts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Profile:
-    """One optimization profile: what shapes it takes.
+    """One optimization profile: the shapes that it accepts.
 
     Args:
         index: its number in the plan.
@@ -20,7 +20,7 @@ class Profile:
     bounds: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
     def find_fault(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """None where all shapes fit, otherwise the first that does not."""
+        """Returns None where all shapes fit, otherwise the first that does not."""
         for name, shape in shapes.items():
             low, high = self.bounds[name]
             if len(shape) != len(low) or any(not a <= n <= b for a, n, b in zip(low, shape, high, strict=True)):

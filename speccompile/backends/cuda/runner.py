@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a plan with whatever shapes come: finds or makes the step, gives it a context, replays its graph."""
+"""Runs a plan with any shapes: finds or makes the step, assigns it a context, replays its graph."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ MAX_GRAPH_NODES = 64  # chunks of a prompt take milliseconds: a graph would save
 
 
 class Executable(Protocol):
-    """What a runner needs of a plan: `loading.Plan`, or a session of ONNX Runtime on CUDA."""
+    """The interface of a plan for a runner: `loading.Plan`, or a session of ONNX Runtime on CUDA."""
 
     spec: GraphSpec
     device: Device
-    captures_itself: bool  # its contexts make CUDA graphs of their own
-    idle_runs: int  # a step loses its context to another once so many runs went by without it
+    captures_itself: bool  # its contexts capture CUDA graphs themselves
+    idle_runs: int  # a step loses its context to another after so many runs without it
 
     def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
-        """The profile that takes these shapes."""
+        """Returns the profile that accepts these shapes."""
         ...
 
     def make_context(self, profile: Profile, is_kept: bool = False) -> Any:
-        """An execution context; one that is kept runs one combination of shapes and addresses only."""
+        """Returns an execution context; one that is kept runs one combination of shapes and addresses only."""
         ...
 
     def fail(self, wanted: str, got: str) -> NoReturn:
@@ -45,9 +45,9 @@ class Runner:
     """One plan with its input and output memory.
 
     Args:
-        plan: what runs.
+        plan: the executable.
         caches: None for a graph without.
-        kv_address: of a resident vector whose length alone is read (`kv_rows`).
+        kv_address: of a resident vector of which only the length is read (`kv_rows`).
         settings: `cuda_graphs` (default true), `max_contexts`.
     """
 
@@ -63,7 +63,7 @@ class Runner:
         self.inputs, self.outputs = Region(plan.device), Region(plan.device)
         self.max_contexts = int(settings.get("max_contexts", MAX_CONTEXTS))
         self.uses_graphs = bool(settings.get("cuda_graphs", True)) and not plan.captures_itself
-        self.graph_fault: str | None = None  # why graphs were given up
+        self.graph_fault: str | None = None  # why graphs were disabled
         self.last_step: Step | None = None
         self._num_runs = 0
         self._shared: dict[int, tuple[Any, Step | None]] = {}  # by profile: the context, and the step bound to it
@@ -73,10 +73,10 @@ class Runner:
         )  # steps with a context of their own, in the order of their last runs
 
     def run(self, feeds: Mapping[str, Any], sizes: Mapping[str, int], first_slot: int = 0) -> Mapping[str, Any]:
-        """One run; returns once the small outputs are on the host.
+        """Run once; returns when the small outputs are on the host.
 
         Args:
-            feeds: inputs by name, numpy arrays or device arrays; those left out are neutral.
+            feeds: inputs by name, numpy arrays or device arrays; missing ones are neutral.
             sizes: of all dynamic dims of the inputs.
             first_slot: the slot of batch row 0.
 
@@ -102,7 +102,7 @@ class Runner:
         return step.results
 
     def _split(self, feeds: Mapping[str, Any]) -> tuple[dict[str, DeviceArray], dict[str, DeviceArray]]:
-        """Feeds that can be read where they lie, and those that this run itself would write over."""
+        """Returns feeds that can be read in place, and those that this run would overwrite."""
         shared: dict[str, DeviceArray] = {}
         copied: dict[str, DeviceArray] = {}
         for tensor in self.plain_inputs:
@@ -132,25 +132,25 @@ class Runner:
         step.enqueue(context)
 
     def _capture(self, step: Step) -> bool:
-        """Capture and launch; where that cannot be done, graphs are given up and the steps run as they are."""
+        """Capture and launch; where that fails, graphs are disabled and steps run without them."""
         try:
             step.graph = self.device.capture(lambda: step.enqueue(step.context))
         except RuntimeFault as fault:
-            self.device.api.cudaGetLastError()  # or the next launch would report it once more
+            self.device.api.cudaGetLastError()  # otherwise the next launch would report it again
             self.graph_fault, self.uses_graphs = str(fault), False
             return False
         step.graph.launch()
         return True
 
     def _has_room(self) -> bool:
-        """Whether a step may have a context of its own; one made for every other run would cost more than it saves."""
+        """Whether a step may have a context of its own; one made for every second run would cost more than it saves."""
         if len(self._owners) < self.max_contexts:
             return True
         oldest = next(iter(self._owners), None)
         return oldest is not None and self._num_runs - oldest.last_run > self.plan.idle_runs
 
     def _own_context(self, step: Step) -> None:
-        """A graph holds a context's state, so a context is never shared by graphs of different shapes."""
+        """Assign a context: a graph holds its state, so graphs of different shapes never share one."""
         if len(self._owners) >= self.max_contexts:
             oldest, _ = self._owners.popitem(last=False)
             oldest.graph, oldest.context, oldest.num_runs = None, None, 0
@@ -159,7 +159,7 @@ class Runner:
         self._owners[step] = None
 
     def shared_context(self, profile: Profile) -> Any:
-        """The context of a profile for steps that have none of their own; what was bound to it is void."""
+        """Returns the context of a profile for steps without their own; its earlier binding is void."""
         if profile.index not in self._shared:
             self._shared[profile.index] = (self.plan.make_context(profile), None)
         context, _ = self._shared[profile.index]
@@ -172,7 +172,7 @@ class Runner:
         step.graph, step.context = None, None
 
     def forget_steps(self) -> None:
-        """Addresses have changed: no step, no graph holds any more."""
+        """Discard all steps and graphs, as addresses have changed."""
         self.device.synchronize()
         for step in self._owners:
             step.graph, step.context = None, None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan needs to run with one combination of shapes: addresses, host views, and once it is hot a graph.
+"""Steps of a plan, one per combination of shapes: addresses, host views, and after some runs a CUDA graph.
 
-Inputs that come from the host lie side by side in one pinned buffer and go over in one copy; small outputs come
-back in another. A step seen for the second time gets an execution context of its own, so that nothing is bound
-again; at the third time its copies and kernels are captured as a CUDA graph, which from then on is all that runs.
+Inputs from the host are contiguous in one pinned buffer and are copied at once; small outputs come back in one
+copy, too. A step seen for the second time gets an execution context of its own, so that nothing is bound
+again; the third time its copies and kernels are captured as a CUDA graph, which is replayed from then on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from speccompile.core.specs import TensorSpec
 if TYPE_CHECKING:
     from speccompile.backends.cuda.runner import Runner
 
-MAX_HOST_DIM = 64  # static dims of small outputs, e.g. the drafts of a chain
+MAX_HOST_DIM = 64  # largest static dims of small outputs, e.g. the drafts of a chain
 
 
 class Region:
@@ -46,7 +46,7 @@ class Region:
 
 
 def comes_to_host(tensor: TensorSpec) -> bool:
-    """Whether an output is small enough to come back with every step: integers, and one number a slot or draft."""
+    """Whether an output is small enough to be copied with every step: integers, and one number per slot or draft."""
     is_small = all(dim != "draft_vocab" and (isinstance(dim, str) or dim <= MAX_HOST_DIM) for dim in tensor.dims)
     is_float = tensor.dtype.startswith(("float", "bfloat"))
     return is_small and (not is_float or len(tensor.dims) <= 2 or tensor.name == specs.CANDIDATE_PROBS)
@@ -55,17 +55,17 @@ def comes_to_host(tensor: TensorSpec) -> bool:
 class Step:
     """See the module.
 
-    It does not refer to its runner, which holds it: in a cycle both would keep their memory until Python looks for it.
+    It does not refer to its runner, which holds it: in a cycle both would keep their memory until a garbage collection.
 
     Args:
         runner: whose plan and regions it uses.
         sizes: of the dynamic dims.
         first_slot: the slot of batch row 0.
-        shared: inputs that lie on the device already, bound where they are.
-        copied: inputs that lie in this runner's own output region, copied into its input region before each run.
+        shared: inputs that are on the device already, bound in place.
+        copied: inputs in this runner's own output region, copied into its input region before each run.
 
     Raises:
-        RuntimeFault: no profile takes the shapes, or TensorRT refuses them.
+        RuntimeFault: no profile accepts the shapes, or TensorRT refuses them.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class Step:
         return found
 
     def set_shapes(self, context: Any) -> None:
-        """Tell a context the shapes of the inputs."""
+        """Set the shapes of the inputs in a context."""
         for name, shape in self.shapes.items():
             if not context.set_input_shape(name, shape):
                 self.plan.fail("a shape inside the profile", f"{name} {list(shape)}")
 
     def bind(self, context: Any) -> None:
-        """Tell a context the shapes and all addresses."""
+        """Set the shapes and all addresses in a context."""
         self.set_shapes(context)
         for name, address in self.addresses.items():
             if not context.set_tensor_address(name, address):
@@ -127,7 +127,7 @@ class Step:
     def _place_inputs(self, runner: Runner, copied: Mapping[str, DeviceArray]) -> None:
         offsets, end = {}, 0
         tensors = [t for t in runner.plain_inputs if t.name not in self.addresses]
-        for tensor in sorted(tensors, key=lambda t: t.name in copied):  # what is staged lies in front
+        for tensor in sorted(tensors, key=lambda t: t.name in copied):  # staged tensors come first
             offsets[tensor.name] = end
             end += aligned(math.prod(self.shapes[tensor.name]) * item_bytes(tensor.dtype))
         self.staged_bytes = min((offsets[name] for name in copied), default=end)
@@ -142,14 +142,16 @@ class Step:
 
     def _stage(self, tensor: TensorSpec, offset: int) -> None:
         shape, dtype = self.shapes[tensor.name], host_dtype(tensor.dtype)
-        neutral = neutral_value(tensor.name, shape, tensor.dtype)  # host_dtype has made bfloat16 known to numpy
+        neutral = neutral_value(tensor.name, shape, tensor.dtype)  # host_dtype has registered bfloat16 with numpy
         part = self.inputs.pinned.bytes[offset : offset + neutral.nbytes]
         self.neutral[tensor.name], self.arrays[tensor.name] = neutral, part.view(dtype).reshape(shape)
 
     def _place_outputs(self, runner: Runner) -> None:
         offsets, end = {}, 0
         self.returned_bytes = 0
-        for tensor in sorted(runner.plain_outputs, key=lambda t: not comes_to_host(t)):  # what comes back lies in front
+        for tensor in sorted(
+            runner.plain_outputs, key=lambda t: not comes_to_host(t)
+        ):  # outputs that are copied to the host come first
             offsets[tensor.name] = end
             end += aligned(math.prod(self.output_shapes[tensor.name]) * item_bytes(tensor.dtype))
             if comes_to_host(tensor):
@@ -170,7 +172,7 @@ class Step:
                 )
 
     def fill(self, feeds: Mapping[str, Any], ran_last: bool) -> None:
-        """Write `feeds` to the pinned buffer; inputs that this step leaves out have their neutral values.
+        """Write `feeds` to the pinned buffer; inputs without a feed get their neutral values.
 
         The buffer is shared by all steps of the runner: unless this one ran last, everything is written.
         """
@@ -185,7 +187,7 @@ class Step:
             self.arrays[name][...] = np.asarray(feeds[name])
 
     def enqueue(self, context: Any) -> None:
-        """Put copies and kernels on the stream."""
+        """Enqueue copies and kernels on the stream."""
         device, inputs, outputs = self.device, self.inputs, self.outputs
         if self.staged_bytes:
             device.copy(inputs.memory.address, inputs.pinned.address, self.staged_bytes)

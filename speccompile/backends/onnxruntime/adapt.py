@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tuning record of a bundle on the machine that loads it: used as it is, checked once, or measured anew."""
+"""The tuning record of a bundle on the machine that loads it: used unchanged, checked once, or measured again."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from speccompile.core.specs import GraphSpec
 
 _log = logging.getLogger(__name__)
 
-# A step that now takes so many times longer or shorter than the record says: the record is of another state of the
-# machine. Not less, as neighbours that hold the memory bandwidth, which nothing here sees, were seen to make a step
-# 1.86 times longer (docs/benchmarks.md); a wrong number of threads costs about a factor of 2 and more.
+# A step that now takes this many times longer or shorter than recorded: the record is of another state of the machine.
+# Not less, as other work on the memory bandwidth, which is not detected here, was measured to make a step 1.86 times
+# longer (docs/benchmarks.md); a wrong number of threads costs a factor of about 2 or more.
 MAX_DRIFT = 2.0
 
 
 def adapt_tuning(
     path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None, others_bytes: int = 0
 ) -> dict[str, Any]:
-    """The tuning record for the machine at hand.
+    """Returns the tuning record for this machine.
 
-    What is found out is kept in the user's cache folder by graph, record, CPU and version of ONNX Runtime; the bundle
-    stays as it is. The first load on a machine measures anew
+    The result is kept in the user's cache folder by graph, record, CPU and version of ONNX Runtime; the bundle is not
+    changed. The first load on a machine measures again
 
     - a record made on another CPU;
     - one made beside other work, as soon as the machine is quiet;
@@ -79,7 +79,7 @@ def adapt_tuning(
 
 
 def _step_ms_now(path: Path, spec: GraphSpec, record: Mapping[str, Any], others_bytes: int) -> float | None:
-    """Milliseconds of a step of one node with the recorded threads; None where other work held the CPUs meanwhile."""
+    """Returns the milliseconds of a one-node step with the recorded threads; None where other work held the CPUs."""
     from speccompile.backends.onnxruntime.engine import load_engine
 
     max_slots, max_rows = measured_sizes(spec)

@@ -33,11 +33,11 @@ class OnnxRuntimeBackend(Backend):
         *("backends/measuring", "backends/writing"),
     )
     # The target's logits as an output: 0.99 to 1.01 times the time of a step without (the example pair's target in
-    # fp32 and int8, 1 to 64 slots, 1 to 16 nodes, interleaved), as they are computed anyhow.
+    # fp32 and int8, 1 to 64 slots, 1 to 16 nodes, interleaved), as they are computed anyway.
     keeps_logits = True
 
     def for_device(self, device: str) -> OnnxRuntimeBackend:
-        """The backend of that device: graphs are lowered, measured and loaded in another way on a GPU."""
+        """Returns the backend of that device: on a GPU graphs are lowered, measured and loaded differently."""
         from speccompile.backends.onnxruntime.cuda_backend import OrtCudaBackend
 
         return self if device == "cpu" else OrtCudaBackend()
@@ -56,15 +56,15 @@ class OnnxRuntimeBackend(Backend):
         """Lower `model` and write `dest/graph.onnx` with its external data.
 
         Where a quantisation has several kernel forms and none is named, each is lowered and measured: the fastest of
-        those that are near enough to float32 is kept (`fidelity.choose_form`).
+        those that are close enough to float32 is kept (`fidelity.choose_form`).
 
         Args:
             model: neutral graph from the export; left unchanged.
-            spec: inputs and outputs that the lowered graph shall have.
+            spec: inputs and outputs of the lowered graph.
             dest: folder to write to; made when missing.
             quantization: none, int8 or int4.
             form: a kernel form, see `speccompile.passes.pipelines.ORT_QUANTIZATION`.
-            options: not read: sizes and profiles do not matter here.
+            options: not read: sizes and profiles are not used here.
             progress: called with the name of each pass.
 
         Returns:
@@ -132,7 +132,7 @@ class OnnxRuntimeBackend(Backend):
         return save_rollback(dims, dest / GRAPH_FILE)
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
-        """What else a compiled graph depends on: the machine, as kernel forms are chosen by measuring."""
+        """Returns what else a compiled graph depends on: the machine, as kernel forms are chosen by measuring."""
         from speccompile.backends.onnxruntime.tune import cpu_name
 
         del options
@@ -152,7 +152,7 @@ class OnnxRuntimeBackend(Backend):
         threads: int | None = None,
         others_bytes: int = 0,
     ) -> dict[str, Any]:
-        """The record for this machine: see `speccompile.backends.onnxruntime.adapt.adapt_tuning`."""
+        """Returns the record for this machine: see `speccompile.backends.onnxruntime.adapt.adapt_tuning`."""
         from speccompile.backends.onnxruntime.adapt import adapt_tuning
 
         return adapt_tuning(path, spec, tuning, threads, others_bytes)

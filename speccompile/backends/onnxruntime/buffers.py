@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache memory of an engine: one flat buffer a cache, lent out as [slots, kv_heads, rows, head_dim] views.
+"""Cache memory of an engine: one flat buffer per cache, used as [slots, kv_heads, rows, head_dim] views.
 
-ONNX Runtime's Attention computes over every row of the view it is given, so the view grows with the context in
+ONNX Runtime's Attention computes over every row of its view, so the view grows with the context in
 use (`bucket_rows`) instead of having `max_seq` rows from the start. Growing re-strides the rows in use; it happens
-once a bucket, never once a step.
+once per bucket, never per step.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class CacheBuffers:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes from one slot to the next in the present view."""
+        """Returns the bytes from one slot to the next in the present view."""
         return 4 * self.kv_heads * self.rows * self.head_dim
 
     @property
     def num_bytes(self) -> int:
-        """Bytes reserved, all caches together."""
+        """Returns the bytes reserved, all caches together."""
         return sum(flat.nbytes for flat in self._flat)
 
     def _view(self, flat: np.ndarray, rows: int) -> np.ndarray:
@@ -50,7 +50,7 @@ class CacheBuffers:
         return flat[:size].reshape(self.max_slots, self.kv_heads, rows, self.head_dim)
 
     def view(self, index: int) -> np.ndarray:
-        """Cache `index` as [max_slots, kv_heads, rows, head_dim] float32; shares memory."""
+        """Returns cache `index` as [max_slots, kv_heads, rows, head_dim] float32; shares memory."""
         return self._view(self._flat[index], self.rows)
 
     def grow(self, rows: int) -> bool:
@@ -62,7 +62,7 @@ class CacheBuffers:
             old = self._view(flat, self.rows).copy()
             new = self._view(flat, new_rows)
             new[:, :, : self.rows] = old
-            new[:, :, self.rows :] = 0  # other slots' rows lay there, of which one may be NaN
+            new[:, :, self.rows :] = 0  # other slots' rows were there, of which one may be NaN
         self.rows = new_rows
         return True
 
@@ -112,27 +112,27 @@ class BoundCache:
     index: int
 
     def shape(self, batch: int) -> tuple[int, int, int, int]:
-        """Of the present view on `batch` slots."""
+        """Returns the shape of the present view with `batch` slots."""
         return batch, self.buffers.kv_heads, self.buffers.rows, self.buffers.head_dim
 
     def address(self, first_slot: int) -> int:
-        """Where slot `first_slot` begins in the present view."""
+        """Returns the address of slot `first_slot` in the present view."""
         return self.buffers.addresses[self.index] + first_slot * self.buffers.slot_bytes
 
 
 def bind_borrowed(
     spec: GraphSpec, owners: Mapping[str, CacheBuffers], max_slots: int, max_rows: int
 ) -> list[BoundCache]:
-    """The inputs that are caches of other engines, at their addresses.
+    """Binds the inputs that are caches of other engines to their addresses.
 
     Args:
         spec: of the borrower.
-        owners: buffers by graph name; what is not lent is a buffer of its own, for a graph that runs alone.
+        owners: buffers by graph name; a cache without an owner gets its own buffer, for a graph that runs alone.
         max_slots: of the borrower.
         max_rows: of the borrower.
 
     Raises:
-        BundleError: a owner has no such cache, one of another shape, or fewer slots.
+        BundleError: an owner has no such cache, one of another shape, or fewer slots.
     """
     bound, alone = [], {}
     for cache_ref in spec.borrowed:

@@ -26,7 +26,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
 
     devices = ("cuda",)
     graph_sources = (*("backends/onnxruntime/backend", "backends/onnxruntime/cuda_backend", "backends/writing"),)
-    keeps_logits = False  # what an output costs there was not measured
+    keeps_logits = False  # the cost of an output on a GPU was not measured
 
     def compile(
         self,
@@ -66,11 +66,11 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         return {"form": form, "forms_measured": {}, **report}
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
-        """The sizes: bodies are unrolled over the nodes of a tree."""
+        """Returns the sizes: bodies are unrolled over the nodes of a tree."""
         return {"max_nodes": options.max_nodes}
 
     def why_unchecked(self) -> str | None:
-        """Why graphs cannot run here; None where there is a GPU that CUDA and ONNX Runtime can use."""
+        """Returns why graphs cannot run here; None where there is a GPU that CUDA and ONNX Runtime can use."""
         from speccompile.backends.cuda.device import open_device
 
         try:
@@ -80,7 +80,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         return None
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
-        """Step times on the GPU; without one a record that says that nothing was measured, and why."""
+        """Measure step times on the GPU; without one the record says that nothing was measured, and why."""
         from speccompile.backends.cuda.device import open_device
         from speccompile.backends.measuring import measure_steps, measured_sizes
 
@@ -100,11 +100,11 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         threads: int | None = None,
         others_bytes: int = 0,
     ) -> dict[str, Any]:
-        """The record as it is, or one measured now where it was made without a GPU or on another one."""
+        """Returns the record, measured now where it was made without a GPU or on another one."""
         from speccompile.backends.cuda.device import open_device
 
         if self.why_unchecked() is not None:
-            return dict(tuning)  # loading will say what is missing
+            return dict(tuning)  # loading will report what is missing
         if tuning.get("gpu") == open_device(0).properties()["name"]:
             return dict(tuning)
         return self.tune(path, spec, threads)

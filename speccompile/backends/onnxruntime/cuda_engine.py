@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ONNX Runtime sessions on CUDA behind the same runner that TensorRT plans have.
+"""ONNX Runtime sessions on CUDA, run by the same runner as TensorRT plans.
 
-Inputs cross in one copy, small outputs come back in another, large ones stay on the device, and caches are bound in
+Inputs are copied at once, small outputs come back in one copy, large ones stay on the device, and caches are bound in
 place (see `speccompile.backends.onnxruntime.cuda_session`).
 """
 
@@ -20,17 +20,17 @@ from speccompile.core.specs import GraphSpec
 
 
 class GrowingCaches(Caches):
-    """Caches whose view grows with the rows in use: ONNX Runtime's Attention reads every row it is given.
+    """Caches whose view grows with the rows in use: ONNX Runtime's Attention reads every row of its view.
 
-    Rows are laid out anew on the device, once a bucket.
+    Rows are laid out again on the device once per bucket.
 
     Args:
-        device: where they lie.
+        device: of the memory.
         spec: of the graph, with a dynamic number of cache rows.
         max_slots, max_rows: capacity.
     """
 
-    alignment = 1  # ONNX Runtime takes any address
+    alignment = 1  # ONNX Runtime accepts any address
 
     def __init__(self, device: Device, spec: GraphSpec, max_slots: int, max_rows: int) -> None:
         super().__init__(device, spec, max_slots, max_rows)
@@ -42,7 +42,7 @@ class GrowingCaches(Caches):
         self.dims = (kv_heads, rows, head_dim)
 
     def resize(self, rows: int) -> bool:
-        """Make the view the bucket of `rows`, keeping as many rows of every slot; returns whether it changed."""
+        """Resize the view to the bucket of `rows`, keeping that many rows of every slot; returns whether it changed."""
         new = bucket_rows(max(rows, 1), self.max_rows)
         if new == self.rows:
             return False
@@ -53,12 +53,12 @@ class GrowingCaches(Caches):
         scratch = self.device.allocate(used)
         for memory in self._memories:  # one after another on the stream, so they share the scratch memory
             self.device.copy(scratch.address, memory.address, used)
-            # Rows that the view gains must be finite: other slots' rows lay there, of which one may be NaN.
+            # Rows that the view gains must be finite: other slots' rows were there, of which one may be NaN.
             self.device.clear(memory.address, self.max_slots * kv_heads * new * row_bytes)
             self.device.copy_rows(
                 memory.address, pitches[0], scratch.address, pitches[1], min(pitches), self.max_slots * kv_heads
             )
-        self.device.synchronize()  # before the scratch memory goes
+        self.device.synchronize()  # before the scratch memory is freed
         self._lay_out(new)
         return True
 
@@ -71,7 +71,7 @@ class OrtCudaEngine(CudaEngine[SessionPlan, GrowingCaches]):
         max_slots, max_rows: capacity of the caches.
         settings: see `speccompile.backends.cuda.runner.Runner`.
         rollback: session of the rollback graph of the same model, for trees.
-        owners: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
+        owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class OrtCudaEngine(CudaEngine[SessionPlan, GrowingCaches]):
                 self._resize(caches, rows)
 
     def _resize(self, caches: GrowingCaches, rows: int) -> None:
-        # No memory moves, and the rows are part of a step's key: steps of either view hold.
+        # No memory moves, and the rows are part of a step's key: steps of either view remain valid.
         self.device.activate()
         caches.resize(rows)
 
     @property
     def view_rows(self) -> int:
-        """Rows of its own caches that every step works on."""
+        """Returns the rows of its own caches that every step works on."""
         return 0 if self.caches is None else self.caches.rows
 
     def shrink(self, rows: int) -> None:
@@ -141,7 +141,7 @@ def load_cuda_engine(
     gpu = open_device(ordinal_from_name(device))
     gpu.activate()
     plan = open_plan(path, spec, gpu, settings)
-    # A rollback overwrites rows that it reads: run several times, as a capture does, it would move them again.
+    # A rollback overwrites rows that it reads: run several times, as in a capture, it would move them again.
     plain = {**settings, "cuda_graphs": False}
     compactor = None if rollback is None else open_plan(rollback, rollback_spec_of(spec), gpu, plain)
     return OrtCudaEngine(plan, max_slots, max_rows, settings, compactor, owners)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """ONNX Runtime sessions on CUDA as the plans of a `speccompile.backends.cuda.runner.Runner`.
 
-A session stands in the place of a plan: its "execution contexts" are bindings to device addresses. Where it may
-capture CUDA graphs, a binding that is kept gets one of its own (`gpu_graph_id`). Its first run with an id runs the
+A session takes the role of a plan: its "execution contexts" are bindings to device addresses. Where it may capture
+CUDA graphs, a binding that is kept gets its own graph (`gpu_graph_id`). Its first run with an id runs the
 graph several times, because ONNX Runtime allocates before it captures; so a graph may be captured only if running it
-again changes nothing. Steps are such: they write K and V of their own nodes, to rows that follow from their inputs.
+again changes nothing. That holds for steps: they write K and V of their own nodes, to rows given by their inputs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from speccompile.graph_kinds.features import NEXT_STATES
 
 _REFUSAL = "cannot use the graph capture feature"
 NO_GRAPH = -1  # ONNX Runtime's `gpu_graph_id` of a run that is neither captured nor replayed
-MAX_GRAPHS = 128  # of a session, which never releases one
+MAX_GRAPHS = 128  # most graphs of a session, which never releases one
 
 
 class SessionContext:
-    """What a step needs of an execution context (see `speccompile.backends.cuda.steps`), over a session.
+    """An execution context for steps (see `speccompile.backends.cuda.steps`), over a session.
 
     Args:
         plan: whose session it binds.
@@ -48,32 +48,32 @@ class SessionContext:
         self._graph_id = NO_GRAPH
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Any shape will do."""
+        """Accept any shape."""
         self._shapes[name], self._io = shape, None
         return True
 
     def set_tensor_address(self, name: str, address: int) -> bool:
-        """On the device."""
+        """Bind a tensor to an address on the device."""
         self._addresses[name], self._io = address, None
         return True
 
     def infer_shapes(self) -> list[str]:
-        """Nothing is left open."""
+        """Returns no names: all shapes are known."""
         return []
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        """Of an input as it was set, of an output by the names of its dims."""
+        """Returns the shape of an input as it was set, of an output by the names of its dims."""
         if name in self._shapes:
             return self._shapes[name]
         sizes: dict[Any, int] = {}
         for tensor in self.plan.spec.inputs:
             sizes |= {d: n for d, n in zip(tensor.dims, self._shapes[tensor.name], strict=True) if isinstance(d, str)}
-        sizes.setdefault("draft_vocab", self.plan.spec.dist_width)  # distributions come out whole
+        sizes.setdefault("draft_vocab", self.plan.spec.dist_width)  # distributions have full width
         sizes.setdefault(NEXT_STATES, sizes.get("nodes", 0) + 1)
         return tuple(sizes[d] if isinstance(d, str) else d for d in self.plan.spec.output(name).dims)
 
     def unbind(self) -> None:
-        """Let go of the session."""
+        """Release the session."""
         self._io = None
 
     def _bind(self) -> None:
@@ -89,9 +89,9 @@ class SessionContext:
         self._options.add_run_config_entry("gpu_graph_id", str(self._graph_id))
 
     def execute_async_v3(self, stream: int) -> bool:
-        """Run; the session has a stream of its own, so what was put on ours is waited for, and the run as well.
+        """Run; the session has a stream of its own, so it waits for ours before the run, and for the run.
 
-        A fault of the first run with an id may be one of capturing: the step is run again, without CUDA graphs.
+        A fault of the first run with an id may be due to the capture: the step is run again without CUDA graphs.
         """
         del stream
         self.plan.device.synchronize()
@@ -104,7 +104,7 @@ class SessionContext:
         return True
 
     def _run(self) -> str | None:
-        """Returns the fault: an exception would hold the session."""
+        """Returns the fault: an exception would keep the session alive."""
         if self._io is None:
             self._bind()
         try:
@@ -116,15 +116,15 @@ class SessionContext:
 
 
 class SessionPlan:
-    """What a runner needs of a plan, over a session.
+    """A plan for a runner, over a session.
 
     Args:
         session: of the lowered graph.
         spec: its inputs and outputs.
-        device: where it runs.
-        reopen: a session without CUDA graphs.
+        device: of the session.
+        reopen: opens a session without CUDA graphs.
         has_graphs: the session captures CUDA graphs.
-        graph_fault: why it does not, where ONNX Runtime refused.
+        graph_fault: why it does not, where ONNX Runtime refused to.
     """
 
     place = "cuda"  # ONNX Runtime's name of the device
@@ -143,41 +143,41 @@ class SessionPlan:
         self._session: ort.InferenceSession | None = session
         self.spec, self.device, self._reopen = spec, device, reopen
         self.has_graphs, self.graph_fault = has_graphs, graph_fault
-        self.proven = {NO_GRAPH}  # ids of runs that came to their end: a later fault is not one of capturing
+        self.proven = {NO_GRAPH}  # ids of completed runs: a later fault is not due to a capture
         self._ids: dict[Hashable, int] = {}
         self._contexts: WeakSet[SessionContext] = WeakSet()
 
     @property
     def session(self) -> ort.InferenceSession:
-        """Opened anew once graphs were given up."""
+        """Returns the session, opened again after graphs were disabled."""
         if self._session is None:
             self._session = self._reopen()
         return self._session
 
     @property
     def num_graphs(self) -> int:
-        """CUDA graphs that were captured and are replayed."""
+        """Counts the CUDA graphs that were captured and are replayed."""
         return len(self.proven) - 1 if self.has_graphs else 0
 
     def graph_id(self, bound: Hashable) -> int:
-        """The id of what is bound, the same whenever it is bound again; `NO_GRAPH` where there are no more."""
+        """Returns the id of a binding, the same whenever it is bound again; `NO_GRAPH` where none is left."""
         if not self.has_graphs or (len(self._ids) >= MAX_GRAPHS and bound not in self._ids):
             return NO_GRAPH
         return self._ids.setdefault(bound, len(self._ids) + 1)
 
     def give_up_graphs(self, fault: str) -> None:
-        """Run without CUDA graphs from now on; the session goes first, or two would hold the weights."""
+        """Run without CUDA graphs from now on; the session is released first, as two would hold the weights twice."""
         self.has_graphs, self.graph_fault, self._session = False, fault, None
         for context in self._contexts:
             context.unbind()
 
     def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
-        """There is but one, and it takes everything."""
+        """Returns the one profile, which accepts all shapes."""
         del shapes
         return Profile(0, {})
 
     def make_context(self, profile: Profile, is_kept: bool = False) -> SessionContext:
-        """One that is kept for a combination of shapes has a graph of its own."""
+        """Returns a context; one that is kept for a combination of shapes has its own graph."""
         del profile
         context = SessionContext(self, is_kept)
         self._contexts.add(context)
@@ -189,7 +189,7 @@ class SessionPlan:
 
 
 def open_plan(path: Path, spec: GraphSpec, device: Device, settings: Mapping[str, Any]) -> SessionPlan:
-    """A session on CUDA, with CUDA graphs where ONNX Runtime takes the graph for that.
+    """Opens a session on CUDA, with CUDA graphs where ONNX Runtime can capture the graph.
 
     Raises:
         BundleError: see `open_session`.
@@ -209,7 +209,7 @@ def open_plan(path: Path, spec: GraphSpec, device: Device, settings: Mapping[str
 
 
 def _preload_libraries() -> None:
-    """Load CUDA's libraries from NVIDIA's wheels; by itself ONNX Runtime looks for these beside its own package."""
+    """Load CUDA's libraries from NVIDIA's wheels; by default ONNX Runtime searches only beside its own package."""
     if not hasattr(ort, "preload_dlls"):
         return
     found = find_spec("nvidia")
@@ -221,6 +221,6 @@ def _preload_libraries() -> None:
 
 
 def _providers(device: Device, has_graphs: bool) -> list[Any]:
-    # TF32 rounds float32 products to 10 bits: a step of many nodes would no longer give each what a single step does.
+    # TF32 rounds float32 products to 10 bits: a step of many nodes would differ from single steps.
     options = {"device_id": str(device.ordinal), "use_tf32": "0", "enable_cuda_graph": str(int(has_graphs))}
     return [("CUDAExecutionProvider", options), "CPUExecutionProvider"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An ONNX Runtime session with caches in place and inputs bound once.
 
-Every combination of shapes has a binding of its own: input arrays that ONNX Runtime reads where they lie, output
-arrays it writes to, and each cache bound to one address as input and as output. A step copies a few integers and
+Every combination of shapes has a binding of its own: input arrays that ONNX Runtime reads in place, output
+arrays to which it writes, and each cache bound to one address as input and as output. A step copies a few integers and
 calls `run_with_iobinding`.
 """
 
@@ -25,7 +25,7 @@ from speccompile.core.specs import GraphSpec, updated_cache_name
 from speccompile.errors import BundleError, RuntimeFault
 
 _CPU = ("CPUExecutionProvider",)
-# What ONNX Runtime raises where it cannot open a graph or a provider; they share no base class but Exception.
+# Exceptions of ONNX Runtime when it cannot open a graph or a provider; their only common base class is Exception.
 FAULTS = (
     RuntimeError,
     ValueError,
@@ -66,7 +66,7 @@ class _Binding:
                 self.io.bind_output(updated_cache_name(cache.name), "cpu", 0, np.float32, shape, start)
 
     def fill(self, feeds: Mapping[str, np.ndarray]) -> None:
-        """Copy `feeds` in; inputs that an earlier step set and this one leaves out become neutral again."""
+        """Copy `feeds` in; inputs that were set before and have no feed now become neutral again."""
         if self.changed:
             for name in self.changed.difference(feeds):
                 self.arrays[name][...] = self.neutral[name]
@@ -85,7 +85,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         spec: its inputs and outputs.
         max_slots, max_rows: capacity of the caches.
         rollback: session of the rollback graph of the same model, for trees.
-        owners: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
+        owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         sizes, rows = self.check_step(feeds, first_slot)
         if any(rows > buffers.rows for buffers in self._written):
             self._grow(rows)
-        # Memory never moves, so that the rows of each view are all that a binding depends on besides.
+        # Memory never moves, so a binding depends only on the shapes and the rows of each view.
         key = (*sizes.values(), first_slot, *[buffers.rows for buffers in self._buffers])
         binding = self._bindings.get(key)
         if binding is None:
@@ -130,12 +130,12 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         try:
             self.session.run_with_iobinding(binding.io)
         except FAULTS as fault:
-            todo = "Send the request again; if that fails too, load the bundle anew."
+            todo = "Send the request again; if that fails too, load the bundle again."
             raise RuntimeFault(f"engine {self.spec.name}", str(fault), "a step that runs", todo) from fault
         return binding.outputs
 
     def output_array(self, spec: specs.TensorSpec, shape: tuple[int, ...]) -> np.ndarray:
-        """Where a binding writes an output. Logits are large, and all bindings write theirs to one place."""
+        """Returns the array for an output. Logits are large, so all bindings share one array for them."""
         if spec.name != specs.LOGITS:
             return np.zeros(shape, spec.dtype)
         size = math.prod(shape)
@@ -151,7 +151,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
 
     @property
     def view_rows(self) -> int:
-        """Rows of its own caches that every step works on."""
+        """Returns the rows of its own caches that every step works on."""
         return self.caches.rows
 
     def shrink(self, rows: int) -> None:
@@ -188,7 +188,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
 
 
 def session_options(settings: Mapping[str, Any]) -> ort.SessionOptions:
-    """Session options from a tuning record: `threads`, `spinning`, `log_severity`, `prepack` (True by default)."""
+    """Returns session options from a tuning record: `threads`, `spinning`, `log_severity`, `prepack` (default True)."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = int(settings.get("threads", 1))
     options.inter_op_num_threads = 1
@@ -197,7 +197,7 @@ def session_options(settings: Mapping[str, Any]) -> ort.SessionOptions:
     if not settings.get("prepack", True):
         options.add_session_config_entry("session.disable_prepacking", "1")
     spinning = settings.get("spinning", "stop")
-    # Two sessions that spin against each other were seen 2.6 times slower: a session stops spinning when its run ends.
+    # Two sessions that spin at once were measured 2.6 times slower: a session stops spinning when its run ends.
     if spinning == "stop":
         options.add_session_config_entry("session.force_spinning_stop", "1")
     elif spinning == "off":
@@ -211,10 +211,10 @@ def open_session(path: Path, settings: Mapping[str, Any], providers: Sequence[An
     Args:
         path: the ONNX file.
         settings: a tuning record.
-        providers: as `onnxruntime.InferenceSession` takes them, the wanted one first.
+        providers: as `onnxruntime.InferenceSession` takes them, the requested one first.
 
     Raises:
-        BundleError: ONNX Runtime cannot load it, or the wanted provider is not there.
+        BundleError: ONNX Runtime cannot load it, or the requested provider is not available.
     """
     try:
         session = ort.InferenceSession(str(path), session_options(settings), providers=list(providers))
@@ -223,7 +223,7 @@ def open_session(path: Path, settings: Mapping[str, Any], providers: Sequence[An
             str(path), str(fault), "a graph that ONNX Runtime loads", "Build the bundle again."
         ) from fault
     wanted = providers[0] if isinstance(providers[0], str) else providers[0][0]
-    if session.get_providers()[0] != wanted:  # ONNX Runtime falls back to the CPU in silence
+    if session.get_providers()[0] != wanted:  # ONNX Runtime falls back to the CPU silently
         raise BundleError(
             str(path),
             f"providers {session.get_providers()}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a quantised form of a target is from the float32 graph, and which form is taken.
+"""Distance of a quantised form of a target from the float32 graph, and the choice of the form.
 
 Run as a process of its own (`measure_distances` starts it), as measurements of time are: the first session of a
 process decides how denormals are treated.
@@ -23,9 +23,9 @@ from speccompile.core.specs import GraphSpec, TensorSpec, spec_from_json
 from speccompile.errors import BuildError
 
 # Mean KL divergence from float32 in nats. int8 on the example pair: 1e-3 with one scale an activation row (a third of
-# the greedy texts stay those of float32), 2e-4 with one for each 32 entries (all stay).
+# the greedy texts equal those of float32), 2e-4 with one per 32 entries (all are equal).
 MAX_KL = 5e-4
-NUM_TEXTS, NUM_TOKENS = 4, 64  # texts are drawn from the model itself, so that no corpus is needed
+NUM_TEXTS, NUM_TOKENS = 4, 64  # number of texts, drawn from the model itself so that no corpus is needed
 SEED = 0
 
 Floats = NDArray[np.float64]
@@ -50,7 +50,7 @@ def choose_form(step_ms: Mapping[str, Mapping[str, float]], distances: Mapping[s
     Args:
         step_ms: by form: {nodes: milliseconds}. A draft-verify loop alternates between one node and a handful, so
             the product of both counts.
-        distances: by form; empty where the graph decides over no text (drafts): then speed alone counts.
+        distances: by form; empty where the graph does not change the text (drafts): then only speed counts.
     """
     near = [form for form in step_ms if form not in distances or distances[form].kl <= MAX_KL]
     if not near:
@@ -79,7 +79,7 @@ def measure_distances(reference: Path, forms: Mapping[str, Path], spec: GraphSpe
         By form; empty where the caches have no room for two tokens.
 
     Raises:
-        BuildError: the child died, or a graph gives logits that are not finite.
+        BuildError: the child died, or a graph computes logits that are not finite.
     """
     request = {
         "reference": str(reference),
@@ -110,7 +110,7 @@ def _log_probs(logits: Floats) -> Floats:
 
 
 def _logits(path: Path, spec: GraphSpec, texts: NDArray[np.int64], prepack: bool) -> Floats:
-    """[texts, tokens, vocab] float64, each text read in one run."""
+    """Returns the logits [texts, tokens, vocab] float64, each text read in one run."""
     from speccompile.backends.onnxruntime.engine import load_engine
 
     # The float32 weights stay mapped from their file: a packed copy of a large model would not fit beside the build.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short measurements on the machine at hand: threads, and what a step of n nodes costs.
+"""Short measurements on this machine: threads, and the time of a step of n nodes.
 
 Run as a process of its own (`measure_graph` starts it): sessions of the parent would spin against the measured
 one, and the first session of a process decides how denormals are treated.
@@ -22,11 +22,11 @@ from speccompile.common.cores import num_usable_cores
 from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.errors import BuildError
 
-TRIES = 3  # of a measurement that other work disturbs
+TRIES = 3  # attempts of a measurement that other work disturbs
 
 
 def cpu_name() -> str:
-    """Model name of the CPU with its core count; a tuning record made on another one is not reused."""
+    """Returns the model name of the CPU with its core count; a tuning record made on another one is not reused."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -39,7 +39,7 @@ def cpu_name() -> str:
 
 
 def thread_counts() -> list[int]:
-    """The numbers of threads worth trying: 1, 2, 4 ... up to the CPUs this process may use."""
+    """Returns the numbers of threads to try: 1, 2, 4 ... up to the CPUs that this process may use."""
     usable = num_usable_cores()
     counts = [1 << i for i in range(usable.bit_length()) if 1 << i <= usable]
     return counts if counts[-1] == usable else [*counts, usable]
@@ -48,7 +48,7 @@ def thread_counts() -> list[int]:
 def measure_graph(
     path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0, tries: int = TRIES
 ) -> dict[str, Any]:
-    """Measure a lowered graph in a child process, again where other work held the CPUs meanwhile.
+    """Measure a lowered graph in a child process, again where other work held the CPUs.
 
     Args:
         path: the ONNX file.

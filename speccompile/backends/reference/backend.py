@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference backend: neutral graphs run as they are."""
+"""The reference backend: neutral graphs run unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ReferenceBackend(Backend):
         """Attach the tail and write `dest/graph.onnx`.
 
         Raises:
-            RecipeError: a quantisation is asked for: the oracle computes in float32 alone.
+            RecipeError: a quantisation is requested: the oracle computes in float32 only.
         """
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.pipelines import reference_table
@@ -74,7 +74,7 @@ class ReferenceBackend(Backend):
         device: str = "cpu",
         owners: Mapping[str, Any] | None = None,
     ) -> ReferenceEngine:
-        """Open an engine; `tuning`, `rollback` and `device` do not matter here."""
+        """Open an engine; `tuning`, `rollback` and `device` are not used."""
         from speccompile.backends.reference.engine import ReferenceEngine
 
         del tuning, rollback, device

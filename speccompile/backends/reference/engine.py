@@ -26,7 +26,7 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
         path: a neutral graph with its tail attached.
         spec: its inputs and outputs.
         max_slots, max_rows: capacity of the caches.
-        owners: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
+        owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
     """
 
     def __init__(

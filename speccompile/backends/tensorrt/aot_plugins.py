@@ -3,8 +3,8 @@
 
 Full TensorRT only (TensorRT-RTX has no `tensorrt.plugin`), for nodes without a function body, in a network made with
 `NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS`. Such a plan is loaded without Python and without a library.
-One kernel a plugin, whose arguments are the inputs, extra scalars and the outputs: SpecVerify is its one-launch form
-(a block a slot, no d2t).
+One kernel per plugin, whose arguments are the inputs, extra scalars and the outputs: SpecVerify is its one-launch form
+(a block per slot, no d2t).
 
 Not run: this form was written against the API of TensorRT 11.4 and tested without its libraries.
 """
@@ -21,26 +21,26 @@ from speccompile.backends.tensorrt.kernels import compile_kernels
 from speccompile.backends.tensorrt.launches import (
     CHUNK,
     DTYPES,
+    RESOLVE_THREADS,
     ROLLBACK_THREADS,
-    SETTLE_THREADS,
     rollback_vector_bytes,
     single_launch,
 )
 from speccompile.backends.tensorrt.plugin_names import KV_ROLLBACK, NUM_CACHES, SPEC_VERIFY
 from speccompile.errors import BuildError
 
-NAMESPACE = "speccompile"  # that of the nodes' domain: this form must have one
+NAMESPACE = "speccompile"  # the nodes' domain: this form requires a namespace
 MAX_AOT_CACHES = 240  # each is two kernel arguments, of 4096 bytes in all
 _VERIFY_INPUTS = ("logits", "tokens", "parents", "draft_probs", "uniforms", "temperature", "top_k", "top_p")
 _VECTORS = {16: "uint4", 4: "unsigned int", 2: "unsigned short"}
 
 
 def register_aot_plugins(trt: ModuleType, capability: tuple[int, int], num_caches: int) -> None:
-    """Register both ops with `tensorrt.plugin`, once a process.
+    """Register both ops with `tensorrt.plugin`, once per process.
 
     Args:
         trt: the module tensorrt.
-        capability: (major, minor) of the oldest GPU that the plan is for; PTX runs on later ones too.
+        capability: (major, minor) of the oldest GPU that the plan is for; PTX also runs on later ones.
         num_caches: of the KVRollback node; this form fixes it at registration.
 
     Raises:
@@ -59,12 +59,12 @@ def register_aot_plugins(trt: ModuleType, capability: tuple[int, int], num_cache
 
 
 def plugin_module(trt: ModuleType) -> Any:
-    """The submodule `plugin`, which TensorRT does not import by itself."""
+    """Returns the submodule `plugin`, which TensorRT does not import by itself."""
     return importlib.import_module(f"{trt.__name__}.plugin")
 
 
 def _signed(function: Any, inputs: Sequence[tuple[str, Any]], result: Any) -> Any:
-    """The function with the signature that `tensorrt.plugin` reads; a number of inputs cannot be written down."""
+    """Returns the function with the signature that `tensorrt.plugin` reads: the number of inputs varies."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in inputs]
     function.__signature__ = inspect.Signature(parameters, return_annotation=result)
@@ -93,7 +93,7 @@ def _dtype(trt: ModuleType, desc: Any) -> int:
 
 
 def verify_descriptor(trt: ModuleType) -> Any:
-    """What `tensorrt.plugin.register` wraps for SpecVerify: eight inputs, the verdict."""
+    """Returns what `tensorrt.plugin.register` wraps for SpecVerify: eight inputs, the verdict."""
     desc = plugin_module(trt).TensorDesc
 
     def describe(*inputs: Any) -> Any:
@@ -104,14 +104,14 @@ def verify_descriptor(trt: ModuleType) -> Any:
 
 
 def verify_implementation(trt: ModuleType, capability: tuple[int, int]) -> Any:
-    """What `tensorrt.plugin.aot_impl` wraps for SpecVerify: (kernel, PTX, launch, extra arguments)."""
+    """Returns what `tensorrt.plugin.aot_impl` wraps for SpecVerify: (kernel, PTX, launch, extra arguments)."""
 
     def implement(*arguments: Any) -> Any:
         logits, draft_probs = arguments[0], arguments[3]
         batch, nodes, vocab = (logits.shape_expr[i] for i in range(3))
         qdp = plugin_module(trt)
         launch = qdp.KernelLaunchParams()
-        launch.grid_x, launch.block_x = batch, SETTLE_THREADS
+        launch.grid_x, launch.block_x = batch, RESOLVE_THREADS
         width = single_launch(1, 1, CHUNK).shared_bytes  # of one chunk
         launch.shared_mem = qdp.cdiv(vocab, CHUNK) * width
         sizes = _expressions(trt, (batch, nodes, vocab, draft_probs.shape_expr[2], _dtype(trt, logits)))
@@ -125,7 +125,7 @@ def _rollback_inputs(num_caches: int) -> list[str]:
 
 
 def rollback_descriptor(trt: ModuleType, num_caches: int) -> Any:
-    """What `tensorrt.plugin.register` wraps for KVRollback: every output is its input, in place."""
+    """Returns what `tensorrt.plugin.register` wraps for KVRollback: every output is its input, in place."""
     desc = plugin_module(trt).TensorDesc
 
     def describe(*inputs: Any, **attributes: Any) -> Any:
@@ -137,7 +137,7 @@ def rollback_descriptor(trt: ModuleType, num_caches: int) -> Any:
 
 
 def rollback_wrapper(num_caches: int, unit: int) -> str:
-    """CUDA source of a kernel that takes every cache as an argument of its own, as this form passes them."""
+    """Returns CUDA source of a kernel with one argument per cache, as this form passes them."""
     caches = ", ".join(f"void* cache_{i}" for i in range(num_caches))
     outputs = ", ".join(f"void* output_{i}" for i in range(num_caches))
     cases = " ".join(f"case {i}: cache = cache_{i}; break;" for i in range(num_caches))
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__({ROLLBACK_THREADS}) kv_rollback_aot
 
 
 def rollback_implementation(trt: ModuleType, capability: tuple[int, int], num_caches: int) -> Any:
-    """What `tensorrt.plugin.aot_impl` wraps for KVRollback: (kernel, PTX, launch, extra arguments)."""
+    """Returns what `tensorrt.plugin.aot_impl` wraps for KVRollback: (kernel, PTX, launch, extra arguments)."""
 
     def implement(*arguments: Any) -> Any:
         cache, path = arguments[0], arguments[num_caches + 1]

@@ -34,7 +34,7 @@ class TensorRTBackend(Backend):
     dtypes = ("float16", "bfloat16")
     quantizations = ("none", "int8", "int4", "fp8")
     graph_file = PLAN_FILE
-    # All of the folder but what runs plans; a line of an engine leaves plans as they are.
+    # All of the folder except what runs plans: a change of an engine does not change plans.
     graph_sources = (
         "backends/writing",
         *(
@@ -71,8 +71,8 @@ class TensorRTBackend(Backend):
         """Lower `model` and build `dest/graph.plan`, with its record beside it.
 
         Args:
-            model: neutral graph from the export; left unchanged, but for `options.consumes_model`: then its weights
-                are let go once they are on the disk, as the builder's process needs the memory.
+            model: neutral graph from the export; left unchanged, except with `options.consumes_model`: then its
+                weights are released once they are on the disk, as the builder's process needs the memory.
             spec: inputs and outputs of the neutral graph, tail included.
             dest: folder to write to; made when missing.
             quantization: none, int8, int4 or fp8.
@@ -99,7 +99,7 @@ class TensorRTBackend(Backend):
         own = tensorrt_spec(spec, options.dtype, options.max_rows, compacts=_verifies(spec) and bool(plugins))
         table = tensorrt_table(own, quantization, dtype=options.dtype, plugins=plugins)
         source = dest / LOWERED_FILE
-        # The ahead-of-time form loses against a body; the others win where the parser is told so.
+        # A body takes precedence over the ahead-of-time form; the parser can be told to prefer the other forms.
         finish = (drop_bodies_pass(plugins),) if config.plugins == "aot" else ()
         bodies: dict[str, Any] = {"dialect": "tensorrt", "max_nodes": options.max_nodes, "finish": finish}
         report = lower_and_save(model, table, source, progress, **bodies)
@@ -172,7 +172,7 @@ class TensorRTBackend(Backend):
         """Refuse what cannot be built before anything is exported.
 
         Raises:
-            BuildError: TensorRT is not installed, or profiles or fields do not go with the graph or the variant.
+            BuildError: TensorRT is not installed, or profiles or fields do not fit the graph or the variant.
         """
         from speccompile.backends.tensorrt import settings
         from speccompile.backends.tensorrt.import_helper import load_tensorrt
@@ -187,13 +187,13 @@ class TensorRTBackend(Backend):
         settings.settings_from_options(variant.can, own, options, profiles, plugins, quantization)
 
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
-        """Sizes of a plan and the memory of its build: see `sizes.predict_sizes`."""
+        """Predicts the sizes of a plan and the memory of its build: see `sizes.predict_sizes`."""
         from speccompile.backends.tensorrt.sizes import predict_sizes
 
         return predict_sizes(counts, quantization, dtype)
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
-        """What else a plan depends on: the TensorRT that builds it, its plugins, and the GPU where it measures one."""
+        """Returns what else a plan depends on: the TensorRT version, its plugins, and the GPU where it measures one."""
         from speccompile.backends.tensorrt.import_helper import find_compute_capabilities, load_tensorrt
         from speccompile.backends.tensorrt.records import plugin_abi_of
 
@@ -209,13 +209,13 @@ class TensorRTBackend(Backend):
         }
 
     def why_unchecked(self) -> str | None:
-        """Why plans cannot run on the machine that builds them; None where there is a GPU."""
+        """Returns why plans cannot run on the machine that builds them; None where there is a GPU."""
         from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
 
         return None if find_compute_capabilities() else _NO_GPU
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
-        """Measure step times; without a GPU a record that says that nothing was measured, and why."""
+        """Measure step times; without a GPU the record says that nothing was measured, and why."""
         from speccompile.backends.tensorrt.tune import measure_plan
 
         del threads, others_bytes  # a GPU reads all weights from its memory in every step
@@ -230,7 +230,7 @@ class TensorRTBackend(Backend):
         threads: int | None = None,
         others_bytes: int = 0,
     ) -> dict[str, Any]:
-        """The record for the GPU at hand: see `tune.adapt_tuning`."""
+        """Returns the record for this GPU: see `tune.adapt_tuning`."""
         from speccompile.backends.tensorrt.tune import adapt_tuning
 
         del threads, others_bytes  # a GPU reads all weights from its memory in every step
@@ -248,7 +248,7 @@ class TensorRTBackend(Backend):
         device: str = "cuda",
         owners: Mapping[str, Any] | None = None,
     ) -> TrtEngine:
-        """Open an engine, after the plan's record was compared with what is here: see `engine.load_engine`.
+        """Open an engine, after the plan's record was compared with this machine: see `engine.load_engine`.
 
         Raises:
             BundleError: another TensorRT, plugin ABI or GPU than the plan was built for, or smaller sizes.
@@ -270,10 +270,10 @@ def _verifies(spec: GraphSpec) -> bool:
 
 
 def _release(model: ir.Model) -> None:
-    """Let the weights go: the caller still holds the model, and the builder's process needs the memory."""
+    """Release the weights: the caller still holds the model, and the builder's process needs the memory."""
     import onnx_ir as ir
 
-    # onnx-ir 1.1: the inputs' reference counts keep values that were replaced long ago, with their weights.
+    # onnx-ir 1.1: the inputs' use lists keep replaced values alive, with their weights.
     counted = [v for held in gc.get_referents(model.graph.inputs) if isinstance(held, dict) for v in held]
     for value in [*model.graph.initializers.values(), *counted]:
         if isinstance(value, ir.Value):

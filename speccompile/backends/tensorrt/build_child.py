@@ -3,8 +3,8 @@
 
     python -m speccompile.backends.tensorrt.build_child EVENTS_FD < request.json
 
-A crash of the builder ends this process alone. Everything it has to say goes to the pipe EVENTS_FD, one JSON object
-a line; its standard output and error are free for what native code prints.
+A crash of the builder ends only this process. All events go to the pipe EVENTS_FD, one JSON object per line; standard
+output and error are left to native code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REPORT_EVERY_S = 0.1
 
 
 def main() -> None:
-    """Build what the request on standard input asks for."""
+    """Build the plan of the request on standard input."""
     _depend_on_parent()
     send = _sender(int(sys.argv[1]))
     request = json.load(sys.stdin)
@@ -115,7 +115,7 @@ def _stage(name: str, stages: list[dict[str, Any]], send: Send) -> Iterator[None
 
 
 def make_writer(trt: ModuleType, file: Any) -> Any:
-    """A stream that TensorRT writes the plan to, so that it never lies whole in memory.
+    """Returns a stream to which TensorRT writes the plan, so that it is never in memory as a whole.
 
     Attributes of the object: `num_bytes` written, `fault`, the OSError that ended it or None.
     """
@@ -141,7 +141,7 @@ def make_writer(trt: ModuleType, file: Any) -> Any:
 
 
 def make_monitor(trt: ModuleType, send: Send) -> Any:
-    """A progress monitor that sends {"progress": [phase, step, steps]} ten times a second at most."""
+    """Returns a progress monitor that sends {"progress": [phase, step, steps]} at most ten times a second."""
     lock, totals, last = threading.Lock(), dict[str, int](), [0.0]
 
     def report(phase: str, step: int) -> None:
@@ -184,7 +184,7 @@ def _sender(descriptor: int) -> Send:
 
 
 def _depend_on_parent() -> None:
-    """End with the parent, however it ends, and be the first that the kernel ends when memory is short."""
+    """End with the parent, however it ends, and be the first process that the kernel kills when memory is short."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build one plan in a child process: whatever becomes of the builder, the parent gets a plan or a BuildError."""
+"""Build one plan in a child process: even if the builder crashes, the parent gets a plan or a BuildError."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MEMORY_TODO = "Free memory, quantise the weights, or build on a larger machine:
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What a child builds.
+    """The request to a child.
 
     Args:
         onnx: the lowered graph.
@@ -38,7 +38,7 @@ class BuildRequest:
         variant: `tensorrt` or `tensorrt_rtx`.
         settings: see `network.configure`.
         timing_cache: file of measured kernels; None: none is kept.
-        max_bytes: the child is ended when it holds more memory; None: no limit.
+        max_bytes: the child is killed when it uses more memory; None: no limit.
     """
 
     onnx: Path
@@ -49,7 +49,7 @@ class BuildRequest:
     max_bytes: int | None = None
 
     def json_from_request(self, plan: Path) -> dict[str, Any]:
-        """What the child reads."""
+        """Returns the request as the child reads it."""
         return {
             "onnx": str(self.onnx),
             "plan": str(plan),
@@ -62,7 +62,7 @@ class BuildRequest:
 
 @dataclass
 class _Child:
-    """What is known of a running child."""
+    """State of a running child."""
 
     process: subprocess.Popen[bytes]
     stage: str = "start"
@@ -73,7 +73,7 @@ class _Child:
 
 
 def child_command() -> list[str]:
-    """The child's command line, without the number of the pipe for its events."""
+    """Returns the child's command line, without the number of the pipe for its events."""
     return [sys.executable, "-m", CHILD]
 
 
@@ -84,7 +84,7 @@ def build_plan(
 ) -> dict[str, Any]:
     """Build a plan.
 
-    The child ends with this process and with this call, also at Ctrl-C. `dest` appears whole or not at all.
+    The child ends with this process and with this call, also at Ctrl-C. `dest` is written atomically.
 
     Args:
         request: what to build.
@@ -100,7 +100,7 @@ def build_plan(
     """
     fresh = dest.with_name(f".{dest.name}.new")
     before = {"parent_rss_bytes": read_memory("VmRSS") or 0, "lowering_peak_bytes": read_peak_rss()}
-    # The child's own temporary files go with this folder, however the child ends.
+    # The child's own temporary files are removed with this folder, however the child ends.
     with tempfile.TemporaryDirectory(prefix="speccompile-build-") as scratch:
         printed = Path(scratch) / "printed"
         try:
@@ -122,7 +122,7 @@ def _run(
     output: Any,
     scratch: str,
 ) -> _Child:
-    """Start the child and hear it to its end."""
+    """Start the child and read its events until it ends."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     try:
@@ -133,7 +133,7 @@ def _run(
             stderr=output,
             pass_fds=(writer,),
             env={**os.environ, "TMPDIR": scratch},
-            start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the child
+            start_new_session=True,  # Ctrl-C reaches only the parent, which ends the child
         )
     finally:
         os.close(writer)
@@ -143,7 +143,7 @@ def _run(
         try:
             process.stdin.write(json.dumps(request.json_from_request(plan)).encode())
             process.stdin.close()
-        except BrokenPipeError:  # it died at once: its exit status says more
+        except BrokenPipeError:  # it died at once: its exit status is more informative
             pass
         _listen(child, reader, request.max_bytes, progress)
     finally:
@@ -203,7 +203,7 @@ def _memory_error(child: _Child, held: int, max_bytes: int) -> dict[str, str]:
 
 
 def _check_end(request: BuildRequest, child: _Child, printed: Path) -> None:
-    """Raise what the child reported, or what its exit status says."""
+    """Raise what the child reported, or what follows from its exit status."""
     if child.error is not None:
         raise BuildError(**child.error)
     status = child.process.returncode

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe fields that the TensorRT backend alone reads: `engine.variant`, `engine.plugins` and `engine.tensorrt`."""
+"""Recipe fields that only the TensorRT backend reads: `engine.variant`, `engine.plugins` and `engine.tensorrt`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """What the TensorRT backend alone reads."""
+    """The fields that only the TensorRT backend reads."""
 
     variant: Literal["auto", "tensorrt", "tensorrt_rtx"] = parameter(
         "auto", beside_section=True, description="Which TensorRT builds; 'auto' is the one that is installed."
@@ -77,7 +77,7 @@ class Config:
 
     @property
     def has_plugins(self) -> bool:
-        """Whether operators of ours become plugins."""
+        """Whether our operators become plugins."""
         return self.plugins != "none"
 
 

@@ -21,14 +21,14 @@ KV = "kv"  # the dim of `kv_rows`
 
 
 class TrtEngine(CudaEngine[Plan, Caches]):
-    """See `CudaEngine`: caches keep their layout, steps tell by `kv_rows` how much of them they attend to.
+    """See `CudaEngine`: caches keep their layout, and `kv_rows` gives the rows to which a step attends.
 
     Args:
         plan: the deserialised plan.
-        max_slots, max_rows: what may be used of the caches.
+        max_slots, max_rows: the usable part of the caches.
         settings: see `Runner`.
         rollback: the plan that compacts caches of this spec, for trees.
-        owners: engines by graph name, whose caches `spec.borrowed` names; what is not lent is memory of its own.
+        owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ def load_engine(
         path: the plan.
         spec: its inputs and outputs.
         max_slots: sequences decoded at once.
-        max_rows: cache rows wanted of each; the plan has at least as many.
+        max_rows: cache rows of each; the plan has at least as many.
         settings: `variant` (default auto), `plugins` (whether plans hold plugins that are registered from Python),
             and those of `Plan` and `Runner`.
         rollback: the plan that compacts trees.

@@ -24,9 +24,9 @@ _LEVELS = ("internal error", "error", "warning", "info", "verbose")
 
 
 def load_tensorrt(variant: str = "auto") -> Variant:
-    """Import a variant, once a process.
+    """Import a variant, once per process.
 
-    `auto` takes the one that is installed; with both, full TensorRT where there is a GPU, TensorRT-RTX elsewhere
+    `auto` imports the one that is installed; with both, full TensorRT where there is a GPU, TensorRT-RTX elsewhere
     (it builds without one).
 
     Args:
@@ -46,18 +46,18 @@ def load_tensorrt(variant: str = "auto") -> Variant:
 
 
 def installed_variants() -> list[Any]:
-    """Names of the variants whose packages are there, full TensorRT first; nothing is imported."""
+    """Returns the names of the installed variants, full TensorRT first; nothing is imported."""
     return [name for name in VARIANTS if importlib.util.find_spec(name) is not None]
 
 
 def find_compute_capabilities() -> tuple[tuple[int, int], ...]:
-    """(major, minor) of the GPUs of this machine: see `find_gpus`."""
+    """Returns (major, minor) of the GPUs of this machine: see `find_gpus`."""
     return tuple((major, minor) for _, major, minor in find_gpus())
 
 
 @functools.cache
 def find_gpus() -> tuple[tuple[str, int, int], ...]:
-    """(name, major, minor) of the GPUs of this machine, asked of the CUDA driver; empty without a driver or a GPU."""
+    """Returns (name, major, minor) of this machine's GPUs from the CUDA driver; empty without a driver or a GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -97,10 +97,10 @@ def _missing(got: str, expected: str, wanted: Sequence[Capabilities]) -> BuildEr
 
 
 def link_libraries(can: Capabilities) -> Path | None:
-    """Give the parser the unversioned library name that its wheel does not ship.
+    """Provide the unversioned library name that the parser opens and its wheel does not ship.
 
-    A library finds others beside the path it was opened by, so links in a folder of our own, opened before the
-    module is imported, do what the missing file would. The folder lives as long as the process.
+    A library finds others beside the path by which it was opened, so links in a folder of our own, opened before the
+    module is imported, replace the missing file. The folder lives as long as the process.
 
     Returns:
         The folder, or None where nothing had to be done.
@@ -128,10 +128,10 @@ def link_libraries(can: Capabilities) -> Path | None:
 
 
 def make_logger(trt: ModuleType) -> Any:
-    """A logger that keeps the last lines from info up in `lines` and prints nothing.
+    """Returns a logger that keeps the last lines from info up in `lines` and prints nothing.
 
     Attributes of the object: `lines`, a deque of (level, text), level 0 internal error to 4 verbose; `listener`,
-    None or a callable (level, text) that hears every line as it comes.
+    None or a callable (level, text) that gets every line.
     """
 
     class KeptLines(trt.ILogger):  # type: ignore[name-defined]
@@ -144,7 +144,7 @@ def make_logger(trt: ModuleType) -> Any:
 
         def log(self, severity: Any, message: str) -> None:
             level = int(severity)
-            if level > 3:  # verbose: thousands of lines a build
+            if level > 3:  # verbose: thousands of lines per build
                 return
             self.lines.append((level, message))
             if self.listener is not None:
@@ -154,6 +154,6 @@ def make_logger(trt: ModuleType) -> Any:
 
 
 def text_from_lines(lines: Sequence[tuple[int, str]], max_lines: int = 12) -> str:
-    """The last lines from warnings up, or where there are none the last of all, one a row."""
+    """Returns the last lines from warnings up, or where there are none the last of all, one per row."""
     important = [row for row in lines if row[0] <= 2] or list(lines)
     return "\n".join(f"{_LEVELS[level]}: {text}" for level, text in important[-max_lines:])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the plugins' CUDA sources for a GPU, once a machine, and launch them on raw pointers.
+"""Compile the plugins' CUDA sources for a GPU, once per machine, and launch them on raw pointers.
 
-nvcc is taken where there is one and it has a host compiler, else NVRTC through cuda-python. What is compiled lies in
-the user's cache folder under the digest of sources, compiler and options.
+nvcc is used where it is installed and has a host compiler, else NVRTC through cuda-python. Compiled kernels are kept
+in the user's cache folder under the digest of sources, compiler and options.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _INSTALL = "Install CUDA's nvcc and gcc (or pip install nvidia-cuda-nvrtc), or b
 
 
 def find_sources() -> Path:
-    """The folder of the kernels: in the package when it was installed, beside it in a checkout.
+    """Returns the folder of the kernels: inside an installed package, beside it in a checkout.
 
     Raises:
-        BuildError: it is in neither place.
+        BuildError: it is in neither.
     """
     package = Path(__file__).parents[2]
     places = (package / "plugin_sources", package.parent / "plugins")
@@ -54,7 +54,7 @@ def find_sources() -> Path:
 
 @functools.cache
 def sources_digest() -> str:
-    """SHA-256 of the kernels' sources, names counted."""
+    """Returns the SHA-256 of the kernels' sources and their names."""
     root, digest = find_sources(), hashlib.sha256()
     for path in sorted(root.rglob("*.cuh")):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
@@ -62,7 +62,7 @@ def sources_digest() -> str:
 
 
 def find_nvcc() -> Path | None:
-    """nvcc on the PATH, under CUDA_HOME or CUDA_PATH, or of NVIDIA's wheel; None where there is none."""
+    """Finds nvcc: on the PATH, under CUDA_HOME or CUDA_PATH, or of NVIDIA's wheel; None where there is none."""
     found = shutil.which("nvcc")
     places = [Path(found)] if found else []
     places += [Path(os.environ[name]) / "bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
@@ -73,18 +73,18 @@ def find_nvcc() -> Path | None:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels lie: `kernels` in $SPECCOMPILE_CACHE or ~/.cache/speccompile."""
+    """Returns the folder of compiled kernels: `kernels` in $SPECCOMPILE_CACHE or ~/.cache/speccompile."""
     return Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "kernels"
 
 
 def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", wrapper: str = "") -> bytes:
-    """The kernels of an op, from the cache or compiled now (about 6 s for SpecVerify).
+    """Returns the kernels of an op, from the cache or compiled now (about 6 s for SpecVerify).
 
     Args:
         op: SpecVerify or KVRollback.
         capability: (major, minor) of the GPU.
         kind: cubin, or ptx for a GPU of this generation or a later one.
-        wrapper: CUDA source that stands behind the kernels.
+        wrapper: CUDA source that is appended to the kernels.
 
     Raises:
         BuildError: there is no compiler, or it fails; its first lines are in the message.
@@ -153,7 +153,7 @@ def _run_nvrtc(op: str, arch: str, kind: str, source: str) -> bytes:
     headers = {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*.cuh"))}
     names = [name.encode() for name in headers]
     _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", len(headers), list(headers.values()), names)
-    # NVRTC knows no host: lambdas and constants are the device's.
+    # NVRTC has no host code: lambdas and constants are for the device.
     options = [option.encode() for option in (*_OPTIONS, "-default-device", f"-arch={arch}")]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(status) != 0:
@@ -201,7 +201,7 @@ class KernelModule:
         """Enqueue a kernel; does not wait.
 
         Args:
-            launch: what and how large.
+            launch: entry point and sizes.
             arguments: ctypes objects, one per kernel parameter; they are read before this returns.
             stream: CUDA stream as an integer.
         """
@@ -224,12 +224,12 @@ class KernelModule:
 
 @functools.cache
 def load_module(op: str, capability: tuple[int, int]) -> KernelModule:
-    """The op's kernels for GPUs of that capability; compiled and loaded once a process."""
+    """Returns the op's kernels for GPUs of that capability; compiled and loaded once per process."""
     return KernelModule(compile_kernels(op, capability))
 
 
 def current_capability() -> tuple[int, int]:
-    """(major, minor) of the device of the calling thread's CUDA context.
+    """Returns (major, minor) of the device of the calling thread's CUDA context.
 
     Raises:
         RuntimeFault: cuda-python is not installed, or there is no context.
@@ -248,7 +248,7 @@ def current_capability() -> tuple[int, int]:
 
 
 def launch_verify(args: SpecVerifyArgs, stream: int) -> None:
-    """SpecVerify on the current device: two launches.
+    """Launches SpecVerify on the current device: two kernels.
 
     Args:
         args: pointers and sizes; the workspace has `launches.verify_workspace_bytes`.
@@ -262,7 +262,7 @@ def launch_verify(args: SpecVerifyArgs, stream: int) -> None:
 def launch_rollback(
     caches: Sequence[int], shape: Sequence[int], dtype: str, lengths: int, path: int, depth: int, stream: int
 ) -> None:
-    """KVRollback on the current device: one launch for every 480 caches.
+    """Launches KVRollback on the current device: one kernel per 480 caches.
 
     Args:
         caches: device addresses.

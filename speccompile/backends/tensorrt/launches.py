@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of the plugins' kernels is made of: arguments, grids, shared memory, workspace. Pure arithmetic.
+"""Launch parameters of the plugins' kernels: arguments, grids, shared memory, workspace. Pure arithmetic.
 
 `plugins/*/plugin.cpp` does the same arithmetic in C++. The constants are those of the kernels' headers; tests compare.
 """
@@ -16,7 +16,7 @@ from speccompile.errors import RuntimeFault
 CHUNK = 256
 CHUNKS_IN_FLIGHT = 4
 SCAN_THREADS = 256
-SETTLE_THREADS = 512
+RESOLVE_THREADS = 512
 ROLLBACK_THREADS = 128
 WARP = 32
 MAX_VOCAB = 2048 * CHUNK
@@ -79,12 +79,12 @@ def _check(where: str, name: str, got: int, most: int) -> None:
 
 
 def num_chunks(vocab: int) -> int:
-    """Chunks that a row of logits is read in."""
+    """Returns the number of chunks in which a row of logits is read."""
     return -(-vocab // CHUNK)
 
 
 def verify_workspace_bytes(batch: int, nodes: int, vocab: int, has_map: bool = False) -> int:
-    """Bytes of SpecVerify's workspace: cells of the chunks, distributions, outcomes, counters, the inverse of d2t."""
+    """Returns the bytes of SpecVerify's workspace: chunk cells, distributions, outcomes, counters, inverse of d2t."""
     rows = batch * nodes
     cells = rows * num_chunks(vocab)
     return cells * _CELL_BYTES + rows * (_DIST_BYTES + _OUTCOME_BYTES) + 4 * batch + (4 * vocab if has_map else 0)
@@ -95,7 +95,7 @@ def _final_shared_bytes(vocab: int) -> int:
 
 
 def verify_launches(batch: int, nodes: int, vocab: int, dtype: str) -> tuple[Launch, Launch]:
-    """The two launches of SpecVerify, in order.
+    """Returns the two launches of SpecVerify, in order.
 
     Args:
         batch: slots.
@@ -104,7 +104,7 @@ def verify_launches(batch: int, nodes: int, vocab: int, dtype: str) -> tuple[Lau
         dtype: of the logits.
 
     Raises:
-        RuntimeFault: a size is beyond what the kernels hold.
+        RuntimeFault: a size exceeds the kernels' limits.
     """
     _check("SpecVerify", "nodes", nodes, MAX_NODES)
     _check("SpecVerify", "vocab", vocab, MAX_VOCAB)
@@ -112,19 +112,19 @@ def verify_launches(batch: int, nodes: int, vocab: int, dtype: str) -> tuple[Lau
     scan_blocks = max(-(-tasks * WARP // SCAN_THREADS), -(-batch // SCAN_THREADS))
     return (
         Launch(f"spec_verify_scan_{SUFFIXES[dtype]}", (scan_blocks, 1, 1), SCAN_THREADS),
-        Launch("spec_verify_flush", (batch * nodes, 1, 1), SETTLE_THREADS, _final_shared_bytes(vocab)),
+        Launch("spec_verify_resolve", (batch * nodes, 1, 1), RESOLVE_THREADS, _final_shared_bytes(vocab)),
     )
 
 
 def single_launch(batch: int, nodes: int, vocab: int) -> Launch:
-    """SpecVerify as one launch without workspace, for plugins of one kernel; arguments and errors as above."""
+    """Returns SpecVerify as one launch without workspace, for plugins of one kernel; arguments and errors as above."""
     _check("SpecVerify", "nodes", nodes, MAX_NODES)
     _check("SpecVerify", "vocab", vocab, MAX_VOCAB)
-    return Launch("spec_verify_single", (batch, 1, 1), SETTLE_THREADS, _final_shared_bytes(vocab))
+    return Launch("spec_verify_single", (batch, 1, 1), RESOLVE_THREADS, _final_shared_bytes(vocab))
 
 
 def rollback_vector_bytes(head_dim: int, dtype: str, pointers: Sequence[int]) -> int:
-    """Widest unit, 16, 4 or 2 bytes, that divides a cache row and that every cache's address is a multiple of."""
+    """Returns the widest unit, 16, 4 or 2 bytes, that divides a cache row and every cache's address."""
     step = math.gcd(head_dim * _DTYPE_BYTES[dtype], *pointers)
     return next(unit for unit in (16, 4, 2) if step % unit == 0)
 
@@ -132,7 +132,7 @@ def rollback_vector_bytes(head_dim: int, dtype: str, pointers: Sequence[int]) ->
 def rollback_launches(
     pointers: Sequence[int], batch: int, kv_heads: int, head_dim: int, dtype: str
 ) -> list[tuple[Launch, Sequence[int]]]:
-    """The launches of KVRollback and the caches of each: one for every MAX_CACHES caches.
+    """Returns the launches of KVRollback and the caches of each: one per MAX_CACHES caches.
 
     Args:
         pointers: device addresses of the caches.
@@ -151,7 +151,7 @@ def rollback_launches(
 def rollback_args(
     pointers: Sequence[int], lengths: int, path: int, depth: int, kv_heads: int, max_seq: int, row_vectors: int
 ) -> KVRollbackArgs:
-    """The argument struct of one launch of KVRollback."""
+    """Returns the argument struct of one launch of KVRollback."""
     args = KVRollbackArgs(lengths=lengths, path=path, depth=depth, kv_heads=kv_heads, max_seq=max_seq)
     args.row_vectors = row_vectors
     args.caches[: len(pointers)] = list(pointers)

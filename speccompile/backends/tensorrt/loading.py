@@ -52,15 +52,15 @@ class Plan:
         variant: the TensorRT that made it.
         path: the plan's file.
         spec: its inputs and outputs.
-        device: where it runs.
+        device: of its memory.
         settings: `cuda_graphs`, `runtime_cache` (false: compiled kernels are not kept for the next load).
-        cache_bytes: that will be allocated for its caches; weights that are streamed leave room for them.
+        cache_bytes: bytes of its caches, for which streamed weights leave room.
 
     Raises:
         BundleError: it does not fit this machine or this TensorRT, or differs from its spec.
     """
 
-    idle_runs = 256  # a candidate: what TensorRT takes to make a context was not measured
+    idle_runs = 256  # an estimate: the memory of creating a context was not measured
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Plan:
             raise BundleError(str(path), got, expected, "Build the bundle again with the TensorRT installed here.")
         _check_io(path, spec, variant, self.engine)
         if self.engine.streamable_weights_size > 0:  # 0 where the plan was built without the flag
-            # TensorRT streams nothing by default. The budget also decides how much scratch memory is needed.
+            # TensorRT streams nothing by default. The budget also determines the scratch memory.
             budget = self.engine.get_weight_streaming_automatic_budget() - cache_bytes
             self.engine.weight_streaming_budget_v2 = max(budget, 0)
         self.profiles = tuple(_read_profile(self.engine, spec, i) for i in range(self.engine.num_optimization_profiles))
@@ -102,20 +102,20 @@ class Plan:
         if settings.get("runtime_cache", True):
             cache, kept = config.create_runtime_cache(), _cache_file(blob)
             if kept.exists():
-                cache.deserialize(kept.read_bytes())  # refused, and then filled anew, where it was made elsewhere
+                cache.deserialize(kept.read_bytes())  # TensorRT refuses one from elsewhere; it is then filled again
             config.set_runtime_cache(cache)
             weakref.finalize(self, _keep, cache, kept)
         return config
 
     def make_context(self, profile: Profile, is_kept: bool = False) -> Any:
-        """An execution context for one profile. All contexts share one scratch memory: they run one after another.
+        """Returns an execution context for one profile. All contexts share one scratch memory, so they run in turn.
 
         Args:
             profile: of this plan.
-            is_kept: does not matter here.
+            is_kept: not used here.
 
         Raises:
-            RuntimeFault: TensorRT makes none.
+            RuntimeFault: TensorRT creates none.
         """
         del is_kept
         strategy = self.variant.trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -129,7 +129,7 @@ class Plan:
         return context
 
     def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
-        """The last profile that takes these shapes: that of steps stands behind that of prompts.
+        """Returns the last profile that accepts these shapes: that of steps comes after that of prompts.
 
         Raises:
             RuntimeFault: none does.
@@ -156,10 +156,10 @@ def _read_profile(engine: Any, spec: GraphSpec, index: int) -> Profile:
 
 
 def _check_io(path: Path, spec: GraphSpec, variant: Variant, engine: Any) -> None:
-    """Compare names, directions, dtypes, places and static dims with the spec.
+    """Compare names, directions, dtypes, memory locations and static dims with the spec.
 
     Raises:
-        BundleError: they differ, or a tensor must lie in host memory.
+        BundleError: they differ, or a tensor must be in host memory.
     """
     trt, todo = variant.trt, "Build the bundle again."
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
@@ -183,7 +183,7 @@ def _check_io(path: Path, spec: GraphSpec, variant: Variant, engine: Any) -> Non
 
 
 def _cache_file(blob: bytes) -> Path:
-    """Where kernels compiled for a plan are kept; what is kept for another machine is refused by TensorRT."""
+    """Returns the file for kernels compiled for a plan; TensorRT refuses those of another machine."""
     digest = hashlib.sha256(blob[:_HEAD_BYTES] + len(blob).to_bytes(8, "little")).hexdigest()[:32]
     folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "tensorrt"
     return folder / f"{digest}.kernels"

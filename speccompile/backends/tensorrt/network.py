@@ -25,14 +25,14 @@ def parse_network(
         variant: which TensorRT.
         builder: its Builder.
         path: the ONNX file.
-        plugins: ops that shall become plugins even where they carry a body; empty: bodies are used.
-        form: `python`, or `aot`: the kernels go into the plan.
+        plugins: ops that become plugins even where they have a body; empty: bodies are used.
+        form: `python`, or `aot`: the kernels are stored in the plan.
 
     Returns:
         The network, and the parser, which owns the weights and must outlive the build.
 
     Raises:
-        BuildError: an operator or attribute that TensorRT does not take, or a plugin that is not there.
+        BuildError: an operator or attribute that TensorRT does not support, or a missing plugin.
     """
     trt, flags = variant.trt, 0
     if plugins and form == "aot":
@@ -57,7 +57,7 @@ def count_plugins(variant: Variant, network: Any) -> dict[str, int]:
     trt, counts = variant.trt, Counter[str]()
     for layer in (network.get_layer(i) for i in range(network.num_layers)):
         if layer.type == trt.LayerType.PLUGIN_V3:
-            layer.__class__ = trt.IPluginV3Layer  # the binding gives the base class
+            layer.__class__ = trt.IPluginV3Layer  # the binding returns the base class
             core = layer.plugin.get_capability_interface(trt.PluginCapabilityType.CORE)
             counts[str(core.plugin_name)] += 1
     return dict(counts)
@@ -115,7 +115,7 @@ def _check_tensor(spec: GraphSpec, side: str, wanted: TensorSpec, found: Any) ->
 
 
 def configure(variant: Variant, builder: Any, settings: Mapping[str, Any]) -> Any:
-    """A builder configuration.
+    """Returns a builder configuration.
 
     Args:
         variant: which TensorRT.
@@ -159,7 +159,7 @@ def _add_profile(variant: Variant, builder: Any, config: Any, index: int, shapes
 
 
 def load_timing_cache(variant: Variant, config: Any, path: Path | None) -> Any:
-    """Let the builder start with kernels measured before, or with none where they are of another GPU.
+    """Start the builder with kernels measured before, or with none where they are of another GPU.
 
     Returns:
         The cache, or None where the variant has none.
@@ -174,7 +174,7 @@ def load_timing_cache(variant: Variant, config: Any, path: Path | None) -> Any:
 
 
 def save_timing_cache(config: Any, path: Path) -> None:
-    """Keep what the builder measured, whole or not at all; nothing where the builder has no cache."""
+    """Keep the builder's measurements, written atomically; does nothing where the builder has no cache."""
     cache = config.get_timing_cache()
     if cache is None:
         return

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the two plugins are found by TensorRT, and what a build must set for them.
+"""Names by which TensorRT finds the two plugins, and the settings that a build needs for them.
 
-Parser: `OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE`, or a function body beats the plugin. Builder config:
-`PreviewFeature.ALIASED_PLUGIN_IO_10_03`, or KVRollback's outputs that alias its inputs are refused. The plugins are
+Parser: `OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE`, else function bodies take precedence. Builder config:
+`PreviewFeature.ALIASED_PLUGIN_IO_10_03`, else KVRollback's outputs that alias its inputs are refused. The plugins are
 registered before a model is parsed and before a plan is deserialised: a node that is not resolved ends the process.
-KVRollback follows TensorScatter, and its caches before and behind it are network outputs bound to one address.
+KVRollback follows TensorScatter, and the caches before and after it are network outputs bound to one address.
 
 The namespace is empty because the override looks for plugins there only (TensorRT-RTX 1.7.1: one registered under the
-node's domain is found for a node without body, but loses against a body).
+node's domain is found for a node without body, but a body takes precedence).
 """
 
 PLUGIN_NAMESPACE = ""
@@ -17,9 +17,9 @@ SPEC_VERIFY = "SpecVerify"
 KV_ROLLBACK = "KVRollback"
 PLUGIN_OPS = (SPEC_VERIFY, KV_ROLLBACK)
 
-# Node attribute of KVRollback: TensorRT asks for the number of outputs before it shows the inputs. 1 when left out.
+# Node attribute of KVRollback: TensorRT asks for the number of outputs before it passes the inputs. Default 1.
 NUM_CACHES = "num_caches"
 
-# Plugin field of both ops that a plan carries. It counts changes of what a plan relies on: inputs, outputs, workspace.
+# Plugin field of both ops, stored in a plan. It is incremented when inputs, outputs or workspace change.
 ABI_FIELD = "abi"
 PLUGIN_ABI = 1

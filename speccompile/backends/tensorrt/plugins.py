@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SpecVerify and KVRollback as Python plugins (IPluginV3) that launch the compiled kernels.
 
-`plugin_names` says what a build must set. A plan with Python plugins needs this registration wherever it is loaded;
-the C++ library (`make plugins`) can be embedded instead. Plans are built without CUDA: it is looked for by enqueue.
+`plugin_names` lists the settings of a build. A plan with Python plugins needs this registration wherever it is loaded;
+the C++ library (`make plugins`) can be embedded instead. Plans are built without CUDA: only enqueue loads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VERDICT_NAMES = ("path", "num_accepted", "next_token")
 
 
 def plugin_abi() -> dict[str, Any]:
-    """What a manifest records of the plugins; JSON-ready."""
+    """Returns the manifest's record of the plugins; JSON-ready."""
     return {
         "namespace": PLUGIN_NAMESPACE,
         "version": PLUGIN_VERSION,
@@ -45,7 +45,7 @@ def plugin_abi() -> dict[str, Any]:
 
 
 def register_plugins(trt: ModuleType) -> None:
-    """Register the creators with TensorRT's registry, where none of that name is there yet (a C++ library's counts).
+    """Register the creators with TensorRT's registry, unless one of that name exists (also from a C++ library).
 
     Args:
         trt: the module tensorrt or tensorrt_rtx.
@@ -78,12 +78,12 @@ def load_plugin_library(trt: ModuleType, library: Path) -> None:
     registry.load_library(str(library.resolve()))
     for name in PLUGIN_OPS:
         if registry.get_creator(name, PLUGIN_VERSION, PLUGIN_NAMESPACE) is None:
-            todo = "Build it anew from the sources of this version: make plugins TENSORRT_INCLUDE_DIR=..."
+            todo = "Build it again from the sources of this version: make plugins TENSORRT_INCLUDE_DIR=..."
             raise BuildError(f"plugin library {library}", f"no {name}", f"{name} version {PLUGIN_VERSION}", todo)
 
 
 def _fields(trt: ModuleType, values: dict[str, int]) -> tuple[Any, Any]:
-    """A field collection, and the arrays that it points into: keep them."""
+    """Returns a field collection, and the arrays that it points into, which must be kept alive."""
     arrays = {name: np.array([value], dtype=np.int32) for name, value in values.items()}
     fields = [trt.PluginField(name, array, trt.PluginFieldType.INT32) for name, array in arrays.items()]
     return trt.PluginFieldCollection(fields), (arrays, fields)
@@ -95,7 +95,7 @@ def _dtype_name(trt: ModuleType, kind: Any) -> str:
 
 
 def _base(trt: ModuleType) -> type[Any]:
-    """What both plugins have in common. The classes are made here since their bases belong to the module given."""
+    """Returns the base class of both plugins, created here since its bases belong to the given module."""
     core, build, run = trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime
 
     class Plugin(trt.IPluginV3, core, build, run):  # type: ignore[misc, valid-type, name-defined]
@@ -123,13 +123,13 @@ def _base(trt: ModuleType) -> type[Any]:
             return collection
 
         def configure_plugin(self, inputs: Any, outputs: Any) -> None:
-            """Nothing depends on the profile."""
+            """Does nothing: no state depends on the profile."""
 
         def on_shape_change(self, inputs: Any, outputs: Any) -> None:
-            """Nothing is kept of the shapes."""
+            """Does nothing: no shapes are kept."""
 
         def set_tactic(self, tactic: int) -> None:
-            """There is one way of running."""
+            """Does nothing: there is one tactic."""
 
         def supports_format_combination(self, pos: int, in_out: Any, num_inputs: int) -> bool:
             kinds = [_dtype_name(trt, item.desc.type) for item in in_out[: pos + 1]]

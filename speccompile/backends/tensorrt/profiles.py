@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimization profiles: which sizes a plan serves, derived from its spec, its options and the recipe's wishes."""
+"""Optimization profiles: the sizes that a plan supports, derived from its spec, its options and the recipe's fields."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Profile:
     """One optimization profile.
 
     Args:
-        name: prefill, decode, or step where a graph has one alone.
+        name: prefill, decode, or step where a graph has only one.
         sizes: (min, opt, max) by name of a dynamic dim.
     """
 
@@ -31,7 +31,7 @@ class Profile:
     sizes: Mapping[str, Range]
 
     def shapes(self, spec: GraphSpec) -> Shapes:
-        """(min, opt, max) shapes of every input with a dynamic dim."""
+        """Returns (min, opt, max) shapes of every input with a dynamic dim."""
         dynamic = [t for t in spec.inputs if any(isinstance(d, str) for d in t.dims)]
         return {t.name: (self._shape(t, 0), self._shape(t, 1), self._shape(t, 2)) for t in dynamic}
 
@@ -39,12 +39,12 @@ class Profile:
         return tuple(d if isinstance(d, int) else self.sizes[d][which] for d in tensor.dims)
 
     def json_from_profile(self) -> dict[str, Any]:
-        """{"name", "sizes": {dim: [min, opt, max]}}."""
+        """Returns {"name", "sizes": {dim: [min, opt, max]}}."""
         return {"name": self.name, "sizes": {dim: list(sizes) for dim, sizes in self.sizes.items()}}
 
 
 def make_profiles(spec: GraphSpec, options: CompileOptions) -> tuple[Profile, ...]:
-    """The profiles of a graph.
+    """Returns the profiles of a graph.
 
     A graph that reads prompts has two: `prefill`, one sequence and up to a chunk of its prompt, and
     `decode`, every slot and up to the nodes of a step. All others have `step`, with decode's sizes. The one of steps
@@ -55,7 +55,7 @@ def make_profiles(spec: GraphSpec, options: CompileOptions) -> tuple[Profile, ..
         options: sizes, and in `backend` the recipe's `prefill` and `decode`.
 
     Raises:
-        BuildError: a profile of the recipe leaves out sizes that the runtime will ask for, or goes beyond the graph.
+        BuildError: a profile of the recipe lacks sizes that the runtime needs, or exceeds the graph's.
     """
     names = ("prefill", "decode") if spec.reads_prompts else ("step",)
     profiles = tuple(_make_profile(name, spec, options) for name in names)
@@ -67,7 +67,7 @@ def make_profiles(spec: GraphSpec, options: CompileOptions) -> tuple[Profile, ..
 
 
 def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profile:
-    # What the runtime asks for; the recipe may widen it, and chooses what is fastest.
+    # The sizes that the runtime needs; the recipe may widen the range and chooses the optimum.
     rows, nodes = max(options.max_rows, 1), options.max_nodes
     is_prefill = name == "prefill"
     chunk = max(min(PREFILL_CHUNK, options.max_rows or PREFILL_CHUNK), nodes)
@@ -95,7 +95,7 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
         name,
         {
             **sizes,
-            # What a draft is told: the target's features of a step, or its own and one more.
+            # Features that a draft reads: the target's of a step, or its own and one more.
             STATES: (1, sizes["nodes"][1], max(sizes["nodes"][2], nodes + 1)),
             "scored": (1, 1 if is_prefill or steps_by_one else scored, scored),
             "draft_vocab": (1, 1, max(spec.dist_width, 1)),
@@ -114,7 +114,7 @@ def _fit(name: str, dim: str, wish: SizeRange, needed: tuple[int, int], best: in
 
 
 def describe_dim(dim: Dim, profiles: Sequence[Profile]) -> str:
-    """A dim as people read it: a number, or its name with the range that all profiles span."""
+    """Returns a dim as text: a number, or its name with the range of all profiles."""
     if isinstance(dim, int):
         return str(dim)
     ranges = [p.sizes[dim] for p in profiles if dim in p.sizes]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a plan, written beside it when it is built and compared when it is loaded."""
+"""The record of a plan, written beside it when it is built and compared when it is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REBUILD = "Build the bundle again here, or install what it was built with."
 
 
 def record_file(plan: Path) -> Path:
-    """Where the record of a plan lies."""
+    """Returns the file of the record of a plan."""
     return plan.with_suffix(".json")
 
 
@@ -27,13 +27,13 @@ def make_record(
     profiles: Sequence[Profile],
     built: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The record of a plan that was just built.
+    """Returns the record of a plan that was just built.
 
     Args:
         source: the lowered ONNX it was built from.
-        settings: what the builder was told.
+        settings: of the builder.
         profiles: with their dims by name.
-        built: what the builder's process reported.
+        built: the report of the builder's process.
 
     Returns:
         {"variant", "version", "platform", "compute_capabilities", "plugins", "plugin_form", "plugin_abi",
@@ -61,7 +61,7 @@ def make_record(
 
 
 def weights_bytes_of(source: Path) -> int:
-    """Bytes of the weights of an ONNX file, those inside its subgraphs left out; nothing of them is read."""
+    """Returns the bytes of the weights of an ONNX file, except those in its subgraphs, without reading them."""
     import onnx_ir as ir
 
     tensors = [v.const_value for v in ir.load(source).graph.initializers.values()]
@@ -69,7 +69,7 @@ def weights_bytes_of(source: Path) -> int:
 
 
 def plugin_abi_of(has_plugins: bool) -> dict[str, Any] | None:
-    """What plans with plugins rely on; None for plans without."""
+    """Returns the plugin ABI of plans with plugins; None for plans without."""
     if not has_plugins:
         return None
     from speccompile.backends.tensorrt.plugins import plugin_abi
@@ -88,7 +88,7 @@ def write_record(plan: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(plan: Path) -> dict[str, Any]:
-    """The record beside a plan.
+    """Returns the record beside a plan.
 
     Raises:
         BundleError: it is missing or damaged.

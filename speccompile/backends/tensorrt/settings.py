@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe's engine fields to what the builder is told; contradictions with the variant are refused."""
+"""From a recipe's engine fields to the builder's settings; contradictions with the variant are refused."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def settings_from_options(
     plugins: Sequence[str],
     quantization: str = "none",
 ) -> dict[str, Any]:
-    """What the child configures TensorRT with, JSON-ready; it goes into the manifest as it is.
+    """Returns the settings with which the child configures TensorRT, JSON-ready; stored in the manifest unchanged.
 
     Args:
-        variant: what the TensorRT at hand can do.
+        variant: capabilities of the installed TensorRT.
         spec: the graph's inputs and outputs.
         options: the recipe's sizes and fields.
         profiles: of the graph.
@@ -42,7 +42,7 @@ def settings_from_options(
         quantization: of the weights.
 
     Raises:
-        BuildError: the variant or a plugin does not do what a field asks for.
+        BuildError: the variant or a plugin does not support a field's value.
     """
     config = config_from_options(options)
     level = config.optimization_level
@@ -94,7 +94,7 @@ def _capabilities(variant: Capabilities, wanted: Sequence[str], quantization: st
 
 
 def timing_cache_file(variant: Variant, options: CompileOptions) -> Path | None:
-    """Where kernels measured on this GPU are kept between builds; None where the variant or the recipe has none."""
+    """Returns the file for kernels measured on this GPU; None where the variant or the recipe has none."""
     if not variant.can.supports_timing_cache or not config_from_options(options).timing_cache:
         return None
     folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile")
@@ -103,6 +103,6 @@ def timing_cache_file(variant: Variant, options: CompileOptions) -> Path | None:
 
 
 def memory_limit(options: CompileOptions) -> int | None:
-    """Bytes that the builder's process may hold; None: what the machine has."""
+    """Returns the bytes that the builder's process may use; None: the machine's memory."""
     gib = config_from_options(options).max_build_gib
     return None if gib == "auto" else int(gib * GIB)

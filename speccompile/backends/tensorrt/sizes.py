@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes of weights a plan will hold, from counts alone. Kernels come on top, for each profile.
+"""Predicts the bytes of a plan's weights from counts alone. Kernels are additional, for each profile.
 
 The forms are those of the lowering: embeddings in the graph's dtype, linear layers quantised, an LM head in int8
 under int4 as well, and an LM head that is tied to the embedding stored once where nothing is quantised.
@@ -11,15 +11,15 @@ from speccompile.core.jobs import BuildSizes, WeightCounts
 from speccompile.core.specs import DTYPE_BYTES
 
 MIB = 2**20
-INT4_BLOCK = 128  # inputs that share a scale, where that divides them
+INT4_BLOCK = 128  # inputs that share a scale, where it divides their number
 
 
 def predicted_weight_bytes(
     counts: WeightCounts, quantization: str, dtype: str, *, num_head: int = 0, is_tied: bool = False
 ) -> int:
-    """Bytes of the weights in a plan.
+    """Returns the bytes of the weights in a plan.
 
-    Scales of channels, and what norms and rotary tables need in float32 beyond the dtype, are left out: less than one
+    Scales of channels, and the additional bytes of float32 norms and rotary tables, are not counted: less than one
     percent from a hidden size of 256 on.
 
     Args:
@@ -47,7 +47,7 @@ _EXPORT_BYTES = {"none": 620 * MIB, "int8": 750 * MIB, "int4": 880 * MIB, "fp8":
 
 
 def predict_sizes(counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
-    """Predict a plan and the memory of its build; the builder's peak counts what the parent holds meanwhile."""
+    """Predict a plan and the memory of its build; the builder's peak includes the parent's memory."""
     num_head, is_tied = counts.num_head, counts.is_tied
     weights = predicted_weight_bytes(counts, quantization, dtype, num_head=num_head, is_tied=is_tied)
     builder = int(weights * _BUILDER_FACTOR[quantization]) + _BUILDER_BYTES + _PARENT_BYTES

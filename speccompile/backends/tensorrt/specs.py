@@ -17,17 +17,17 @@ from speccompile.core.specs import (
 
 
 def tensorrt_spec(spec: GraphSpec, dtype: str, max_rows: int, *, compacts: bool = False) -> GraphSpec:
-    """`spec` as TensorRT's graph has it: its dtype, static caches and the number of rows to attend to.
+    """Returns `spec` as in TensorRT's graph: its dtype, static caches and the number of rows to attend to.
 
     Args:
         spec: of a whole neutral graph, tail included; of a rollback graph; or of one without caches.
-        dtype: of caches and hidden states: float32, float16 or bfloat16. What is sampled from stays float32.
-        max_rows: rows of the caches, those that a step of drafts needs behind the last sequence row included.
+        dtype: of caches and hidden states: float32, float16 or bfloat16. Distributions stay float32.
+        max_rows: rows of the caches, those that a step of drafts needs after the last sequence row included.
         compacts: whether KVRollback follows the updates in the graph (where a plugin does it).
 
     Returns:
         The spec. `kv_rows` comes before the caches of a graph that reads prompts; with `compacts` a
-        `<cache>.compacted` for each cache comes behind the updates.
+        `<cache>.compacted` for each cache comes after the updates.
     """
 
     def convert(tensor: TensorSpec) -> TensorSpec:
@@ -40,7 +40,7 @@ def tensorrt_spec(spec: GraphSpec, dtype: str, max_rows: int, *, compacts: bool 
 
     caches = {name for cache in spec.cache_inputs for name in (cache, updated_cache_name(cache))}
     inputs = [convert(t) for t in spec.inputs]
-    # A distribution is never a dummy there: its function has no branches, and all that branches is the size of an
+    # A distribution is never a dummy in TensorRT: its function has no branches, and all that branches is the size of an
     # input.
     dists = {"draft_vocab": spec.dist_width}
     outputs = [replace(convert(t), dims=tuple(dists.get(str(d), d) for d in convert(t).dims)) for t in spec.outputs]

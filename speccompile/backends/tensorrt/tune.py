@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of n nodes costs on the GPU at hand; measured at the build where there is one, else at the first load."""
+"""Time of a step of n nodes on this GPU; measured at the build where there is one, else at the first load."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def measure_plan(path: Path, spec: GraphSpec) -> dict[str, Any]:
 
 
 def _max_nodes(spec: GraphSpec, record: Mapping[str, Any]) -> int:
-    """Most nodes of a step that a profile takes; but for a graph that scores one, all of them are scored."""
+    """Returns the most nodes of a step in any profile; all are scored, except in graphs that score one."""
     dims = ("nodes",) if spec.scores == "one" else ("nodes", "scored")
     return max(min(int(profile["sizes"][dim][2]) for dim in dims) for profile in record["profiles"])
 
 
 def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict[str, Any]:
-    """The record for the GPU at hand: a bundle built without a GPU, or for another one, is measured once.
+    """Returns the record for this GPU: a bundle built without a GPU, or for another one, is measured once.
 
-    What was measured is kept in the user's cache folder by plan and GPU.
+    The measurement is kept in the user's cache folder by plan and GPU.
 
     Raises:
         BundleError, RuntimeFault: see `measure_plan`.
@@ -51,7 +51,7 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict
     from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
 
     if not find_compute_capabilities():
-        return dict(tuning)  # loading will say that there is no GPU
+        return dict(tuning)  # loading will report that there is no GPU
     gpu = open_device(0).properties()["name"]
     if tuning.get("gpu") == gpu:
         return dict(tuning)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two variants of TensorRT, and what each of them can do.
+"""The two variants of TensorRT and their capabilities.
 
-What differs is written here once as attributes; no other module asks for a variant's name.
+Differences are attributes here; no other module depends on a variant's name.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Capabilities:
         name: the module's name and the recipe's word.
         extra: the extra of speccompile that installs it.
         library, parser_library: file names of its shared libraries, as its wheel ships them.
-        unversioned_library: the name its ONNX parser opens at the first plugin node; None: no cure is needed.
+        unversioned_library: the name its ONNX parser opens at the first plugin node; None: no workaround is needed.
         needs_gpu_to_build: the builder measures kernels on a GPU.
-        supports_compute_capabilities: a plan can be built for named GPUs other than the one at hand.
+        supports_compute_capabilities: a plan can be built for named GPUs other than this machine's.
         supports_aot_plugins: plugins can be embedded in the plan as PTX.
         supports_timing_cache: measured kernels can be kept for the next build.
         supports_optimization_level: the builder searches longer at a higher level.
-        supports_version_compatible: a plan can be made to outlive the TensorRT that built it.
+        supports_version_compatible: a plan can be made loadable by later versions of TensorRT.
         supports_runtime_cache: kernels compiled at load can be kept for the next load.
         supports_cuda_graph_strategy: the runtime can capture steps as CUDA graphs by itself.
         supports_validity_check: a plan can be compared with the machine before it is deserialised.
-        target_capabilities: (major, minor) of the GPUs a plan can be built for; empty: those of the GPU at hand.
+        target_capabilities: (major, minor) of the GPUs a plan can be built for; empty: those of this machine's GPU.
     """
 
     name: VariantName
@@ -111,7 +111,7 @@ class Variant:
         can: what it offers.
         trt: its Python module.
         version: the module's version.
-        logger: the process's one logger (an `ILogger`); every Builder, Runtime, parser and registry gets this one.
+        logger: the process's only logger (an `ILogger`), for every Builder, Runtime, parser and registry.
     """
 
     can: Capabilities

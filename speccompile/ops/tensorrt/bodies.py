@@ -73,8 +73,8 @@ _CHOICE = """
     """
 
 _VERDICT = "path, num_accepted, next_token"
-# A greedy slot's distribution is one-hot, and then both rules keep the same drafts: distributions never have to be
-# left unread.
+# A greedy slot's distribution is one-hot, and then both rules keep the same drafts: distributions need
+# not be skipped.
 _SPEC_VERIFY: dict[Drafts, tuple[str, tuple[str, ...]]] = {
     "tokens": (_TARGET + _BY_TOKENS.format(_VERDICT), ("Warp", "Draw", "Walk")),
     "dists": (_TARGET + _BY_DISTS.format(_VERDICT), ("Warp", "WalkProbs")),
@@ -89,7 +89,7 @@ _SPEC_VERIFY: dict[Drafts, tuple[str, tuple[str, ...]]] = {
 
 
 def drafts_from_width(draft_vocab: int | str | None, vocab: int | None) -> Drafts:
-    """The form of SpecVerify for a graph whose draft distributions are so wide; a name or None: decided at run time.
+    """Returns the form of SpecVerify for draft distributions of this width; a name or None: decided at run time.
 
     Args:
         draft_vocab: last dim of `draft_probs`.
@@ -101,7 +101,7 @@ def drafts_from_width(draft_vocab: int | str | None, vocab: int | None) -> Draft
 
 
 def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
-    """The ops by name, with bodies for TensorRT; names and signatures are those of the ordinary ones.
+    """Returns the ops by name, with bodies for TensorRT; names and signatures are those of the ordinary ones.
 
     The ordinary bodies of FiniteToken and KVRollback build. The latter is a gather of rows and TensorRT's in-place
     cache layer, whose cache must be an input of the graph and its update an output.

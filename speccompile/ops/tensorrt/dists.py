@@ -2,7 +2,7 @@
 """Locate, Draw and Warp as TensorRT builds them.
 
 TensorRT has no double, sorts 3840 entries at most and captures no CUDA graph over a branch. So running sums go in
-blocks of 64 (the error of a float32 running sum grows with its length: 64 terms at most follow each other here), and
+blocks of 64 (the error of a float32 running sum grows with its length, which is at most 64 terms here), and
 the edges of top-k and top-p are found by narrowing an interval of logits, 16 thresholds at once: a comparison with 16
 thresholds and its count fuse into one kernel that keeps nothing in memory (seen in TensorRT-RTX 1.7.1's build log).
 """
@@ -22,9 +22,9 @@ from speccompile.ops.warp import WARP
 
 WIDTH = 64  # entries of a block
 SPAN = 128  # of logits: a token this far below the best has a float32 probability of 0
-PARTS = 16  # an interval is cut into so many at once
+PARTS = 16  # an interval is divided into so many at once
 NUM_ROUNDS = 9  # the last interval is 128 / 16**9 = 2e-9 wide: below the spacing of float32 from 0.02 on
-_BIG = 1 << 24  # behind any index; indices are exact in float32 up to here
+_BIG = 1 << 24  # above any index; indices are exact in float32 up to here
 
 
 def _locate(rows: Floats, bound: Floats) -> tuple[Ints]:
@@ -36,7 +36,7 @@ def _locate(rows: Floats, bound: Floats) -> tuple[Ints]:
 
 
 def block_sizes(vocab: int) -> tuple[int, ...]:
-    """The sizes of the levels that a row is read in: (a, 64, 64) where it holds more than 4096 entries."""
+    """Returns the sizes of the levels in which a row is read: (a, 64, 64) where it has more than 4096 entries."""
     sizes: list[int] = []
     while vocab > WIDTH:
         sizes.insert(0, WIDTH)
@@ -47,9 +47,9 @@ def block_sizes(vocab: int) -> tuple[int, ...]:
 
 
 def _level(number: int, size: int, row: str, rest: str) -> str:
-    """Statements that make `at{number}` [batch, nodes, 1] float32, the entry of `row` that the bound falls into.
+    """Returns statements for `at{number}` [batch, nodes, 1] float32, the entry of `row` that contains the bound.
 
-    An entry of no mass is never taken, however the sums were rounded.
+    An entry without mass is never taken, however the sums were rounded.
     """
     end = f"end{number} = Constant<value_float = {float(size)}>()"
     return f"""
@@ -68,7 +68,7 @@ def _level(number: int, size: int, row: str, rest: str) -> str:
 
 
 def _descend(number: int, row: str, rest: str, next_rows: str) -> str:
-    """Statements that go from level `number` to the block it found: `row{n + 1}` and `rest{n + 1}`."""
+    """Returns statements that go from level `number` to the block that it found: `row{n + 1}` and `rest{n + 1}`."""
     return f"""
     before{number} = Sub(upto{number}, {row})
     is_at{number} = Equal(index{number}, at{number})
@@ -82,7 +82,7 @@ def _descend(number: int, row: str, rest: str, next_rows: str) -> str:
 
 
 def _search(vocab: int, source: str, bound: str) -> str:
-    """Statements that make `index`, where the running sum of `source` passes what `bound` calls `rest0`."""
+    """Returns statements that compute `index`, where the running sum of `source` exceeds the `rest0` of `bound`."""
     sizes = block_sizes(vocab)
     total = int(np.prod(sizes))
     text = f"""
@@ -132,12 +132,12 @@ def _search(vocab: int, source: str, bound: str) -> str:
 
 
 def locate_body(vocab: int) -> str:
-    """The statements of Locate for rows of `vocab` entries."""
+    """Returns the statements of Locate for rows of `vocab` entries."""
     return _search(vocab, "rows", "    rest0 = Unsqueeze(bound, last)\n")
 
 
 def draw_body(vocab: int) -> str:
-    """The statements of Draw for a vocabulary of `vocab` tokens."""
+    """Returns the statements of Draw for a vocabulary of `vocab` tokens."""
     bound = """
     share = Unsqueeze(uniforms, last)
     total = ReduceSum<keepdims = 1>(@, last)
@@ -157,7 +157,7 @@ LOCATE = Op(
 
 
 def _narrowed(name: str, weights: str, wanted: str) -> str:
-    """Statements that make `low_{name}`: the weights above it reach `wanted`, those above any larger value do not.
+    """Returns statements for `low_{name}`: the weights above it reach `wanted`, those above any larger value do not.
 
     Thresholds lie on a grid of powers of two from a whole number on, so each is exact however it is computed, and
     where the grid is finer than float32 they are the neighbouring floats.
@@ -182,7 +182,7 @@ def _narrowed(name: str, weights: str, wanted: str) -> str:
 
 
 def warp_body(vocab: int) -> str:
-    """The statements of Warp for a vocabulary of `vocab` tokens."""
+    """Returns the statements of Warp for a vocabulary of `vocab` tokens."""
     return f"""
     zero = Constant<value_float = 0.0>()
     on = Constant<value_float = 1.0>()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walk and WalkProbs as TensorRT builds them: no loop, no branch.
 
-Drafts that are kept for their token alone are kept or not whatever becomes of the others, so paths are followed by
-doubling. By draft distributions, siblings bend the distribution that the next one is judged by: that walk is unrolled
-over the nodes.
+A draft that is accepted by its token alone does not depend on other drafts, so paths are followed by doubling. With
+draft distributions, each refused sibling changes the residual against which the next one is verified, so that walk is
+unrolled over the nodes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from speccompile.ops.op import Op
 from speccompile.ops.walk import WALK, WALK_PROBS
 
-# `link` is the parent clipped to what precedes the node: -1 at the root, whatever the prefill's gather left there.
+# `link` is the parent clipped to what precedes the node: -1 at the root, whatever the prefill's gather wrote there.
 _LINKS = """
     none = Constant<value_int = 0>()
     one = Constant<value_int = 1>()
@@ -29,7 +29,7 @@ _LINKS = """
     parent = Max(link, none)
 """
 
-# Indices grow along a path, so the k-th node on it is the one behind which k + 1 are counted.
+# Indices grow along a path, so the k-th node on it is the one up to which k + 1 are counted.
 _PATH = """
     counted = CumSum(alive, one)
     depth = Sub(counted, one)
@@ -48,7 +48,7 @@ _PATH = """
 
 
 def walk_body(max_nodes: int) -> str:
-    """The statements of Walk for trees of at most `max_nodes` nodes; nodes behind them are never kept."""
+    """Returns the statements of Walk for trees of at most `max_nodes` nodes; further nodes are never kept."""
     most = max(max_nodes, 2)
     text = f"""{_LINKS}
     wanted = GatherElements<axis = 1>(drawn, parent)
@@ -90,7 +90,7 @@ def walk_body(max_nodes: int) -> str:
 
 
 def _offer(node: int) -> str:
-    """Statements that judge one node and, where it is refused, take its probs from what the next sibling sees."""
+    """Returns statements that verify one node and, where it is refused, form the residual for its next sibling."""
     n, m = f"_{node}", f"_{node - 1}"
     return f"""
     node{n} = Constant<value_ints = [{node}]>()
@@ -123,9 +123,9 @@ def _offer(node: int) -> str:
 
 
 def walk_probs_body(max_nodes: int) -> str:
-    """The statements of WalkProbs for trees of at most `max_nodes` nodes; nodes behind them are never kept.
+    """Returns the statements of WalkProbs for trees of at most `max_nodes` nodes; further nodes are never kept.
 
-    `draft_probs` may be [batch, nodes, 1], for the sake of its shape alone.
+    `draft_probs` may be [batch, nodes, 1]: then only its shape is used.
     """
     nodes = range(1, max(max_nodes, 2))
     text = f"""{_LINKS}
@@ -157,10 +157,10 @@ def walk_probs_body(max_nodes: int) -> str:
     kept = ", ".join(f"kept_{n}" for n in (0, *nodes))
     return f"""{text}
     kept_all = Concat<axis = 1>({kept})
-    behind0 = Sub(num_nodes1, limit)
-    behind1 = Max(behind0, first)
-    behind = Concat<axis = 0>(first, behind1)
-    kept_long = Pad(kept_all, behind, none, second)
+    surplus0 = Sub(num_nodes1, limit)
+    surplus1 = Max(surplus0, first)
+    surplus = Concat<axis = 0>(first, surplus1)
+    kept_long = Pad(kept_all, surplus, none, second)
     alive = Slice(kept_long, first, num_nodes1, second)
     {_PATH}
     u_end = GatherElements<axis = 1>(node_draws, end)
@@ -171,7 +171,7 @@ def walk_probs_body(max_nodes: int) -> str:
 
 
 def walk_ops(max_nodes: int) -> tuple[Op, Op]:
-    """Walk and WalkProbs with these bodies."""
+    """Returns Walk and WalkProbs with these bodies."""
     return (
         replace(WALK, body=walk_body(max_nodes), uses=(), sized_body=None),
         replace(WALK_PROBS, body=walk_probs_body(max_nodes), uses=("Draw",), sized_body=None),

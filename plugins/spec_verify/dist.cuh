@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SpecVerify, second part: from the cells of a row's chunks to its law.
+// SpecVerify, second part: from the cells of a row's chunks to its distribution.
 // top_k and top_p are found among the few chunks whose tops reach the threshold; only these are read again.
 #pragma once
 
@@ -17,8 +17,8 @@ struct Shared {
             u32 keys[MAX_CANDIDATES];
             u32 indices[MAX_CANDIDATES];
         } list;
-        double trial[MAX_CHUNKS];     // masses of a residual; by then the list has served
-        Cell cells[MAX_CHUNKS];       // of the one-launch form, until they are weighed
+        double residual[MAX_CHUNKS];  // masses of a residual; the list is no longer needed then
+        Cell cells[MAX_CHUNKS];       // of the one-launch form, until they are weighted
         Outcome outcomes[MAX_NODES];  // of a slot, for its walk
     };
     u32 bins_low[256], bins_high[256];
@@ -35,7 +35,7 @@ struct Shared {
     int count, chunk, is_kept, is_last_block;
 };
 
-// Functions, not references that are handed on: so the compiler knows that this is shared memory.
+// A function, not a reference passed on, so that the compiler knows that this is shared memory.
 __device__ inline Shared& shared_state() {
     __shared__ Shared state;
     return state;
@@ -50,14 +50,14 @@ __device__ inline double* dynamic_shared() {
 #endif
 }
 
-// What the threads of a block work on together. It is handed by value to what is not inlined, so that it stays in
-// registers elsewhere.
+// What the threads of a block work on together. It is passed by value to functions that are not inlined, so that it
+// stays in registers elsewhere.
 struct Work {
     const SpecVerifyParams& params;
     int slot, node;
     AnyRow row;
     Divider divide;
-    Law law = {};
+    Dist dist = {};
     int num_refused = 0;
 
     __device__ Work(const SpecVerifyParams& params, int slot, int node, float temperature)
@@ -69,12 +69,12 @@ struct Work {
     __device__ float* tops() const { return reinterpret_cast<float*>(dynamic_shared() + chunks()); }
 
     // The chunks of a thread: a run of them, as a draw goes through them in order.
-    __device__ int run() const { return (chunks() + SETTLE_THREADS - 1) / SETTLE_THREADS; }
+    __device__ int run() const { return (chunks() + RESOLVE_THREADS - 1) / RESOLVE_THREADS; }
     __device__ int run_start() const { return static_cast<int>(threadIdx.x) * run(); }
     __device__ int run_end() const { return min(run_start() + run(), chunks()); }
 };
 
-// A set of entries that holds all with key >= low: a list, or (when that is full) the chunks they stand in.
+// A set of entries that contains all with key >= low: a list, or (when that is full) the chunks that contain them.
 struct Candidates {
     u32 low;
     int count;
@@ -86,10 +86,10 @@ template <typename Visit>
 __device__ inline void each_candidate(const Work& work, const Candidates& set, Visit visit) {
     if (set.is_list) {
         const Shared& shared = shared_state();
-        for (int i = threadIdx.x; i < set.count; i += SETTLE_THREADS) visit(shared.list.keys[i], shared.list.indices[i]);
+        for (int i = threadIdx.x; i < set.count; i += RESOLVE_THREADS) visit(shared.list.keys[i], shared.list.indices[i]);
         return;
     }
-    for (int chunk = threadIdx.x / WARP; chunk < work.chunks(); chunk += SETTLE_WARPS) {
+    for (int chunk = threadIdx.x / WARP; chunk < work.chunks(); chunk += RESOLVE_WARPS) {
         if (key_from(work.tops()[chunk]) < set.low) continue;
         float entries[LANE_ENTRIES];
         work.row.load(chunk, entries);
@@ -121,19 +121,19 @@ struct Selected {
 template <typename Add>
 __device__ inline void enumerate(const Work& work, const Candidates& set, Order order, u32 key_min, Add add) {
     if (order == Order::TOPS) {
-        for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += SETTLE_THREADS) add(key_from(work.tops()[chunk]), 1);
+        for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += RESOLVE_THREADS) add(key_from(work.tops()[chunk]), 1);
         return;
     }
     each_candidate(work, set, [&](u32 key, u32 index) {
         if (order == Order::TIES) {
             if (key == key_min) add(~index, 1);
         } else if (key >= key_min) {
-            add(key, order == Order::MASSES ? weight_of(key, work.law.top) : 1);
+            add(key, order == Order::MASSES ? weight_of(key, work.dist.top) : 1);
         }
     });
 }
 
-// Shared memory adds 32 bits by itself, 64 by a loop that starts again when another thread was there: two halves.
+// Shared memory has 32-bit atomic adds in hardware, 64-bit ones are a compare-and-swap loop: hence two halves.
 __device__ inline void add_to_bin(u32 bin, u64 weight) {
     Shared& shared = shared_state();
     const u32 low = static_cast<u32>(weight), before = atomicAdd(&shared.bins_low[bin], low);
@@ -146,7 +146,7 @@ __device__ inline void add_to_bin(u32 bin, u64 weight) {
 __device__ __noinline__ Selected select(
     const Work& work, const Candidates& set, Order order, u32 key_min, u64 goal, u32 least, u32 most) {
     Shared& shared = shared_state();
-    int left = 0;  // bits that are not known
+    int left = 0;  // bits that are not determined yet
     while (left < 32 && (least ^ most) >> left != 0) ++left;
     u32 mask = left < 32 ? ~0u << left : 0u, prefix = most & mask;
     u64 above = 0;
@@ -154,7 +154,7 @@ __device__ __noinline__ Selected select(
     while (left > 0) {
         const int shift = left > 8 ? left - 8 : 0;
         const u32 digits = (1u << (left - shift)) - 1u;
-        for (int bin = threadIdx.x; bin < 256; bin += SETTLE_THREADS) {
+        for (int bin = threadIdx.x; bin < 256; bin += RESOLVE_THREADS) {
             shared.bins_low[bin] = 0;
             shared.bins_high[bin] = 0;
         }
@@ -168,11 +168,11 @@ __device__ __noinline__ Selected select(
         });
         __syncthreads();
         u64 before = 0;  // of the bins above this thread's
-        for (int first = 0; first < 256; first += SETTLE_THREADS) {
+        for (int first = 0; first < 256; first += RESOLVE_THREADS) {
             const int bin = 255 - first - static_cast<int>(threadIdx.x);
             const u64 weight = bin >= 0 ? static_cast<u64>(shared.bins_high[bin]) << 32 | shared.bins_low[bin] : 0;
             u64 total;
-            const u64 over = above + before + block_scan<SETTLE_THREADS>(weight, shared.sums, total);
+            const u64 over = above + before + block_scan<RESOLVE_THREADS>(weight, shared.sums, total);
             if (weight > 0 && over < goal && over + weight >= goal) {
                 shared.digit = static_cast<u32>(bin);
                 shared.above = over;
@@ -196,10 +196,10 @@ __device__ __noinline__ Candidates collect(const Work& work, u32 low) {
     if (threadIdx.x == 0) shared.count = 0;
     __syncthreads();
     each_candidate(work, chunks, [&](u32 key, u32 index) {
-        const int place = atomicAdd(&shared.count, 1);
-        if (place < MAX_CANDIDATES) {
-            shared.list.keys[place] = key;
-            shared.list.indices[place] = index;
+        const int end = atomicAdd(&shared.count, 1);
+        if (end < MAX_CANDIDATES) {
+            shared.list.keys[end] = key;
+            shared.list.indices[end] = index;
         }
     });
     __syncthreads();
@@ -211,18 +211,18 @@ __device__ __noinline__ Candidates collect(const Work& work, u32 low) {
 __device__ __noinline__ u64 weight_from(const Work& work, const Candidates& set, u32 key_min) {
     u64 sum = 0;
     each_candidate(work, set, [&](u32 key, u32) {
-        if (key >= key_min) sum += weight_of(key, work.law.top);
+        if (key >= key_min) sum += weight_of(key, work.dist.top);
     });
-    return block_sum<SETTLE_THREADS>(sum, shared_state().sums);
+    return block_sum<RESOLVE_THREADS>(sum, shared_state().sums);
 }
 
 // Key of the chunk top of that rank (1 = greatest): at least `rank` entries have it or a greater one.
 __device__ inline u32 key_of_top(const Work& work, int rank) {
     if (rank >= work.chunks()) return 0;
-    return select(work, {0, 0, false}, Order::TOPS, 0, static_cast<u64>(rank), 0, key_from(work.law.top)).key;
+    return select(work, {0, 0, false}, Order::TOPS, 0, static_cast<u64>(rank), 0, key_from(work.dist.top)).key;
 }
 
-// Candidates that hold all that top_k (if it cuts) or top_p keeps, and the weight that top_p is measured by.
+// Candidates that contain all that top_k (if it cuts) or top_p keeps, and the total weight that top_p refers to.
 __device__ inline Candidates gather(const Work& work, i64 top_k, bool cuts_k, float top_p, u64& total) {
     i64 tier = cuts_k ? top_k : FIRST_TIER;
     while (true) {
@@ -237,44 +237,45 @@ __device__ inline Candidates gather(const Work& work, i64 top_k, bool cuts_k, fl
     }
 }
 
-// top_k, then top_p: the law of the entries kept. `work.law` is that of the whole row; every thread gets the same law.
-__device__ __noinline__ Law cut(const Work work, i64 top_k, bool cuts_k, float top_p, bool cuts_p) {
-    Law law = work.law;
+// top_k, then top_p: the distribution of the entries kept. `work.dist` is that of the whole row; every thread gets the
+// same result.
+__device__ __noinline__ Dist cut(const Work work, i64 top_k, bool cuts_k, float top_p, bool cuts_p) {
+    Dist dist = work.dist;
     Shared& shared = shared_state();
-    u64 total = static_cast<u64>(law.total * static_cast<double>(MASS_UNIT));
+    u64 total = static_cast<u64>(dist.total * static_cast<double>(MASS_UNIT));
     const Candidates set = gather(work, top_k, cuts_k, top_p, total);
-    const u32 most = key_from(law.top);
+    const u32 most = key_from(dist.top);
     if (cuts_k) {
-        law.key_min = select(work, set, Order::ENTRIES, 0, static_cast<u64>(top_k), set.low, most).key;
-        total = weight_from(work, set, law.key_min);
+        dist.key_min = select(work, set, Order::ENTRIES, 0, static_cast<u64>(top_k), set.low, most).key;
+        total = weight_from(work, set, dist.key_min);
     }
     if (cuts_p) {
-        // Kept is what has less than top_p of the mass before it, in falling order.
+        // An entry is kept when those before it in falling order have less than top_p of the mass.
         u64 goal = static_cast<u64>(ceil(static_cast<double>(top_p) * static_cast<double>(total)));
         goal = goal < 1 ? 1 : goal > total ? total : goal;
-        const u32 least = law.key_min > set.low ? law.key_min : set.low;
-        const Selected edge = select(work, set, Order::MASSES, law.key_min, goal, least, most);
-        law.key_min = edge.key;
+        const u32 least = dist.key_min > set.low ? dist.key_min : set.low;
+        const Selected edge = select(work, set, Order::MASSES, dist.key_min, goal, least, most);
+        dist.key_min = edge.key;
         u64 ties = 0;
         each_candidate(work, set, [&](u32 key, u32) { ties += key == edge.key; });
-        ties = block_sum<SETTLE_THREADS>(ties, shared.sums);
-        const u64 one = weight_of(edge.key, law.top);
+        ties = block_sum<RESOLVE_THREADS>(ties, shared.sums);
+        const u64 one = weight_of(edge.key, dist.top);
         u64 kept = one > 0 ? (goal - edge.above + one - 1) / one : ties;
         if (kept < ties) {  // the first of them by index
             const u32 last = static_cast<u32>(work.params.vocab - 1);
-            law.last_tie = ~select(work, set, Order::TIES, edge.key, kept, ~last, ~0u).key;
+            dist.last_tie = ~select(work, set, Order::TIES, edge.key, kept, ~last, ~0u).key;
         } else {
             kept = ties;
         }
         total = edge.above + kept * one;
     }
-    law.total = static_cast<double>(total) / static_cast<double>(MASS_UNIT);
-    law.scale = static_cast<float>(1.0 / law.total);
-    return law;
+    dist.total = static_cast<double>(total) / static_cast<double>(MASS_UNIT);
+    dist.scale = static_cast<float>(1.0 / dist.total);
+    return dist;
 }
 
 // Weighs the thread's run of chunks: their tops and masses relative to the row's top go to shared memory. Returns that
-// top to all threads, and in `own` the mass of the run. Behind it stands no barrier.
+// top to all threads, and in `own` the mass of the run. It does not end with a barrier.
 template <typename Load>
 __device__ inline float weigh(const Work& work, Load load, double& own) {
     Shared& shared = shared_state();
@@ -284,7 +285,7 @@ __device__ inline float weigh(const Work& work, Load load, double& own) {
     if (threadIdx.x % WARP == 0) shared.keys[threadIdx.x / WARP] = key;
     __syncthreads();
     const int lane = static_cast<int>(threadIdx.x) % WARP;
-    const float top = float_from_key(warp_max(lane < SETTLE_WARPS ? shared.keys[lane] : 0u));
+    const float top = float_from_key(warp_max(lane < RESOLVE_WARPS ? shared.keys[lane] : 0u));
     own = 0;
     for (int chunk = work.run_start(); chunk < work.run_end(); ++chunk) {
         const Cell cell = load(chunk);
@@ -307,12 +308,12 @@ struct Cuts {
     __device__ bool any() const { return cuts_k || cuts_p; }
 };
 
-// The law of a row, from its top and the threads' masses.
-__device__ inline Law law_from(Work& work, float top, double own, const Cuts& cuts) {
-    const double sum = block_sum<SETTLE_THREADS>(own, shared_state().reals);  // its barriers also publish the tops
-    work.law = {top, 0, 0xffffffffu, static_cast<float>(1.0 / sum), sum};
-    if (cuts.any()) work.law = cut(work, cuts.top_k, cuts.cuts_k, cuts.top_p, cuts.cuts_p);
-    return work.law;
+// The distribution of a row, from its top and the threads' masses.
+__device__ inline Dist dist_from(Work& work, float top, double own, const Cuts& cuts) {
+    const double sum = block_sum<RESOLVE_THREADS>(own, shared_state().reals);  // its barriers also publish the tops
+    work.dist = {top, 0, 0xffffffffu, static_cast<float>(1.0 / sum), sum};
+    if (cuts.any()) work.dist = cut(work, cuts.top_k, cuts.cuts_k, cuts.top_p, cuts.cuts_p);
+    return work.dist;
 }
 
 }  // namespace speccompile
