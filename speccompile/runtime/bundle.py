@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a bundle: nothing in it is used before its manifest and the digests of its files hold."""
+"""Reads a bundle: nothing in it is used before its manifest and the digests of its files are checked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Bundle:
 
     @property
     def graphs(self) -> dict[str, Any]:
-        """The graphs' records by name, as the build wrote them; see `graph` for what the runtime reads."""
+        """The graphs' records by name, as the build wrote them; `graph` has the fields that the runtime reads."""
         graphs: dict[str, Any] = self.manifest["graphs"]
         return graphs
 
@@ -56,25 +56,25 @@ class Bundle:
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """tokenizer.json, or None where the bundle was built from a config alone."""
+        """The path of tokenizer.json; None where the bundle was built from a config alone."""
         name = self.manifest.get("tokenizer")
         return None if name is None else self.path / name
 
     def graph(self, name: str) -> GraphRecord:
-        """The record of a graph."""
+        """Returns the record of a graph."""
         return record_from_json(GraphRecord, self.graphs[name])
 
     def graph_path(self, name: str) -> Path:
-        """The .onnx file (or plan) of a graph."""
+        """Returns the path of a graph's .onnx file or plan."""
         return self.path / self.graph(name).file
 
     def graph_spec(self, name: str) -> GraphSpec:
-        """The inputs and outputs of a graph."""
+        """Returns the inputs and outputs of a graph."""
         return self.graph(name).graph_spec()
 
 
 def read_bundle(path: Path | str, verify: bool = True) -> Bundle:
-    """Read and check a bundle.
+    """Reads and checks a bundle.
 
     Args:
         path: the bundle's folder.
@@ -120,7 +120,7 @@ def _check_manifest(where: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def check_files(folder: Path, files: Mapping[str, Any], verify: bool = True) -> None:
-    """Compare a folder with the record `digests_from_folder` made of it. Files without a record are not looked at.
+    """Compares a folder with the records that `digests_from_folder` made of it. Files without a record are ignored.
 
     Raises:
         BundleError: a file is missing, has another size or digest, or its path leaves the folder.
@@ -142,14 +142,14 @@ def check_files(folder: Path, files: Mapping[str, Any], verify: bool = True) -> 
 
 
 def todo_for_checkpoint(folder: Path) -> str:
-    """Returns what to type where a checkpoint's folder was given instead of a recipe or a bundle."""
+    """Returns the commands to type where a checkpoint's folder was given instead of a recipe or a bundle."""
     recipe = f"target: {{model: {json.dumps(str(folder.absolute()))}}}"
     commands = f"echo {shlex.quote(recipe)} > recipe.yaml; speccompile build recipe.yaml -o bundle"
     return f"Write a recipe that names it, and build: {commands}; then speccompile generate bundle --prompt TEXT."
 
 
 def list_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Returns what lies in a bundle's folder and is not listed in its manifest, hidden files among it.
+    """Returns the files of a bundle's folder that its manifest does not list, hidden files included.
 
     Args:
         folder: of the bundle.
@@ -168,10 +168,10 @@ def list_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def check_no_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Refuse a folder with files that the manifest does not list: readers of a bundle find files by their names.
+    """Refuses a folder with files that the manifest does not list: readers of a bundle find files by their names.
 
-    Names that begin with a dot are passed over, and all below such folders: no reader opens one, and operating
-    systems and download tools leave them behind.
+    Files whose name begins with a dot, or that are below such a folder, are allowed: no reader opens them, and
+    operating systems and download tools create them.
 
     Raises:
         BundleError: there is such a file.
@@ -185,12 +185,12 @@ def check_no_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a path below a bundle's folder, or a folder on the way to it, has a name that begins with a dot."""
+    """Returns whether a path below a bundle's folder has a part that begins with a dot."""
     return any(part.startswith(".") for part in name.split("/"))
 
 
 def digests_from_folder(folder: Path) -> dict[str, dict[str, Any]]:
-    """{relative path: {"sha256", "size_bytes"}} of all files below `folder`, the manifest left out."""
+    """Returns {relative path: {"sha256", "size_bytes"}} of all files below `folder` except the manifest."""
     files = sorted(f for f in folder.rglob("*") if f.is_file() and f != folder / MANIFEST)
     return {
         f.relative_to(folder).as_posix(): {"sha256": digest_from_file(f), "size_bytes": f.stat().st_size} for f in files
@@ -198,12 +198,12 @@ def digests_from_folder(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def digest_from_json(value: Mapping[str, Any]) -> str:
-    """SHA-256 of a JSON-ready mapping, independent of the order of its keys."""
+    """Returns the SHA-256 of a JSON-ready mapping, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def weights_beside(file: Path, files: Iterable[Path]) -> int:
-    """Bytes of the graphs that one takes turns with: of all files in the folders of the others.
+    """Returns the bytes of the graphs that run in turn with one: of all files in the folders of the others.
 
     Args:
         file: the graph.
@@ -214,12 +214,12 @@ def weights_beside(file: Path, files: Iterable[Path]) -> int:
 
 
 def digest_from_manifest(manifest: Mapping[str, Any]) -> str:
-    """What a manifest's own `digest` must be."""
+    """Returns the digest of a manifest, its own `digest` left out."""
     return digest_from_json({k: v for k, v in manifest.items() if k != "digest"})
 
 
 def digest_from_file(path: Path) -> str:
-    """SHA-256 of a file's contents, hexadecimal."""
+    """Returns the SHA-256 of a file's contents, hexadecimal."""
     total = hashlib.sha256()
     with path.open("rb") as handle:
         while chunk := handle.read(_CHUNK_BYTES):
@@ -228,14 +228,14 @@ def digest_from_file(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Reads a JSON object from a file.
 
     Raises:
-        BundleError: missing, truncated, or not an object.
+        BundleError: the file is missing, truncated, or not an object.
     """
     return read_json_object(path, BundleError, _REBUILD)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON object, indented."""
+    """Writes a JSON object, indented."""
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler did since it was made: counts and histograms, JSON-ready."""
+"""Counts and histograms of a scheduler since it was made, JSON-ready."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class Histogram:
-    """How many values fell up to each bound.
+    """Counts values by upper bound.
 
     Args:
-        bounds: upper bounds, rising; what is above the last is counted apart.
+        bounds: upper bounds, ascending; values above the last have a count of their own.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -27,12 +27,12 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value."""
+        """Counts a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def json_from_histogram(self) -> dict[str, Any]:
-        """`counts[i]` values were at most `bounds[i]` and above the bound before; the last count has no bound."""
+        """Returns a dict: `counts[i]` values were in (`bounds[i - 1]`, `bounds[i]`]; the last count has no bound."""
         return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.sum, "count": sum(self.counts)}
 
 
@@ -55,7 +55,7 @@ class Counters:
         }
 
     def count_step(self, steps: Sequence[Step], step_s: float) -> None:
-        """A step of a batch."""
+        """Counts a step of a batch."""
         self.num_steps += 1
         self.num_slot_steps += len(steps)
         self.batch.add(len(steps))
@@ -68,12 +68,12 @@ class Counters:
     def count_end(
         self, reason: str, stats: dict[str, Any], request_ms: float, outcomes: Counter[tuple[int, int]]
     ) -> None:
-        """An output has ended.
+        """Counts an output that has ended.
 
         Args:
-            reason: why.
-            stats: of its last output of a step.
-            request_ms: since it was submitted.
+            reason: its finish reason.
+            stats: of its last step output.
+            request_ms: milliseconds since its request was submitted.
             outcomes: see `SlotStats`.
         """
         self.finished[reason] += 1
@@ -84,7 +84,7 @@ class Counters:
                 self.times[name].add(stats[name])
 
     def json_from_counters(self) -> dict[str, Any]:
-        """A snapshot."""
+        """Returns a snapshot."""
         outcomes = self.outcomes
         depth = max((drafts for drafts, _ in outcomes), default=0)
         tried = [sum(c for (d, a), c in outcomes.items() if d > i and a >= i) for i in range(depth)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load a bundle into an engine that decodes."""
+"""Loads a bundle into an engine that decodes."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def load(
     method: str | Mapping[str, Any] | None = None,
     verify: bool = True,
 ) -> SpecEngine:
-    """Load a bundle.
+    """Loads a bundle.
 
     Args:
         path: its folder.
         backend: a backend other than the one it was built for.
-        threads: threads of the target's engine; None: as measured when it was built. No more than this process has
-            cores are used, and a warning says so.
-        method: another speculation method than the recipe's, as a name or as a speculator section; it can use
-            the graphs that are in the bundle.
-        verify: compare every file with its digest; done in any case where opening a graph can run code in it.
+        threads: threads of the target's engine; None: as measured when it was built. At most as many as this process
+            has cores are used; where that is fewer, a warning says so.
+        method: another speculation method than the recipe's, as a name or as a speculator section; it needs graphs
+            that are in the bundle.
+        verify: compare every file with its digest; always done where loading a graph can run code in it.
 
     Raises:
         BundleError: the bundle is incomplete or was changed, it was built for another backend, or the method needs a
@@ -71,7 +71,7 @@ def load(
     if threads is not None:
         tunings[TARGET]["threads"] = _usable(threads)
     loaded: dict[str, Engine] = {}
-    for graph in graphs:  # the target first: drafts may borrow its caches
+    for graph in graphs:  # the target first: drafts may share its caches
         loaded[graph] = _load_engine(bundle, graph, opener, context, tunings[graph], dict(loaded))
     engines = {graph: (TimedEngine if graph == TARGET else DraftEngine)(engine) for graph, engine in loaded.items()}
     drafts = {graph: engine for graph, engine in engines.items() if graph != TARGET}
@@ -90,7 +90,7 @@ def load(
 
 
 def _method_config(section: Mapping[str, Any], override: str | Mapping[str, Any] | None) -> tuple[str, Any]:
-    """The method's name and its `Config`; an override of the same method keeps the recipe's other fields."""
+    """Returns the method's name and its `Config`; an override of the same method keeps the recipe's other fields."""
     wanted = {"method": override} if isinstance(override, str) else dict(override or {})
     name = str(wanted.get("method", section["method"]))
     merged = {**_without_retired(section), **wanted} if name == section["method"] else wanted
@@ -114,10 +114,10 @@ def _method_config(section: Mapping[str, Any], override: str | Mapping[str, Any]
 
 
 def _without_retired(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a bundle's speculator section without the fields that its method had once.
+    """Returns a bundle's speculator section without fields that its method no longer has.
 
     Raises:
-        BundleError: the bundle was built with a value of such a field that nothing serves any more.
+        BundleError: the bundle was built with a value of such a field that is no longer supported.
     """
     name = str(section["method"])
     retired = getattr(registry.method(name).Config, "RETIRED_FIELDS", {})
@@ -130,7 +130,7 @@ def _without_retired(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_backend(bundle: Bundle, backend: Backend) -> None:
-    """Refuse a backend that reads other files than the bundle has."""
+    """Refuses a backend that reads other files than the bundle has."""
     built_for = bundle.recipe.engine.backend
     wanted, found = backend.graph_file, bundle.graph_path(TARGET)
     if found.suffix != Path(wanted).suffix:
@@ -141,7 +141,7 @@ def _check_backend(bundle: Bundle, backend: Backend) -> None:
 
 
 def _usable(threads: int) -> int:
-    """`threads`, at most as many as there are cores: threads that wait for each other take turns on a core."""
+    """Returns `threads`, at most as many as there are cores: more would wait for each other."""
     if threads < 1:
         raise RuntimeFault("threads", str(threads), "1 or more", "Leave it out, or raise it.")
     cores = num_usable_cores()
@@ -151,7 +151,7 @@ def _usable(threads: int) -> int:
 
 
 def _tuning(bundle: Bundle, graph: str, graphs: Sequence[str], backend: Backend) -> dict[str, Any]:
-    """The record in the bundle, or one measured on this machine when the bundle was built on another."""
+    """Returns the record in the bundle, or one measured on this machine where the bundle was built on another."""
     record, threads = dict(bundle.graph(graph).tuning), bundle.recipe.engine.threads
     fixed = threads if graph == TARGET and threads != "auto" else None
     path, others = bundle.graph_path(graph), weights_beside(bundle.graph_path(graph), map(bundle.graph_path, graphs))
@@ -178,7 +178,7 @@ def _load_engine(
     tuning: Mapping[str, Any],
     owners: Mapping[str, Engine],
 ) -> Engine:
-    # Nodes that pad a ragged batch need rows behind the last that a sequence may use.
+    # Nodes that pad a ragged batch need rows after the last one that a sequence may use.
     max_rows = context.seq_lens[graph] + context.max_draft_nodes + 1
     rollback = bundle.graph_path(ROLLBACK) if graph == TARGET and ROLLBACK in bundle.graphs else None
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a request without ending those beside it."""
+"""Faults that end a request without ending others."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class NotFinite(RuntimeFault):
 
 
 def text_from_fault(fault: BaseException) -> str:
-    """What a request that a fault ended is told: our own errors as they are, others with their type."""
+    """Returns the error text of a request that a fault ended: our own errors as they are, others with their type."""
     return str(fault) if isinstance(fault, SpecCompileError) else f"{type(fault).__name__}: {fault}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that were accepted: their outputs, the times of these, and the outputs of steps they give."""
+"""Requests that were accepted: their outputs, with times and step outputs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from speccompile.runtime.text import Tokenizer
 
 
 class RequestOutput:
-    """One continuation of a request's prompt, from the queue to its last output of a step.
+    """One continuation of a request's prompt, from the queue to its last step output.
 
     Args:
         handle: of the request.
-        slot: the sequence; its index is that of the output.
+        slot: the sequence; `slot.index` is the index of the output.
     """
 
     __slots__ = ("first_s", "handle", "last_s", "num_first", "num_reused", "slot", "started_s")
 
     def __init__(self, handle: RequestHandle, slot: Slot) -> None:
         self.handle, self.slot = handle, slot
-        self.num_reused = 0  # prompt tokens that were in a cache already
-        self.started_s: float | None = None  # its prompt began to be read
-        self.first_s: float | None = None  # its first tokens were there
-        self.last_s = 0.0  # its latest ones
-        self.num_first = 0  # how many came first
+        self.num_reused = 0  # prompt tokens that a cache already had
+        self.started_s: float | None = None  # when reading of its prompt began; None: not yet
+        self.first_s: float | None = None  # time of its first tokens; None: none yet
+        self.last_s = 0.0  # time of its latest tokens
+        self.num_first = 0  # number of its first tokens
 
     def step_output(self, step: Step, now_s: float, trace: StepTrace | None = None) -> StepOutput:
-        """What a step gave."""
+        """Returns the step output of a step."""
         self.last_s = now_s
         if self.first_s is None:
             self.first_s, self.num_first = now_s, len(step.tokens)
@@ -46,12 +46,12 @@ class RequestOutput:
         )
 
     def last_step_output(self, reason: str, now_s: float, error: str | None = None) -> StepOutput:
-        """The end of an output that no step ended; text that was held back is given out."""
+        """Returns the last step output of an output that no step ended, with the text that was held back."""
         text = self.slot.text_left()
         return StepOutput(self.slot.index, text, [], finish_reason=reason, stats=self.stats(now_s), error=error)
 
     def stats(self, now_s: float) -> dict[str, Any]:
-        """See `StepOutput.stats`; times that there are none of are None."""
+        """Returns `StepOutput.stats`; times that do not exist are None."""
         slot, handle = self.slot, self.handle
         first_s, started_s = self.first_s, now_s if self.started_s is None else self.started_s
         num_later = 0 if first_s is None else slot.stats.num_tokens - self.num_first
@@ -66,14 +66,14 @@ class RequestOutput:
 
 
 class RequestHandle:
-    """A request that was accepted; what to cancel it by.
+    """A request that was accepted; used to cancel it.
 
     Args:
-        request: as it came.
+        request: as submitted.
         number: of the request handle, in the order of submission.
-        submitted_s: when.
-        timeout_s: how long it may take; None: any time.
-        on_output: what its outputs of steps are given to.
+        submitted_s: time of submission.
+        timeout_s: seconds that it may take; None: no limit.
+        on_output: called with each of its step outputs.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class RequestHandle:
     ) -> None:
         self.request, self.number, self.submitted_s, self.on_output = request, number, submitted_s, on_output
         self.deadline_s = None if timeout_s is None else submitted_s + timeout_s
-        self.open: list[RequestOutput] = []  # outputs without their last output of a step
-        self.is_waiting = True  # none of them was given a place yet
+        self.open: list[RequestOutput] = []  # outputs that have not ended
+        self.is_waiting = True  # none of them has a slot yet
 
 
 def open_outputs(handle: RequestHandle, engine: SpecEngine, default: Speculation) -> None:
-    """Make the outputs of a request handle.
+    """Makes the outputs of a request handle.
 
     Args:
         handle: a new one.
-        engine: that will decode them.
-        default: what `auto` means.
+        engine: decodes them.
+        default: the speculation that `auto` stands for.
 
     Raises:
         RuntimeFault: the prompt is empty, too long or not of the vocabulary; or stop strings without a tokenizer.
@@ -114,7 +114,7 @@ def open_outputs(handle: RequestHandle, engine: SpecEngine, default: Speculation
 
 
 def trace_step(tokenizer: Tokenizer | None, tree: TokenTree, verdict: Verdict, place: int) -> StepTrace:
-    """The tree of one sequence in one step."""
+    """Returns the tree of one sequence in one step."""
     num = int(tree.num_nodes[place])
     tokens = tree.tokens[place, :num].tolist()
     texts = [] if tokenizer is None else [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributions that depend on the tokens before: penalties and biases on logits, and min-p.
+"""Logits processors, which depend on a sequence's own tokens: penalties and biases on logits, and min-p.
 
 The order is that of transformers 5 (`GenerationMixin._get_logits_processor`) and of vLLM 1 (`v1/sample/sampler.py`) as
 far as both have it: logit bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
-vLLM cuts min-p before top-k and top-p: the tokens that min-p keeps are the same, as it compares probabilities with the
-largest one, but top-p then counts mass among these alone.
+vLLM applies min-p before top-k and top-p: the tokens that min-p keeps are the same, as it compares probabilities with
+the largest one, but top-p then sums the mass of these alone.
 
-A distribution behind a node of a draft tree belongs to the path that leads there: its tokens count as text.
+The distribution at a node of a draft tree depends on the path that leads there: its tokens count as text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from speccompile.core.tree import Floats, Ints
 
 
 def keep_likely(probs: Floats, min_p: float) -> Floats:
-    """The distribution without the tokens that are less than `min_p` times as probable as the likeliest.
+    """Returns the distribution without tokens less than `min_p` times as probable as the likeliest, normalised.
 
     Args:
         probs: [..., vocab] float32, each row sums to 1.
@@ -32,16 +32,16 @@ def keep_likely(probs: Floats, min_p: float) -> Floats:
         return probs
     kept = np.where(probs < np.float32(min_p) * probs.max(axis=-1, keepdims=True), np.float32(0), probs)
     mass = kept.sum(axis=-1, keepdims=True, dtype=np.float64)
-    dist: Floats = (kept / mass).astype(np.float32)
-    return dist
+    normalised: Floats = (kept / mass).astype(np.float32)
+    return normalised
 
 
-_LARGEST = np.float32(2.0**63)  # of a shaped logit: divided by the least temperature it is still finite
-_PENALTIES = (1e-30, 1e30)  # float32 would make 0 and infinity of others
+_LARGEST = np.float32(2.0**63)  # of a processed logit: finite even when divided by the lowest temperature
+_PENALTIES = (1e-30, 1e30)  # beyond these, float32 would give 0 or infinity
 
 
 class LogitsProcessor:
-    """The distribution of one request at any point of its text.
+    """Computes the distribution of one request at any point of its text.
 
     Args:
         params: of the request.
@@ -59,17 +59,17 @@ class LogitsProcessor:
         self._bias = (np.array(list(biases), dtype=np.int64), np.array(list(biases.values()), dtype=np.float32))
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Take in what is new; `tokens` are all of the sequence, prompt and root included."""
+        """Counts new tokens; `tokens` are all of the sequence, prompt and root included."""
         self._seen[tokens[self._num_read :]] = True
         new = tokens[max(self._num_read, self._num_prompt) :]
         np.add.at(self._counts, new, 1)
         self._num_read = len(tokens)
 
     def logits(self, logits: Floats, path: Sequence[int]) -> Floats:
-        """Biased and penalised, [vocab] float32.
+        """Returns logits with biases and penalties, [vocab] float32.
 
         Args:
-            logits: [vocab] float32, behind the last token of the path.
+            logits: [vocab] float32, after the last token of the path.
             path: drafts that would be text, from the root's child on.
         """
         params, processed, seen, counts = self.params, logits.copy(), self._seen, self._counts
@@ -88,18 +88,18 @@ class LogitsProcessor:
         # A token that the model masks stays masked.
         return np.where(np.isneginf(logits), logits, np.clip(processed, -_LARGEST, _LARGEST))
 
-    def dist(self, logits: Floats, path: Sequence[int]) -> Floats:
-        """The distribution that the token behind `path` is drawn from, [vocab] float32; see `logits`."""
+    def probs(self, logits: Floats, path: Sequence[int]) -> Floats:
+        """Returns the distribution of the token after `path`, [vocab] float32; see `logits`."""
         params = self.params
         probs = warp(self.logits(logits, path)[None], [params.temperature], [params.top_k], [params.top_p])[0]
         return probs if params.is_greedy else keep_likely(probs, params.min_p)
 
 
-class TreeDists:
-    """The probs of the nodes of one tree; see `acceptance.Dists`. One that nobody asks for costs nothing.
+class TreeProbs:
+    """The distributions at the nodes of one tree, computed when they are read; the `target_probs` of `accept_slot`.
 
     Args:
-        logits_processor: of the slot, which has read its tokens.
+        logits_processor: of the sequence; it has read the sequence's tokens.
         tokens, parents: [nodes] int64, of the tree.
         logits: [nodes, vocab] float32.
     """
@@ -107,14 +107,14 @@ class TreeDists:
     def __init__(self, logits_processor: LogitsProcessor, tokens: Ints, parents: Ints, logits: Floats) -> None:
         self._logits_processor, self._logits = logits_processor, logits
         self._tokens, self._parents = tokens.tolist(), parents.tolist()
-        self._dists: dict[int, Floats] = {}
+        self._probs: dict[int, Floats] = {}
 
     def __getitem__(self, node: int) -> Floats:
-        """[vocab] float32: the distribution behind a node."""
-        if node not in self._dists:
+        """Returns the distribution of the token after a node, [vocab] float32."""
+        if node not in self._probs:
             path, above = list[int](), node
             while above > 0:
                 path.append(self._tokens[above])
                 above = self._parents[above]
-            self._dists[node] = self._logits_processor.dist(self._logits[node], path[::-1])
-        return self._dists[node]
+            self._probs[node] = self._logits_processor.probs(self._logits[node], path[::-1])
+        return self._probs[node]

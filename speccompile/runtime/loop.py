@@ -29,25 +29,25 @@ def decode(
     engines: tuple[TimedEngine, ...] = (),
     planner: Planner | None = None,
 ) -> Iterator[list[Step]]:
-    """Decode every sequence of `slots` to its end.
+    """Decodes every sequence of `slots` to its end.
 
-    Between two yields the caches are whole; whoever stops iterating leaves nothing to clean up, as the next
+    Between two yields the caches are consistent. A caller may stop iterating at any time without cleaning up: the next
     run starts with empty lengths.
 
     Args:
         verifier: the target.
         proposer: the drafts.
-        slots: sequences that wait for a place.
-        engines: whose time is told apart from the loop's own.
-        planner: bounds the drafts of steps whose text does not depend on them; None: nobody does, and costs stay
-            those of the record.
+        slots: sequences that wait for a slot.
+        engines: their time is counted apart from the loop's own.
+        planner: bounds the drafts of steps whose text does not depend on them; None: no bound, and costs stay those
+            recorded in the bundle.
 
     Yields:
-        One step for each active sequence, in the order of their places.
+        One step for each active sequence, by slot.
     """
     admit(verifier, proposer, slots)
     while slots.slots:
-        # Where drafts are drawn the text depends on them: a planner, which goes by the clock, is not asked.
+        # Where drafts are drawn the text depends on them, so a planner, which uses measured times, must not decide.
         active = None if planner is None or slots.may_draw else list(slots.slots)
         limit = planner.plan(active) if planner and active else None
         round_ = run_step(verifier, proposer, slots, engines, limit)
@@ -61,17 +61,17 @@ def decode(
             admit(verifier, proposer, slots)
 
 
-FORCED_LENGTH = 4  # of chains, and depth of trees, where a request wants drafts and nobody else has a length for them
+FORCED_LENGTH = 4  # of chains, and depth of trees, where a request forces drafts and the planner gives no length
 
 
 class Round(NamedTuple):
     """One step of a batch.
 
     Args:
-        tree: what was scored.
-        verdict: on it; its arrays are valid until the target runs again.
-        steps: what it gave each sequence.
-        times: of it.
+        tree: the scored tree.
+        verdict: on the tree; its arrays are valid until the target runs again.
+        steps: result for each sequence.
+        times: of the step.
     """
 
     tree: TokenTree
@@ -87,17 +87,17 @@ def run_step(
     engines: tuple[TimedEngine, ...] = (),
     limit: int | None = None,
 ) -> Round:
-    """One step of the active sequences: propose, score, commit, emit.
+    """Runs one step of the active sequences: propose, score, commit, emit.
 
     Args:
         verifier: the target.
         proposer: the drafts.
         slots: at least one is active.
-        engines: whose time is told apart from the loop's own.
+        engines: their time is counted apart from the loop's own.
         limit: see `Slot.plan`.
     """
     start_s, engine_s = perf_counter(), sum(engine.seconds for engine in engines)
-    # A method's budget may decline; who asked for drafts gets them all the same.
+    # A method's budget may draft nothing; sequences with `on` get drafts nevertheless.
     is_forced = not limit and any(slot.speculation == "on" for slot in slots.slots)
     for slot in slots.slots:
         bound = FORCED_LENGTH if is_forced and (limit is None or slot.speculation == "on") else limit
@@ -129,7 +129,10 @@ def _roots(slots: Slots) -> TokenTree:
 
 
 def emit(tree: TokenTree, verdict: Verdict, slots: Slots) -> list[Step]:
-    """Give each sequence the tokens of its path and the next token; one that cannot take them ends with an error."""
+    """Gives each sequence the tokens of its path and the next token.
+
+    A sequence ends with an error where its logits are not finite, or making its text fails.
+    """
     accepted, following, drafts = verdict.num_accepted.tolist(), verdict.next_token.tolist(), tree.num_nodes.tolist()
     steps, deepest = [], []
     if not tree.is_chain:
@@ -155,7 +158,7 @@ def emit(tree: TokenTree, verdict: Verdict, slots: Slots) -> list[Step]:
 
 
 def admit(verifier: Verifier, proposer: Proposer, slots: Slots) -> None:
-    """Give free places to waiting sequences and read their prompts."""
+    """Gives free slots to waiting sequences and reads their prompts."""
     if not slots.waiting or len(slots.slots) == slots.max_slots:
         return
     while slots.waiting and len(slots.slots) < slots.max_slots:
@@ -164,7 +167,7 @@ def admit(verifier: Verifier, proposer: Proposer, slots: Slots) -> None:
 
 
 def retire(verifier: Verifier, proposer: Proposer, slots: Slots, steps: list[Step]) -> None:
-    """Free the places of finished sequences: the next waiting one takes over, or the last active one moves in."""
+    """Frees the slots of finished sequences: the next waiting one, or else the last active one, takes each."""
     for place in reversed(range(len(steps))):
         if steps[place].finish_reason is None:
             continue
@@ -191,7 +194,7 @@ def _seat(verifier: Verifier, proposer: Proposer, slots: Slots, place: int) -> N
 
 
 def decode_one(verifier: Verifier, proposer: Proposer, slot: Slot) -> Iterator[list[int]]:
-    """The loop for one sequence, with acceptance in numpy on the target's logits: the oracle of `decode`.
+    """Decodes one sequence, with acceptance in numpy on the target's logits: the oracle of `decode`.
 
     Args:
         verifier: a target whose graph gives logits.

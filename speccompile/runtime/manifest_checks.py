@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses manifests whose values have other types than those that are read, and sections of other fields' types."""
+"""Refuses manifests whose values have wrong types, and sections that do not fit a dataclass's fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speccompile.runtime.rules import MAX_COUNT, REBUILD, check_value
 
 
 def check_types(where: str, manifest: Mapping[str, Any]) -> None:
-    """Refuse a manifest in which a value that is read has another type, or lies out of all bounds.
+    """Refuses a manifest in which a value that is read has a wrong type or is out of bounds.
 
     Args:
         where: the manifest's file, for the message.
@@ -28,7 +28,7 @@ def check_types(where: str, manifest: Mapping[str, Any]) -> None:
 
 
 def check_fields(where: str, config: type[Any], values: Mapping[str, Any]) -> None:
-    """Refuse values whose types are not those of a dataclass's fields.
+    """Refuses values whose types are not those of a dataclass's fields.
 
     Args:
         where: the section, for the message.
@@ -46,7 +46,7 @@ def check_fields(where: str, config: type[Any], values: Mapping[str, Any]) -> No
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value has the type of a field's hint; what is not known here is left to the class."""
+    """Returns whether a JSON value has the type of a field's hint; other types are left to the class to check."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, argument) for argument in arguments)

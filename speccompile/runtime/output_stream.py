@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one way from the scheduler's thread into an event loop: outputs of requests, as an asynchronous iterator."""
+"""The only bridge from the scheduler's thread into an event loop: step outputs as an asynchronous iterator."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Submits(Protocol):
     """The part of `Service` that a stream needs."""
 
     def submit(self, request: Request, on_output: Callable[[StepOutput], None]) -> RequestHandle:
-        """Hand in a request."""
+        """Submits a request."""
         ...
 
     def cancel(self, handle: RequestHandle) -> None:
-        """End a request's open outputs."""
+        """Ends a request's open outputs."""
         ...
 
 
@@ -36,7 +36,7 @@ class Completion:
         tokens: new token ids.
         finish_reason: see `StepOutput.finish_reason`.
         stats: see `StepOutput.stats`.
-        error: with `error`, what happened.
+        error: message, where the finish reason is `error`.
     """
 
     index: int
@@ -50,16 +50,16 @@ class Completion:
 class OutputStream:
     """Submits requests and iterates over (number of the output, step output) until every output has ended.
 
-    Outputs are numbered over all requests: those of the first, then those of the second. To leave `async with`, or to
-    call `close`, cancels what has not ended. Nothing waits for a slow reader: outputs of steps are kept until they are
+    Outputs are numbered over all requests: those of the first, then those of the second. Leaving `async with`, or
+    calling `close`, cancels what has not ended. A slow reader delays nothing: step outputs are kept until they are
     read.
 
     Args:
-        service: takes the requests.
+        service: accepts the requests.
         requests: at least one; each may have several outputs.
 
     Raises:
-        RuntimeFault, Busy: one request was not taken; then none of them is.
+        RuntimeFault, Busy: one request was not accepted; then none of them is.
     """
 
     def __init__(self, service: Submits, requests: Sequence[Request]) -> None:
@@ -79,7 +79,7 @@ class OutputStream:
 
     def _receiver(self, first: int) -> Callable[[StepOutput], None]:
         def receive(step_output: StepOutput) -> None:  # on the scheduler's thread
-            with suppress(RuntimeError):  # the loop was closed under the request: nobody waits for the output of a step
+            with suppress(RuntimeError):  # the loop was closed: no reader is left
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + step_output.output_index, step_output))
 
         return receive
@@ -95,7 +95,7 @@ class OutputStream:
         return index, step_output
 
     def close(self) -> None:
-        """Cancel what has not ended. Any number of times."""
+        """Cancels what has not ended. May be called any number of times."""
         if self._num_open:
             for handle in self._handles:
                 self._service.cancel(handle)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which places hold caches of finished requests, and which of them a new prompt begins like."""
+"""Kept caches of finished requests by slot, and the one that shares the longest prefix with a new prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-MIN_SHARED = 16  # tokens; fewer are read as fast as a cache is moved
+MIN_SHARED = 16  # tokens; reading fewer is as fast as moving a cache
 _BLOCK = 64  # tokens compared at once: slices of lists compare fast
 
 
 def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with that are the same."""
+    """Returns the length of the common prefix of two sequences."""
     most = min(len(first), len(second))
     for start in range(0, most, _BLOCK):
         end = min(start + _BLOCK, most)
@@ -20,15 +20,15 @@ def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def best_match(prompt: Sequence[int], held: Iterable[tuple[int, Sequence[int]]]) -> tuple[int, int]:
-    """The place that shares most with a prompt.
+    """Returns the slot that shares the longest prefix with a prompt.
 
     Args:
         prompt: token ids.
-        held: places with the tokens in their caches.
+        held: slot indices with the tokens in their caches.
 
     Returns:
-        The place and the number of tokens; (-1, 0) where none shares at least `MIN_SHARED`. The prompt's last two
-        tokens are never shared: the root is not in a cache, and the state in front of it must be computed anew.
+        The slot index and the number of tokens; (-1, 0) where none shares at least `MIN_SHARED`. The prompt's last two
+        tokens are never shared: the root is not in a cache, and the state of the token before it must be computed.
     """
     best, most, start = -1, MIN_SHARED - 1, prompt[:MIN_SHARED]
     for place, tokens in held:
@@ -40,7 +40,7 @@ def best_match(prompt: Sequence[int], held: Iterable[tuple[int, Sequence[int]]])
 
 
 class Kept:
-    """Caches of finished requests by place, the longest unused one first."""
+    """Caches of finished requests by slot, the least recently used first."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, list[int]] = {}  # in the order of their last use
@@ -52,29 +52,29 @@ class Kept:
         return place in self._tokens
 
     def items(self) -> Iterable[tuple[int, list[int]]]:
-        """Places with the tokens whose rows are in the target's cache."""
+        """Returns slot indices with the tokens whose rows are in the target's cache."""
         return self._tokens.items()
 
     def put(self, place: int, tokens: list[int]) -> None:
-        """Keep what a place holds."""
+        """Keeps the cache of a slot."""
         self._tokens[place] = tokens
 
     def drop(self, place: int) -> list[int]:
-        """Keep it no longer."""
+        """Drops the cache of a slot; returns its tokens."""
         return self._tokens.pop(place)
 
     def use(self, place: int) -> None:
-        """It is the most recently used."""
+        """Marks a slot's cache as the most recently used."""
         self._tokens[place] = self._tokens.pop(place)
 
     def rename(self, source: int, dest: int) -> None:
-        """What place `source` held is at `dest` now; its age is the same."""
+        """Records that the cache of slot `source` was moved to `dest`; its age stays the same."""
         self._tokens = {dest if place == source else place: tokens for place, tokens in self._tokens.items()}
 
     def oldest(self) -> int:
-        """The place whose cache has been unused for the longest time."""
+        """Returns the slot whose cache is the least recently used."""
         return next(iter(self._tokens))
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Drops all caches."""
         self._tokens.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runtime reads of a manifest: records with a type and a rule for each key, declared once."""
+"""The parts of a manifest that the runtime reads: records with a type and a rule for each key, declared once."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class EngineRecord:
     """The recipe's `engine` section of a bundle.
 
     Args:
-        backend: the name of the one it was built for.
-        device: where its engines run.
+        backend: name of the backend that it was built for.
+        device: that its engines run on.
         max_batch_size: slots of the caches.
         max_seq_len: tokens of a sequence at most, prompt included.
         max_draft_nodes: draft tokens scored in one step at most.
@@ -91,7 +91,7 @@ class DimsRecord:
     """Sizes of a graph's model.
 
     Args:
-        max_positions: that the model knows; 0: not recorded, or without a bound.
+        max_positions: most positions of the model; 0: not recorded, or without a bound.
     """
 
     max_positions: int = recorded(whole(0), default=0)
@@ -123,8 +123,8 @@ class GraphRecord:
     Args:
         file: its path in the bundle.
         spec: its inputs and outputs, as JSON: see `graph_spec`.
-        role: what it does, as builds of old recorded it.
-        tuning: measured by the backend that compiled it, which alone reads it but for `threads` and `step_ms`.
+        role: of the graph, as earlier versions recorded it.
+        tuning: measured by the backend that compiled it; except for `threads` and `step_ms` only that backend reads it.
         max_rows: of its caches; 0: not recorded.
         op_histogram: number of its operators by name.
         dims: see `DimsRecord`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server asks of the scheduler, and what it gets back."""
+"""Requests of a server to the scheduler, and the step outputs that it gets back."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ SPECULATION: tuple[Speculation, ...] = ("auto", "on", "off")
 
 
 class Busy(RuntimeFault):
-    """The queue is full: the request was not taken; it may be sent again later."""
+    """The queue is full: the request was not accepted; it may be sent again later."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and what is wanted of it.
+    """One prompt and how to decode it.
 
     Args:
         prompt: a text, or token ids.
         sampling: see `SamplingParams`. Output i of several draws with `sampling.seed + i`.
         num_outputs: independent continuations of the prompt (`n` in the OpenAI API).
-        speculation: `auto`: the controller decides; `on`: always draft, as far as limits let; `off`: never.
+        speculation: `auto`: the controller decides; `on`: always draft, within the limits; `off`: never.
         timeout_s: seconds from submission to the last token; None: no limit but the service's own.
-        wants_trace: give the tree of every step with its output of a step.
+        wants_trace: add the tree of every step to its step output.
 
     Raises:
         RuntimeFault: a value is out of range.
@@ -61,7 +61,7 @@ class StepTrace:
         tokens: of each node; node 0 is the root, the last token emitted before.
         parents: of each node; the root's is -1.
         path: nodes kept, the root first.
-        next_token: recovered or bonus token behind the path.
+        next_token: recovered or bonus token after the path.
         texts: of `tokens`, each decoded alone (empty without a tokenizer).
     """
 
@@ -73,21 +73,20 @@ class StepTrace:
 
 
 class StepOutput(NamedTuple):
-    """What one step gave one output of a request.
+    """Result of one step for one output of a request.
 
     Args:
         output_index: which output, below `num_outputs`.
-        text: to show; never half a character, nothing of a stop string.
-        tokens: new token ids; the first `num_accepted` of them were drafts (fewer where the end cut them off).
+        text: to show; never half a character, no part of a stop string.
+        tokens: new token ids; the first `num_accepted` of them were drafts (fewer where the text ended before).
         num_draft_tokens: draft tokens scored in this step.
-        num_accepted: of them, kept.
+        num_accepted: draft tokens that were accepted.
         is_bonus: a whole path of at least one draft was kept, so the last token is a bonus and not recovered.
-        finish_reason: None while it goes on; `stop`, `length`, `cache_full`, `cancelled`, `timeout` or `error`.
-        stats: with the last output of a step: `SlotStats.json_from_stats` plus `num_prompt_tokens`,
-            `num_reused_tokens`,
-            `queue_ms`, `time_to_first_token_ms`, `time_per_token_ms`.
-        trace: where the request wants it.
-        error: with `error`, what happened.
+        finish_reason: None before the end; `stop`, `length`, `cache_full`, `cancelled`, `timeout` or `error`.
+        stats: of the output, in its last step output: `SlotStats.json_from_stats` plus `num_prompt_tokens`,
+            `num_reused_tokens`, `queue_ms`, `time_to_first_token_ms`, `time_per_token_ms`.
+        trace: with `Request.wants_trace`.
+        error: message, where the finish reason is `error`.
     """
 
     output_index: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that values of a JSON document must hold to: types and bounds, by key; and dataclasses that declare them."""
+"""Rules for the values of a JSON document: types and bounds, by key; and dataclasses that declare them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be.
+    """Rule for a value.
 
     Args:
-        expected: in words.
-        accepts: whether a value is it.
+        expected: description, for messages.
+        accepts: returns whether a value fits.
         keys: rules of an object's values by key; a key that begins with "?" may be missing or null.
         items: rule of each item of a list, or of each value of an object.
-        is_closed: an object has no other keys than those of `keys`.
+        is_closed: an object may have no other keys than those of `keys`.
     """
 
     expected: str
@@ -48,33 +48,33 @@ def is_path(value: Any) -> bool:
 
 
 def whole(least: int, most: int = MAX_COUNT) -> Rule:
-    """Returns the rule of whole numbers between two bounds, these included."""
+    """Returns the rule for whole numbers between two bounds, these included."""
     return Rule(f"a whole number from {least} to {most}", lambda v: whole_number(v, least, most) is not None)
 
 
 def an_object(**keys: Rule) -> Rule:
-    """Returns the rule of objects with these keys; `may_NAME` is a key that may be missing or null."""
+    """Returns the rule for objects with these keys; `may_NAME` is a key that may be missing or null."""
     named = {f"?{name[4:]}" if name.startswith("may_") else name: rule for name, rule in keys.items()}
     return Rule("an object", lambda v: isinstance(v, dict), named)
 
 
 def closed(**keys: Rule) -> Rule:
-    """Returns the same as `an_object`, with every other key refused."""
+    """Returns the rule of `an_object`, with every other key refused."""
     return replace(an_object(**keys), is_closed=True)
 
 
 def one_of(*words: str) -> Rule:
-    """Returns the rule of some texts."""
+    """Returns the rule for texts that are one of `words`."""
     return Rule(f"one of {', '.join(words)}", lambda v: v in words if isinstance(v, str) else False)
 
 
 def list_of(rule: Rule) -> Rule:
-    """Returns the rule of lists whose items hold to another."""
+    """Returns the rule for lists whose items fit `rule`."""
     return Rule("a list", lambda v: isinstance(v, list), items=rule)
 
 
 def map_of(rule: Rule) -> Rule:
-    """Returns the rule of objects whose values hold to another."""
+    """Returns the rule for objects whose values fit `rule`."""
     return Rule("an object", lambda v: isinstance(v, dict) and all(map(is_text, v)), items=rule)
 
 
@@ -87,16 +87,16 @@ FLAG = Rule("true or false", lambda v: isinstance(v, bool))
 
 
 def check_value(where: str, path: str, value: Any, rule: Rule) -> None:
-    """Refuse a value that does not hold to a rule.
+    """Refuses a value that does not fit a rule.
 
     Args:
         where: the document, for the message.
         path: of the value in it, keys with dots between them.
-        value: as JSON has it.
-        rule: what it must be.
+        value: parsed JSON.
+        rule: for the value.
 
     Raises:
-        BundleError: the first part that is not right, with its key.
+        BundleError: the first part that does not fit, with its key.
     """
     if not rule.accepts(value):
         raise BundleError(f"{where} ({shown_path(path)})", shown(value), rule.expected, REBUILD)
@@ -124,24 +124,24 @@ def recorded(rule: Rule, **default: Any) -> Any:
     """Returns a dataclass field of a record.
 
     Args:
-        rule: what its value in the manifest must be.
+        rule: for its value in the manifest.
         default: `default` or `default_factory`, as of `dataclasses.field`: the key may be missing or null.
     """
     return field(metadata={"rule": rule}, **default)
 
 
 def rule_from_record(record: type[Any]) -> Rule:
-    """Returns the rule of objects that a record can be made of."""
+    """Returns the rule for objects that a record can be made from."""
     keys = {f"{'?' if _has_default(f) else ''}{f.name}": f.metadata["rule"] for f in dataclasses.fields(record)}
     return Rule("an object", lambda value: isinstance(value, dict), keys)
 
 
 def record_from_json(record: type[Record], data: Mapping[str, Any]) -> Record:
-    """Returns the record of an object that holds to its rule; keys that it does not know are left out.
+    """Returns the record made from an object that fits its rule; unknown keys are ignored.
 
     Args:
         record: a dataclass whose fields are `recorded`.
-        data: a part of a manifest that was checked.
+        data: part of a checked manifest.
     """
     hints = typing.get_type_hints(record)
     given = {name: data[name] for name in hints if data.get(name) is not None}

@@ -29,14 +29,14 @@ _log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Decodes request handles, step by step. Used on one thread; nothing else may use the engine meanwhile.
+    """Decodes request handles, step by step. Used on one thread, as the only user of the engine.
 
     Args:
         engine: the target with its proposer.
         planner: bounds the drafts of a step.
         prefill_chunk: prompt tokens read between two decoding steps.
-        keep_prefixes: keep the caches of those that have ended for prompts that begin alike, and share those of others.
-        clock: seconds that only grow.
+        keep_prefixes: reuse caches for prompts with the same prefix, those of ended requests and those of active ones.
+        clock: monotonic, in seconds.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class Scheduler:
     ) -> None:
         self.engine, self.planner, self.prefill_chunk = engine, planner or FixedLength(), prefill_chunk
         self.queue: deque[RequestOutput] = deque()
-        # Draws decide, drafts only candidate them: so a text depends neither on neighbours nor on what the
-        # planner does.
+        # Drafts are deterministic and the target's draws decide, so a text depends neither on other requests nor on the
+        # planner.
         self.slots = Slots((), engine.context.max_slots, is_invariant=True)
         self.places = SlotAllocator(engine.verifier, engine.proposer, self.slots, keep_prefixes)
         self.views = ViewKeeper(engine.engines, self.places, engine.context.max_seq_len)
         self.counters = Counters()
-        self.num_waiting = 0  # request handles none of whose outputs was given a place yet
+        self.num_waiting = 0  # request handles whose outputs all wait for a slot
         self._clock = clock
         self._broken: BaseException | None = None
-        self._at_hand: RequestOutput | None = None  # whose prompt is being read, or was read last
+        self._at_hand: RequestOutput | None = None  # the one whose prompt is being read, or was read last
         self._is_lazy = engine.proposer.catches_up
         self._handles: dict[int, RequestHandle] = {}  # open ones
         self._deadlines: list[tuple[float, int]] = []  # a heap of (when, number of the request handle)
@@ -66,11 +66,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any output is not ended."""
+        """Whether any output has not ended."""
         return bool(self._handles)
 
     def add(self, handle: RequestHandle) -> None:
-        """Take in a request handle with its outputs."""
+        """Adds a request handle with its outputs."""
         self._handles[handle.number] = handle
         self.queue.extend(handle.open)
         self.counters.num_requests += 1
@@ -79,15 +79,15 @@ class Scheduler:
             heapq.heappush(self._deadlines, (handle.deadline_s, handle.number))
 
     def cancel(self, handle: RequestHandle, reason: str = "cancelled") -> list[Event]:
-        """End all open outputs of a request handle; none where it has ended already."""
+        """Ends all open outputs of a request handle; none where it has ended already."""
         return [self._end(output, reason) for output in tuple(handle.open)]
 
     def cancel_all(self) -> list[Event]:
-        """End everything."""
+        """Ends all open outputs."""
         return [event for handle in tuple(self._handles.values()) for event in self.cancel(handle)]
 
     def abandon(self, error: str) -> list[Event]:
-        """Last outputs of steps for all that is open, from a scheduler that can do nothing else any more."""
+        """Returns last step outputs of all open outputs, without using the engine: a bug ended the scheduler."""
         handles, now_s = tuple(self._handles.values()), self._clock()
         self._handles.clear()
         return [
@@ -95,7 +95,7 @@ class Scheduler:
         ]
 
     def step(self) -> list[Event]:
-        """Read a part of a prompt, decode one step; what came of it, in order."""
+        """Reads a chunk of prompts and decodes one step; returns the step outputs in order."""
         events = self._expire()
         events += self._recover()
         events += self._read_prompts()
@@ -104,7 +104,7 @@ class Scheduler:
         return events + self._recover()
 
     def _recover(self) -> list[Event]:
-        """Where a cache could not be moved, no place can be trusted."""
+        """Restarts where a cache could not be moved, as no slot can be trusted then."""
         fault, self._broken = self._broken, None
         return [] if fault is None else self._restart(fault)
 
@@ -117,7 +117,7 @@ class Scheduler:
         return events
 
     def _read_prompts(self) -> list[Event]:
-        """Read prompts until the chunk is used up; who has read all of it, joins."""
+        """Reads prompts until the chunk is used up; a sequence whose prompt is read joins the active ones."""
         left = self.prefill_chunk
         while left > 0:
             try:
@@ -133,7 +133,7 @@ class Scheduler:
     def _open(self, output: RequestOutput) -> None:
         self._at_hand = output
         output.started_s = output.slot.stats.start_s = output.slot.stats.end_s = self._clock()
-        self._serve(output.handle)
+        self._stop_waiting(output.handle)
         output.num_reused = self.places.open(output)
         counters = self.counters
         counters.num_prompts += 1
@@ -141,13 +141,13 @@ class Scheduler:
         counters.num_reused_tokens += output.num_reused
         counters.num_prefix_hits += output.num_reused > 0
 
-    def _serve(self, handle: RequestHandle) -> None:
-        """It waits no more."""
+    def _stop_waiting(self, handle: RequestHandle) -> None:
+        """Counts a request handle as no longer waiting."""
         self.num_waiting -= handle.is_waiting
         handle.is_waiting = False
 
     def _read(self, most: int) -> int:
-        """Read at most `most` tokens of the prompt at hand; returns how many."""
+        """Reads at most `most` tokens of the current prompt; returns how many."""
         places, verifier, proposer, start_s = self.places, self.engine.verifier, self.engine.proposer, self._clock()
         output, place = places.reading, places.reading_place
         assert output is not None
@@ -174,15 +174,15 @@ class Scheduler:
         return num
 
     def _clear(self, place: int) -> None:
-        """What a place holds must not be read again, not even behind a mask."""
+        """Zeroes the caches of a slot: rows that are not finite spoil attention even where a mask hides them."""
         for engine in self.engine.engines:
             engine.clear_slot(place)
 
     def _fail(self, fault: BaseException) -> list[Event]:
-        """The prompt at hand cannot be read, or the one that was just read cannot join."""
+        """Ends the output whose prompt cannot be read, or that cannot join after it was read."""
         if not isinstance(fault, NotFinite):
             self.counters.num_engine_faults += 1
-            self.places.kept.clear()  # caches may have been half moved for it
+            self.places.kept.clear()  # caches may be incompletely moved
         output, self._at_hand = self._at_hand, None
         return [] if output is None else [self._end(output, "error", text_from_fault(fault))]
 
@@ -204,7 +204,7 @@ class Scheduler:
         return events
 
     def _deliver(self, seated: tuple[RequestOutput, ...], round_: Round) -> list[Event]:
-        """Pieces of a step; who has ended leaves, the last place first."""
+        """Returns the step outputs of a step, and frees the slots of outputs that have ended, the last slot first."""
         events, now_s = [], self._clock()
         for place, (output, step) in enumerate(zip(seated, round_.steps, strict=True)):
             wants = output.handle.request.wants_trace and step.finish_reason != "error"
@@ -217,7 +217,7 @@ class Scheduler:
         return events
 
     def _restart(self, fault: BaseException) -> list[Event]:
-        """A step failed: who took part ends, who was reading begins again, the caches are void."""
+        """Resets the caches after a step failed: active outputs end, and a prompt that was being read starts again."""
         self.counters.num_engine_faults += 1
         error = text_from_fault(fault)
         _log.warning("a step failed, %d sequences end and the caches are reset: %s", len(self.places.active), error)
@@ -230,31 +230,31 @@ class Scheduler:
         return events
 
     def _end(self, output: RequestOutput, reason: str, error: str | None = None) -> Event:
-        """End an output that no step ended, wherever it is."""
+        """Ends an output between steps, whether it waits, reads or decodes."""
         step_output = output.last_step_output(reason, self._clock(), error)
         self._close(output, step_output)
         return output.handle, step_output
 
     def _close(self, output: RequestOutput, step_output: StepOutput) -> None:
-        """Free what an output holds, and count it."""
+        """Frees what an output holds, and counts it."""
         handle = output.handle
         handle.open.remove(output)
         if output is self.places.reading or output in self.places.active:
             try:
-                self.places.leave(output, keeps=step_output.finish_reason != "error" and self._is_of_use(output))
+                self.places.leave(output, keeps=step_output.finish_reason != "error" and self._may_be_reused(output))
             except FAULTS as fault:
                 self._broken = fault
-        elif output in self.queue:  # it may have come no further than to be taken out
+        elif output in self.queue:  # one that was taken out and has no slot yet is in neither
             self.queue.remove(output)
         if not handle.open:
             del self._handles[handle.number]
-            self._serve(handle)
+            self._stop_waiting(handle)
         assert step_output.finish_reason is not None and step_output.stats is not None
         request_ms = (self._clock() - handle.submitted_s) * 1e3
         self.counters.count_end(step_output.finish_reason, step_output.stats, request_ms, output.slot.stats.outcomes)
 
-    def _is_of_use(self, output: RequestOutput) -> bool:
-        """Whether a cache will outlive those that wait: they need the places, unless one of them begins alike."""
+    def _may_be_reused(self, output: RequestOutput) -> bool:
+        """Returns whether a cache is worth keeping: slots are left for it, or a waiting prompt has the same prefix."""
         room = self.places.max_places - len(self.places.active) + 1
         if len(self.queue) < room:
             return True
@@ -262,7 +262,7 @@ class Scheduler:
         return any(waiting.slot.tokens[:MIN_SHARED] == start for waiting in islice(self.queue, room))
 
     def json_from_scheduler(self) -> dict[str, Any]:
-        """Counters, gauges and the planner's decisions."""
+        """Returns counters, gauges and the planner's decisions."""
         return {
             **self.counters.json_from_counters(),
             "num_queued": len(self.queue),

@@ -27,15 +27,15 @@ JOIN_S = 30.0  # a step that takes longer than this when the service closes is h
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    """How a service treats its requests.
+    """Options of a service.
 
     Args:
-        max_queue: requests that may wait for a place; one more is refused.
-        timeout_s: of requests that name none; None: no limit.
-        prefill_chunk: prompt tokens read between two decoding steps: more reads prompts faster, less lets those
-            that decode wait less.
-        keep_prefixes: keep the caches of finished requests for those to come that begin alike.
-        speculation: what `auto` means to a request: the controller decides (`auto`), always (`on`), never (`off`).
+        max_queue: requests that may wait for a slot; one more is refused.
+        timeout_s: of requests that have none of their own; None: no limit.
+        prefill_chunk: prompt tokens read between two decoding steps: more reads prompts faster, fewer delay the
+            decoding sequences less.
+        keep_prefixes: keep the caches of finished requests for later prompts with the same prefix.
+        speculation: meaning of a request's `auto`: the controller decides (`auto`), always (`on`), never (`off`).
 
     Raises:
         RuntimeFault: a value is out of range.
@@ -80,14 +80,14 @@ _Command = _Add | _Cancel | _Close | _Report
 
 
 class Service:
-    """Continuous batching behind a queue.
+    """Continuous batching with a queue of requests.
 
-    Every output of every accepted request ends with exactly one output of a step that has a finish reason.
+    Every output of every accepted request ends with exactly one step output that has a finish reason.
 
     Args:
         engine: nothing else may use it as long as the service runs.
         options: see `ServiceOptions`.
-        planner: bounds the drafts of each step; None: a controller of its own.
+        planner: bounds the drafts of each step; None: a new controller.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Service:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to serve.
+        """Starts the scheduler's thread.
 
         Raises:
-            RuntimeFault: it was started before.
+            RuntimeFault: the service was started before.
         """
         if self._thread is not None:
             raise RuntimeFault("service", "a second start", "one", "Make another service.")
@@ -117,10 +117,10 @@ class Service:
         self._thread.start()
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Refuse what comes, finish what runs, end the rest.
+        """Refuses new requests, lets open ones finish for a while, and cancels the rest.
 
         Args:
-            drain_s: seconds that running and waiting requests have to finish; what is left then is cancelled.
+            drain_s: seconds that running and waiting requests have to finish; the rest is cancelled.
 
         Raises:
             RuntimeFault: the engine hangs.
@@ -136,20 +136,19 @@ class Service:
             raise RuntimeFault("service", f"a step of more than {JOIN_S} s", "less", "End the process.")
 
     def submit(self, request: Request, on_output: Callable[[StepOutput], None]) -> RequestHandle:
-        """Hand in a request. May be called on any thread.
+        """Submits a request. May be called on any thread.
 
         Args:
-            request: what is wanted.
-            on_output: called with each output of a step, on the scheduler's thread. It must not block. Where it
-                raises, the
-                request is cancelled, and nobody is told.
+            request: the request.
+            on_output: called with each step output, on the scheduler's thread. It must not block. Where it raises, the
+                request is cancelled, without a report.
 
         Returns:
-            What to cancel it by.
+            The handle to cancel it with.
 
         Raises:
             RuntimeFault: the request is wrong; see `SpecEngine.generate`.
-            Busy: too many are waiting, or the service does not run.
+            Busy: too many requests wait, or the service does not run.
         """
         timeout_s = self.options.timeout_s if request.timeout_s is None else request.timeout_s
         handle = RequestHandle(request, 0, perf_counter(), timeout_s, on_output)
@@ -169,19 +168,19 @@ class Service:
         return handle
 
     def cancel(self, handle: RequestHandle) -> None:
-        """End a request's open outputs, each with a output `cancelled`. Any thread, any moment, any number of times."""
+        """Ends a request's open outputs with `cancelled`. May be called on any thread, at any time, repeatedly."""
         self._commands.put(_Cancel(handle))
 
     def stream(self, *requests: Request) -> OutputStream:
-        """Submit requests in the running event loop, and iterate over their outputs of steps: see `OutputStream`.
+        """Submits requests in the running event loop; returns an iterator over their step outputs: see `OutputStream`.
 
         Raises:
-            RuntimeFault, Busy: as `submit`; then none of the requests is taken.
+            RuntimeFault, Busy: as `submit`; then none of the requests is accepted.
         """
         return OutputStream(self, requests)
 
     async def generate(self, request: Request) -> list[Completion]:
-        """All outputs of a request, in their order. Where the task is cancelled, so is the request.
+        """Returns all outputs of a request, in their order. Cancelling the task cancels the request.
 
         Raises:
             RuntimeFault, Busy: as `submit`.
@@ -190,7 +189,7 @@ class Service:
             return await stream.completions()
 
     def stats(self) -> dict[str, Any]:
-        """A snapshot, JSON-ready; see the page on the scheduler. Any thread; waits for the step that is running."""
+        """Returns a JSON-ready snapshot, see docs/scheduler.md. Any thread; waits for the current step to end."""
         answer: SimpleQueue[dict[str, Any]] = SimpleQueue()
         with self._lock:
             is_running = self._is_running and threading.current_thread() is not self._thread
@@ -200,7 +199,7 @@ class Service:
         return {**snapshot, "num_busy": self._num_busy, "is_open": self._is_open, "fault": self._fault}
 
     def _serve(self) -> None:
-        """The scheduler's thread. However it ends, nobody is left without a last output of a step or an answer."""
+        """Runs the scheduler's thread. However it ends, outputs get a last step output, and reports an answer."""
         fault: str | None = "a bug in the service"
         try:
             self._run()
@@ -208,7 +207,7 @@ class Service:
         finally:
             if (bug := sys.exc_info()[1]) is not None:
                 fault = f"a bug in the service: {type(bug).__name__}: {bug}"
-            with self._lock:  # nobody adds a command behind this
+            with self._lock:  # no command is added after this
                 self._is_open = self._is_running = False
                 self._fault = fault
             self._handle(self._next_commands(is_busy=True), is_ending=True)
@@ -217,10 +216,10 @@ class Service:
                 self._on_fault()
 
     def watch(self, on_fault: Callable[[], None]) -> None:
-        """Have a function called when a bug ends the service, at once if one has: nothing starts it again.
+        """Registers a function to call when a bug ends the service, which is not started again.
 
         Args:
-            on_fault: called once, on the scheduler's thread or this one; it must not raise.
+            on_fault: called once, on the scheduler's thread, or at once where the service has ended; it must not raise.
         """
         with self._lock:
             self._on_fault = on_fault
@@ -230,7 +229,7 @@ class Service:
 
     @property
     def fault(self) -> str | None:
-        """What ended the service, where that was a bug."""
+        """The bug that ended the service; None: no bug did."""
         return self._fault
 
     def _run(self) -> None:
@@ -244,7 +243,7 @@ class Service:
             self._deliver(self._scheduler.step())
 
     def _next_commands(self, is_busy: bool) -> list[_Command]:
-        """All commands that have come; with nothing else to do, wait for one."""
+        """Returns all commands that have arrived; waits for one unless the scheduler has work."""
         commands = [] if is_busy else [self._commands.get()]
         try:
             while True:
@@ -270,11 +269,11 @@ class Service:
             try:
                 handle.on_output(step_output)
             except FAULTS:
-                self.cancel(handle)  # whoever takes its outputs of steps is broken; others are not
+                self.cancel(handle)  # its receiver is broken; others are not affected
 
 
 def load_service(path: Path | str, options: ServiceOptions | None = None, **load_kwargs: Any) -> Service:
-    """Load a bundle into a service that is not started yet.
+    """Loads a bundle into a service that is not started yet.
 
     Args:
         path: the bundle's folder.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sits where: places 0 .. active - 1 decode, one behind them reads its prompt, others keep caches or are free."""
+"""Assigns slots to sequences.
+
+Slots 0 .. active - 1 decode, one after them reads its prompt, and others keep caches of ended sequences or are free.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from speccompile.runtime.verifier import Verifier
 
 
 class SlotAllocator:
-    """The places of an engine.
+    """Assigns the slots of an engine to outputs of requests, and moves caches between slots.
 
-    Steps run over a contiguous range of places, so a sequence that ends changes places with the last one that
-    decodes, and a prompt is read where its sequence will decode: at the first place behind these.
+    Steps run over a contiguous range of slots, so a sequence that ends swaps slots with the last one that decodes, and
+    a prompt is read in the slot where its sequence will decode: the first one after these.
 
     Args:
         verifier: the target.
         proposer: the drafts.
-        slots: what the loop's steps are given; kept in accord with `active`.
-        keeps: keep the caches of those that leave, and share those that begin as a new prompt does.
+        slots: active sequences of the loop's steps; kept equal to those of `active`.
+        keeps: keep the caches of sequences that leave, and reuse those with the same prefix as a new prompt.
     """
 
     def __init__(self, verifier: Verifier, proposer: Proposer, slots: Slots, keeps: bool = True) -> None:
@@ -34,14 +37,14 @@ class SlotAllocator:
 
     @property
     def has_room(self) -> bool:
-        """Whether a prompt could begin to be read."""
+        """Whether a slot is free to read a prompt."""
         return self.reading is None and len(self.active) < self.max_places
 
     def open(self, output: RequestOutput) -> int:
-        """Give a place to an output whose prompt is to be read.
+        """Gives a slot to an output whose prompt is to be read.
 
         Returns:
-            How many tokens of the prompt are in the place's caches already.
+            How many tokens of the prompt the slot's caches have already.
         """
         front, prompt = len(self.active), output.slot.tokens
         source, num = best_match(prompt, self._held()) if self.keeps else (-1, 0)
@@ -64,25 +67,25 @@ class SlotAllocator:
         return num
 
     def _held(self) -> list[tuple[int, list[int]]]:
-        """Places with the tokens in the target's cache: kept ones first, as they can be taken over."""
+        """Returns slot indices with the tokens in the target's cache: kept ones first, as they can be taken over."""
         lengths = self.verifier.lengths
         decoding = [(place, output.slot.tokens[: lengths[place]]) for place, output in enumerate(self.active)]
         return [*self.kept.items(), *decoding]
 
     def _may_take(self, source: int, num: int) -> bool:
-        """Whether a cache is better taken over than copied: little of it would be lost, or it would go anyway."""
+        """Returns whether to take over a cache instead of copying it: little is lost, or it would be dropped anyway."""
         if source not in self.kept:
             return False
         lost = int(self.verifier.lengths[source]) - num
         return lost < MIN_SHARED or (self._free_place() < 0 and self.kept.oldest() == source)
 
     def _free_place(self) -> int:
-        """The last free place; -1: there is none."""
+        """Returns the last free slot; -1: there is none."""
         places = range(self.max_places - 1, len(self.active) - 1, -1)
         return next((place for place in places if place not in self.kept), -1)
 
     def _bring(self, source: int, dest: int) -> None:
-        """Move a kept cache; one that is kept at `dest` changes places with it."""
+        """Moves a kept cache; one that is kept at `dest` is swapped with it."""
         if source == dest:
             return
         if dest in self.kept:
@@ -95,14 +98,14 @@ class SlotAllocator:
             self.kept.rename(source, dest)
 
     def _vacate(self, place: int, source: int) -> int:
-        """Free a place; what it keeps goes to a free one, or to that of the oldest, which is given up.
+        """Frees a slot; its kept cache moves to a free slot, or to that of the oldest cache, which is dropped.
 
         Args:
-            place: to be freed.
-            source: of rows that are to be copied.
+            place: slot to free.
+            source: slot of rows that are to be copied.
 
         Returns:
-            Where `source` is then.
+            The slot where the rows of `source` are then.
         """
         if place not in self.kept:
             return source
@@ -116,10 +119,10 @@ class SlotAllocator:
         return dest if source == place else source
 
     def join(self) -> None:
-        """The prompt is read: decode from the next step on."""
+        """Adds the sequence whose prompt is read to those that decode."""
         output, place = self.reading, len(self.active)
         assert output is not None
-        if place in self.kept:  # somebody has left since
+        if place in self.kept:  # a sequence has left since the prompt was opened
             self._swap(self.reading_place, place)
             self.kept.rename(place, self.reading_place)
         else:
@@ -130,11 +133,11 @@ class SlotAllocator:
         self.slots.changed()
 
     def leave(self, output: RequestOutput, keeps: bool = True) -> None:
-        """Free the place of an output that decodes or reads.
+        """Frees the slot of an output that decodes or reads.
 
         Args:
             output: the one that leaves.
-            keeps: keep its cache, if that is worth it; not where a step has failed.
+            keeps: keep its cache if it has enough tokens; False where a step has failed.
         """
         if output is self.reading:
             self.reading = None
@@ -157,14 +160,14 @@ class SlotAllocator:
         return self.keeps and min(int(self.verifier.lengths[place]), len(output.slot.tokens)) >= MIN_SHARED
 
     def _keep(self, place: int, output: RequestOutput, keeps: bool) -> None:
-        """Keep the rows of the tokens that the output showed; a cut text has fewer than its last step had rows."""
+        """Keeps the rows of the output's tokens; after a stop string these are fewer than its last step wrote."""
         if keeps and self._is_worth(place, output):
             tokens = output.slot.tokens[: int(self.verifier.lengths[place])]
             self.verifier.lengths[place] = len(tokens)
             self.kept.put(place, tokens)
 
     def clear(self) -> None:
-        """Nobody has a place, and nothing is kept."""
+        """Frees all slots and drops all kept caches."""
         self.active.clear()
         self.slots.slots.clear()
         self.slots.changed()

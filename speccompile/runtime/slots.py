@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequences being decoded, their places, and what each step may use."""
+"""The sequences being decoded, their slots, and the limits of each step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core import sampling as dists
-from speccompile.core.sampling import DRAFT_SIBLING_LANE, SIBLING_LANE, uniforms, warp_inputs
+from speccompile.core.sampling import (
+    ACCEPT_LANE,
+    DRAFT_LANE,
+    DRAFT_SIBLING_LANE,
+    SIBLING_LANE,
+    TARGET_LANE,
+    uniforms,
+    warp_inputs,
+)
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints, TokenTree
@@ -21,22 +28,21 @@ from speccompile.runtime.requests import Speculation
 from speccompile.runtime.stats import SlotStats
 from speccompile.runtime.text import TextSink
 
-BLOCK = 256  # positions whose uniforms are made at once: a Philox call costs 100 us however few it makes
-LANES = (dists.ACCEPT_LANE, dists.TARGET_LANE, dists.DRAFT_LANE)
+BLOCK = 256  # positions whose uniforms are made at once: a Philox call takes at least 100 us
+LANES = (ACCEPT_LANE, TARGET_LANE, DRAFT_LANE)
 
 
 class Step(NamedTuple):
-    """What one step gave one sequence.
+    """Result of one step for one sequence.
 
     Args:
-        prompt_index: which prompt.
-        tokens: the new tokens; the first `num_accepted` of them were drafts (fewer where the end cut them off).
+        prompt_index: index of the prompt.
+        tokens: the new tokens; the first `num_accepted` of them were drafts (fewer where the text ended before).
         num_draft_tokens: draft tokens scored.
-        num_accepted: draft tokens kept; the last of `tokens` is recovered when it is less than the deepest
-            draft, a bonus when a whole path was kept.
-        is_bonus: a whole path of at least one draft was kept.
-        text: text to show, when the sequence has a text sink.
-        finish_reason: `stop`, `length`, `cache_full`, `error`, or None while the sequence goes on.
+        num_accepted: draft tokens kept.
+        is_bonus: a whole path of at least one draft was kept, so the last of `tokens` is a bonus and not recovered.
+        text: to show; empty without a text sink.
+        finish_reason: `stop`, `length`, `cache_full`, `error`, or None before the end.
     """
 
     prompt_index: int
@@ -61,20 +67,20 @@ class UniformTable:
     def __init__(self, seed: int, start: int) -> None:
         self.seed, self._start = np.array([seed], dtype=np.uint64), start
         self._table = np.empty((3, 0), dtype=np.float32)
-        self._lanes: dict[int, Floats] = {}  # of later siblings, made when they are asked for
+        self._lanes: dict[int, Floats] = {}  # of later siblings, made when they are first read
 
     def rows(self, start: int, end: int) -> Floats:
-        """[3, end - start] float32: accept, target and draft draws of positions start .. end - 1."""
+        """Returns accept, target and draft draws of positions start .. end - 1, [3, end - start] float32."""
         while self._start + self._table.shape[1] < end:
             first = self._start + self._table.shape[1]
-            places = np.arange(first, first + BLOCK, dtype=np.int64)[None]
-            block = [uniforms(self.seed, places, lane)[0] for lane in LANES]
+            positions = np.arange(first, first + BLOCK, dtype=np.int64)[None]
+            block = [uniforms(self.seed, positions, lane)[0] for lane in LANES]
             self._table = np.concatenate((self._table, np.stack(block)), axis=1)
         rows: Floats = self._table[:, start - self._start : end - self._start]
         return rows
 
     def lane(self, lane: int, start: int, end: int) -> Floats:
-        """[end - start] float32: draws of any lane at positions start .. end - 1."""
+        """Returns draws of any lane at positions start .. end - 1, [end - start] float32."""
         held = self._lanes.get(lane, self._table[0, :0])
         while self._start + len(held) < end:
             first = self._start + len(held)
@@ -88,13 +94,13 @@ class Slot:
     """One sequence. See `speccompile.core.protocols.Slot`.
 
     Args:
-        index: which prompt it is.
+        index: of its prompt, or of the output of one.
         prompt: at least one token.
-        sampling: what was asked for.
+        sampling: of the request.
         stop_ids: tokens that end it.
-        sink: makes text; None where nobody needs text before the end.
+        sink: makes text; None where no text is needed before the end.
 
-    `speculation`, `auto` unless it is set, tells who bounds its drafts: see `speccompile.runtime.control`.
+    `speculation` is `auto` unless it is set; see `speccompile.runtime.control.Planner.plan`.
     """
 
     __slots__ = (
@@ -121,24 +127,22 @@ class Slot:
         self.index, self.sampling, self.stop_ids, self.sink = index, sampling, stop_ids, sink
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
-        self.draft_state: Any = None  # made by its proposer
-        self.error: str | None = None  # what ended it, where that was a fault
+        self.draft_state: Any = None  # made by the proposer
+        self.error: str | None = None  # the fault that ended it
         self.room = 0
         self.max_drafts = 0
-        self.may_draft = True  # False where its verdicts and the target's caches would part ways
+        self.may_draft = True  # False: the target would compact its caches by another verdict
         self.speculation: Speculation = "auto"
-        self.logits_processor: LogitsProcessor | None = (
-            None  # made by its first verdict, where the distribution is shaped
-        )
+        self.logits_processor: LogitsProcessor | None = None  # made at its first verdict, if it needs logits
         self.stats = SlotStats(0.0)
         self.table = None if sampling.is_greedy else UniformTable(sampling.seed, len(prompt) - 1)
 
     def plan(self, max_seq_len: int, limit: int | None = None) -> None:
-        """Set what the next step may use; a step needs the root's row and one row a draft.
+        """Sets the limits of the next step, which needs the root's row and one row per draft.
 
         Args:
             max_seq_len: cache rows a sequence may use.
-            limit: most draft tokens on a path, where the sequence leaves that to others; None: no such bound.
+            limit: most draft tokens on a path; 0 applies only where `speculation` is `auto`; None: no such bound.
         """
         self.room = max_seq_len - len(self.tokens)  # rows left once the root has its own
         num_left = self.num_prompt + self.sampling.max_new_tokens - len(self.tokens)
@@ -148,7 +152,7 @@ class Slot:
             self.max_drafts = min(self.max_drafts, limit)
 
     def emit(self, new: list[int], num_drafts: int, depth: int, is_bonus: bool) -> Step:
-        """Append the tokens of a step, as far as the limits let them.
+        """Appends the tokens of a step, up to the end of the text.
 
         Args:
             new: accepted draft tokens and the next token.
@@ -182,12 +186,12 @@ class Slot:
         return Step(self.index, new, num_drafts, num_accepted, is_bonus, text, reason)
 
     def fail(self, fault: BaseException) -> Step:
-        """The last step of a sequence that a fault ends; text that was held back is given out."""
+        """Returns the last step of a sequence that a fault ends, with the text that was held back."""
         self.error = text_from_fault(fault)
         return Step(self.index, [], 0, 0, False, self.text_left(), "error")
 
     def text_left(self) -> str:
-        """The text that was held back, for an end that no step makes; none from a sink that fails."""
+        """Returns the text that was held back, for an end between steps; empty where the sink fails."""
         try:
             return self.sink.finish() if self.sink is not None else ""
         except FAULTS:
@@ -195,7 +199,7 @@ class Slot:
 
 
 def _draws_of_tree(table: UniformTable, root: int, depths: Ints, ranks: Ints) -> Floats:
-    """[nodes, 2] float32: what `sampling.tree_uniforms` gives for one slot, from its table.
+    """Returns the draws of `sampling.tree_uniforms` for one slot, from its table, [nodes, 2] float32.
 
     Args:
         table: of the slot.
@@ -210,13 +214,13 @@ def _draws_of_tree(table: UniformTable, root: int, depths: Ints, ranks: Ints) ->
 
 
 class Slots:
-    """The active sequences at places 0 .. batch - 1, and those that wait. See `speccompile.core.protocols.Batch`.
+    """The active sequences in slots 0 .. batch - 1, and those that wait. See `speccompile.core.protocols.Batch`.
 
     Args:
-        waiting: sequences in the order in which they get places.
-        max_slots: places.
-        is_invariant: no text may depend on what is drafted, nor on how much of it: drafts are deterministic, and
-            sampled text is plain decoding's with the same seed. Then draft lengths may follow clocks and neighbours.
+        waiting: sequences in the order in which they get slots.
+        max_slots: most active sequences.
+        is_invariant: texts do not depend on drafts or their number: drafts are deterministic, and sampled text is plain
+            decoding's with the same seed. Then draft lengths may depend on measured times and other sequences.
     """
 
     def __init__(self, waiting: Iterable[Slot], max_slots: int, is_invariant: bool = False) -> None:
@@ -226,11 +230,11 @@ class Slots:
         self.is_invariant = is_invariant
         self.is_greedy = True  # every slot has temperature 0
         self.is_planned = False  # see `Batch.is_planned`
-        self.processed: list[int] = []  # places whose distribution the target's graph does not know
+        self.processed: list[int] = []  # slot indices of sequences that need logits processors
         self._warp: dict[str, NDArray[Any]] = {}
 
     def changed(self) -> None:
-        """Recompute what depends on who sits where."""
+        """Recomputes what depends on the sequences and their slots. Called after every change of `slots`."""
         params = [slot.sampling for slot in self.slots]
         self.is_greedy = all(p.is_greedy for p in params)
         self.processed = [place for place, p in enumerate(params) if p.needs_logits]
@@ -253,7 +257,7 @@ class Slots:
         return self._warp
 
     def draft_uniforms(self, depth: int) -> Floats:
-        """See `Batch.draft_uniforms`. The child of the root stands at index len(tokens)."""
+        """See `Batch.draft_uniforms`. The child of the root has position len(tokens)."""
         draws = np.zeros(len(self.slots), dtype=np.float32)
         for place, slot in enumerate(self.slots):
             if slot.table is not None:
@@ -273,7 +277,7 @@ class Slots:
         return draws
 
     def tree_uniforms(self, tree: TokenTree) -> Floats:
-        """[batch, nodes, 2] float32: the draws that acceptance reads (`sampling.tree_uniforms`)."""
+        """Returns the draws that acceptance reads (`sampling.tree_uniforms`), [batch, nodes, 2] float32."""
         nodes = tree.nodes
         draws = np.zeros((tree.batch, nodes, 2), dtype=np.float32)
         if not tree.is_chain:
@@ -291,5 +295,5 @@ class Slots:
         return draws
 
     def root_positions(self) -> Ints:
-        """[batch] int64: index of each root in its sequence."""
+        """Returns the index of each root in its sequence, [batch] int64."""
         return np.array([len(slot.tokens) - 1 for slot in self.slots], dtype=np.int64)

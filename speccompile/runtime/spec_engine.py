@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode with a loaded bundle: prompts in, generations or streams of steps out."""
+"""Decodes prompts with a loaded bundle, into generations or streams of steps."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Generation:
-    """What decoding one prompt gave.
+    """Result of decoding one prompt.
 
     Args:
         text: of the new tokens, special tokens left out, cut before a stop string.
         tokens: new token ids; a stop token is the last of them.
         finish_reason: `stop`, `length`, `cache_full` or `error`.
         stats: see `SlotStats.json_from_stats`.
-        error: with `error`, what happened; other prompts are not affected.
+        error: message, where the finish reason is `error`; other prompts are not affected.
     """
 
     text: str
@@ -47,13 +47,13 @@ class Generation:
     error: str | None = None
 
     def json_from_generation(self) -> dict[str, Any]:
-        """A JSON-ready dict; `error` is there only where there was one."""
+        """Returns a JSON-ready dict; `error` is in it only where there was one."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in given.items() if name != "error" or value is not None}
 
 
 class Stream(Iterator[Step]):
-    """Steps of one sequence, and in the end its generation.
+    """Iterates over the steps of one sequence; `generation` is set after the last.
 
     Args:
         slot: the sequence.
@@ -63,7 +63,7 @@ class Stream(Iterator[Step]):
 
     def __init__(self, slot: Slot, decoded: Iterator[list[Step]], finish: Callable[[Slot, str], Generation]) -> None:
         self._slot, self._decoded, self._finish = slot, decoded, finish
-        self.generation: Generation | None = None  # once the last step was read
+        self.generation: Generation | None = None  # set after the last step
 
     def __next__(self) -> Step:
         [step] = next(self._decoded)
@@ -73,7 +73,7 @@ class Stream(Iterator[Step]):
 
 
 class SpecEngine:
-    """A target with its proposer. One run at a time: a new one ends those that were not read to their end.
+    """A target with its proposer. One run at a time: a new one ends those that were not read to the end.
 
     Args:
         target: the target's engine (`verified_spec`).
@@ -81,11 +81,11 @@ class SpecEngine:
         proposer: the method's proposer over the same engines.
         tokenizer: None where prompts and results are token ids.
         context: sizes.
-        eos_token_ids: the model's own ends.
-        defaults: sampling where a request says nothing.
-        bundle: where it came from.
+        eos_token_ids: the model's own end-of-sequence tokens.
+        defaults: sampling parameters where none are given.
+        bundle: that it was loaded from.
         chunk: prompt tokens read at once.
-        may_stop: the method's draft length is not fixed, so that drafting may stop where plain decoding is faster.
+        may_stop: the method's draft length is not fixed, so drafting may stop where plain decoding is faster.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class SpecEngine:
         speculative: bool = True,
         batch_size: int | None = None,
     ) -> list[Generation]:
-        """Decode prompts to their ends.
+        """Decodes prompts to their ends.
 
         Args:
             prompts: one or more texts, or lists of token ids.
@@ -136,11 +136,11 @@ class SpecEngine:
             batch_size: sequences decoded at once; None: as many as the bundle was built for.
 
         Returns:
-            One generation a prompt, in their order.
+            One generation per prompt, in their order.
 
         Raises:
-            RuntimeFault: a prompt is empty, too long or not of the vocabulary, or neither a text nor token ids; the
-                message has its index. Or `sampling` is no `SamplingParams`.
+            RuntimeFault: a prompt is empty, too long, not of the vocabulary, or neither a text nor token ids; the
+                message has its index. Or `sampling` is not a `SamplingParams`.
         """
         results: dict[int, Generation] = {}
         for index, generation in self.run(prompts, sampling, speculative=speculative, batch_size=batch_size):
@@ -155,7 +155,7 @@ class SpecEngine:
         speculative: bool = True,
         batch_size: int | None = None,
     ) -> Iterator[tuple[int, Generation]]:
-        """As `generate`, but yields (index of the prompt, generation) as sequences end.
+        """Decodes as `generate`, but yields (index of the prompt, generation) as sequences end.
 
         Raises:
             RuntimeFault: as `generate`, before anything is decoded; or as `stream`.
@@ -164,10 +164,10 @@ class SpecEngine:
         return self._finished(slots, self._decode(slots, speculative, batch_size))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, speculative: bool = True) -> Stream:
-        """Decode one prompt step by step.
+        """Decodes one prompt step by step.
 
         Returns:
-            An iterator of steps whose `text` is ready to show: never half a character, nothing of a stop string.
+            An iterator of steps whose `text` can be shown: never half a character, no part of a stop string.
 
         Raises:
             RuntimeFault: as `generate`; or another run was started since the last step was read.
@@ -182,7 +182,7 @@ class SpecEngine:
                     yield step.prompt_index, self._generation(slots[step.prompt_index], step.finish_reason)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer puts around it."""
+        """Returns the token ids of a text, with the special tokens that the tokenizer adds."""
         if self.tokenizer is None:
             raise RuntimeFault(
                 "prompt", "a text", "token ids", "This bundle has no tokenizer: it was built from a config."
@@ -191,15 +191,15 @@ class SpecEngine:
         return ids
 
     def text_sink(self, params: SamplingParams) -> TextSink | None:
-        """Makes text of a request's tokens; None without a tokenizer."""
+        """Returns a sink that makes text of a request's tokens; None without a tokenizer."""
         return None if self.tokenizer is None else TextSink(self.tokenizer, params.stop)
 
     def reset(self, rows: int = 1, clears: bool = False) -> int:
-        """End the runs before: their caches are void. Returns the number of the run that begins.
+        """Ends earlier runs and invalidates their caches. Returns the number of the new run.
 
         Args:
-            rows: cache rows to have from the start.
-            clears: zero the caches as well, after a fault of which nobody knows what it left there.
+            rows: cache rows to allocate at the start.
+            clears: zero the caches as well, after a fault that may have left rows that are not finite.
         """
         self._num_runs += 1
         for engine in self.engines:
@@ -215,10 +215,10 @@ class SpecEngine:
                 "batch_size", str(batch_size), f"1 to {most}", "Build the bundle with a larger engine.max_batch_size."
             )
         proposer = self.proposer if speculative else self._plain.make_proposer(None, {}, self.context)
-        places = batch_size or most
-        run = self.reset(max((slot.num_prompt for slot in slots[:places]), default=1))
+        max_slots = batch_size or most
+        run = self.reset(max((slot.num_prompt for slot in slots[:max_slots]), default=1))
         planner = self.controller if speculative else None
-        for steps in decode(self.verifier, proposer, Slots(slots, places), self.engines, planner):
+        for steps in decode(self.verifier, proposer, Slots(slots, max_slots), self.engines, planner):
             yield steps
             if run != self._num_runs:
                 raise RuntimeFault(
@@ -248,12 +248,12 @@ class SpecEngine:
         return [self.make_slot(i, p, params, with_text) for i, (p, params) in enumerate(zip(given, asked, strict=True))]
 
     def make_slot(self, index: int, prompt: Prompt, params: SamplingParams, with_text: bool) -> Slot:
-        """A sequence to decode.
+        """Returns a sequence to decode.
 
         Args:
             index: of the prompt, or of the output of one.
             prompt: a text, or token ids.
-            params: what is asked for.
+            params: of the request.
             with_text: make text step by step.
 
         Raises:
@@ -291,10 +291,10 @@ class SpecEngine:
 
 
 def _token_ids(index: int, prompt: Any) -> list[int]:
-    """The ids of a prompt that is no text.
+    """Returns the token ids of a prompt that is not a text.
 
     Raises:
-        RuntimeFault: it is no list of whole numbers.
+        RuntimeFault: it is not a list of whole numbers.
     """
     try:
         if isinstance(prompt, bytes | Mapping):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decoding a sequence took: counts, acceptance, times."""
+"""Statistics of decoding a sequence: counts, acceptance, times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speccompile.core.specs import CANDIDATE_PROBS, CONFIDENCES, GraphSpec
 
 
 class TimedEngine:
-    """An engine that adds up the time spent in it. See `speccompile.core.protocols.Engine`.
+    """An engine that sums the time spent in it. See `speccompile.core.protocols.Engine`.
 
     Args:
         engine: the engine to be timed.
@@ -39,7 +39,7 @@ class TimedEngine:
         return outputs
 
     def reset(self, rows: int = 1) -> None:
-        """Lay the caches out anew."""
+        """Resets the caches."""
         self.engine.reset(rows)
 
     @property
@@ -48,39 +48,39 @@ class TimedEngine:
         return self.engine.view_rows
 
     def shrink(self, rows: int) -> None:
-        """Lay the caches out anew, timed."""
+        """Shrinks the caches' view, timed."""
         start = perf_counter()
         self.engine.shrink(rows)
         self.seconds += perf_counter() - start
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
-        """Copy a slot, timed."""
+        """Copies a slot, timed."""
         start = perf_counter()
         self.engine.move_slot(source, dest, rows)
         self.seconds += perf_counter() - start
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
-        """Exchange two slots, timed."""
+        """Swaps two slots, timed."""
         start = perf_counter()
         self.engine.swap_slots(first, second, rows)
         self.seconds += perf_counter() - start
 
     def clear_slot(self, slot: int) -> None:
-        """Zero a slot."""
+        """Zeroes a slot."""
         self.engine.clear_slot(slot)
 
     def compact(self, lengths: NDArray[Any], path: NDArray[Any]) -> None:
-        """Compact trees, timed."""
+        """Compacts trees, timed."""
         start = perf_counter()
         self.engine.compact(lengths, path)
         self.seconds += perf_counter() - start
 
 
 class DraftEngine(TimedEngine):
-    """A draft's engine, whose numbers are finite for whoever reads them.
+    """A draft's engine whose confidences are always finite.
 
-    A draft that gives NaN for a sequence gives confidence 0 instead, so that estimates stay estimates, and its rows of
-    that sequence are zeroed: they would spoil the drafts of all that follow at the slot. Texts do not depend on it.
+    Where a draft gives NaN for a sequence, its confidences are 0 instead, so that estimates stay finite, and its cache
+    rows of that slot are zeroed: they would spoil the drafts of later sequences in the slot. Texts do not depend on it.
     """
 
     def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
@@ -100,7 +100,7 @@ class DraftEngine(TimedEngine):
 class SlotStats:
     """Counts and times of one sequence.
 
-    Times are wall clock; in a batch they contain the neighbours' work.
+    Times are wall clock; in a batch they include the work for other sequences.
 
     Args:
         now_s: `perf_counter()` at the start of its prefill.
@@ -118,16 +118,16 @@ class SlotStats:
         self.outcomes: Counter[tuple[int, int]] = Counter()  # (draft depth, accepted) -> steps
 
     def add_times(self, now_s: float, step_s: float, engine_s: float) -> None:
-        """Add one decoding step that ends now."""
+        """Adds one decoding step that ends now."""
         self.end_s = now_s
         self.step_s += step_s
         self.engine_s += engine_s
 
     def json_from_stats(self) -> dict[str, Any]:
-        """A JSON-ready dict.
+        """Returns a JSON-ready dict.
 
-        Times are of the wall clock: `time_ms` from the start of the prefill to the last token, `step_ms` in the
-        steps it took part in, `engine_ms` the part of these that engines took. `tokens_per_s` is over `step_ms`.
+        Times are wall clock: `time_ms` from the start of the prefill to the last token, `step_ms` in the
+        sequence's steps, `engine_ms` the part of these in engines. `tokens_per_s` is over `step_ms`.
         `acceptance_by_position` is accepted / tried at each depth, where a depth is tried when its parent was
         accepted. `mean_acceptance_length` is 1 + accepted / steps.
         """

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text from tokens as they come: never half a character, and stop strings."""
+"""Incremental text of tokens: never half a character, and stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-WINDOW = 16  # tokens: to decode so many costs little more than to decode one
+WINDOW = 16  # tokens: decoding so many takes little longer than decoding one
 REPLACEMENT = "\ufffd"  # what a tokenizer writes for bytes that are not (yet) a character
 
 
@@ -14,15 +14,15 @@ class Tokenizer(Protocol):
     """The part of `tokenizers.Tokenizer` that decoding needs."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of a run of tokens."""
+        """Returns the text of a run of tokens."""
         ...
 
 
 class TextStream:
-    """Turns tokens into outputs of steps of text whose concatenation is the text of all of them.
+    """Turns tokens into parts of text whose concatenation is the text of all tokens.
 
-    Only a window of the latest tokens is decoded each time: from `_start`, whose text is known up to `_read`, to the
-    end. A window that ends inside a character is held back; one that has become long begins anew.
+    Only a window of the latest tokens is decoded each time: from `_start` to the end; its text up to `_read` is known.
+    A window that ends inside a character is held back; after one that became too long, a new one begins.
 
     Args:
         tokenizer: decodes runs of tokens.
@@ -35,12 +35,12 @@ class TextStream:
         self._known = ""  # text of the tokens from _start to _read
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Returns the text that these tokens complete."""
         self._tokens += tokens
         return self._advance(is_last=False)
 
     def finish(self) -> str:
-        """The text that was held back."""
+        """Returns the text that was held back."""
         return self._advance(is_last=True)
 
     def _advance(self, is_last: bool) -> str:
@@ -55,10 +55,10 @@ class TextStream:
 
 
 class StopStrings:
-    """Finds the first of some strings in a text that comes in outputs of steps.
+    """Finds the first stop string in a text that arrives in parts.
 
     Args:
-        stops: non-empty strings; none is allowed.
+        stops: non-empty strings; there may be none.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -66,11 +66,11 @@ class StopStrings:
         self._held = ""
         self.is_found = False
 
-    def push(self, step_output: str) -> str:
-        """The text that can be shown: nothing of a stop string, nothing that may yet become one."""
+    def push(self, part: str) -> str:
+        """Returns the text that can be shown: no part of a stop string, and nothing that may become one."""
         if not self._stops:
-            return step_output
-        text = self._held + step_output
+            return part
+        text = self._held + part
         found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if found:
             self.is_found, self._held = True, ""
@@ -80,18 +80,18 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """The text that was held back; no stop string came of it."""
+        """Returns the text that was held back, as it did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Returns the length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class TextSink:
-    """Text of one sequence: outputs of steps to show, and the end at a stop string.
+    """Text of one sequence: parts to show, and the end at a stop string.
 
     Args:
         tokenizer: decodes runs of tokens.
@@ -104,15 +104,15 @@ class TextSink:
         self.text = ""
 
     def push(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
-        """Take in tokens.
+        """Adds tokens.
 
         Returns:
             The text to show, how many of the tokens were used, and whether a stop string ends the text there.
         """
         if not self._one_by_one:
-            step_output = self._stream.push(tokens)
-            self.text += step_output
-            return step_output, len(tokens), False
+            part = self._stream.push(tokens)
+            self.text += part
+            return part, len(tokens), False
         shown = ""
         for num, token in enumerate(tokens, 1):
             shown += self._stops.push(self._stream.push((token,)))
@@ -123,11 +123,11 @@ class TextSink:
         return shown, len(tokens), False
 
     def finish(self) -> str:
-        """The text that was held back, once no token follows."""
+        """Returns the text that was held back, after the last token."""
         if self._stops.is_found:
             return ""
-        step_output = self._stops.push(self._stream.finish())
+        part = self._stops.push(self._stream.finish())
         if not self._stops.is_found:
-            step_output += self._stops.finish()
-        self.text += step_output
-        return step_output
+            part += self._stops.finish()
+        self.text += part
+        return part

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One target forward over a batch of trees; owner of the lengths of the target's cache."""
+"""Runs one target forward over a batch of trees, and owns the lengths of the target's cache."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from speccompile.runtime.slots import Slots
 
 
 class Verifier:
-    """Scores trees, keeps paths.
+    """Scores trees and commits paths.
 
     Args:
         engine: the target (`verified_spec`).
-        max_seq_len: cache rows a sequence may use; the engine has more, so that padded nodes always fit.
+        max_seq_len: cache rows a sequence may use; the engine has more, for padded nodes.
         chunk: prompt tokens read at once.
     """
 
@@ -49,15 +49,14 @@ class Verifier:
         self._compacts = not engine.compacts_in_step
 
     def may_draft(self, where: str, params: SamplingParams) -> bool:
-        """Whether drafts may be scored for a request that the target can serve.
+        """Returns whether drafts may be scored for a request.
 
-        A target that compacts its caches by its own verdict must not be overruled: a sequence whose verdicts are made
-        on the host drafts nothing there.
+        A sequence whose verdicts are computed on the host must not draft with a target that compacts its caches by the
+        graph's own verdict.
 
         Raises:
-            RuntimeFault: the request's distribution needs logits, which the target does not give, or names a token
-                that is not
-                in the vocabulary.
+            RuntimeFault: the request needs logits and the target does not give any, or it has a bias for a token that
+                is not in the vocabulary.
         """
         if not params.needs_logits:
             return True
@@ -73,7 +72,7 @@ class Verifier:
         return self._compacts
 
     def prefill(self, slot: int, tokens: Sequence[int]) -> Iterator[tuple[Ints, int, Outputs]]:
-        """Read all prompt tokens but the last, chunk by chunk.
+        """Reads all prompt tokens but the last, chunk by chunk.
 
         Yields:
             The tokens of the chunk [1, nodes], where they start, and the target's outputs.
@@ -84,12 +83,12 @@ class Verifier:
             yield nodes, start, outputs
 
     def read(self, slot: int, tokens: Sequence[int], most: int | None = None) -> tuple[Ints, Outputs]:
-        """Read the next chunk of a prompt, as far as its last token but one.
+        """Reads the next chunk of a prompt; the prompt's last token is never read.
 
         Args:
-            slot: place of the sequence; its cache holds the first `lengths[slot]` tokens.
+            slot: slot index of the sequence; its cache holds the first `lengths[slot]` tokens.
             tokens: all of the prompt.
-            most: tokens to read at most; None: no other bound than `chunk`.
+            most: most tokens to read; None: no bound but `chunk`.
 
         Returns:
             The tokens of the chunk [1, nodes], and the target's outputs.
@@ -98,14 +97,14 @@ class Verifier:
         start = int(row[0])
         num = self.chunk if most is None else min(self.chunk, most)
         nodes = np.array([tokens[start : min(start + num, len(tokens) - 1)]], dtype=np.int64)
-        # One scored node: the LM head is computed for one row, not for the whole chunk. The last one sees all others.
+        # One scored node, so that the LM head is computed for one row. The last node attends to all others.
         feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.array([[nodes.shape[1] - 1]], dtype=np.int64)}
         outputs = self.engine.run(feeds, first_slot=slot)
         row += nodes.shape[1]
         return nodes, outputs
 
     def score(self, tree: TokenTree, slots: Slots) -> Verdict:
-        """One forward; the verdict's arrays are valid until the next one."""
+        """Scores a tree with one forward; the verdict's arrays are valid until the next one."""
         batch, nodes = tree.tokens.shape
         feeds: dict[str, NDArray[Any]] = {TOKENS: tree.tokens, LENGTHS: self.lengths[:batch]}
         if not tree.is_chain:
@@ -113,7 +112,7 @@ class Verifier:
         elif tree.parents is not chain_parents(batch, nodes):
             feeds[PARENTS] = tree.parents
             if int(self.lengths[:batch].max()) + nodes > self.max_seq_len:
-                # Padding at the end of the cache must not have positions that the model does not know.
+                # Padding at the end of the cache must not have positions beyond the model's last.
                 feeds[TREE_MASK] = tree.mask() & (np.arange(nodes) < tree.num_nodes[:, None])[:, :, None]
                 feeds[TREE_MASK] |= np.eye(nodes, dtype=np.bool_)
         if not slots.is_greedy:
@@ -125,19 +124,19 @@ class Verifier:
         verdict = Verdict(outputs[PATH], outputs[NUM_ACCEPTED], outputs[NEXT_TOKEN])
         if not slots.processed:
             return verdict
-        dists = feeds.get(DRAFT_PROBS)
-        dists = None if dists is None else np.asarray(dists)
+        probs = feeds.get(DRAFT_PROBS)
+        draft_probs = None if probs is None else np.asarray(probs)
         logits = np.asarray(outputs[LOGITS])
-        return verify_on_host(verdict, tree, slots.slots, slots.processed, logits, feeds.get(UNIFORMS), dists)
+        return verify_on_host(verdict, tree, slots.slots, slots.processed, logits, feeds.get(UNIFORMS), draft_probs)
 
     def score_finite(self, tree: TokenTree, slots: Slots) -> tuple[TokenTree, Verdict]:
-        """`score`, and once more without the drafts of slots whose logits were not finite.
+        """Scores a tree, and once more without the drafts of slots whose logits were not finite.
 
-        A draft token whose row is NaN spoils all rows of its slot, as a masked row counts zero times NaN. So drafts
-        do not decide whether a sequence ends: its root alone does.
+        A draft token whose row is NaN spoils all rows of its slot, as masked rows enter attention as 0 x NaN = NaN. So
+        only the logits of the root decide whether a sequence ends with an error, not those of drafts.
 
         Returns:
-            What was scored in the end, and the verdict; it is spoilt where a root's own row is not finite.
+            The tree that was scored last, and its verdict, which is spoilt where a root's logits are not finite.
         """
         verdict = self.score(tree, slots)
         if tree.nodes > 1 and (spoilt := verdict.spoilt()):
@@ -146,7 +145,7 @@ class Verifier:
         return tree, verdict
 
     def commit(self, tree: TokenTree, verdict: Verdict) -> None:
-        """Keep the rows of the accepted paths. A chain needs no copy: the length alone rolls it back."""
+        """Keeps the rows of the accepted paths. A chain needs no copy: it is rolled back by its length."""
         lengths = self.lengths[: tree.batch]
         if self._compacts and not tree.is_chain and (verdict.path > np.arange(tree.nodes)).any():
             self.engine.compact(lengths, verdict.path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lays caches out anew once long sequences have left: some engines work on every row of a view that only grows."""
+"""Shrinks the views of caches after long sequences have left: some engines' steps work on every row of a view."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from speccompile.backends.kv_rows import bucket_rows
 from speccompile.runtime.slot_allocator import SlotAllocator
 from speccompile.runtime.stats import TimedEngine
 
-EVERY = 16  # steps between two looks
+EVERY = 16  # steps between two checks
 HEADROOM = 128  # rows that sequences may grow by before the view must grow again
-ROW_PRICE = 1000  # rows of a cache that attention reads in the time that one prompt token takes, roughly
-COPIES = 4  # to shrink a view and to grow it again reads and writes it twice
+ROW_PRICE = 1000  # cache rows that attention reads in the time of one prompt token, roughly
+COPIES = 4  # shrinking a view and growing it again reads and writes it twice
 
 
 class ViewKeeper:
-    """Shrinks views where that pays.
+    """Shrinks views where that saves time.
 
-    What a view that is too long costs is added up, step by step. Once it is as much as it costs to shrink the view,
-    and to read anew the kept caches that stand in the way, it is shrunk and these are given up: so at most twice the
-    least possible time is lost, whatever comes.
+    The cost of rows that a view has too many is summed over the steps. Once it reaches the cost of shrinking the view,
+    and of reading again the kept caches that are too long for it, the view is shrunk and these caches are dropped. So
+    at most twice the least possible time is lost.
 
     Args:
         engines: all of a bundle.
-        places: of the scheduler.
+        allocator: of the scheduler.
         max_rows: cache rows that a sequence may use.
     """
 
@@ -34,7 +34,7 @@ class ViewKeeper:
         self._wasted = self._steps = 0
 
     def after_step(self) -> None:
-        """A step was decoded."""
+        """Counts a decoded step, and checks the views after every `EVERY` steps."""
         self._steps += 1
         if self._steps % EVERY == 0:
             self._look()

@@ -14,7 +14,7 @@ from speccompile.core.sampling import SamplingParams, tree_uniforms
 from speccompile.errors import RuntimeFault
 from speccompile.runtime import logits_processors as processors
 from speccompile.runtime.host_verify import verify_on_host
-from speccompile.runtime.logits_processors import LogitsProcessor, TreeDists, keep_likely
+from speccompile.runtime.logits_processors import LogitsProcessor, TreeProbs, keep_likely
 from speccompile.runtime.slots import Slot
 from tests.core.distribution_lab import CHAIN, NUM_TOKENS, PROMPT, TREE, VOCAB, p_value, propose, tables
 
@@ -194,7 +194,7 @@ def test_distributions_are_those_of_transformers():
         logits_processor = LogitsProcessor(params, 6, vocab)
         logits_processor.read(tokens[:5])
         logits_processor.read(tokens[:9])
-        np.testing.assert_allclose(logits_processor.dist(logits, tokens[9:]), wanted, atol=2e-6)
+        np.testing.assert_allclose(logits_processor.probs(logits, tokens[9:]), wanted, atol=2e-6)
 
 
 def test_openai_penalties_count_the_text_alone():
@@ -210,11 +210,11 @@ def test_openai_penalties_count_the_text_alone():
 def test_only_nodes_on_the_path_are_processed():
     logits_processor = LogitsProcessor(SamplingParams(temperature=1.0, presence_penalty=2.0), 1, 6)
     logits_processor.read([0])
-    dists = TreeDists(
+    probs = TreeProbs(
         logits_processor, np.array([0, 4, 5, 3]), np.array([-1, 0, 0, 1]), np.zeros((4, 6), dtype=np.float32)
     )
-    assert dists[3][[3, 4]] == pytest.approx(dists[3][0] * np.exp(-2)) and dists[3][5] == dists[3][0]
-    assert len(dists._dists) == 1
+    assert probs[3][[3, 4]] == pytest.approx(probs[3][0] * np.exp(-2)) and probs[3][5] == probs[3][0]
+    assert len(probs._probs) == 1
 
 
 def test_min_p_keeps_what_is_near_the_top():
@@ -274,5 +274,5 @@ def test_extreme_penalties_leave_a_distribution(penalty, temperature):
     logits_processor = LogitsProcessor(params, 3, 5)
     logits_processor.read([0, 1, 2])
     logits = np.array([324.0, -324.0, 0.0, -np.inf, 5.0], dtype=np.float32)
-    dist = logits_processor.dist(logits, [4])
-    assert np.isfinite(dist).all() and dist.sum() == pytest.approx(1, abs=1e-6) and dist[3] == 0
+    probs = logits_processor.probs(logits, [4])
+    assert np.isfinite(probs).all() and probs.sum() == pytest.approx(1, abs=1e-6) and probs[3] == 0
