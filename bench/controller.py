@@ -61,13 +61,13 @@ class Way:
         learns = isinstance(self.planner, Controller)
         self.engine.proposer.observe = self._observe if learns else _learn_nothing
         self.scheduler = Scheduler(self.engine, self.planner, prefill_chunk=512, keep_prefixes=False)
-        while len(self.scheduler.places.active) < batch:
+        while len(self.scheduler.allocator.active) < batch:
             self._step()
 
     def _step(self) -> tuple[int, int]:
         """Runs one step; returns its tokens, and the number of requests that ended."""
         scheduler = self.scheduler
-        while len(scheduler.queue) + len(scheduler.places.active) + bool(scheduler.places.reading) < self.batch:
+        while len(scheduler.queue) + len(scheduler.allocator.active) + bool(scheduler.allocator.reading) < self.batch:
             request = self.requests[self._num_handles % len(self.requests)]
             handle = RequestHandle(request, self._num_handles, perf_counter(), None, lambda step_output: None)
             open_outputs(handle, self.engine, "auto")

@@ -53,7 +53,7 @@ def scheduled(engine: SpecEngine, prompts: list[list[int]], params: SamplingPara
     scheduler, spent, steps = Scheduler(engine, keep_prefixes=False), [0.0, 0.0], 0
     slots = [submit(scheduler, prompt, params).open[0].slot for prompt in prompts]
     while scheduler.has_work:
-        is_full = len(scheduler.places.active) == len(prompts)
+        is_full = len(scheduler.allocator.active) == len(prompts)
         start_s, engine_s = perf_counter(), sum(e.seconds for e in engine.engines)
         scheduler.step()
         if is_full:

@@ -113,10 +113,10 @@ def open_outputs(handle: RequestHandle, engine: SpecEngine, default: Speculation
         handle.open.append(RequestOutput(handle, slot))
 
 
-def trace_step(tokenizer: Tokenizer | None, tree: TokenTree, verdict: Verdict, place: int) -> StepTrace:
+def trace_step(tokenizer: Tokenizer | None, tree: TokenTree, verdict: Verdict, slot: int) -> StepTrace:
     """Returns the tree of one sequence in one step."""
-    num = int(tree.num_nodes[place])
-    tokens = tree.tokens[place, :num].tolist()
+    num = int(tree.num_nodes[slot])
+    tokens = tree.tokens[slot, :num].tolist()
     texts = [] if tokenizer is None else [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
-    path, following = verdict.nodes_kept(place), int(verdict.next_token[place])
-    return StepTrace(tokens, tree.parents[place, :num].tolist(), path, following, texts)
+    path, following = verdict.nodes_kept(slot), int(verdict.next_token[slot])
+    return StepTrace(tokens, tree.parents[slot, :num].tolist(), path, following, texts)

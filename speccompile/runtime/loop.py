@@ -162,7 +162,7 @@ def admit(verifier: Verifier, proposer: Proposer, slots: Slots) -> None:
     if not slots.waiting or len(slots.slots) == slots.max_slots:
         return
     while slots.waiting and len(slots.slots) < slots.max_slots:
-        _seat(verifier, proposer, slots, len(slots.slots))
+        _start_sequence(verifier, proposer, slots, len(slots.slots))
     slots.changed()
 
 
@@ -172,7 +172,7 @@ def retire(verifier: Verifier, proposer: Proposer, slots: Slots, steps: list[Ste
         if steps[place].finish_reason is None:
             continue
         if slots.waiting:
-            _seat(verifier, proposer, slots, place)
+            _start_sequence(verifier, proposer, slots, place)
             continue
         last = len(slots.slots) - 1
         if place < last:
@@ -183,7 +183,7 @@ def retire(verifier: Verifier, proposer: Proposer, slots: Slots, steps: list[Ste
     slots.changed()
 
 
-def _seat(verifier: Verifier, proposer: Proposer, slots: Slots, place: int) -> None:
+def _start_sequence(verifier: Verifier, proposer: Proposer, slots: Slots, place: int) -> None:
     slot = slots.waiting.popleft()
     slot.stats.start_s = perf_counter()
     proposer.start(place, slot)

@@ -31,11 +31,11 @@ def best_match(prompt: Sequence[int], held: Iterable[tuple[int, Sequence[int]]])
         tokens are never shared: the root is not in a cache, and the state of the token before it must be computed.
     """
     best, most, start = -1, MIN_SHARED - 1, prompt[:MIN_SHARED]
-    for place, tokens in held:
+    for slot, tokens in held:
         if tokens[:MIN_SHARED] == start:
             num = min(num_shared(prompt, tokens), len(prompt) - 2)
             if num > most:
-                best, most = place, num
+                best, most = slot, num
     return (best, most) if best >= 0 else (-1, 0)
 
 
@@ -48,28 +48,28 @@ class Kept:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def __contains__(self, place: int) -> bool:
-        return place in self._tokens
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._tokens
 
     def items(self) -> Iterable[tuple[int, list[int]]]:
         """Returns slot indices with the tokens whose rows are in the target's cache."""
         return self._tokens.items()
 
-    def put(self, place: int, tokens: list[int]) -> None:
+    def put(self, slot: int, tokens: list[int]) -> None:
         """Keeps the cache of a slot."""
-        self._tokens[place] = tokens
+        self._tokens[slot] = tokens
 
-    def drop(self, place: int) -> list[int]:
+    def drop(self, slot: int) -> list[int]:
         """Drops the cache of a slot; returns its tokens."""
-        return self._tokens.pop(place)
+        return self._tokens.pop(slot)
 
-    def use(self, place: int) -> None:
+    def use(self, slot: int) -> None:
         """Marks a slot's cache as the most recently used."""
-        self._tokens[place] = self._tokens.pop(place)
+        self._tokens[slot] = self._tokens.pop(slot)
 
     def rename(self, source: int, dest: int) -> None:
         """Records that the cache of slot `source` was moved to `dest`; its age stays the same."""
-        self._tokens = {dest if place == source else place: tokens for place, tokens in self._tokens.items()}
+        self._tokens = {dest if slot == source else slot: tokens for slot, tokens in self._tokens.items()}
 
     def oldest(self) -> int:
         """Returns the slot whose cache is the least recently used."""

@@ -52,14 +52,14 @@ class Scheduler:
         # Drafts are deterministic and the target's draws decide, so a text depends neither on other requests nor on the
         # planner.
         self.slots = Slots((), engine.context.max_slots, is_invariant=True)
-        self.places = SlotAllocator(engine.verifier, engine.proposer, self.slots, keep_prefixes)
-        self.views = ViewKeeper(engine.engines, self.places, engine.context.max_seq_len)
+        self.allocator = SlotAllocator(engine.verifier, engine.proposer, self.slots, keep_prefixes)
+        self.views = ViewKeeper(engine.engines, self.allocator, engine.context.max_seq_len)
         self.counters = Counters()
         self.num_waiting = 0  # request handles whose outputs all wait for a slot
         self._clock = clock
         self._broken: BaseException | None = None
-        self._at_hand: RequestOutput | None = None  # the one whose prompt is being read, or was read last
-        self._is_lazy = engine.proposer.catches_up
+        self._last_read: RequestOutput | None = None  # the one whose prompt is being read, or was read last
+        self._catches_up = engine.proposer.catches_up
         self._handles: dict[int, RequestHandle] = {}  # open ones
         self._deadlines: list[tuple[float, int]] = []  # a heap of (when, number of the request handle)
         engine.reset()
@@ -99,7 +99,7 @@ class Scheduler:
         events = self._expire()
         events += self._recover()
         events += self._read_prompts()
-        if self.places.active:
+        if self.allocator.active:
             events += self._decode()
         return events + self._recover()
 
@@ -121,8 +121,8 @@ class Scheduler:
         left = self.prefill_chunk
         while left > 0:
             try:
-                if self.places.reading is None:
-                    if not self.queue or not self.places.has_room:
+                if self.allocator.reading is None:
+                    if not self.queue or not self.allocator.has_room:
                         break
                     self._open(self.queue.popleft())
                 left -= self._read(left)
@@ -131,10 +131,10 @@ class Scheduler:
         return []
 
     def _open(self, output: RequestOutput) -> None:
-        self._at_hand = output
+        self._last_read = output
         output.started_s = output.slot.stats.start_s = output.slot.stats.end_s = self._clock()
         self._stop_waiting(output.handle)
-        output.num_reused = self.places.open(output)
+        output.num_reused = self.allocator.open(output)
         counters = self.counters
         counters.num_prompts += 1
         counters.num_prompt_tokens += output.slot.num_prompt
@@ -148,47 +148,48 @@ class Scheduler:
 
     def _read(self, most: int) -> int:
         """Reads at most `most` tokens of the current prompt; returns how many."""
-        places, verifier, proposer, start_s = self.places, self.engine.verifier, self.engine.proposer, self._clock()
-        output, place = places.reading, places.reading_place
+        start_s = self._clock()
+        allocator, verifier, proposer = self.allocator, self.engine.verifier, self.engine.proposer
+        output, slot = allocator.reading, allocator.reading_slot
         assert output is not None
-        self._at_hand = output
-        tokens, start = output.slot.tokens, int(verifier.lengths[place])
+        self._last_read = output
+        tokens, start = output.slot.tokens, int(verifier.lengths[slot])
         num = 0
         if start < len(tokens) - 1:
             proposer.flush()
-            nodes, outputs = verifier.read(place, tokens, most)
+            nodes, outputs = verifier.read(slot, tokens, most)
             if NEXT_TOKEN in outputs and outputs[NEXT_TOKEN][0] < 0:
-                self._clear(place)
+                self._clear(slot)
                 raise NotFinite(start + nodes.shape[1])
             draft_s = None
-            if not self._is_lazy or self.planner.expects_drafts(len(self.places.active) + 1):
+            if not self._catches_up or self.planner.expects_drafts(len(self.allocator.active) + 1):
                 draft_start_s = perf_counter()
-                proposer.prefill(place, output.slot, nodes, start, outputs)
+                proposer.prefill(slot, output.slot, nodes, start, outputs)
                 draft_s = perf_counter() - draft_start_s
             num = nodes.shape[1]
-            self.planner.read(num, draft_s if self._is_lazy else None)
+            self.planner.read(num, draft_s if self._catches_up else None)
             self.counters.num_prefill_tokens += num
         if start + num == len(tokens) - 1:
-            places.join()
+            allocator.join()
         output.slot.stats.prefill_s += self._clock() - start_s
         return num
 
-    def _clear(self, place: int) -> None:
+    def _clear(self, slot: int) -> None:
         """Zeroes the caches of a slot: rows that are not finite spoil attention even where a mask hides them."""
         for engine in self.engine.engines:
-            engine.clear_slot(place)
+            engine.clear_slot(slot)
 
     def _fail(self, fault: BaseException) -> list[Event]:
         """Ends the output whose prompt cannot be read, or that cannot join after it was read."""
         if not isinstance(fault, NotFinite):
             self.counters.num_engine_faults += 1
-            self.places.kept.clear()  # caches may be incompletely moved
-        output, self._at_hand = self._at_hand, None
+            self.allocator.kept.clear()  # caches may be incompletely moved
+        output, self._last_read = self._last_read, None
         return [] if output is None else [self._end(output, "error", text_from_fault(fault))]
 
     def _decode(self) -> list[Event]:
         engine, slots, start_s = self.engine, self.slots, perf_counter()
-        seated = tuple(self.places.active)
+        decoding = tuple(self.allocator.active)
         sequences = tuple(slots.slots)
         try:
             limit = self.planner.plan(sequences)
@@ -196,34 +197,34 @@ class Scheduler:
         except FAULTS as fault:
             return self._restart(fault)
         self.counters.count_step(round_.steps, round_.times.step_s)
-        events = self._deliver(seated, round_)
+        events = self._deliver(decoding, round_)
         self.views.after_step()
         engine.proposer.observe(round_.tree.batch, round_.tree.nodes, round_.times)
         times = round_.times._replace(step_s=perf_counter() - start_s)
         self.planner.observe(sequences, round_.steps, times)
         return events
 
-    def _deliver(self, seated: tuple[RequestOutput, ...], round_: Round) -> list[Event]:
+    def _deliver(self, decoding: tuple[RequestOutput, ...], round_: Round) -> list[Event]:
         """Returns the step outputs of a step, and frees the slots of outputs that have ended, the last slot first."""
         events, now_s = [], self._clock()
-        for place, (output, step) in enumerate(zip(seated, round_.steps, strict=True)):
+        for slot, (output, step) in enumerate(zip(decoding, round_.steps, strict=True)):
             wants = output.handle.request.wants_trace and step.finish_reason != "error"
-            trace = trace_step(self.engine.tokenizer, round_.tree, round_.verdict, place) if wants else None
+            trace = trace_step(self.engine.tokenizer, round_.tree, round_.verdict, slot) if wants else None
             events.append((output.handle, output.step_output(step, now_s, trace)))
-        for place in reversed(range(len(seated))):
-            step_output = events[place][1]
+        for slot in reversed(range(len(decoding))):
+            step_output = events[slot][1]
             if step_output.finish_reason is not None:
-                self._close(seated[place], step_output)
+                self._close(decoding[slot], step_output)
         return events
 
     def _restart(self, fault: BaseException) -> list[Event]:
         """Resets the caches after a step failed: active outputs end, and a prompt that was being read starts again."""
         self.counters.num_engine_faults += 1
         error = text_from_fault(fault)
-        _log.warning("a step failed, %d sequences end and the caches are reset: %s", len(self.places.active), error)
-        events = [self._end(output, "error", error) for output in reversed(tuple(self.places.active))]
-        reading = self.places.reading
-        self.places.clear()
+        _log.warning("a step failed, %d sequences end and the caches are reset: %s", len(self.allocator.active), error)
+        events = [self._end(output, "error", error) for output in reversed(tuple(self.allocator.active))]
+        reading = self.allocator.reading
+        self.allocator.clear()
         if reading is not None:
             self.queue.appendleft(reading)
         self.engine.reset(clears=True)
@@ -239,9 +240,9 @@ class Scheduler:
         """Frees what an output holds, and counts it."""
         handle = output.handle
         handle.open.remove(output)
-        if output is self.places.reading or output in self.places.active:
+        if output is self.allocator.reading or output in self.allocator.active:
             try:
-                self.places.leave(output, keeps=step_output.finish_reason != "error" and self._may_be_reused(output))
+                self.allocator.leave(output, keeps=step_output.finish_reason != "error" and self._may_be_reused(output))
             except FAULTS as fault:
                 self._broken = fault
         elif output in self.queue:  # one that was taken out and has no slot yet is in neither
@@ -255,7 +256,7 @@ class Scheduler:
 
     def _may_be_reused(self, output: RequestOutput) -> bool:
         """Returns whether a cache is worth keeping: slots are left for it, or a waiting prompt has the same prefix."""
-        room = self.places.max_places - len(self.places.active) + 1
+        room = self.allocator.max_slots - len(self.allocator.active) + 1
         if len(self.queue) < room:
             return True
         start = output.slot.tokens[:MIN_SHARED]
@@ -266,10 +267,10 @@ class Scheduler:
         return {
             **self.counters.json_from_counters(),
             "num_queued": len(self.queue),
-            "num_prefilling": int(self.places.reading is not None),
-            "num_active": len(self.places.active),
-            "num_kept": len(self.places.kept),
-            "num_places": self.places.max_places,
+            "num_prefilling": int(self.allocator.reading is not None),
+            "num_active": len(self.allocator.active),
+            "num_kept": len(self.allocator.kept),
+            "num_places": self.allocator.max_slots,
             "num_view_shrinks": self.views.num_shrinks,
             "num_kept_dropped_for_views": self.views.num_dropped,
             "controller": self.planner.decisions(),

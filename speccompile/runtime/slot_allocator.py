@@ -29,16 +29,16 @@ class SlotAllocator:
     def __init__(self, verifier: Verifier, proposer: Proposer, slots: Slots, keeps: bool = True) -> None:
         self.verifier, self.proposer, self.slots, self.keeps = verifier, proposer, slots, keeps
         self.caches = (verifier.cache, *proposer.caches)
-        self.max_places = slots.max_slots
+        self.max_slots = slots.max_slots
         self.active: list[RequestOutput] = []
         self.reading: RequestOutput | None = None
-        self.reading_place = 0
+        self.reading_slot = 0
         self.kept = Kept()
 
     @property
     def has_room(self) -> bool:
         """Whether a slot is free to read a prompt."""
-        return self.reading is None and len(self.active) < self.max_places
+        return self.reading is None and len(self.active) < self.max_slots
 
     def open(self, output: RequestOutput) -> int:
         """Gives a slot to an output whose prompt is to be read.
@@ -48,9 +48,9 @@ class SlotAllocator:
         """
         front, prompt = len(self.active), output.slot.tokens
         source, num = best_match(prompt, self._held()) if self.keeps else (-1, 0)
-        self.reading, self.reading_place = output, front
+        self.reading, self.reading_slot = output, front
         if self._may_take(source, num):
-            self._bring(source, front)
+            self._move_kept(source, front)
             self.kept.drop(front)
         else:
             source = self._vacate(front, source)
@@ -69,7 +69,7 @@ class SlotAllocator:
     def _held(self) -> list[tuple[int, list[int]]]:
         """Returns slot indices with the tokens in the target's cache: kept ones first, as they can be taken over."""
         lengths = self.verifier.lengths
-        decoding = [(place, output.slot.tokens[: lengths[place]]) for place, output in enumerate(self.active)]
+        decoding = [(slot, output.slot.tokens[: lengths[slot]]) for slot, output in enumerate(self.active)]
         return [*self.kept.items(), *decoding]
 
     def _may_take(self, source: int, num: int) -> bool:
@@ -77,14 +77,14 @@ class SlotAllocator:
         if source not in self.kept:
             return False
         lost = int(self.verifier.lengths[source]) - num
-        return lost < MIN_SHARED or (self._free_place() < 0 and self.kept.oldest() == source)
+        return lost < MIN_SHARED or (self._free_slot() < 0 and self.kept.oldest() == source)
 
-    def _free_place(self) -> int:
+    def _free_slot(self) -> int:
         """Returns the last free slot; -1: there is none."""
-        places = range(self.max_places - 1, len(self.active) - 1, -1)
-        return next((place for place in places if place not in self.kept), -1)
+        slots = range(self.max_slots - 1, len(self.active) - 1, -1)
+        return next((slot for slot in slots if slot not in self.kept), -1)
 
-    def _bring(self, source: int, dest: int) -> None:
+    def _move_kept(self, source: int, dest: int) -> None:
         """Moves a kept cache; one that is kept at `dest` is swapped with it."""
         if source == dest:
             return
@@ -97,36 +97,36 @@ class SlotAllocator:
             self._move(source, dest)
             self.kept.rename(source, dest)
 
-    def _vacate(self, place: int, source: int) -> int:
+    def _vacate(self, slot: int, source: int) -> int:
         """Frees a slot; its kept cache moves to a free slot, or to that of the oldest cache, which is dropped.
 
         Args:
-            place: slot to free.
+            slot: index of the slot to free.
             source: slot of rows that are to be copied.
 
         Returns:
             The slot where the rows of `source` are then.
         """
-        if place not in self.kept:
+        if slot not in self.kept:
             return source
-        dest = self._free_place()
+        dest = self._free_slot()
         if dest < 0:
             dest = self.kept.oldest()  # not `source`: that would have been taken over
             self.kept.drop(dest)
-        if dest != place:
-            self._move(place, dest)
-            self.kept.rename(place, dest)
-        return dest if source == place else source
+        if dest != slot:
+            self._move(slot, dest)
+            self.kept.rename(slot, dest)
+        return dest if source == slot else source
 
     def join(self) -> None:
         """Adds the sequence whose prompt is read to those that decode."""
-        output, place = self.reading, len(self.active)
+        output, slot = self.reading, len(self.active)
         assert output is not None
-        if place in self.kept:  # a sequence has left since the prompt was opened
-            self._swap(self.reading_place, place)
-            self.kept.rename(place, self.reading_place)
+        if slot in self.kept:  # a sequence has left since the prompt was opened
+            self._swap(self.reading_slot, slot)
+            self.kept.rename(slot, self.reading_slot)
         else:
-            self._move(self.reading_place, place)
+            self._move(self.reading_slot, slot)
         self.reading = None
         self.active.append(output)
         self.slots.slots.append(output.slot)
@@ -141,30 +141,30 @@ class SlotAllocator:
         """
         if output is self.reading:
             self.reading = None
-            self._keep(self.reading_place, output, keeps)
+            self._keep(self.reading_slot, output, keeps)
             return
-        place, last = self.active.index(output), len(self.active) - 1
-        self.active[place], self.slots.slots[place] = self.active[last], self.slots.slots[last]
+        slot, last = self.active.index(output), len(self.active) - 1
+        self.active[slot], self.slots.slots[slot] = self.active[last], self.slots.slots[last]
         self.active.pop()
         self.slots.slots.pop()
         self.slots.changed()
-        if place == last:
+        if slot == last:
             self._keep(last, output, keeps)
-        elif keeps and self._is_worth(place, output):
-            self._swap(place, last)
+        elif keeps and self._is_long_enough(slot, output):
+            self._swap(slot, last)
             self._keep(last, output, keeps)
         else:
-            self._move(last, place)
+            self._move(last, slot)
 
-    def _is_worth(self, place: int, output: RequestOutput) -> bool:
-        return self.keeps and min(int(self.verifier.lengths[place]), len(output.slot.tokens)) >= MIN_SHARED
+    def _is_long_enough(self, slot: int, output: RequestOutput) -> bool:
+        return self.keeps and min(int(self.verifier.lengths[slot]), len(output.slot.tokens)) >= MIN_SHARED
 
-    def _keep(self, place: int, output: RequestOutput, keeps: bool) -> None:
+    def _keep(self, slot: int, output: RequestOutput, keeps: bool) -> None:
         """Keeps the rows of the output's tokens; after a stop string these are fewer than its last step wrote."""
-        if keeps and self._is_worth(place, output):
-            tokens = output.slot.tokens[: int(self.verifier.lengths[place])]
-            self.verifier.lengths[place] = len(tokens)
-            self.kept.put(place, tokens)
+        if keeps and self._is_long_enough(slot, output):
+            tokens = output.slot.tokens[: int(self.verifier.lengths[slot])]
+            self.verifier.lengths[slot] = len(tokens)
+            self.kept.put(slot, tokens)
 
     def clear(self) -> None:
         """Frees all slots and drops all kept caches."""

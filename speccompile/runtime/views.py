@@ -28,8 +28,8 @@ class ViewKeeper:
         max_rows: cache rows that a sequence may use.
     """
 
-    def __init__(self, engines: Sequence[TimedEngine], places: SlotAllocator, max_rows: int) -> None:
-        self.engines, self.places, self.max_rows = tuple(engines), places, max_rows
+    def __init__(self, engines: Sequence[TimedEngine], allocator: SlotAllocator, max_rows: int) -> None:
+        self.engines, self.allocator, self.max_rows = tuple(engines), allocator, max_rows
         self.num_shrinks = self.num_dropped = 0
         self._wasted = self._steps = 0
 
@@ -37,28 +37,28 @@ class ViewKeeper:
         """Counts a decoded step, and checks the views after every `EVERY` steps."""
         self._steps += 1
         if self._steps % EVERY == 0:
-            self._look()
+            self._check_views()
 
-    def _look(self) -> None:
-        places, view = self.places, max(engine.view_rows for engine in self.engines)
-        lengths, num = places.verifier.lengths, len(places.active)
+    def _check_views(self) -> None:
+        allocator, view = self.allocator, max(engine.view_rows for engine in self.engines)
+        lengths, num = allocator.verifier.lengths, len(allocator.active)
         used = max(lengths[:num].tolist(), default=0)
-        if places.reading is not None:
-            used = max(used, places.reading.slot.num_prompt)
+        if allocator.reading is not None:
+            used = max(used, allocator.reading.slot.num_prompt)
         needed = bucket_rows(used + HEADROOM, self.max_rows)
         if needed >= view or num == 0:
             self._wasted = 0
             return
         self._wasted += EVERY * num * (view - needed)
-        in_the_way = [place for place, tokens in places.kept.items() if len(tokens) > needed]
-        price = COPIES * places.max_places * view + ROW_PRICE * sum(int(lengths[place]) for place in in_the_way)
+        too_long = [slot for slot, tokens in allocator.kept.items() if len(tokens) > needed]
+        price = COPIES * allocator.max_slots * view + ROW_PRICE * sum(int(lengths[slot]) for slot in too_long)
         if self._wasted < price:
             return
-        for place in in_the_way:
-            places.kept.drop(place)
+        for slot in too_long:
+            allocator.kept.drop(slot)
         for engine in self.engines:
             if engine.view_rows:
                 engine.shrink(needed)
         self.num_shrinks += 1
-        self.num_dropped += len(in_the_way)
+        self.num_dropped += len(too_long)
         self._wasted = 0

@@ -107,20 +107,24 @@ class Bench:
 
     def check(self):
         """Checks that every output has one slot, and that every slot holds the tokens that are recorded for it."""
-        scheduler, places = self.scheduler, self.scheduler.places
+        scheduler, allocator = self.scheduler, self.scheduler.allocator
         lengths, cache = self.engine.verifier.lengths, self.target.cache
-        assert [o.slot for o in places.active] == scheduler.slots.slots
-        reading = [] if places.reading is None else [places.reading]
-        seated = [*places.active, *reading, *scheduler.queue]
+        assert [o.slot for o in allocator.active] == scheduler.slots.slots
+        reading = [] if allocator.reading is None else [allocator.reading]
+        held = [*allocator.active, *reading, *scheduler.queue]
         open_ones = [o for handle in self.handles for o in handle.open]
-        assert Counter(map(id, seated)) == Counter(map(id, open_ones))
-        taken = [*range(len(places.active)), *([places.reading_place] if reading else []), *dict(places.kept.items())]
-        assert len(taken) == len(set(taken)) and all(0 <= place < places.max_places for place in taken)
-        for place, output in enumerate(places.active):
-            assert cache[place, : lengths[place]].tolist() == output.slot.tokens[:-1]
-        for place, tokens in places.kept.items():
-            assert lengths[place] == len(tokens) and cache[place, : lengths[place]].tolist() == tokens
-        self.check_draft({p: o.slot.tokens for p, o in enumerate(places.active)} | dict(places.kept.items()))
+        assert Counter(map(id, held)) == Counter(map(id, open_ones))
+        taken = [
+            *range(len(allocator.active)),
+            *([allocator.reading_slot] if reading else []),
+            *dict(allocator.kept.items()),
+        ]
+        assert len(taken) == len(set(taken)) and all(0 <= slot < allocator.max_slots for slot in taken)
+        for slot, output in enumerate(allocator.active):
+            assert cache[slot, : lengths[slot]].tolist() == output.slot.tokens[:-1]
+        for slot, tokens in allocator.kept.items():
+            assert lengths[slot] == len(tokens) and cache[slot, : lengths[slot]].tolist() == tokens
+        self.check_draft({p: o.slot.tokens for p, o in enumerate(allocator.active)} | dict(allocator.kept.items()))
         assert scheduler.num_waiting == sum(handle.is_waiting for handle in self.handles)
         assert scheduler.has_work == bool(open_ones)
 

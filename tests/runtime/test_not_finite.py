@@ -144,7 +144,7 @@ def test_a_scheduler_keeps_nothing_of_what_was_spoilt(kind, name):
         last = bench.step_outputs[handle.number][0][-1]
         assert last.finish_reason == "error" and "not finite" in last.error
         assert bench.tokens(beside) == wanted
-        assert not any(BAD in tokens for _, tokens in bench.scheduler.places.kept.items())
+        assert not any(BAD in tokens for _, tokens in bench.scheduler.allocator.kept.items())
         assert not (bench.target.cache == BAD).any()
         bench.check()
     for _ in range(4):

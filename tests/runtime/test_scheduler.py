@@ -64,7 +64,7 @@ def test_nothing_is_kept_where_that_is_not_wanted():
     bench = Bench(max_seq=120, keep=False)
     turn = numbers(30)
     answer, _ = bench.ask(turn)
-    assert len(bench.scheduler.places.kept) == 0
+    assert len(bench.scheduler.allocator.kept) == 0
     assert bench.ask(turn + answer)[1]["num_reused_tokens"] == 0
 
 
@@ -139,7 +139,7 @@ def test_a_cache_that_waiting_requests_will_overwrite_is_not_kept_for_long():
         bench.check()
     assert swaps == []
     bench.finish()
-    assert len(bench.scheduler.places.kept) == 2
+    assert len(bench.scheduler.allocator.kept) == 2
 
 
 def test_a_forbidden_or_bounded_draft_gives_the_same_text():
@@ -371,5 +371,5 @@ def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_tur
         "error",
     }
     assert min(reasons.values()) > num_turns // 500 and scheduler.counters.num_prefix_hits > num_turns // 50
-    assert not (scheduler.queue or scheduler.places.active or scheduler.places.reading or scheduler.num_waiting)
+    assert not (scheduler.queue or scheduler.allocator.active or scheduler.allocator.reading or scheduler.num_waiting)
     assert not scheduler._handles and len(scheduler._deadlines) < 60

@@ -27,15 +27,15 @@ def make(lengths, num_active, kept, view_rows, reading=None):
     held = Kept()
     for place in kept:
         held.put(place, [0] * lengths[place])
-    places = SimpleNamespace(
+    allocator = SimpleNamespace(
         verifier=SimpleNamespace(lengths=np.array(lengths)),
         active=[None] * num_active,
         reading=reading,
         kept=held,
-        max_places=PLACES,
+        max_slots=PLACES,
     )
     engines = [GrowingEngine(view_rows), GrowingEngine(0)]
-    return ViewKeeper(engines, places, MAX_ROWS), engines, held
+    return ViewKeeper(engines, allocator, MAX_ROWS), engines, held
 
 
 def steps_until(keeper, is_there, most=100_000):
