@@ -128,10 +128,10 @@ class Batch(Protocol):
         ...
 
     @property
-    def is_planned(self) -> bool:
-        """Whether somebody who has weighed the time wants chains of `max_drafts` tokens, whatever policies think.
+    def is_forced(self) -> bool:
+        """Whether drafts are forced in this step: chains have `max_drafts` tokens, whatever a budget expects to gain.
 
-        Trees go on as their policies like, no deeper than that.
+        Trees have the size that the method's budget decides, and are at most `max_drafts` deep.
         """
         ...
 

@@ -68,7 +68,7 @@ class DrawnLength:
             if slot.draft_state.drawn is None:
                 slot.draft_state.drawn = DrawnRecord(self.log_odds)
             records.append(slot.draft_state.drawn)
-        return DrawnChains(self, records, batch.is_planned)
+        return DrawnChains(self, records, batch.is_forced)
 
 
 class DrawnChains:
@@ -77,16 +77,16 @@ class DrawnChains:
     Args:
         rule: bounds and costs that all sequences share.
         records: by slot.
-        is_planned: drafts are forced: chains are drawn to their bounds, whatever the cost.
+        is_forced: chains are drawn to their bounds, whatever the cost.
     """
 
-    def __init__(self, rule: DrawnLength, records: list[DrawnRecord], is_planned: bool) -> None:
-        self._rule, self._records, self._is_planned = rule, records, is_planned
+    def __init__(self, rule: DrawnLength, records: list[DrawnRecord], is_forced: bool) -> None:
+        self._rule, self._records, self._is_forced = rule, records, is_forced
         self._chains = [Candidates.from_root(0) for _ in records]  # for their probabilities; tokens are all 0
 
     def goes_on(self, place: int) -> bool:
         """Returns whether the sequence in slot `place` draws one more token: whether that is worth its time."""
-        if self._is_planned:
+        if self._is_forced:
             return True
         paths = self._chains[place].paths
         if paths[-1] < self._rule.min_path:

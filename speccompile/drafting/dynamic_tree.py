@@ -64,7 +64,7 @@ class TreeGrower:
     def propose(self, batch: Batch) -> TokenTree:
         """Returns trees; a sequence that cannot or should not draft has its root alone."""
         slots, self._trees = batch.slots, []
-        self.budget.is_forced = batch.is_planned and self.budget.width == 1
+        self.budget.is_forced = batch.is_forced and self.budget.width == 1
         rooms = [self.scorer.room(place, slot) if slot.max_drafts > 0 else -1 for place, slot in enumerate(slots)]
         able = [place for place, room in enumerate(rooms) if room >= 0]
         known = estimates(slots)

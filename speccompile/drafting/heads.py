@@ -92,7 +92,7 @@ class HeadsProposer:
     def propose(self, batch: Batch) -> TokenTree:
         """Returns trees; a sequence that cannot or should not draft has its root alone, and padding."""
         slots, self._grown = batch.slots, None
-        self.budget.is_forced = batch.is_planned
+        self.budget.is_forced = batch.is_forced
         roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
         is_drawn = self.may_sample and batch.may_draw
         able = self.states.known(slots, [p for p, slot in enumerate(slots) if slot.max_drafts > 0])

@@ -17,7 +17,7 @@ def verify_on_host(
     verdict: Verdict,
     tree: TokenTree,
     slots: Sequence[Slot],
-    places: Sequence[int],
+    slot_indices: Sequence[int],
     logits: Floats,
     uniforms: Floats | None,
     draft_probs: Floats | None,
@@ -28,22 +28,22 @@ def verify_on_host(
         verdict: of the target's graph, which has temperature, top-k and top-p alone; not changed.
         tree: the scored tree.
         slots: all sequences of the batch.
-        places: slot indices of the sequences that need logits processors.
+        slot_indices: slot indices of the sequences that need logits processors.
         logits: [batch, nodes, vocab] float32.
         uniforms: [batch, nodes, 2] float32; None: every slot is greedy.
         draft_probs: [batch, nodes, vocab] float32, see `accept_slot`; None: drafts are deterministic.
     """
     path, num_accepted, next_token = (a.copy() for a in (verdict.path, verdict.num_accepted, verdict.next_token))
     none = np.zeros((tree.nodes, 2), dtype=np.float32)
-    for place in places:
-        if next_token[place] < 0:  # logits that are not finite have no distribution
+    for slot in slot_indices:
+        if next_token[slot] < 0:  # logits that are not finite have no distribution
             continue
-        tokens, parents = tree.tokens[place], tree.parents[place]
-        probs = TreeProbs(_logits_processor(slots[place], logits.shape[-1]), tokens, parents, logits[place])
-        draws = none if uniforms is None else uniforms[place]
-        kept, follows = accept_slot(tokens, parents, probs, draws, None if draft_probs is None else draft_probs[place])
-        path[place], path[place, : len(kept)] = -1, kept
-        num_accepted[place], next_token[place] = len(kept) - 1, follows
+        tokens, parents = tree.tokens[slot], tree.parents[slot]
+        probs = TreeProbs(_logits_processor(slots[slot], logits.shape[-1]), tokens, parents, logits[slot])
+        draws = none if uniforms is None else uniforms[slot]
+        kept, follows = accept_slot(tokens, parents, probs, draws, None if draft_probs is None else draft_probs[slot])
+        path[slot], path[slot, : len(kept)] = -1, kept
+        num_accepted[slot], next_token[slot] = len(kept) - 1, follows
     return Verdict(path, num_accepted, next_token)
 
 

@@ -102,7 +102,7 @@ def run_step(
     for slot in slots.slots:
         bound = FORCED_LENGTH if is_forced and (limit is None or slot.speculation == "on") else limit
         slot.plan(verifier.max_seq_len, bound)
-    slots.is_planned = bool(limit) or is_forced
+    slots.is_forced = bool(limit) or is_forced
     is_plain = not any(slot.max_drafts for slot in slots.slots)
     tree = _roots(slots) if is_plain else proposer.propose(slots)
     proposed_s = perf_counter()

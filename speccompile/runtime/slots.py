@@ -229,7 +229,7 @@ class Slots:
         self.max_slots = max_slots
         self.is_invariant = is_invariant
         self.is_greedy = True  # every slot has temperature 0
-        self.is_planned = False  # see `Batch.is_planned`
+        self.is_forced = False  # see `Batch.is_forced`
         self.processed: list[int] = []  # slot indices of sequences that need logits processors
         self._warp: dict[str, NDArray[Any]] = {}
 

@@ -192,7 +192,7 @@ def test_a_request_that_forces_drafts_gets_them_though_its_method_would_decline(
         def propose(self, batch):
             self.seen.append([slot.max_drafts for slot in batch.slots])
             roots = TokenTree.roots(np.array([slot.tokens[-1] for slot in batch.slots]))
-            return self.proposer.propose(batch) if batch.is_planned else roots
+            return self.proposer.propose(batch) if batch.is_forced else roots
 
         def __getattr__(self, name):
             return getattr(self.proposer, name)
