@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training of a speculator reads from the target, and what a trainable gives back.
+"""What the training of a speculator reads from the target, and what it returns: the protocols of a trainer.
 
 Tensors are torch's; they are typed as Any, as importing this module needs no torch.
 """
@@ -20,7 +20,7 @@ class TargetNeeds:
 
     Args:
         hidden: what the LM head reads.
-        layers: residual streams behind these decoder layers.
+        layers: residual streams after these decoder layers.
         caches: K and V of the last decoder layer.
     """
 
@@ -31,7 +31,7 @@ class TargetNeeds:
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What a trainable may take over from the frozen target.
+    """What a trainable may start from: parts of the frozen target.
 
     Args:
         config: the target's config.json.
@@ -39,8 +39,8 @@ class TargetParts:
         embeddings: [vocab, hidden] float32.
         lm_head: [vocab, hidden] float32.
         token_counts: [vocab] int64, how often the training text has each token.
-        norm: [hidden] float32, weight of the norm in front of the LM head; None where it is no RMS norm.
-        layers: parameters of each decoder layer by their names in it, float32; they may be where a layer begins.
+        norm: [hidden] float32, weight of the norm before the LM head; None where it is no RMS norm.
+        layers: parameters of each decoder layer by their names in it, float32, to start from.
     """
 
     config: Mapping[str, Any]
@@ -54,17 +54,17 @@ class TargetParts:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Windows of text with what the target made of them; row p of all belongs to the token at position p.
+    """Windows of text with the target's outputs; row p of each tensor belongs to the token at position p.
 
     Args:
         tokens: [batch, nodes] int64.
-        dist_tokens: [batch, nodes, kept] int64, the most probable tokens behind each position, the best first.
-        dist_probs: [batch, nodes, kept] float32, their probabilities; the rest of the distribution is left out.
+        dist_tokens: [batch, nodes, kept] int64, the most probable tokens after each position, the best first.
+        dist_probs: [batch, nodes, kept] float32, their probabilities; the tail of the distribution is left out.
         hidden: [batch, nodes, hidden], where wanted.
         layers: [batch, nodes, hidden] by layer, where wanted.
         k_cache: [batch, kv_heads, nodes, head_dim], where wanted: keys with their positions rotated in.
-        v_cache: alike.
-        seed: of draws that the trainable makes for this batch.
+        v_cache: as `k_cache`.
+        seed: of the trainable's own draws for this batch.
     """
 
     tokens: Tensor
@@ -79,12 +79,12 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class Drafted:
-    """Teacher-forced candidates: what the vocabulary projection reads, and whose distribution each shall imitate.
+    """Teacher-forced drafts: inputs of the vocabulary projection, and the position whose distribution is the label.
 
     Args:
-        states: [rows, depth, width]; a row is a start, its depths are the drafts one behind the other.
-        labels: [rows, depth] int64, position in the flattened [batch * nodes] whose distribution is the label; -1:
-            none.
+        states: [rows, depth, width]; a row is a start, its depths are the drafts of the chain from there.
+        labels: [rows, depth] int64, position in the flattened [batch * nodes] whose distribution is the label; -1
+            where there is none.
         projections: one [draft_vocab, width] for each depth; the same tensor where depths share it.
         d2t: [draft_vocab] int64, the target's token of each draft token; None where the vocabularies are one.
     """
@@ -98,26 +98,26 @@ class Drafted:
 class Trainable(Protocol):
     """A torch module whose parameters that require gradients are trained.
 
-    Its numbers teacher-forced (`forward`) are those of drafting step by step (`draft`).
+    Teacher forcing (`forward`) computes the same numbers as drafting step by step (`draft`).
     """
 
     num_positions: int  # drafts of a chain that are trained
 
     def __call__(self, batch: TrainingBatch) -> Drafted:
-        """The candidates for a batch."""
+        """Returns the teacher-forced drafts of a batch."""
         ...
 
     def draft(self, batch: TrainingBatch, num: int) -> Tensor:
-        """A greedy chain behind one sequence, [num] int64.
+        """Returns a greedy chain that continues one sequence, [num] int64.
 
         Args:
-            batch: of one sequence; `tokens` ends with the root, which all else has no row of yet.
+            batch: of one sequence; `tokens` ends with the root, for which the other tensors have no row yet.
             num: drafts wanted.
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the public checkpoint layout: config.json and model.safetensors in bfloat16."""
+        """Writes the public checkpoint layout: config.json and model.safetensors in bfloat16."""
         ...
 
 
@@ -125,11 +125,11 @@ class Trainer(Protocol):
     """How a method's speculator is trained. `config` is the method's `TrainingConfig`."""
 
     def needs(self, config: Any, target: Mapping[str, Any]) -> TargetNeeds:
-        """What it reads from a target with this config.json."""
+        """Returns what it reads from a target with this config.json."""
         ...
 
     def make(self, config: Any, parts: TargetParts, start: Path | None) -> Any:
-        """A `Trainable`, which is a torch module, with new weights or those of the checkpoint `start`.
+        """Returns a `Trainable`, which is a torch module, with new weights or those of the checkpoint `start`.
 
         Raises:
             RecipeError: the sizes do not go with the target's.

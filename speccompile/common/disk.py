@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the disk, told apart and in words."""
+"""Faults of the disk: which of them a full disk gives, and their texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHORT = re.compile(r"problem writing element \d+|\d+ requested and \d+ written"
 
 
 def is_full(fault: OSError) -> bool:
-    """Whether a fault is what a full disk gives."""
+    """Returns whether a fault is what a full disk gives."""
     return fault.errno in _FULL or _is_short(fault)
 
 

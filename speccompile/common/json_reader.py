@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one reader of JSON from files that others wrote: bounded size and depth, and errors with four parts."""
+"""The one reader of JSON from files that others wrote: bounded size and depth, and errors of four parts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MAX_SHOWN = 120
 
 
 class JsonFault(ValueError):
-    """A text that is no JSON document, or one that is not read; says why."""
+    """A text that is no JSON document, or one beyond the limits; the message says why."""
 
 
 def parse_json(data: bytes | str) -> Any:
     """Returns the value of a JSON document.
 
-    NaN and Infinity are read, as transformers writes them into configs (`time_step_limit`): whoever needs a finite
-    number says so.
+    NaN and Infinity are read, as transformers writes them into configs (`time_step_limit`): callers that need a
+    finite number check it.
 
     Raises:
         JsonFault: no JSON, nested deeper than `MAX_DEPTH`, an integer of thousands of digits, or text that is no
@@ -84,13 +84,13 @@ def read_json_object(
 
 
 def whole_number(value: Any, least: int, most: int) -> int | None:
-    """Returns `value` where it is a whole number from `least` to `most`; None for all else, booleans among it."""
+    """Returns `value` where it is a whole number from `least` to `most`; None for all else, booleans included."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     return value if is_whole and least <= value <= most else None
 
 
 def finite_number(value: Any) -> float | None:
-    """Returns `value` where it is a finite number; None for all else, booleans among it."""
+    """Returns `value` where it is a finite number; None for all else, booleans included."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     try:
         return float(value) if is_number and math.isfinite(value) else None
@@ -111,7 +111,7 @@ def kind_of(value: Any) -> str:
 
 
 def _walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yields every value and key with its depth, the outermost's being 1, without recursion."""
+    """Yields every value and key with its depth, without recursion; the outermost value has depth 1."""
     stack = [(value, 1)]
     while stack:
         item, depth = stack.pop()
@@ -123,7 +123,7 @@ def _walk(value: Any) -> Iterator[tuple[Any, int]]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which can be neither printed nor be in a file's name."""
+    """Returns whether a text has no half of a surrogate pair, which cannot be printed nor stand in a file's name."""
     if text.isascii():
         return True
     try:

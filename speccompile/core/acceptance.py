@@ -17,10 +17,10 @@ from speccompile.core.tree import Floats, Ints, TokenTree
 
 
 class Dists(Protocol):
-    """The warped probs behind each node, [vocab] float32: an array of rows, or something that makes them when asked."""
+    """The warped distribution after each node, [vocab] float32: an array of rows, or rows computed on demand."""
 
     def __getitem__(self, node: int, /) -> Any:
-        """Row of a node."""
+        """Returns the row of a node."""
         ...
 
 
@@ -29,10 +29,10 @@ class Verdict:
     """What acceptance decided.
 
     Args:
-        path: [batch, nodes] int64, accepted nodes from the root (node 0) on, -1 behind the end.
+        path: [batch, nodes] int64, accepted nodes from the root (node 0) on, -1 after the end.
         num_accepted: [batch] int64, accepted draft tokens; the root is not counted.
         next_token: [batch] int64, recovered token after a refusal, bonus token after a whole path; -1 where a row of
-            the slot's logits was not finite, and nothing of its verdict means anything.
+            the slot's logits was not finite, and its verdict is void.
     """
 
     path: Ints
@@ -40,16 +40,16 @@ class Verdict:
     next_token: Ints
 
     def spoilt(self) -> list[int]:
-        """Slots whose logits were not finite."""
+        """Returns the slots whose logits were not finite."""
         return [] if (self.next_token >= 0).all() else np.flatnonzero(self.next_token < 0).tolist()
 
     def nodes_kept(self, slot: int) -> list[int]:
-        """Nodes of the path of a slot, root included."""
+        """Returns the nodes of the path of a slot, root included."""
         return [int(n) for n in self.path[slot, : int(self.num_accepted[slot]) + 1]]
 
 
 def residual(target_probs: Floats, draft_probs: Floats) -> Floats:
-    """normalise(max(target - draft, 0)), the probs after a refusal; the target's own probs when nothing is left.
+    """Returns normalise(max(target - draft, 0)), the probs after a refusal; the target's own when nothing is left.
 
     Args:
         target_probs: [vocab] float32.
@@ -63,12 +63,12 @@ def residual(target_probs: Floats, draft_probs: Floats) -> Floats:
 def accept_slot(
     tokens: Ints, parents: Ints, target_probs: Dists, uniforms: Floats, draft_probs: Floats | None
 ) -> tuple[list[int], int]:
-    """Walk one tree from its root.
+    """Walks one tree from its root.
 
     Args:
         tokens: [nodes] int64.
         parents: [nodes] int64.
-        target_probs: [nodes, vocab] float32, warped; rows are read as the walk gets to them.
+        target_probs: [nodes, vocab] float32, warped; a row is read when the walk reaches its node.
         uniforms: [nodes, 2] float32 in [0, 1): accept draw of the node, draw made at the node.
         draft_probs: [nodes, vocab] float32, the distribution each node was drawn from; None or [nodes, 1] when the
             drafts are deterministic. Then the token is drawn first and the child that has it is kept, so the
@@ -80,7 +80,7 @@ def accept_slot(
     is_deterministic = draft_probs is None or draft_probs.shape[-1] == 1
     path, dist = [0], target_probs[0]
     drawn = int(draw(dist, uniforms[0, 1]))
-    for node in range(1, len(tokens)):  # children stand behind parents, so one pass is a walk
+    for node in range(1, len(tokens)):  # children come after their parents, so one pass is a walk
         if parents[node] != path[-1]:
             continue
         token = int(tokens[node])
@@ -98,11 +98,11 @@ def accept_slot(
 
 
 def accept(tree: TokenTree, target_probs: Floats, uniforms: Floats, draft_probs: Floats | None = None) -> Verdict:
-    """Decide a batch of scored trees.
+    """Decides a batch of scored trees.
 
     Args:
         tree: the drafts.
-        target_probs: [batch, nodes, vocab] float32, the warped distribution behind each node (`sampling.warp`).
+        target_probs: [batch, nodes, vocab] float32, the warped distribution after each node (`sampling.warp`).
         uniforms: [batch, nodes, 2] float32 (`sampling.tree_uniforms`).
         draft_probs: [batch, nodes, vocab] float32; None takes those of the tree.
     """

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 class CacheRows:
     """Moves what an engine's caches hold from slot to slot.
 
-    They stay with the slot, not with its sequence: a slot keeps the rows of a sequence that has ended, for one that
-    begins with the same tokens.
+    Rows stay with the slot, not with its sequence: a slot keeps the rows of a sequence that has ended, for the next
+    one that begins with the same tokens.
 
     Args:
         engine: owner of the caches.
-        lengths: [max_slots] rows in use by slot. The caller writes it in place as rows are added and given up.
+        lengths: [max_slots] rows in use by slot. The caller writes it in place as rows are added and dropped.
     """
 
     def __init__(self, engine: Engine, lengths: list[int] | Ints) -> None:
         self.engine, self.lengths = engine, lengths
 
     def move(self, source: int, dest: int) -> None:
-        """Copies all rows of slot `source` to slot `dest`; what that held before is void."""
+        """Copies all rows of slot `source` to slot `dest`; its former rows are void."""
         self.copy(source, dest, int(self.lengths[source]))
 
     def copy(self, source: int, dest: int, num_rows: int) -> None:

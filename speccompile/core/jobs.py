@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from speccompile.core.specs import ModelDims
 
 PREFILL_CHUNK = 128  # tokens of a prompt that are read at once
-AS_TARGET = "as target"  # quantization of a job that is the target's own, whatever that is
+AS_TARGET = "as target"  # quantization of a job: the one that the target has
 DECODER = "speccompile.export.decoder_source:DecoderSource"
 
 
@@ -19,7 +19,7 @@ class LayersRule(Protocol):
     """A frozen dataclass that chooses layers of the target once their number is known."""
 
     def layers(self, num_layers: int, weights: str) -> tuple[int, ...]:
-        """The decoder layers of the target, from 0, whose residual streams are wanted.
+        """Returns the decoder layers of the target, from 0, whose residual streams are wanted.
 
         Args:
             num_layers: of the target.
@@ -36,8 +36,8 @@ class TargetOutputs:
     """What a method reads of the target besides verdicts.
 
     Args:
-        hidden: what the LM head reads, behind the final norm.
-        hidden_layers: residual streams behind these decoder layers, or what chooses them.
+        hidden: what the LM head reads, after the final norm.
+        hidden_layers: residual streams after these decoder layers, or the rule that chooses them.
     """
 
     hidden: bool = False
@@ -46,7 +46,7 @@ class TargetOutputs:
 
 @dataclass(frozen=True)
 class CandidateOptions:
-    """Of a draft that gives candidate tokens after every scored node.
+    """Options of a draft that gives candidate tokens after every scored node.
 
     Args:
         num_candidates: most probable tokens after each.
@@ -59,7 +59,7 @@ class CandidateOptions:
 
 @dataclass(frozen=True)
 class DecoderOptions(TargetOutputs):
-    """Of a decoder; the defaults are those of a draft that drafts chains.
+    """Options of a decoder; the defaults are those of a draft that drafts chains.
 
     Args:
         keep_logits: of the target: logits come out as well.
@@ -73,7 +73,7 @@ class DecoderOptions(TargetOutputs):
 
 
 def json_from_options(options: Any) -> dict[str, Any]:
-    """What of a job's options can change its graph; fields that cannot are declared with `compare=False`."""
+    """Returns the options that can change a job's graph; fields that cannot are declared with `compare=False`."""
     held = asdict(options)
     return {f.name: held[f.name] for f in fields(options) if f.compare}
 
@@ -87,9 +87,9 @@ class GraphJob:
         model: checkpoint folder or hub id.
         quantization: `none`, `int8` or `int4`; or `AS_TARGET`.
         source: import string of the `core.protocols.GraphSource` that makes it; a decoder by default.
-        options: what the source shall know besides: a frozen dataclass, the kind that the source reads. Fields of
+        options: what else the source needs: a frozen dataclass of the kind that the source reads. Fields of
             decoding alone do not belong in it, as every field is a part of the graph's cache key.
-        config: folder whose config.json stands in for that of `model` where no weights are read.
+        config: folder whose config.json replaces that of `model` where no weights are read.
     """
 
     name: str
@@ -109,7 +109,7 @@ class SourceContext:
         max_seq_len: rows that a sequence may use.
         max_draft_nodes: draft tokens one step may score at most, per slot.
         target: sizes of the target; None for the target itself.
-        target_job: the target as it was asked for, where a speculator shares tables with it.
+        target_job: the target's own job, for speculators that share tables with it.
     """
 
     weights: str
@@ -125,7 +125,7 @@ class WeightCounts:
 
     Args:
         num_params: parameters of the checkpoint.
-        num_linear: weights in linear layers, whose form a quantisation changes.
+        num_linear: weights in linear layers, which a quantisation changes.
         num_plain: the others: embeddings, norms, tables.
         num_head: of `num_linear`, those of an LM head that a backend may treat in its own way.
         is_tied: whether that head is the embedding.
@@ -162,10 +162,10 @@ class CompileOptions:
     Args:
         dtype: of activations and caches: float32, float16 or bfloat16.
         max_slots: sequences decoded at once.
-        max_rows: cache rows of each, those of a step's nodes behind the last sequence row included; 0: no cache.
+        max_rows: cache rows of each, those for a step's nodes after the last sequence row included; 0: no cache.
         max_nodes: most nodes of one step that drafts are scored in, the root included.
         backend: the `Config` of the chosen backend, a frozen dataclass of JSON-ready fields; None: its defaults.
-        consumes_model: the caller needs the model no more: its weights may be let go while it is compiled.
+        consumes_model: the caller no longer needs the model: its weights may be freed while it is compiled.
     """
 
     dtype: str = "float32"
@@ -176,7 +176,7 @@ class CompileOptions:
     consumes_model: bool = False
 
     def json_from_options(self) -> dict[str, Any]:
-        """A JSON-ready dict."""
+        """Returns a JSON-ready dict."""
         return asdict(self)
 
 
@@ -192,10 +192,10 @@ class StepCosts:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> StepCosts:
-        """From a tuning record's `step_ms`, {"nodes": milliseconds}; anything else gives no costs.
+        """Returns the costs of a tuning record's `step_ms`, {"nodes": milliseconds}; none where it has another form.
 
-        A step costs at most what one of more nodes does, and noise of the measurement only adds: a time above that
-        of more nodes is replaced by it.
+        A step costs at most as much as one of more nodes, and noise only adds to a measurement: a time above that of
+        more nodes is replaced by it.
         """
         steps = record.get("step_ms")
         rows = steps.items() if isinstance(steps, Mapping) else ()
@@ -206,7 +206,7 @@ class StepCosts:
         return cls(tuple(reversed(points)))
 
     def ms(self, nodes: int) -> float:
-        """Milliseconds of a step of `nodes` nodes: piecewise linear, then with the mean slope of all points."""
+        """Returns the milliseconds of a step of `nodes` nodes: piecewise linear, then with the mean slope of all."""
         points = self.ms_by_nodes
         if not points:
             return 0.0
@@ -222,7 +222,7 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class MethodContext:
-    """The surroundings of a proposer.
+    """What a proposer is given at load: sizes and measured costs.
 
     Args:
         max_slots: sequences decoded at once, at most.

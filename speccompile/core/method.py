@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a speculation method is to the build, the doctor, the training and the runtime: the base class of all."""
+"""The base class of all speculation methods, as the build, the doctor, the training and the runtime see them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Method:
     """A speculation method: what it needs of the build, and its proposer.
 
     A method is found by name: a line in `core.registry.METHODS`, or an entry point of an installed package. Importing
-    it needs no torch; what does is named by import strings.
+    it needs no torch; parts that do are named by import strings.
 
     Attributes:
         name: in recipes.
         Config: frozen dataclass, the recipe's `speculator:` fields besides `method`; its property `leaves_length`
-            tells whether they leave it open how much is drafted.
+            says whether they leave it open how much is drafted.
         TrainingConfig: frozen dataclass, the recipe's `training.heads`; None: it cannot be trained.
         formats: import string of a tuple of `doctor.layouts.Format`, the layouts of its checkpoints; empty: none.
         trainer: import string of its `training_contract.Trainer`; empty: it cannot be trained.
@@ -32,15 +32,15 @@ class Method:
     trainer: str = ""
 
     def target_outputs(self, config: Any) -> TargetOutputs:
-        """What it reads of the target: nothing besides the verdicts."""
+        """Returns what it reads of the target: by default nothing besides the verdicts."""
         return TargetOutputs()
 
     def graph_jobs(self, config: Any) -> tuple[GraphJob, ...]:
-        """The graphs it needs beside the target: none."""
+        """Returns the graphs it needs besides the target: by default none."""
         return ()
 
     def make_proposer(self, config: Any, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
-        """The proposer over loaded engines.
+        """Returns the proposer over loaded engines.
 
         Args:
             config: the method's `Config`.

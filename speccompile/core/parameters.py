@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a field of a frozen dataclass is declared: its meaning and range. Sections of the recipe derive from it.
 
-Sampling parameters say more: see `core.surfaces`.
+Sampling parameters declare more: see `core.surfaces`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ METADATA_KEY = "parameter"
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """What is declared of a field beside its name, type and default.
+    """What is declared of a field besides its name, type and default.
 
     Args:
         description: its meaning, as the recipe's schema shows it.
         ge: least value.
-        gt: bound that values are above.
+        gt: bound that values must exceed.
         le: greatest value.
-        lt: bound that values are below; infinity: any finite value.
-        check: gives the value as it is kept; raises ValueError with what is expected instead of it.
+        lt: bound that values must stay below; infinity: any finite value.
+        check: returns the value as it is stored; raises ValueError with what was expected.
         beside_section: of a backend: a key of the recipe's `engine` section itself.
     """
 

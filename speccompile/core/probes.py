@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs for a graph that is only tried or timed, as its spec declares them."""
+"""Inputs for a probe run, which only tries or times a graph, as its spec declares them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from speccompile.core.specs import GraphSpec
 def probe_inputs(
     spec: GraphSpec, *, num_slots: int = 1, num_nodes: int = 1, length: int = 0
 ) -> dict[str, NDArray[Any]]:
-    """Feeds of one run; inputs whose `probe` is `neutral` are left out.
+    """Returns the feeds of one run; inputs whose `probe` is `neutral` are left out.
 
-    `tokens` are drawn from the vocabulary, `lengths` the rows in use, `states` made-up numbers, `nodes` the index of
+    `tokens` are drawn from the vocabulary, `lengths` the rows in use, `states` arbitrary numbers, `nodes` the index of
     each node and `last_node` that of the last one of each slot.
 
     Args:
         spec: of the graph.
         num_slots: slots of the run.
-        num_nodes: nodes of each slot; any dynamic dim besides the batch is as long, but what is scored where the
-            graph scores one.
+        num_nodes: nodes of each slot; every dynamic dim but the batch has this size, except `scored` where the graph
+            scores one node.
         length: cache rows in use.
 
     Returns:

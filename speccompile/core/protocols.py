@@ -17,31 +17,31 @@ from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import GraphSpec
 from speccompile.core.tree import Floats, Ints, TokenTree
 
-# By name. A value is an array, or one that stays on a device: that has `shape` and `dtype`, can be fed to an engine
-# as it is, and becomes a host array by `numpy.asarray`.
+# By name. A value is an array, or one that stays on a device: the latter has `shape` and `dtype`, can be fed to an
+# engine as it is, and becomes a host array by `numpy.asarray`.
 Outputs = Mapping[str, NDArray[Any]]
 
 
 class Engine(Protocol):
     """A loaded graph with its caches.
 
-    An engine owns static caches [slots, kv_heads, max_seq, head_dim] and lends a prefix of the slots to
-    each step. Caches that its spec borrows are another engine's memory: slot for slot the same, and only the owner
-    moves, resets and compacts them. Lengths belong to the caller. Not thread-safe.
+    An engine owns static caches [slots, kv_heads, max_seq, head_dim]; a step works on a contiguous range of
+    slots. Caches that its spec borrows are another engine's memory: slot for slot the same, and only the owner
+    moves, resets and compacts them. The caller keeps the lengths. Not thread-safe.
     """
 
     spec: GraphSpec
     max_slots: int
     max_rows: int
-    compacts_in_step: bool  # steps keep the accepted path by themselves: `compact` is not called
+    compacts_in_step: bool  # a step keeps the accepted path itself: `compact` is not called
 
     @property
     def view_rows(self) -> int:
-        """Rows of its own caches that every step works on, which `shrink` lessens; 0: no more than it needs."""
+        """Rows of its own caches that every step works on, which `shrink` reduces; 0: no more than it needs."""
         ...
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
-        """One step over the slots first_slot .. first_slot + batch - 1.
+        """Runs one step over the slots first_slot .. first_slot + batch - 1.
 
         Args:
             feeds: inputs by name (see `speccompile.core.specs`); `tokens` [batch, nodes] and `lengths`
@@ -59,27 +59,27 @@ class Engine(Protocol):
         ...
 
     def reset(self, rows: int = 1) -> None:
-        """No slot is in use any more; the caches may be laid out anew for sequences of `rows` rows."""
+        """Marks all slots unused; the caches may be laid out anew for sequences of `rows` rows."""
         ...
 
     def shrink(self, rows: int) -> None:
-        """No slot needs more than its first `rows` rows now; the caches may be laid out anew, keeping these."""
+        """Keeps the first `rows` rows of each slot; the caches may be laid out anew for these."""
         ...
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
-        """Copy the cache of slot `source` to slot `dest`, at least its first `rows` rows; None: all."""
+        """Copies the cache of slot `source` to slot `dest`, at least its first `rows` rows; None: all."""
         ...
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
-        """Exchange at least the first `rows` rows of two slots."""
+        """Exchanges at least the first `rows` rows of two slots."""
         ...
 
     def clear_slot(self, slot: int) -> None:
-        """Zero all rows of a slot's own caches: they may hold NaN, which masks do not hide (0 x NaN is NaN)."""
+        """Zeroes all rows of a slot's own caches: they may hold NaN, which masks do not hide (0 x NaN is NaN)."""
         ...
 
     def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
-        """KVRollback, in place: row lengths[b] + i of slot b becomes row lengths[b] + path[b, i].
+        """Runs KVRollback in place: row lengths[b] + i of slot b becomes row lengths[b] + path[b, i].
 
         Args:
             lengths: [batch] int64, cache entries before the step that wrote the tree.
@@ -94,7 +94,7 @@ class StepTimes(NamedTuple):
     Args:
         propose_s: in the proposer.
         score_s: in the target's forward.
-        step_s: all of the step, the two included; to a planner, with handing out what it gave.
+        step_s: the whole step, both included; as a planner sees it, with the delivery of its outputs.
     """
 
     propose_s: float
@@ -108,7 +108,7 @@ class Slot(Protocol):
     tokens: list[int]  # prompt and emitted tokens; the last one is the root, not yet in the target's cache
     sampling: SamplingParams
     max_drafts: int  # draft tokens on one path that this step may use: limits and room in the cache
-    draft_state: Any  # what the proposer knows of it: made by `start` and `resume`, read by nobody else
+    draft_state: Any  # the proposer's own state: set by `start` and `resume`, not read elsewhere
 
 
 class Batch(Protocol):
@@ -116,7 +116,7 @@ class Batch(Protocol):
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """The sequences in the order of their places."""
+        """The sequences in the order of their slots."""
         ...
 
     @property
@@ -136,15 +136,15 @@ class Batch(Protocol):
         ...
 
     def warp_feeds(self) -> dict[str, NDArray[Any]]:
-        """`temperature`, `top_k`, `top_p` [batch]; those that are neutral in every slot are left out."""
+        """Returns `temperature`, `top_k`, `top_p` [batch]; those that are neutral in every slot are left out."""
         ...
 
     def draft_uniforms(self, depth: int) -> Floats:
-        """[batch] float32: the draws that decide draft tokens at `depth` (1 = child of the root)."""
+        """Returns [batch] float32: the draws that decide draft tokens at `depth` (1 = child of the root)."""
         ...
 
     def sibling_uniforms(self, depth: int, num: int) -> Floats:
-        """[batch, num] float32: the draws that decide the siblings behind a node at `depth`, in their order.
+        """Returns [batch, num] float32: the draws that decide the siblings at `depth`, in their order.
 
         The first column is `draft_uniforms(depth)`. Nodes of one depth share their draws: at most one is kept.
         """
@@ -152,39 +152,39 @@ class Batch(Protocol):
 
 
 class Proposer(Protocol):
-    """Drafts tokens. Knows nothing of the target but its tokens, verdicts and, if asked for, hidden states.
+    """Drafts tokens. It sees the target's tokens, verdicts and, if asked for, hidden states, and nothing else of it.
 
     The order of calls for a slot is start, prefill (once per chunk of all prompt tokens but the last), then
     propose and commit in turn. Slots of a batch may start, end and move between two steps. Prompts may be read in
-    parts between the steps of others: `flush` comes before each part. Any call may be the last one: a run that is
-    abandoned is followed by `start`.
+    parts between the steps of others: `flush` comes before each part. Any call may be the last one: after an
+    abandoned run comes `start`.
 
-    What it knows of a sequence hangs on the sequence (`Slot.draft_state`) and needs no moving. Rows in the caches of
+    Its state for a sequence is kept on the sequence (`Slot.draft_state`) and travels with it. Rows in the caches of
     engines stay with their slot: the runtime moves, exchanges and copies those that `caches` names.
     """
 
-    # Reads what it has missed when it is to draft: needs no `prefill`.
+    # It reads missed tokens before it drafts: it needs no `prefill`.
     catches_up: bool
 
     @property
     def caches(self) -> Sequence[CacheRows]:
-        """Those that the proposer owns."""
+        """The caches that the proposer owns."""
         ...
 
     def start(self, slot: int, sequence: Slot) -> None:
-        """A new sequence takes the place `slot`; what the place held before is void."""
+        """Starts a new sequence in slot `slot`; what the slot held before is void."""
         ...
 
     def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """The target has read `tokens` [1, nodes], which stand at `start` in the sequence, with these outputs."""
+        """Takes the target's outputs for `tokens` [1, nodes] of the prompt, the first at position `start`."""
         ...
 
     def propose(self, batch: Batch) -> TokenTree:
-        """Drafts for every slot; node 0 is the root, and no path is deeper than the slot's `max_drafts`."""
+        """Returns drafts for every slot; node 0 is the root, and no path is deeper than the slot's `max_drafts`."""
         ...
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """What became of the drafts. `batch` still holds the tokens that `tree` was made from.
+        """Takes the verdict on the drafts. `batch` still holds the tokens that `tree` was made from.
 
         Args:
             batch: as given to `propose`.
@@ -195,7 +195,7 @@ class Proposer(Protocol):
         ...
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """A step was decoded plainly: neither `propose` nor `commit` was called.
+        """Takes the outputs of a plain step, for which neither `propose` nor `commit` was called.
 
         Args:
             batch: its sequences; it still holds the tokens that were scored.
@@ -205,9 +205,9 @@ class Proposer(Protocol):
         ...
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """A step has ended, with drafts or without.
+        """Takes the times of a step that has ended, with drafts or without.
 
-        Not called where drafts may be drawn, nor where costs shall stay as they were recorded.
+        Not called where drafts may be drawn, nor where costs must stay as they were recorded.
 
         Args:
             num_slots: its sequences.
@@ -217,10 +217,10 @@ class Proposer(Protocol):
         ...
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """As `start`, but the place holds the first tokens of the sequence from before.
+        """As `start`, but the slot still holds the first tokens of the sequence.
 
         Args:
-            slot: the place; what it held last began with the same tokens, and the target's cache still has their rows.
+            slot: the slot; its last sequence began with the same tokens, and the target's cache still has their rows.
             sequence: the new one.
             num_rows: how many tokens these are; at most all of the prompt but its last two.
 
@@ -230,7 +230,7 @@ class Proposer(Protocol):
         ...
 
     def flush(self) -> None:
-        """The target is about to run for others: what it gave in its last step will be void."""
+        """Reads what is left of the target's last outputs: its next run, for other sequences, makes them void."""
         ...
 
 
@@ -248,7 +248,7 @@ class GraphSource(Protocol):
     shares_weights: bool  # the target's for the greater part: where graphs are ONNX, what is equal is written once
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
-        """Find the folder and read the sizes.
+        """Finds the folder and reads the sizes.
 
         Raises:
             CheckpointError: no such folder or hub id, or a config.json that is wrong.
@@ -257,7 +257,7 @@ class GraphSource(Protocol):
         ...
 
     def check(self) -> None:
-        """Prove the weights complete; not called where they are random.
+        """Proves the weights complete; not called where they are random.
 
         Raises:
             CheckpointError: missing, damaged, left over or of another shape.
@@ -265,19 +265,19 @@ class GraphSource(Protocol):
         ...
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 by name of the files that `export` reads."""
+        """Returns the SHA-256 by name of the files that `export` reads."""
         ...
 
     def counts(self) -> WeightCounts | None:
-        """Its weights; None where config.json and `dims` tell, as they do for a decoder."""
+        """Returns the weight counts; None where config.json and `dims` are enough, as for a decoder."""
         ...
 
     def spec(self) -> GraphSpec:
-        """Inputs and outputs of the compiled graph, tail included."""
+        """Returns the inputs and outputs of the compiled graph, tail included."""
         ...
 
     def export(self, progress: Callable[[str], None]) -> tuple[Any, Any]:
-        """The neutral graph (an `onnx_ir.Model`), and `dims` with what only the weights tell.
+        """Returns the neutral graph (an `onnx_ir.Model`), and `dims` with what only the weights can show.
 
         Raises:
             CheckpointError, ExportError.
@@ -285,7 +285,7 @@ class GraphSource(Protocol):
         ...
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """Run the compiled graph a little before it is trusted; `export.checks` has the checks of our graphs.
+        """Runs the compiled graph a little before it is trusted; `export.checks` has the checks of our graphs.
 
         Args:
             engine: of the graph, one slot.
@@ -295,6 +295,6 @@ class GraphSource(Protocol):
             What was seen, for the manifest; empty where its caches are too small to try anything.
 
         Raises:
-            BuildError: it gives what it must not.
+            BuildError: its outputs are wrong.
         """
         ...

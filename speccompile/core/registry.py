@@ -23,7 +23,7 @@ BACKENDS = {
     "reference": "speccompile.backends.reference.backend:ReferenceBackend",
     "tensorrt": "speccompile.backends.tensorrt.backend:TensorRTBackend",
 }
-# The layout of a checkpoint is told by the first method that claims it.
+# A checkpoint's layout is that of the first method that claims it.
 METHODS = {
     "none": "speccompile.speculators.none.config:NoneMethod",
     "draft_model": "speccompile.speculators.draft_model.config:DraftModelMethod",
@@ -40,7 +40,7 @@ BACKEND_GROUP, METHOD_GROUP = "speccompile.backends", "speccompile.methods"
 
 
 def find_class(name: str) -> Any:
-    """Returns what an import string "module:attribute" names."""
+    """Returns the object that an import string "module:attribute" names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -136,7 +136,7 @@ def _find(where: str, table: Mapping[str, str], group: str, name: str) -> str:
 
 
 def _plugins(group: str) -> dict[str, str]:
-    """Import strings of the entry points of a group by name; they are read only when somebody asks."""
+    """Returns the import strings of a group's entry points by name; they are read at each call only."""
     from importlib.metadata import entry_points
 
     return {point.name: point.value for point in entry_points(group=group)}

@@ -30,7 +30,7 @@ _HALF = np.uint64(32)
 
 
 def warp_inputs(params: Sequence[SamplingParams]) -> tuple[Floats, Ints, Floats]:
-    """(temperature [batch] float32, top_k [batch] int64, top_p [batch] float32) of a batch of requests."""
+    """Returns (temperature [batch] float32, top_k [batch] int64, top_p [batch] float32) of a batch of requests."""
     return (
         np.array([p.temperature for p in params], dtype=np.float32),
         np.array([p.top_k for p in params], dtype=np.int64),
@@ -39,7 +39,7 @@ def warp_inputs(params: Sequence[SamplingParams]) -> tuple[Floats, Ints, Floats]
 
 
 def warp(logits: Floats, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayLike) -> Floats:
-    """The distribution that tokens are drawn from: temperature, then top-k, then top-p, as transformers orders them.
+    """Returns the distribution that tokens are drawn from: temperature, top-k, top-p, in transformers' order.
 
     Args:
         logits: [batch, ..., vocab] float32.
@@ -78,7 +78,7 @@ def warp(logits: Floats, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayL
 
 
 def draw(probs: Floats, uniforms: ArrayLike) -> Ints:
-    """Inverse-CDF draws: the first index whose cumulative mass exceeds uniform * total mass.
+    """Returns inverse-CDF draws: the first index whose cumulative mass exceeds uniform * total mass.
 
     Args:
         probs: [..., vocab] float32, need not be normalised, but no row may be all zero.
@@ -94,7 +94,7 @@ def draw(probs: Floats, uniforms: ArrayLike) -> Ints:
 
 
 def philox(counters: Words, keys: Words) -> Words:
-    """Philox4x32-10 blocks.
+    """Returns Philox4x32-10 blocks.
 
     Args:
         counters: [4, ...] uint64, each word below 2**32.
@@ -114,7 +114,7 @@ def philox(counters: Words, keys: Words) -> Words:
 
 
 def uniforms(seeds: ArrayLike, positions: ArrayLike, lane: ArrayLike) -> Floats:
-    """Uniform draws that depend on seed, position and lane alone.
+    """Returns uniform draws that depend on seed, position and lane alone.
 
     Args:
         seeds: [batch] uint64.
@@ -135,7 +135,7 @@ def uniforms(seeds: ArrayLike, positions: ArrayLike, lane: ArrayLike) -> Floats:
 
 
 def tree_uniforms(seeds: ArrayLike, root_positions: ArrayLike, tree: TokenTree) -> Floats:
-    """The draws that acceptance reads for a tree.
+    """Returns the draws that acceptance reads for a tree.
 
     Nodes of one depth share the draw made at them: at most one of them is on the path.
 

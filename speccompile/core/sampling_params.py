@@ -23,8 +23,8 @@ from speccompile.core.surfaces import (
 )
 from speccompile.errors import RuntimeFault
 
-# Below it a slot is greedy. Logits differ by more than this, so the distribution is the same; a logit below 2^63
-# stays finite.
+# Below it a slot is greedy. Logits that differ do so by more than this, so the distribution is the same; a logit
+# below 2^63 stays finite.
 COLDEST = 2.0**-64
 _HOTTEST = 1e30  # every token is as likely as any other there; 1 / temperature must not underflow
 _MAX_TOP_K = 2**31 - 1  # far above any vocabulary
@@ -94,7 +94,7 @@ class SamplingParams:
         "Same seed, same text.",
         ge=0,
         lt=2**64,
-        # A negative seed is as good as any: its two's complement.
+        # A negative seed is taken as its two's complement.
         body=BodyField(convert=lambda seed: seed & (2**64 - 1)),
         tensor=TensorInput(dtype="uint64", second_name="random_seed"),
     )
@@ -195,7 +195,7 @@ def _refusal(name: str, value: object, expected: str) -> RuntimeFault:
 
 
 def _shown(value: object) -> str:
-    """The value as an error message shows it: whatever it is, and not at any length."""
+    """Returns the value as an error message shows it, cut where it is long."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4300 digits

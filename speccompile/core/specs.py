@@ -15,7 +15,7 @@ from typing import Any, Literal
 Dim = str | int
 Role = Literal["target", "draft"]
 Probe = Literal["neutral", "tokens", "lengths", "states", "nodes", "last_node"]
-LENT_ROWS = "shared_rows"  # the dim of borrowed caches that are only read: their owner decides how many rows
+SHARED_ROWS = "shared_rows"  # the dim of borrowed caches that are only read: their owner decides how many rows
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of activations and caches
 
 TOKENS = "tokens"  # [batch, nodes] int64: token of each node, node 0 is the root
@@ -28,7 +28,7 @@ UNIFORMS = "uniforms"  # [batch, scored, 2] float32 in [0, 1): accept this node,
 TEMPERATURE = "temperature"  # [batch] float32, 0 = greedy
 TOP_K = "top_k"  # [batch] int64, 0 = off
 TOP_P = "top_p"  # [batch] float32, 1 = off
-PATH = "path"  # [batch, scored] int64: accepted nodes from the root on, -1 behind the end
+PATH = "path"  # [batch, scored] int64: accepted nodes from the root on, -1 after the end
 NUM_ACCEPTED = "num_accepted"  # [batch] int64: accepted draft tokens, root not counted
 NEXT_TOKEN = "next_token"  # [batch] int64: recovered or bonus token
 LOGITS = "logits"  # [batch, scored, vocab] float32
@@ -38,43 +38,43 @@ SAMPLED_TOKEN = "sampled_token"  # [batch] int64: the draft's own next token
 CONFIDENCE = "confidence"  # [batch] float32: the draft's probability of it at temperature 1
 SAMPLED_PROBS = "sampled_probs"  # [batch, vocab] float32: the warped distribution it was drawn from
 START_NODES = "start_nodes"  # [batch] int64: the node of `hidden` that each slot's drafts start from
-SAMPLED_TOKENS = "sampled_tokens"  # [batch, drafts] int64: a chain of drafts, each behind the one before
+SAMPLED_TOKENS = "sampled_tokens"  # [batch, drafts] int64: a chain of drafts, each a child of the one before
 CONFIDENCES = "confidences"  # [batch, drafts] float32: the draft's probability of each at temperature 1
 CHAIN_PROBS = "chain_probs"  # [batch, drafts + 1, draft_vocab] float32: `draft_probs` of that chain, row 0 unused
-DRAFT_PARENTS = "draft_parents"  # [batch, drafts] int64: draft behind which each was made, counted from 1; 0 = root
-CANDIDATES = "candidates"  # [batch, scored, candidates] int64: likeliest tokens behind each node, the likeliest first
+DRAFT_PARENTS = "draft_parents"  # [batch, drafts] int64: parent draft of each, counted from 1; 0 = root
+CANDIDATES = "candidates"  # [batch, scored, candidates] int64: most probable tokens after each node, best first
 CANDIDATE_PROBS = "candidate_probs"  # [batch, scored, candidates] float32: their probabilities at temperature 1
 TARGET_LENGTHS = "target_lengths"  # [batch] int64: rows in use of the target's caches, where a draft reads those
 NODE_PROBS = (
-    "node_probs"  # [batch, scored, draft_vocab] float32: the warped distribution behind each node; 1 wide when greedy
+    "node_probs"  # [batch, scored, draft_vocab] float32: the warped distribution after each node; 1 wide when greedy
 )
-FEATURES = "hidden.features"  # [batch, states, hidden] float32: what a draft is told of positions
+FEATURES = "hidden.features"  # [batch, states, hidden] float32: what a draft reads of positions
 FEATURE_NODES = "feature_nodes"  # [batch, nodes] int64: the row of `hidden.features` that belongs to each node
-NEXT_FEATURES = "hidden.next"  # [batch, next_states, hidden] float32: what node 0 was told, then each node's own
+NEXT_FEATURES = "hidden.next"  # [batch, next_states, hidden] float32: what node 0 read, then each node's own
 
 
 def hidden_name(layer: int) -> str:
-    """Name of the residual stream behind decoder layer `layer` (0-based)."""
+    """Returns the name of the residual stream after decoder layer `layer` (0-based)."""
     return f"{HIDDEN}.{layer}"
 
 
 def cache_names(layer: int) -> tuple[str, str]:
-    """Names of the K and V cache inputs of a layer."""
+    """Returns the names of the K and V cache inputs of a layer."""
     return f"k_cache.{layer}", f"v_cache.{layer}"
 
 
 def updated_cache_name(cache: str) -> str:
-    """Name of the output that carries the updated `cache`; at run time it aliases its input."""
+    """Returns the name of the output that carries the updated `cache`; at run time it aliases its input."""
     return f"{cache}.updated"
 
 
 def borrowed_name(owner: str, cache: str) -> str:
-    """Name of the input that is the cache `cache` of the graph `owner`, where it is only read."""
+    """Returns the name of the input that is the cache `cache` of the graph `owner`, where it is only read."""
     return f"{owner}.{cache}"
 
 
 def compacted_cache_name(cache: str) -> str:
-    """Name of the output that carries the updated `cache` behind KVRollback; it aliases the same memory."""
+    """Returns the name of the output that carries the updated `cache` after KVRollback; it aliases the same memory."""
     return f"{cache}.compacted"
 
 
@@ -86,7 +86,7 @@ class TensorSpec:
         name: tensor name in the graph.
         dims: a str is a dynamic dim by name, an int is static.
         dtype: numpy name: float32, int64, bool, ...; bfloat16 is ml_dtypes' name.
-        probe: of an input: how it is fed where the graph is only tried or timed, see `probes.probe_inputs`.
+        probe: of an input: how it is fed in a probe run, see `probes.probe_inputs`.
     """
 
     name: str
@@ -115,7 +115,7 @@ class ModelDims:
         return self.cache_row_bytes_in("float32")
 
     def cache_row_bytes_in(self, dtype: str) -> int:
-        """Bytes of K and V, all layers, of one token of one slot; `dtype` is a key of `DTYPE_BYTES`."""
+        """Returns the bytes of K and V, all layers, of one token of one slot; `dtype` is a key of `DTYPE_BYTES`."""
         return 2 * DTYPE_BYTES[dtype] * self.num_layers * self.num_kv_heads * self.head_dim
 
 
@@ -126,7 +126,7 @@ class BorrowedCache:
     Args:
         name: of the input. One that is in `GraphSpec.caches` is written in place, any other is only read.
         cache: its name in the owner's graph.
-        owner: name of the graph that lends it.
+        owner: name of the graph that owns it.
     """
 
     name: str
@@ -139,7 +139,7 @@ class GraphSpec:
     """A graph's inputs and outputs in order.
 
     Cache inputs come last among the inputs, their updates last among the outputs; where the graph also compacts
-    its caches, the compacted ones come behind all updates.
+    its caches, the compacted ones come after all updates.
 
     Args:
         name: the graph's name.
@@ -152,9 +152,9 @@ class GraphSpec:
         borrowed: inputs that are caches of other engines; those that are only read come before `caches`.
         rows_written_ahead: cache rows that a run writes after those of its nodes.
         reads_prompts: it runs over the chunks of a prompt as well as over steps.
-        scores: where a run does not say it, which nodes it scores: `one` of each slot, or all `nodes`.
-        num_candidates: likeliest tokens that it gives for each scored node.
-        num_drafts: draft tokens of each slot that it gives in one run, a chain or a tree.
+        scores: which nodes a run scores by default: `one` of each slot, or all `nodes`.
+        num_candidates: most probable tokens that it gives after each scored node.
+        num_drafts: draft tokens that it gives for each slot in one run, a chain or a tree.
         gives_probs: where a slot samples it also gives the distributions that drafts are drawn from.
         tail: what the passes put after the exported graph's logits: `verify` or `candidates`.
     """
@@ -195,30 +195,30 @@ class GraphSpec:
 
     @property
     def dist_width(self) -> int:
-        """Entries of a distribution that it gives."""
+        """The width of the distributions that it gives."""
         return self.draft_vocab or self.vocab_size
 
     @cached_property
     def dynamic_dims(self) -> tuple[tuple[str, tuple[tuple[int, str], ...]], ...]:
-        """(input, its (axis, dim)s of dynamic size), of the inputs that are no caches."""
+        """(input, its (axis, dim)s of dynamic size) of the inputs that are no caches."""
         rows = ((t.name, tuple((i, d) for i, d in enumerate(t.dims) if isinstance(d, str))) for t in self.plain_inputs)
         return tuple((name, dims) for name, dims in rows if dims)
 
     def input(self, name: str) -> TensorSpec:
-        """The input of that name; KeyError when there is none."""
+        """Returns the input of that name; KeyError when there is none."""
         return {t.name: t for t in self.inputs}[name]
 
     def output(self, name: str) -> TensorSpec:
-        """The output of that name; KeyError when there is none."""
+        """Returns the output of that name; KeyError when there is none."""
         return {t.name: t for t in self.outputs}[name]
 
     def json_from_spec(self) -> dict[str, Any]:
-        """A JSON-ready dict; `spec_from_json` reads it back."""
+        """Returns a JSON-ready dict; `spec_from_json` reads it back."""
         return asdict(self)
 
 
 def spec_from_json(data: Mapping[str, Any]) -> GraphSpec:
-    """Inverse of `GraphSpec.json_from_spec`."""
+    """Returns the spec of a dict that `GraphSpec.json_from_spec` made."""
     known = _given(data)
 
     def tensors(key: str) -> tuple[TensorSpec, ...]:
@@ -230,7 +230,7 @@ def spec_from_json(data: Mapping[str, Any]) -> GraphSpec:
 
 
 def _given(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is not null."""
+    """Returns the entries that are not null."""
     return {key: value for key, value in data.items() if value is not None}
 
 
@@ -242,7 +242,7 @@ def _caches(dims: ModelDims) -> tuple[TensorSpec, ...]:
 def decoder_spec(
     name: str, dims: ModelDims, *, hidden: bool = False, hidden_layers: tuple[int, ...] = (), logits: bool = True
 ) -> GraphSpec:
-    """The spec of a decoder as it is exported: tokens in, logits, hidden states and caches out."""
+    """Returns the spec of a decoder as it is exported: tokens in, logits, hidden states and caches out."""
     caches = _caches(dims)
     inputs = (
         TensorSpec(TOKENS, ("batch", "nodes"), "int64", "tokens"),
@@ -279,7 +279,7 @@ _WARP = (
 
 
 def verified_spec(spec: GraphSpec, keep_logits: bool = False) -> GraphSpec:
-    """`spec` with a SpecVerify tail: verdicts out; logits stay inside unless kept."""
+    """Returns `spec` with a SpecVerify tail: verdicts out; logits stay inside unless kept."""
     inputs = (
         TensorSpec(PARENTS, ("batch", "nodes"), "int64"),
         TensorSpec(DRAFT_PROBS, ("batch", "scored", "draft_vocab"), "float32"),
@@ -295,11 +295,11 @@ def verified_spec(spec: GraphSpec, keep_logits: bool = False) -> GraphSpec:
 
 
 def candidate_outputs(num_candidates: int, dists: bool) -> tuple[TensorSpec, ...]:
-    """What a graph gives that candidates behind each scored node; `draft_vocab` is 1 when every slot is greedy.
+    """Returns the outputs of a graph with candidates after each scored node; `draft_vocab` is 1 if all are greedy.
 
     Args:
         num_candidates: tokens a node.
-        dists: the warped distribution behind each node as well, for drafts that are drawn.
+        dists: the warped distribution after each node as well, for drafts that are drawn.
     """
     rows: tuple[Dim, ...] = ("batch", "scored", num_candidates)
     candidates = (TensorSpec(CANDIDATES, rows, "int64"), TensorSpec(CANDIDATE_PROBS, rows, "float32"))
@@ -307,7 +307,7 @@ def candidate_outputs(num_candidates: int, dists: bool) -> tuple[TensorSpec, ...
 
 
 def candidate_spec(spec: GraphSpec, num_candidates: int, dists: bool) -> GraphSpec:
-    """`spec` with a tail that candidates behind every scored node, for drafts that make trees; no logits.
+    """Returns `spec` with a tail that gives candidates after every scored node, for drafts of trees; no logits.
 
     Args:
         spec: of a decoder.
@@ -319,13 +319,13 @@ def candidate_spec(spec: GraphSpec, num_candidates: int, dists: bool) -> GraphSp
 
 
 def heads_spec(name: str, hidden_size: int, vocab_size: int, num_drafts: int) -> GraphSpec:
-    """The spec of heads on the target's hidden state that draft a chain in one run; no caches.
+    """Returns the spec of heads on the target's hidden state that draft a chain in one run; no caches.
 
     Args:
         name: the graph's name.
-        hidden_size: of the target's `hidden`, which is read as it comes; `start_nodes` picks a row of each slot.
+        hidden_size: of the target's `hidden`, read as the target gives it; `start_nodes` picks a row of each slot.
         vocab_size: of tokens and distributions.
-        num_drafts: length of the chain behind the root in `tokens`.
+        num_drafts: length of the chain after the root in `tokens`.
     """
     inputs = (*start_inputs(hidden_size), ROOT, TensorSpec(UNIFORMS, ("batch", num_drafts), "float32"), *_WARP)
     drafts = chain_outputs(num_drafts)
@@ -336,7 +336,7 @@ ROOT = TensorSpec(TOKENS, ("batch", 1), "int64", "tokens")  # of heads: the toke
 
 
 def start_inputs(hidden_size: int) -> tuple[TensorSpec, TensorSpec]:
-    """What heads read of the target: the states of its step, and the node of each slot that they start from."""
+    """Returns what heads read of the target: the states of its step, and the node of each slot to start from."""
     return (
         TensorSpec(HIDDEN, ("batch", "nodes", hidden_size), "float32", "states"),
         TensorSpec(START_NODES, ("batch",), "int64", "last_node"),
@@ -344,7 +344,7 @@ def start_inputs(hidden_size: int) -> tuple[TensorSpec, TensorSpec]:
 
 
 def chain_outputs(num_drafts: int) -> tuple[TensorSpec, ...]:
-    """What a graph gives that drafts a whole chain; `draft_vocab` of the probs may be 1 when every slot is greedy."""
+    """Returns the outputs of a graph that drafts a whole chain; `draft_vocab` may be 1 when every slot is greedy."""
     return (
         TensorSpec(SAMPLED_TOKENS, ("batch", num_drafts), "int64"),
         TensorSpec(CONFIDENCES, ("batch", num_drafts), "float32"),
@@ -353,7 +353,7 @@ def chain_outputs(num_drafts: int) -> tuple[TensorSpec, ...]:
 
 
 def rollback_spec(dims: ModelDims) -> GraphSpec:
-    """The spec of the cache compaction graph: keep the rows of `path`, every layer, in place."""
+    """Returns the spec of the cache compaction graph: keep the rows of `path`, every layer, in place."""
     caches = _caches(dims)
     lengths = TensorSpec(LENGTHS, ("batch",), "int64", "lengths")
     inputs = (lengths, TensorSpec(PATH, ("batch", "scored"), "int64"), *caches)

@@ -21,7 +21,7 @@ class Kind:
     """A type of values.
 
     Args:
-        convert: gives the value in this type; raises TypeError, ValueError or OverflowError where it has another.
+        convert: returns the value in this type; raises TypeError, ValueError or OverflowError where it has another.
         expected: the type in words, for messages.
     """
 
@@ -34,7 +34,7 @@ class Flag:
     """An option of `speccompile generate`; its name is the parameter's.
 
     Args:
-        help: what `--help` says of it; empty: the parameter's description.
+        help: its text in `--help`; empty: the parameter's description.
     """
 
     help: str = ""
@@ -50,10 +50,10 @@ class BodyField:
 
     Args:
         name: empty: the parameter's.
-        description: as the server's schema shows it; empty: not at all.
-        ge: least value that the body takes, where it checks that itself.
+        description: as the server's schema shows it; empty: not shown.
+        ge: least value that the body accepts, where the server checks it.
         le: the greatest.
-        convert: gives the parameter's value for the field's.
+        convert: returns the parameter's value for the field's.
     """
 
     name: str = ""
@@ -82,14 +82,14 @@ class TensorInput:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParameter(Parameter):
-    """What is declared of a sampling parameter beside its name and default.
+    """What is declared of a sampling parameter besides its name and default.
 
-    Where nothing else is said, it is shown everywhere by its own name.
+    By default it appears everywhere under its own name.
 
     Args:
         kind: type of its values.
-        expected: its range in words, for messages; empty: every value of its type is right.
-        holds: whether a value is right, where bounds do not say it; None: they do.
+        expected: its range in words, for messages; empty: every value of its type is valid.
+        holds: whether a value is valid, where bounds are not enough; None: they are.
         in_recipe: it is a key of the recipe's `decoding` section.
         in_prompts: it is a key of the lines of a prompt file.
         flag: its option; None: there is none.
@@ -107,7 +107,7 @@ class SamplingParameter(Parameter):
     tensor: TensorInput | None = TensorInput()
 
     def contains(self, value: Any) -> bool:
-        """Returns whether a value of this type is right."""
+        """Returns whether a value of this type is valid."""
         return super().contains(value) and (self.holds is None or self.holds(value))
 
 
@@ -141,7 +141,7 @@ def _flag(value: Any) -> bool:
 
 
 def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
-    """The biases in order of tokens; a token that is named twice keeps its last."""
+    """Returns the biases in order of tokens; of a token that is named twice the last counts."""
     pairs = given.items() if isinstance(given, Mapping) else given
     return tuple(sorted({int(token): float(bias) for token, bias in pairs}.items()))
 

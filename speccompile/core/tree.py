@@ -20,7 +20,7 @@ Bools = NDArray[np.bool_]
 
 @lru_cache(maxsize=128)
 def chain_parents(batch: int, nodes: int) -> Ints:
-    """Parents of full chains, [batch, nodes] int64: -1, 0, 1, ... Shared and read-only."""
+    """Returns the parents of full chains, [batch, nodes] int64: -1, 0, 1, ... Shared and read-only."""
     parents = np.ascontiguousarray(np.broadcast_to(np.arange(-1, nodes - 1, dtype=np.int64), (batch, nodes)))
     parents.flags.writeable = False
     return parents
@@ -28,7 +28,7 @@ def chain_parents(batch: int, nodes: int) -> Ints:
 
 @lru_cache(maxsize=32)
 def chain_mask(batch: int, nodes: int) -> Bools:
-    """Tree mask of chains, [batch, nodes, nodes] bool, lower triangular. Shared and read-only."""
+    """Returns the tree mask of chains, [batch, nodes, nodes] bool, lower triangular. Shared and read-only."""
     mask = np.ascontiguousarray(np.broadcast_to(np.tri(nodes, dtype=np.bool_), (batch, nodes, nodes)))
     mask.flags.writeable = False
     return mask
@@ -42,7 +42,7 @@ def _full(batch: int, nodes: int) -> Ints:
 
 
 def mask_from_bits(rows: Sequence[int], nodes: int) -> Bools:
-    """[len(rows), nodes] bool: entry i of a row is bit i of its number. Far cheaper than filling an array in place."""
+    """Returns [len(rows), nodes] bool: entry i of a row is bit i of its number; cheaper than filling an array."""
     width = (nodes + 7) // 8
     packed = np.frombuffer(b"".join([row.to_bytes(width, "little") for row in rows]), dtype=np.uint8)
     bits = np.unpackbits(packed.reshape(len(rows), width), axis=1, count=nodes, bitorder="little")
@@ -51,12 +51,12 @@ def mask_from_bits(rows: Sequence[int], nodes: int) -> Bools:
 
 @dataclass(frozen=True, eq=False)
 class TokenTree:
-    """A ragged batch of token trees. Node 0 is the root; children stand behind their parents.
+    """A ragged batch of token trees. Node 0 is the root; children come after their parents.
 
     Siblings are ordered by index: acceptance tries them in that order. Use `chain` or `tree` to make one.
 
     Args:
-        tokens: [batch, nodes] int64; what stands at padding does not matter.
+        tokens: [batch, nodes] int64; values at padding do not matter.
         parents: [batch, nodes] int64; -1 at the root and at padding.
         num_nodes: [batch] int64, at least 1; nodes from there on are padding.
         draft_probs: [batch, nodes, vocab] float32, row c is the distribution that node c was drawn from (row 0 is not
@@ -73,7 +73,7 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: Ints, num_nodes: Ints | None = None, draft_probs: Floats | None = None) -> TokenTree:
-        """Chains of the tokens [batch, nodes]; `num_nodes` [batch] says where each ends (None: all are full).
+        """Returns chains of the tokens [batch, nodes]; `num_nodes` [batch] says where each ends (None: all are full).
 
         Costs a few microseconds: parents and masks of full chains are made once per shape. Nothing is checked.
         """
@@ -87,7 +87,7 @@ class TokenTree:
 
     @classmethod
     def roots(cls, tokens: Ints) -> TokenTree:
-        """The tree without drafts of each slot; tokens: [batch] int64. This is plain decoding."""
+        """Returns the tree without drafts of each slot; tokens: [batch] int64. This is plain decoding."""
         return cls.chain(tokens[:, None])
 
     @classmethod
@@ -98,7 +98,7 @@ class TokenTree:
         num_nodes: Ints | None = None,
         draft_probs: Floats | None = None,
     ) -> TokenTree:
-        """A checked tree of any form.
+        """Returns a checked tree of any form.
 
         Args:
             tokens: [batch, nodes] int64.
@@ -133,16 +133,16 @@ class TokenTree:
         return self.num_nodes - 1
 
     def without_drafts(self, slots: Sequence[int]) -> TokenTree:
-        """The same tree, of the same shape, in which these slots have their roots alone; padding repeats the root."""
+        """Returns the tree, in the same shape, with only the root in these slots; padding repeats the root."""
         tokens, parents, num_nodes = self.tokens.copy(), self.parents.copy(), self.num_nodes.copy()
         for slot in slots:
             tokens[slot], parents[slot], num_nodes[slot] = tokens[slot, 0], -1, 1
         return TokenTree(tokens, parents, num_nodes, self.draft_probs, self.is_chain)
 
     def mask(self) -> Bools:
-        """[batch, nodes, nodes] bool: row i is true at i and at its ancestors.
+        """Returns [batch, nodes, nodes] bool: row i is true at i and at its ancestors.
 
-        A padding node sees itself (and, in a chain, what stands before it), so no row is empty.
+        A padding node sees itself (and, in a chain, the nodes before it), so no row is empty.
         """
         if self.is_chain:
             return chain_mask(self.batch, self.nodes)
@@ -155,7 +155,7 @@ class TokenTree:
         return mask_from_bits(rows, self.nodes).reshape(self.batch, self.nodes, self.nodes)
 
     def depths(self) -> Ints:
-        """[batch, nodes] int64: distance to the root; at padding it means nothing."""
+        """Returns [batch, nodes] int64: distance to the root; without meaning at padding."""
         if self.is_chain:
             return np.tile(np.arange(self.nodes, dtype=np.int64), (self.batch, 1))
         rows = []
@@ -167,7 +167,7 @@ class TokenTree:
         return np.array(rows, dtype=np.int64)
 
     def sibling_ranks(self) -> Ints:
-        """[batch, nodes] int64: how many siblings stand before each node."""
+        """Returns [batch, nodes] int64: number of siblings before each node."""
         if self.is_chain:
             return np.zeros(self.tokens.shape, dtype=np.int64)
         same = (self.parents[:, :, None] == self.parents[:, None, :]) & (self.parents >= 0)[:, :, None]
@@ -175,11 +175,11 @@ class TokenTree:
         return earlier
 
     def children(self, slot: int, node: int) -> list[int]:
-        """Children of a node in the order in which acceptance tries them."""
+        """Returns the children of a node in the order in which acceptance tries them."""
         return [int(c) for c in np.flatnonzero(self.parents[slot] == node) if c > 0]
 
     def tokens_on(self, slot: int, path: Sequence[int] | Ints) -> list[int]:
-        """Tokens of the nodes of a path; stops at the first -1."""
+        """Returns the tokens of the nodes of a path; stops at the first -1."""
         tokens: list[int] = []
         for node in path:
             if node < 0:
@@ -188,13 +188,13 @@ class TokenTree:
         return tokens
 
     def validate(self, vocab_size: int | None = None) -> None:
-        """Check the invariants of the class.
+        """Checks the invariants of the class.
 
         Args:
             vocab_size: when given, tokens must be below it.
 
         Raises:
-            RuntimeFault: a shape, a dtype, a parent or a token is wrong; says which one.
+            RuntimeFault: a shape, a dtype, a parent or a token is wrong; the message names it.
         """
         _check_shapes(self)
         index = np.arange(self.nodes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static tree shapes: which rank of candidate stands where, the same in every step."""
+"""Static tree shapes: the rank of the candidate at each node, the same in every step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class TreeShape:
 
     @classmethod
     def from_choices(cls, choices: Sequence[Sequence[int]]) -> TreeShape:
-        """The shape of a list of rank paths, in any order (the form that `medusa_choices` has).
+        """Returns the shape of a list of rank paths, in any order (the form that `medusa_choices` has).
 
         Raises:
-            RecipeError: a path is empty, negative or there twice, or its parent is missing.
+            RecipeError: a path is empty, negative or listed twice, or its parent is missing.
         """
         paths = [tuple(path) for path in choices]
         known = set(paths)
@@ -44,7 +44,7 @@ class TreeShape:
 
     @classmethod
     def product(cls, widths: Sequence[int]) -> TreeShape:
-        """Every node of depth d has `widths[d]` children.
+        """Returns every node of depth d has `widths[d]` children.
 
         Raises:
             RecipeError: no width, or one below 1.
@@ -60,7 +60,7 @@ class TreeShape:
 
     @classmethod
     def chain(cls, length: int) -> TreeShape:
-        """The most likely token at each of `length` depths."""
+        """Returns the most likely token at each of `length` depths."""
         return cls.product((1,) * length)
 
     @property
@@ -84,25 +84,25 @@ class TreeShape:
         return self.num_drafts == self.max_depth
 
     def parents(self) -> Ints:
-        """[1 + num_drafts] int64: parent node of each node; node 0 is the root (-1)."""
+        """Returns [1 + num_drafts] int64: parent node of each node; node 0 is the root (-1)."""
         index = {path: node for node, path in enumerate(self.choices, start=1)}
         index[()] = 0
         return np.array([-1, *(index[path[:-1]] for path in self.choices)], dtype=np.int64)
 
     def depths(self) -> Ints:
-        """[1 + num_drafts] int64: distance to the root."""
+        """Returns [1 + num_drafts] int64: distance to the root."""
         return np.array([0, *(len(path) for path in self.choices)], dtype=np.int64)
 
     def ranks(self) -> Ints:
-        """[1 + num_drafts] int64: rank of each node among the candidates of its parent; 0 at the root."""
+        """Returns [1 + num_drafts] int64: rank of each node among the candidates of its parent; 0 at the root."""
         return np.array([0, *(path[-1] for path in self.choices)], dtype=np.int64)
 
     def level(self, depth: int) -> list[int]:
-        """Nodes at a depth, in index order."""
+        """Returns the nodes at a depth, in index order."""
         return [node for node, path in enumerate(self.choices, start=1) if len(path) == depth] if depth else [0]
 
     def cut(self, num_drafts: int) -> TreeShape:
-        """The first `num_drafts` draft tokens in index order: whole depths first."""
+        """Returns the first `num_drafts` draft tokens in index order: whole depths first."""
         return TreeShape(self.choices[:num_drafts])
 
 

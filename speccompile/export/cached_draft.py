@@ -10,14 +10,14 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from speccompile.core.specs import LENT_ROWS, GraphSpec, TensorSpec
+from speccompile.core.specs import SHARED_ROWS, GraphSpec, TensorSpec
 from speccompile.export.heads import HEADS_CLEANUP
 from speccompile.export.trace import trace_module
 from speccompile.export.weights import name_weights, names_by_address, share_weights
 from speccompile.passes.base import run_pipeline
 
 # None is 0 or 1, which torch would treat as constants.
-_EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "max_seq": 16, LENT_ROWS: 12}
+_EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "max_seq": 16, SHARED_ROWS: 12}
 
 
 def export_cached_draft(module: nn.Module, spec: GraphSpec, progress: Callable[[str], None]) -> ir.Model:

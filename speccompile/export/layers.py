@@ -123,7 +123,7 @@ def init_linear(module: nn.Module, std: float = 0.02) -> None:
                 nn.init.zeros_(part.bias)
 
 
-def reset(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+def copy_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy the weights whose names and shapes are those of parameters of `module`; the others are kept."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():

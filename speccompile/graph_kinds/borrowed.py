@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from speccompile.core.specs import (
-    LENT_ROWS,
+    SHARED_ROWS,
     TARGET_LENGTHS,
     BorrowedCache,
     GraphSpec,
@@ -19,12 +19,12 @@ from speccompile.errors import BundleError
 
 
 def shared_cache(dims: ModelDims, cache: str, owner: str = "target") -> TensorSpec:
-    """A cache of a model of these sizes, as the input of a graph that only reads it."""
-    return TensorSpec(borrowed_name(owner, cache), ("batch", dims.num_kv_heads, LENT_ROWS, dims.head_dim), "float32")
+    """Returns a cache of a model of these sizes as the input of a graph that only reads it."""
+    return TensorSpec(borrowed_name(owner, cache), ("batch", dims.num_kv_heads, SHARED_ROWS, dims.head_dim), "float32")
 
 
 def reading_spec(spec: GraphSpec, owner: ModelDims, caches: tuple[str, ...]) -> GraphSpec:
-    """`spec` of a decoder that reads caches of the target as well, as far as `target_lengths` says.
+    """Returns `spec` of a decoder that also reads caches of the target, the first `target_lengths` rows of each.
 
     Args:
         spec: of the decoder, without a tail.
@@ -41,7 +41,7 @@ def reading_spec(spec: GraphSpec, owner: ModelDims, caches: tuple[str, ...]) -> 
 
 
 def sharing_spec(spec: GraphSpec) -> GraphSpec:
-    """`spec` of a decoder whose caches are the target's of the same names, written in place."""
+    """Returns `spec` of a decoder whose caches are the target's of the same names, written in place."""
     return replace(spec, borrowed=tuple(BorrowedCache(name, name) for name in spec.caches))
 
 
@@ -53,7 +53,7 @@ def find_owner(
     num_slots: int,
     max_slots: int,
 ) -> int:
-    """Which of a owner's caches a loan is.
+    """Returns the index of the owner's cache that a cache reference names.
 
     Args:
         spec: of the borrower.

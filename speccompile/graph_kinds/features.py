@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of drafts that read features: a vector a position, first the target's, then the draft's own.
+"""Graphs of drafts that read features: one vector per position, first the target's, then the draft's own.
 
 Row t of such a draft's cache belongs to the feature of position t and the token at t + 1, so a draft that has read n
-rows candidates the token at n + 1. What it gives as `hidden.next` is what it is told in the next run: rows are picked
-by
-`feature_nodes`, and the whole tensor can stay where the engine left it.
+rows drafts the token at n + 1. Its output `hidden.next` is its input in the next run: `feature_nodes` picks the rows,
+and the whole tensor can stay where the engine left it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from speccompile.core.specs import (
     hidden_name,
 )
 
-STATES, NEXT_STATES = "states", "next_states"  # dims: rows of features that come in; 1 + nodes that go out
+STATES, NEXT_STATES = "states", "next_states"  # dims: rows of features in; 1 + nodes out
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class FeatureDims(ModelDims):
     Args:
         target_hidden_size: of the states that features are made of.
         intermediate_size: of its MLP.
-        draft_vocab_size: tokens that it can candidate.
+        draft_vocab_size: tokens that it can draft.
         layers: decoder layers of the target whose states are fused; empty: the feature is what the LM head reads.
     """
 
@@ -44,7 +43,7 @@ class FeatureDims(ModelDims):
 
 
 def feature_draft_spec(name: str, dims: FeatureDims, num_candidates: int, dists: bool, max_rows: int) -> GraphSpec:
-    """The spec of a draft with a cache of its own, tail included.
+    """Returns the spec of a draft with a cache of its own, tail included.
 
     Args:
         name: the graph's name.
@@ -60,17 +59,18 @@ def feature_draft_spec(name: str, dims: FeatureDims, num_candidates: int, dists:
         TensorSpec(FEATURE_NODES, ("batch", "nodes"), "int64", "nodes"),
     )
     following = TensorSpec(NEXT_FEATURES, ("batch", NEXT_STATES, dims.hidden_size), "float32")
-    told = replace(
+    extended = replace(
         plain,
         inputs=(*plain.inputs[:-num], *features, *plain.inputs[-num:]),
         outputs=(following, *plain.outputs),
         max_rows=max_rows,
     )
-    return replace(candidate_spec(told, num_candidates, dists), tail="none")  # its module has a vocabulary of its own
+    # The tail is none: the module projects to the vocabulary itself.
+    return replace(candidate_spec(extended, num_candidates, dists), tail="none")
 
 
 def fusion_spec(name: str, dims: FeatureDims) -> GraphSpec:
-    """The spec of the graph that makes features of the target's states: it has no caches and reads no tokens."""
+    """Returns the spec of the graph that makes features of the target's states, without caches and tokens."""
     rows = ("batch", "nodes", dims.target_hidden_size)
     states = [TensorSpec(hidden_name(i), rows, "float32", "states") for i in dims.layers]
     features = TensorSpec(FEATURES, ("batch", "nodes", dims.hidden_size), "float32")

@@ -23,14 +23,14 @@ from speccompile.core.tree_shape import TreeShape
 def tree_heads_spec(
     name: str, hidden_size: int, vocab_size: int, num_drafts: int, *, gives_parents: bool = False
 ) -> GraphSpec:
-    """The spec of heads that draft a tree in one run. Its drafts are the likeliest tokens: nothing is drawn.
+    """Returns the spec of heads that draft a tree in one run. Its drafts are the likeliest tokens: nothing is drawn.
 
     Args:
         name: the graph's name.
         hidden_size: of the target's `hidden`; `start_nodes` picks a row of each slot.
         vocab_size: of tokens.
-        num_drafts: nodes behind the root in `tokens`; parents stand before children.
-        gives_parents: the tree's shape is decided in the graph; otherwise it is known beforehand.
+        num_drafts: nodes after the root in `tokens`; parents come before children.
+        gives_parents: the tree's shape is decided in the graph; otherwise it is fixed at build.
     """
     tree = [TensorSpec(SAMPLED_TOKENS, ("batch", num_drafts), "int64")]
     tree += [TensorSpec(CONFIDENCES, ("batch", num_drafts), "float32")]
@@ -43,14 +43,14 @@ def tree_heads_spec(
 def candidate_heads_spec(
     name: str, hidden_size: int, vocab_size: int, num_heads: int, num_candidates: int
 ) -> GraphSpec:
-    """The spec of heads that each candidate the token of one depth, whatever stands before it.
+    """Returns the spec of heads that give candidates for one depth each, independent of the drafts before.
 
     Args:
         name: the graph's name.
         hidden_size: see `tree_heads_spec`.
         vocab_size: of tokens.
         num_heads: depths.
-        num_candidates: tokens a head.
+        num_candidates: tokens per head.
     """
     rows = ("batch", num_heads, num_candidates)
     outputs = (TensorSpec(CANDIDATES, rows, "int64"), TensorSpec(CANDIDATE_PROBS, rows, "float32"))
@@ -79,13 +79,13 @@ class FormOptions:
 
 @dataclass(frozen=True)
 class DraftForm:
-    """What heads draft in one run that each read the drafts before: a chain, a fixed shape, or a grown tree.
+    """What heads that read the drafts before them draft in one run: a chain, a fixed shape, or a grown tree.
 
     Args:
         depth: draft tokens on the longest path.
         choices: of a fixed shape, see `TreeShape`; empty otherwise.
-        width: of a grown tree: most nodes that are drafted behind at a depth; 0 otherwise.
-        num_candidates: of a grown tree: tokens behind each.
+        width: of a grown tree: most nodes of one depth that are expanded; 0 otherwise.
+        num_candidates: of a grown tree: children of each.
     """
 
     depth: int
@@ -95,11 +95,11 @@ class DraftForm:
 
     @classmethod
     def from_options(cls, options: FormOptions, most: int) -> DraftForm:
-        """From a job's options.
+        """Returns the form that a job's options ask for.
 
         Args:
             options: of the job.
-            most: depth that the heads go to.
+            most: greatest depth of the heads.
         """
         depth = options.depth or most
         if options.max_depth:
@@ -114,7 +114,7 @@ class DraftForm:
         return grown_drafts(self.depth, self.width, self.num_candidates) if self.width else self.depth
 
     def spec(self, name: str, hidden_size: int, vocab_size: int) -> GraphSpec:
-        """Inputs and outputs of the graph."""
+        """Returns the inputs and outputs of the graph."""
         if not self.choices and not self.width:
             return heads_spec(name, hidden_size, vocab_size, self.depth)
         return tree_heads_spec(name, hidden_size, vocab_size, self.num_drafts, gives_parents=bool(self.width))
@@ -126,7 +126,7 @@ class DraftForm:
 
 
 def grown_drafts(depth: int, width: int, num_candidates: int) -> int:
-    """Drafts of a tree in which `width` nodes of each depth are expanded to `num_candidates` tokens each."""
+    """Returns the size of a tree in which `width` nodes of each depth are expanded to `num_candidates` tokens each."""
     total, level = num_candidates, num_candidates
     for _ in range(depth - 1):
         level = min(width, level) * num_candidates
@@ -135,7 +135,7 @@ def grown_drafts(depth: int, width: int, num_candidates: int) -> int:
 
 
 def grown_depth(num_drafts: int, width: int, num_candidates: int) -> int:
-    """Depth of a grown tree that has so many drafts."""
+    """Returns the depth of a grown tree with this many drafts."""
     depth = 1
     while grown_drafts(depth, width, num_candidates) < num_drafts:
         depth += 1

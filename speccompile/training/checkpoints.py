@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint of a run: one file that appears whole, with everything that decides how the curve goes on."""
+"""The checkpoint of a run: one file, written atomically, with everything that a resumed run needs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CHECKPOINT, LOG, STATES, EVENTS = "checkpoint.pt", "log.jsonl", "states.json", "
 
 @dataclass
 class RunRecord:
-    """Where a run stands.
+    """The progress of a run.
 
     Args:
         digest: of the plan, the text and the number of processes.
-        stage: index of the stage that is under way.
-        step: its steps that are done.
+        stage: index of the current stage.
+        step: steps of that stage that are done.
         rows: the curve: a dict for each step and measurement.
         seconds: wall time by stage.
         model: state_dict of the trained module, {} before the first checkpoint.
@@ -44,23 +44,23 @@ class RunRecord:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Check that a run may be written there.
+    """Checks that a run may be written to a folder.
 
     Raises:
-        BuildError: it holds files of a run's names that no run wrote.
+        BuildError: it holds files with a run's names that no run wrote.
     """
     check_names(folder, (CHECKPOINT, LOG, STATES, EVENTS), RUN)
 
 
 def make_run_folder(folder: Path) -> None:
-    """Make the folder of a run, with the mark by which `check_run_folder` knows it."""
+    """Makes the folder of a run, with the mark by which `check_run_folder` knows it."""
     folder.mkdir(parents=True, exist_ok=True)
     if read_record(folder) is None:
         write_mark(folder, RUN)
 
 
 def open_record(folder: Path, digest: str) -> RunRecord:
-    """The record in `folder`, or a new one where there is none.
+    """Returns the record in `folder`, or a new one where there is none.
 
     Raises:
         BuildError: it is damaged, or of another run.
@@ -82,7 +82,7 @@ def open_record(folder: Path, digest: str) -> RunRecord:
 
 
 class _Writer:
-    """A file for torch.save that remembers why a write failed: torch answers with a RuntimeError of its own.
+    """A file for torch.save that keeps the fault of a failed write: torch raises a RuntimeError instead.
 
     Args:
         file: opened for writing bytes.
@@ -93,7 +93,7 @@ class _Writer:
         self.fault: OSError | None = None
 
     def write(self, data: bytes) -> int:
-        """As a file's."""
+        """Writes to the file, and keeps the fault of a write that fails."""
         try:
             return self._file.write(data)
         except OSError as fault:
@@ -101,12 +101,12 @@ class _Writer:
             raise
 
     def flush(self) -> None:
-        """As a file's."""
+        """Flushes the file."""
         self._file.flush()
 
 
 def _save(file: IO[bytes], values: dict[str, Any]) -> None:
-    """torch.save into an open file.
+    """Writes to an open file by torch.save.
 
     Raises:
         OSError: the file cannot be written.
@@ -121,10 +121,10 @@ def _save(file: IO[bytes], values: dict[str, Any]) -> None:
 
 
 def save_record(folder: Path, record: RunRecord) -> None:
-    """Write the checkpoint, and the curve as JSON lines beside it.
+    """Writes the checkpoint, and the curve as JSON lines beside it.
 
     Raises:
-        BuildError: the disk is full, or the place cannot be written.
+        BuildError: the disk is full, or the folder cannot be written.
     """
     with disk_faults(folder):
         make_run_folder(folder)

@@ -45,7 +45,7 @@ class Document:
 
 
 def is_held_out(digest: str) -> bool:
-    """The rule of the split, on a hex SHA-256."""
+    """Returns whether a document with this hex SHA-256 belongs to the held-out split."""
     return int(digest[:8], 16) / 2**32 < HELD_OUT_SHARE
 
 
@@ -61,11 +61,11 @@ class Sources:
 
     @property
     def digest(self) -> str:
-        """Of all documents, whatever files they are in."""
+        """Digest of all documents, whatever files they are in."""
         return _digest("".join(sorted(self.places)).encode())[:16]
 
     def documents(self) -> Iterator[Document]:
-        """All documents in the order of their digests, so the held-out ones come first; read one at a time."""
+        """Yields all documents in the order of their digests, so the held-out ones come first; read one at a time."""
         lines = {path: dict(_raws(path)) for path in {p for p, line in self.places.values() if line}}
         for digest in sorted(self.places):
             path, line = self.places[digest]
@@ -74,7 +74,7 @@ class Sources:
 
 
 def find_sources(files: Sequence[str], python_sources: bool) -> Sources:
-    """All documents, each content once.
+    """Returns all documents, each content once.
 
     Args:
         files: .txt (one document a file) or .jsonl (an object a line, with `text`).
@@ -97,7 +97,7 @@ def find_sources(files: Sequence[str], python_sources: bool) -> Sources:
 
 
 def python_files() -> Iterator[Path]:
-    """Python files of the interpreter's library and of the packages beside it, tests left out."""
+    """Yields Python files of the interpreter's library and of the installed packages, without tests."""
     paths = sysconfig.get_paths()
     standard, packages = Path(paths["stdlib"]), Path(paths["purelib"])
     for root in (standard, packages):
@@ -127,7 +127,7 @@ def _read(path: Path) -> bytes:
 
 
 def _raws(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(0, all of it) of a text file; (line, text) of each line of a .jsonl."""
+    """Yields (0, whole text) of a text file; (line, text) of each line of a .jsonl."""
     if path.suffix not in (".txt", ".jsonl"):
         expected, todo = ".txt or .jsonl", "Name another file."
         raise RecipeError("training.text.files", str(path), expected, todo)

@@ -45,38 +45,38 @@ class Team:
         return self.rank == 0
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """`module` with its parameters split over the processes, in place; one process keeps it whole."""
+        """Splits the parameters of `module` over the processes in place and returns it; one process keeps it whole."""
         if self.size > 1:
             fully_shard(module, mesh=init_device_mesh(self.device, (self.size,)), reshard_after_forward=False)
         return module
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes, in place."""
+        """Returns `sums`, summed in place over all processes."""
         if self.size > 1:
             distributed.all_reduce(sums)
         return sums
 
     def wait(self) -> None:
-        """Until every process is here."""
+        """Waits until every process gets here."""
         if self.size > 1:
             distributed.barrier()
 
     def part(self, rows: list[int]) -> list[int]:
-        """This process's share of a batch."""
+        """Returns this process's share of a batch."""
         return rows[self.rank :: self.size]
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """The whole state_dict, on the CPU; every process must call it."""
+        """Returns the whole state_dict, on the CPU; every process must call it."""
         return dict(get_model_state_dict(module, options=_WHOLE)) if self.size > 1 else module.state_dict()
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole state of the optimizer, on the CPU."""
+        """Returns the whole state of the optimizer, on the CPU."""
         if self.size > 1:
             return dict(get_optimizer_state_dict(module, optimizer, options=_WHOLE))
         return optimizer.state_dict()
 
     def load(self, module: nn.Module, optimizer: Any, model_state: Any, optimizer_state: Any) -> None:
-        """Inverse of both; `optimizer` None leaves it out."""
+        """Loads what `model_state` and `optimizer_state` returned; `optimizer` None leaves the second out."""
         if self.size == 1:
             module.load_state_dict(model_state)
             if optimizer is not None:
@@ -89,7 +89,7 @@ class Team:
 
 @contextmanager
 def join_team(device: str) -> Iterator[Team]:
-    """The team of torchrun's environment, or a team of one."""
+    """Yields the team of torchrun's environment, or a team of one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield Team(device=device)

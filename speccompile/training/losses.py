@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of candidates against the target's distributions: the vocabulary projection and its gradient in one pass.
+"""The loss of drafts against the target's distributions: the vocabulary projection and its gradient in one pass.
 
 The logits of a few thousand rows are gigabytes: they are made for one block of rows at a time, turned into the
 gradient in place, and dropped. What remains of a backward pass is one product with a number.
@@ -20,7 +20,7 @@ BLOCK_ROWS = 1024
 
 
 class _DistributionLoss(torch.autograd.Function):
-    """Sum over rows of weight * cross-entropy(probs, softmax(states @ projection^T)), probs by their best tokens."""
+    """Sum over rows of weight * cross-entropy(probs, softmax(states @ projection^T)); probs of the best tokens."""
 
     @staticmethod
     def forward(
@@ -74,11 +74,11 @@ class _DistributionLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LossOptions:
-    """How candidates are judged.
+    """Weights and arithmetic of the loss.
 
     Args:
         kl_share: of the target's distribution in the label; the rest is the next token of the text.
-        decay: weight of a draft position over that of the one before.
+        decay: weight of a draft position relative to the one before.
         dtype: of the vocabulary projection's arithmetic.
     """
 
@@ -89,13 +89,13 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Measures:
-    """Sums over the rows of a batch, [positions] each, and over whole chains; they add up over batches.
+    """Sums over the rows of a batch, [positions] each, and over whole chains; sums of batches add up.
 
     Args:
         losses: cross-entropy against the label.
-        hits: candidates that are the target's own greedy token.
-        tried: candidates with a label.
-        kept: chains whose first i + 1 candidates are all hits.
+        hits: drafts that are the target's own greedy token.
+        tried: drafts with a label.
+        kept: chains whose first i + 1 drafts are all hits.
         chains: chains that have a label at position i.
     """
 
@@ -106,7 +106,7 @@ class Measures:
     chains: torch.Tensor
 
     def stacked(self) -> torch.Tensor:
-        """[5, positions] float64, the inverse of `Measures(*rows)`."""
+        """Returns [5, positions] float64, the inverse of `Measures(*rows)`."""
         parts = (self.losses, self.hits, self.tried, self.kept, self.chains)
         return torch.stack([part.double() for part in parts])
 
@@ -125,7 +125,7 @@ class TrainedModule(nn.Module):
         self.trainable, self.options, self.vocab_size = trainable, options, vocab_size
 
     def forward(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss, and the measures as [5, positions] float64."""
+        """Returns the loss, and the measures as [5, positions] float64."""
         drafted: Drafted = self.trainable(batch)
         return judge(drafted, batch, self.options, self.vocab_size)
 
@@ -144,7 +144,7 @@ def judge(
     greedy = batch.dist_tokens.flatten(0, 1)[:, 0]
     valid = drafted.labels >= 0
     for group in _groups(drafted.projections):
-        chosen = valid[:, group].nonzero()  # [candidates, 2]
+        chosen = valid[:, group].nonzero()  # [drafts, 2]
         row, column = chosen[:, 0], torch.tensor(group, device=device)[chosen[:, 1]]
         labels = drafted.labels[row, column]
         ids, probs = dists[0][labels], dists[1][labels]
@@ -162,14 +162,14 @@ def judge(
 
 
 def _labels(batch: TrainingBatch, kl_share: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and probabilities of each position's label; the text's next token comes as one more column."""
+    """Returns tokens and probabilities of each position's label; the text's next token comes as one more column."""
     ids, probs = batch.dist_tokens.flatten(0, 1), batch.dist_probs.flatten(0, 1).float()
     probs = probs / probs.sum(-1, keepdim=True)
     if kl_share == 1.0:
         return ids, probs
     nodes = batch.tokens.shape[1]
     following = batch.tokens.roll(-1, 1).flatten()
-    # Behind the last token of a window nothing follows: there the target's own candidate does.
+    # No token follows the last one of a window: its label is the target's most probable token.
     is_last = torch.arange(nodes, device=ids.device).repeat(len(batch.tokens)) == nodes - 1
     following = torch.where(is_last, ids[:, 0], following)
     share = torch.full_like(probs[:, :1], 1.0 - kl_share)
@@ -179,7 +179,7 @@ def _labels(batch: TrainingBatch, kl_share: float) -> tuple[torch.Tensor, torch.
 def _to_draft_vocab(
     d2t: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distributions over draft tokens; what is no draft token loses its mass."""
+    """Returns the distributions over draft tokens; the mass of other tokens is dropped."""
     t2d = torch.full((vocab_size,), -1, dtype=torch.int64, device=d2t.device)
     t2d[d2t] = torch.arange(len(d2t), device=d2t.device)
     mapped = t2d[ids]
@@ -187,7 +187,7 @@ def _to_draft_vocab(
 
 
 def _groups(projections: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Positions that share a projection."""
+    """Returns the positions that share a projection."""
     held: dict[int, list[int]] = {}
     for position, projection in enumerate(projections):
         held.setdefault(id(projection), []).append(position)

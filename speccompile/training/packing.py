@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents as windows of tokens on disk: tokenised, put one behind the other, cut; split by content hash."""
+"""Documents as windows of tokens on disk: tokenised, concatenated, cut; split by content hash."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ class Windows:
     counts: dict[str, int]
 
     def read(self, split: str, shard: int) -> Tokens:
-        """The windows of one shard."""
+        """Returns the windows of one shard."""
         return np.asarray(np.load(self.folder / f"{split}-{shard:05d}.npy"), dtype=np.int32)
 
     def rows(self, split: str, rows: Sequence[int]) -> Tokens:
-        """Some windows of a split, [rows, seq_len]."""
+        """Returns some windows of a split, [rows, seq_len]."""
         shards = {row // SHARD_WINDOWS for row in rows}
         held = {i: np.load(self.folder / f"{split}-{i:05d}.npy", mmap_mode="r") for i in shards}
         return np.stack([held[row // SHARD_WINDOWS][row % SHARD_WINDOWS] for row in rows])
 
     def num_shards(self, split: str) -> int:
-        """Shards of a split."""
+        """Returns the number of shards of a split."""
         return -(-self.counts[split] // SHARD_WINDOWS)
 
     def all(self, split: str) -> Tokens:
-        """All windows of a split, [windows, seq_len]."""
+        """Returns all windows of a split, [windows, seq_len]."""
         return np.concatenate([self.read(split, i) for i in range(self.num_shards(split))])
 
 
 def pack(
     documents: Iterable[Document], tokenizer: Tokenizer, seq_len: int, max_tokens: dict[str, int], eos: int, seed: int
 ) -> dict[str, Tokens]:
-    """Windows by split, at most `max_tokens` of each, in an order drawn from `seed`.
+    """Returns the windows by split, at most `max_tokens` of each, in an order drawn from `seed`.
 
-    Documents are taken in the order of their hash, which is no order of content. Each is followed by `eos`; the
-    rest that fills no window is dropped.
+    Documents are taken in the order of their hash, which is independent of their content. Each is followed by
+    `eos`; the rest that fills no window is dropped.
 
     Raises:
         RecipeError: too little text for one window of a split.
@@ -92,7 +92,7 @@ def pack(
 
 
 def write_windows(dest: Path, windows: dict[str, Tokens]) -> Windows:
-    """Write shards to `dest`, whole or not at all."""
+    """Writes shards to `dest`, atomically, and returns them."""
     seq_len = int(windows[TRAIN].shape[1])
     counts = {split: len(rows) for split, rows in windows.items()}
     with staged_folder(dest) as folder:
@@ -104,7 +104,7 @@ def write_windows(dest: Path, windows: dict[str, Tokens]) -> Windows:
 
 
 def open_windows(folder: Path) -> Windows | None:
-    """What `write_windows` wrote, or None."""
+    """Returns the windows that `write_windows` wrote, or None."""
     path = folder / "windows.json"
     if not path.is_file():
         return None
@@ -113,7 +113,7 @@ def open_windows(folder: Path) -> Windows | None:
 
 
 def digest_from_json(record: object) -> str:
-    """Short hex digest of a JSON-ready value."""
+    """Returns a short hex digest of a JSON-ready value."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 

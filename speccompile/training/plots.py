@@ -11,12 +11,12 @@ _SMOOTH = 0.98  # of the training curves; held-out figures are drawn as they are
 
 
 def write_curves(rows: Sequence[dict[str, Any]], image: Path, events: Path, title: str) -> None:
-    """Plot the rows of a run and write its events anew.
+    """Plots the rows of a run and writes its events again.
 
     Args:
         rows: of `RunRecord`.
         image: the PNG.
-        events: folder of the events; those of an earlier end of the same run are replaced.
+        events: folder of the events; those of an earlier run in it are replaced.
         title: of the plot.
     """
     points = _points(rows)
@@ -35,7 +35,7 @@ def write_curves(rows: Sequence[dict[str, Any]], image: Path, events: Path, titl
 
 
 def _points(rows: Sequence[dict[str, Any]]) -> list[tuple[int, str, dict[str, Any]]]:
-    """(step over both stages, split, measures)."""
+    """Returns (step over both stages, split, measures) of each row."""
     points: list[tuple[int, str, dict[str, Any]]] = []
     before, stage, last = 0, None, 0
     for row in rows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy draft-verify with a plain loop over torch modules: what a trained speculator is accepted, and no speed."""
+"""Greedy draft-verify with a plain loop over torch modules: measures acceptance, not speed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def measure_chains(
     folder: Path | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Mean acceptance length (1 + accepted / steps) and acceptance by position, of greedy chains.
+    """Measures mean acceptance length (1 + accepted / steps) and acceptance by position of greedy chains.
 
     Args:
-        plan: of the training; its output is what is measured.
+        plan: of the training, whose output is measured.
         prompts: a .jsonl with `prompt_ids`, or `prompt` to tokenise.
-        num_prompts: the first so many are used.
-        num_drafts: of a chain; all that were trained by default.
+        num_prompts: number of prompts used, from the first on.
+        num_drafts: drafts of a chain; by default as many as were trained.
         folder: another speculator of the same plan.
         progress: called with "measure: prompts DONE/TOTAL".
 
@@ -70,7 +70,7 @@ def measure_chains(
 
 @torch.no_grad()
 def _decode(target: Target, trainable: Any, needs: TargetNeeds, prompt: list[int], num_drafts: int) -> list[int]:
-    """Accepted drafts of each step. The target reads everything anew: a check, not an engine."""
+    """Returns the accepted drafts of each step. The target reads the whole text again in each: a check, no engine."""
     tokens = list(prompt)
     held = target.run(torch.tensor([tokens]), TargetNeeds(True, needs.layers, needs.caches))
     tokens.append(int(held["dist_tokens"][0, -1, 0]))
@@ -92,7 +92,7 @@ def _batch(tokens: list[int], held: dict[str, torch.Tensor]) -> TrainingBatch:
 
 
 def _cut(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
-    """The first rows: caches have them in their third dim."""
+    """Returns the first rows, which caches have in their third dim."""
     return value[:, :, :rows] if name in ("k_cache", "v_cache") else value[:, :rows]
 
 

@@ -46,7 +46,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass
 class Listener:
-    """What is told to whoever watches a run.
+    """Callbacks for the progress of a run.
 
     Args:
         stage: called with "STAGE" and "STAGE: STEP".
@@ -60,19 +60,19 @@ class Listener:
 
 
 def train(recipe: Recipe, plan: TrainingPlan, listener: Listener) -> dict[str, Any]:
-    """Train, or go on with a run that was stopped.
+    """Trains, or resumes a run that was stopped.
 
     Args:
         recipe: of the run.
         plan: what `resolve_training` made of it.
-        listener: is told of the progress (of the first process only).
+        listener: gets the progress (of the first process only).
 
     Returns:
         The record that is also in the output's training.json.
 
     Raises:
-        RecipeError, CheckpointError, BuildError: see the parts. Nothing half-written is left behind. An output that
-            may not be written is noticed first.
+        RecipeError, CheckpointError, BuildError: see the parts. No partial output remains. An output that may
+            not be written is refused first.
     """
     _check_extras()
     claim = claim_folder(plan.output, SPECULATOR)
@@ -83,8 +83,8 @@ def train(recipe: Recipe, plan: TrainingPlan, listener: Listener) -> dict[str, A
     if section.threads != "auto":
         torch.set_num_threads(section.threads)
     with join_team(section.device) as team:
-        told = listener if team.is_first else Listener()
-        return _Run(recipe, plan, claim, team, told).run()
+        active = listener if team.is_first else Listener()
+        return _Run(recipe, plan, claim, team, active).run()
 
 
 def _run_folder(plan: TrainingPlan) -> Path:
@@ -130,7 +130,7 @@ class _Run:
         return self._summary(record)
 
     def _windows(self, book: TextBook, name: str) -> Windows:
-        """The first process makes them, the others read."""
+        """Returns the windows of a stage: the first process makes them, the others read them."""
         if self.team.is_first:
             book.windows(name)
         self.team.wait()
@@ -170,7 +170,7 @@ class _Run:
         return open_record(self.folder, digest)
 
     def _report_start(self, stages: list[str], record: RunRecord) -> None:
-        """Say which checkpoint the run goes on from."""
+        """Reports the checkpoint that the run resumes from."""
         name = stages[min(record.stage, len(stages) - 1)]
         steps = getattr(self.section, name).steps
         step = record.step if record.stage < len(stages) else steps
@@ -207,7 +207,7 @@ class _Run:
         last = {row["stage"]: row["held_out"] for row in record.rows if "held_out" in row}
         plan = self.plan.json_from_plan()
         plan.pop("start")
-        names = {"files": [Path(file).name for file in self.section.text.files]}  # no path of this machine
+        names = {"files": [Path(file).name for file in self.section.text.files]}  # no paths of this machine
         return {
             "plan": {**plan, "target": Path(self.plan.target).name, "text": {**plan["text"], **names}},
             "processes": self.team.size,
@@ -217,7 +217,7 @@ class _Run:
         }
 
     def _write(self, trainable: Any, record: RunRecord) -> None:
-        """The speculator with its figures, whole or not at all; the events are in the run's folder."""
+        """Writes the speculator with its figures, atomically; the events are in the run's folder."""
         self.listener.stage("write")
         with staged_folder(self.claim.path, self.claim.hold) as folder:
             trainable.save(folder)
@@ -238,7 +238,7 @@ def _note(folder: Path, stage: str, facts: dict[str, Any]) -> None:
 
 
 def _check_batches(section: TrainingSection, stages: list[str], num_processes: int) -> None:
-    """Gradients are averaged over the processes, so each must have as many sequences."""
+    """Checks that all processes get the same number of sequences, as gradients are averaged over them."""
     for name in stages:
         size = getattr(section, name).batch_size
         if size % num_processes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stage of training: batches in a fixed order, AdamW with a cosine, measurements, checkpoints."""
+"""One stage of training: batches in a fixed order, AdamW with a cosine schedule, measurements, checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEASURE_ROWS = 8  # windows of a measurement's batch
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage works on.
+    """Text, target outputs and schedule of a stage.
 
     Args:
         name: `plain` or `generated`.
@@ -41,7 +41,7 @@ class Stage:
     device: str = "cpu"
 
     def rows(self, step: int) -> list[int]:
-        """Windows of a step: each epoch goes once through all of them, in an order of its own."""
+        """Returns the windows of a step: each epoch reads all of them once, in an order of its own."""
         count, size = self.windows.counts[TRAIN], self.section.batch_size
         rows = []
         for index in range(step * size, (step + 1) * size):
@@ -50,7 +50,7 @@ class Stage:
         return rows
 
     def batch(self, split: str, rows: list[int], seed: int) -> TrainingBatch:
-        """The windows `rows` with the target's outputs."""
+        """Returns the windows `rows` with the target's outputs."""
         tokens = self.windows.rows(split, rows)
         held = self.states.read(split, rows, tokens)
         return batch_from_outputs(torch.from_numpy(tokens.astype(np.int64)), held, seed, self.device)
@@ -62,7 +62,7 @@ def _order(count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def learning_rate(section: PlainSection | GeneratedSection, step: int) -> float:
-    """Linear warm-up, then a cosine to a tenth."""
+    """Returns the rate of a step: linear warm-up, then a cosine to a tenth."""
     top = section.learning_rate
     if step < section.warmup_steps:
         return top * (step + 1) / section.warmup_steps
@@ -71,7 +71,7 @@ def learning_rate(section: PlainSection | GeneratedSection, step: int) -> float:
 
 
 def make_optimizer(module: torch.nn.Module, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW; norms and biases are not decayed."""
+    """Returns AdamW without weight decay on norms and biases."""
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
@@ -105,7 +105,7 @@ class StageRunner:
         self.precision, self.max_grad_norm = precision, max_grad_norm
 
     def step(self, step: int) -> torch.Tensor:
-        """One step; the measures of its batch, [5, positions] float64, over all processes."""
+        """Runs one step; returns the measures of its batch over all processes, [5, positions] float64."""
         rows = self.stage.rows(step)
         batch = self.stage.batch(TRAIN, self.team.part(rows), seed=hash((self.stage.seed, step, self.team.rank)))
         rate = learning_rate(self.stage.section, step)
@@ -121,12 +121,12 @@ class StageRunner:
 
     @torch.no_grad()
     def measure(self) -> torch.Tensor:
-        """The measures of all held-out windows, [5, positions] float64."""
+        """Returns the measures of all held-out windows, [5, positions] float64."""
         count = self.stage.windows.counts[HELD_OUT]
         total = None
         for start in range(0, count, MEASURE_ROWS * self.team.size):
             rows = list(range(start, min(count, start + MEASURE_ROWS * self.team.size)))
-            # Every process takes part in every forward, though it may have nothing to add.
+            # Every process takes part in every forward, even where it has no rows of its own.
             own = self.team.part(rows)
             share, rows = float(bool(own)), own or rows[:1]
             with torch.autocast(self.team.device, self.precision, enabled=self.precision != torch.float32):
@@ -137,7 +137,7 @@ class StageRunner:
 
 
 def measures_from_sums(sums: torch.Tensor) -> dict[str, Any]:
-    """Losses and agreement by position, chains kept and the estimated acceptance length, JSON-ready."""
+    """Returns losses and agreement by position, chains kept and the estimated acceptance length, JSON-ready."""
     losses, hits, tried, kept, chains = sums
     tried, chains = tried.clamp(min=1), chains.clamp(min=1)
     kept_share = (kept / chains).tolist()

@@ -20,7 +20,7 @@ from speccompile.training.target import Target
 from speccompile.training_contract import TargetNeeds, TrainingBatch
 
 _RUN_TOKENS = 4096  # tokens of one forward of the target
-_SPARE_BYTES = 2 << 30  # left free on the disk
+_SPARE_BYTES = 2 << 30  # kept free on the disk
 
 
 class LiveStates:
@@ -30,7 +30,7 @@ class LiveStates:
         self.target, self.needs = target, needs
 
     def read(self, split: str, rows: Sequence[int], tokens: np.ndarray) -> dict[str, torch.Tensor]:
-        """The outputs by name for the windows `tokens`."""
+        """Returns the outputs by name for the windows `tokens`."""
         del split, rows
         return run_in_parts(self.target, torch.from_numpy(tokens.astype(np.int64)), self.needs)
 
@@ -43,7 +43,7 @@ class CachedStates:
         self._open: dict[Path, np.ndarray] = {}
 
     def read(self, split: str, rows: Sequence[int], tokens: np.ndarray) -> dict[str, torch.Tensor]:
-        """The outputs by name for the windows `rows` of a split."""
+        """Returns the outputs by name for the windows `rows` of a split."""
         del tokens
         return {name: torch.stack([self._row(name, split, row) for row in rows]) for name in self.names}
 
@@ -55,7 +55,7 @@ class CachedStates:
 
 
 def run_in_parts(target: Target, tokens: torch.Tensor, needs: TargetNeeds) -> dict[str, torch.Tensor]:
-    """`Target.run` on a few windows at a time."""
+    """Returns the outputs of `Target.run`, which is called on a few windows at a time."""
     size = max(1, _RUN_TOKENS // tokens.shape[1])
     parts = [target.run(part, needs) for part in tokens.split(size)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -64,7 +64,7 @@ def run_in_parts(target: Target, tokens: torch.Tensor, needs: TargetNeeds) -> di
 def batch_from_outputs(
     tokens: torch.Tensor, held: dict[str, torch.Tensor], seed: int, device: str = "cpu"
 ) -> TrainingBatch:
-    """A batch from `Target.run`'s names, floats in float32."""
+    """Returns a batch of `Target.run`'s outputs by name, floats in float32."""
     held = {n: v.to(device, torch.float32 if v.is_floating_point() else v.dtype) for n, v in held.items()}
     layers = {int(name.partition(".")[2]): value for name, value in held.items() if name.startswith("layer.")}
     plain = {name: value for name, value in held.items() if not name.startswith("layer.")}
@@ -72,13 +72,13 @@ def batch_from_outputs(
 
 
 def output_names(needs: TargetNeeds) -> tuple[str, ...]:
-    """What `Target.run` gives."""
+    """Returns the names of `Target.run`'s outputs."""
     names = [f"layer.{i}" for i in needs.layers] + ["k_cache", "v_cache"] * needs.caches + ["hidden"] * needs.hidden
     return (*names, "dist_tokens", "dist_probs")
 
 
 def missing_names(folder: Path, windows: Windows, names: Sequence[str]) -> list[str]:
-    """Those of which a shard is missing."""
+    """Returns the names of which a shard is missing."""
     shards = [(split, i) for split in windows.counts for i in range(windows.num_shards(split))]
     return [n for n in names if not all(_shard(folder, n, split, i).is_file() for split, i in shards)]
 
@@ -86,13 +86,13 @@ def missing_names(folder: Path, windows: Windows, names: Sequence[str]) -> list[
 def write_states(
     folder: Path, target: Target, windows: Windows, needs: TargetNeeds, progress: Callable[[int, int], None]
 ) -> None:
-    """Compute and keep what is missing, shard by shard; what is there already is not done again.
+    """Computes and stores what is missing, shard by shard; shards that exist are not computed again.
 
     Args:
         folder: of all outputs of this target on these windows; methods share it.
         target: the model.
         windows: the text.
-        needs: what is wanted.
+        needs: the outputs wanted.
         progress: called with windows done and all windows.
     """
     names, done, total = output_names(needs), 0, sum(windows.counts.values())
@@ -111,21 +111,21 @@ def write_states(
 def choose(
     folder: Path, target: Target, windows: Windows, needs: TargetNeeds, passes: float, wish: str
 ) -> tuple[bool, dict[str, Any]]:
-    """Whether to keep the target's outputs on disk.
+    """Returns whether to keep the target's outputs on disk.
 
-    Kept where that is faster: once forward, once written, read in every pass, against a forward in every pass.
-    What an earlier run wrote costs reading only.
+    They are kept where that is faster: one forward, one write and a read in every pass, against a forward in every
+    pass. Outputs that an earlier run wrote cost only the reads.
 
     Args:
         folder: where they are kept.
         target: the model, to be timed.
         windows: the text.
-        needs: what is wanted.
+        needs: the outputs wanted.
         passes: how often the whole text is read.
         wish: `auto`, `disk` or `live`.
 
     Returns:
-        The decision, and what was measured.
+        The decision, and the measurements.
     """
     names = output_names(needs)
     absent = missing_names(folder, windows, names)
@@ -144,7 +144,7 @@ def choose(
 def _time_outputs(
     folder: Path, target: Target, windows: Windows, needs: TargetNeeds
 ) -> tuple[float, float, float, float]:
-    """Milliseconds of a forward, a write and a read of a window, and its bytes on the disk."""
+    """Returns the milliseconds of a forward, a write and a read of a window, and its bytes on the disk."""
     tokens = torch.from_numpy(windows.read("train", 0)[: max(1, _RUN_TOKENS // windows.seq_len)].astype(np.int64))
     target.run(tokens[:1], needs)
     start = time.perf_counter()
@@ -170,7 +170,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def digest_record(target: Target, windows_digest: str, dtype: str) -> dict[str, Any]:
-    """What the kept outputs depend on."""
+    """Returns everything that the kept outputs depend on."""
     weights = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(target.folder.glob("*.safetensors"))}
     return {"dims": asdict(target.dims), "weights": weights, "windows": windows_digest, "dtype": dtype}
 
@@ -189,7 +189,7 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 
 def _array_from_tensor(name: str, tensor: torch.Tensor) -> np.ndarray:
-    """Tokens as int32, all else as the bits of bfloat16."""
+    """Returns tokens as int32, all else as the bits of bfloat16."""
     if name == "dist_tokens":
         return np.asarray(tensor.to(torch.int32).cpu().numpy())
     return np.asarray(tensor.to(torch.bfloat16).cpu().contiguous().view(torch.uint16).numpy())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen target: one forward over windows of text gives what trainables read."""
+"""The frozen target: one forward over windows of text gives the outputs that trainables read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Target:
         self.model.eval().requires_grad_(False).to(device)
 
     def parts(self, token_counts: torch.Tensor) -> TargetParts:
-        """What a trainable may take over, in float32, on the CPU."""
+        """Returns the parts that a trainable may start from, in float32, on the CPU."""
         norm: Any = getattr(self.model.base_model, "norm", None)
         head = self.model.get_output_embeddings()
         embeddings = self.model.get_input_embeddings()
@@ -63,7 +63,7 @@ class Target:
 
     @torch.no_grad()
     def run(self, tokens: torch.Tensor, needs: TargetNeeds) -> dict[str, torch.Tensor]:
-        """What `needs` says and the distributions, by name as in `TrainingBatch`; layers as `layer.<index>`.
+        """Returns the outputs in `needs` and the distributions, named as in `TrainingBatch`; layers as `layer.<index>`.
 
         Args:
             tokens: [batch, nodes] int64.
@@ -89,7 +89,7 @@ class Target:
 
 
 def dist_from_logits(logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The most probable tokens of each distribution, the best first: `dist_tokens` int64 and `dist_probs` float32."""
+    """Returns the most probable tokens of each distribution, best first: `dist_tokens` int64, `dist_probs` float32."""
     best = logits.topk(min(KEPT_PROBS, logits.shape[-1]), dim=-1)
     mass = torch.logsumexp(logits.float(), -1, keepdim=True)
     return {"dist_tokens": best.indices, "dist_probs": (best.values.float() - mass).exp()}
@@ -107,7 +107,7 @@ def _keep(held: dict[str, torch.Tensor], name: str) -> Any:
 
 
 def keep_pages() -> None:
-    """Let malloc keep what it has: on Linux every large tensor is otherwise mapped, zeroed and unmapped anew.
+    """Makes malloc keep freed memory: on Linux every large tensor is otherwise mapped, zeroed and unmapped anew.
 
     Page faults were 15 times the arithmetic of a forward of the 16-million-parameter target on a virtual machine.
     """

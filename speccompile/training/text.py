@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The windows of both stages, made once and kept by the digest of what they depend on."""
+"""The windows of both stages, made once and stored under the digest of what they depend on."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from speccompile.training.packing import (
 )
 
 Progress = Callable[[str], None]
-_FORMAT = 1  # of what is kept; a new number makes all anew
+_FORMAT = 1  # of the stored windows; a new number makes all of them again
 
 
 def cache_folder() -> Path:
-    """Where windows, generated text and the target's outputs are kept."""
+    """Returns the folder for windows, generated text and the target's outputs."""
     return default_cache_folder() / "training"
 
 
@@ -61,7 +61,7 @@ class TextBook:
         self.tokenizer, self.tokenizer_digest = read_tokenizer(target)
 
     def digest(self, stage: str) -> str:
-        """Of everything that the windows of a stage, `plain` or `generated`, depend on."""
+        """Returns the digest of everything that the windows of a stage, `plain` or `generated`, depend on."""
         if stage == "plain":
             return digest_from_json({**self._record(), "seq_len": self.section.plain.seq_len})
         names = {"seq_len", "prompt_tokens", "num_sequences", "temperatures"}
@@ -70,13 +70,13 @@ class TextBook:
         return digest_from_json({**self._record(), **sizes, **engine, "target": _digest_of_weights(self.target)})
 
     def windows(self, stage: str) -> Windows:
-        """The windows of a stage, made if they are not kept already."""
+        """Returns the windows of a stage, made where they are not stored already."""
         make = self._pack if stage == "plain" else self._generate
         folder = cache_folder() / stage / self.digest(stage)
         return open_windows(folder) or write_windows(folder, make())
 
     def sources(self) -> Sources:
-        """The documents, found once."""
+        """Returns the documents, which are searched for once."""
         if self._sources is None:
             self.progress("text: find documents")
             self._sources = find_sources(self.section.text.files, self.section.text.python_sources)
@@ -90,7 +90,7 @@ class TextBook:
         }  # fmt: skip
 
     def _pack(self) -> dict[str, Tokens]:
-        """Windows of stage 1."""
+        """Returns the windows of stage 1."""
         self.progress("text: tokenise")
         text, seq_len = self.section.text, self.section.plain.seq_len
         limits = {TRAIN: text.max_tokens, HELD_OUT: text.held_out_tokens}
@@ -101,7 +101,7 @@ class TextBook:
         return (token_ids(path, read_config(self.target), "eos_token_id") or [0])[0]
 
     def _generate(self) -> dict[str, Tokens]:
-        """Windows of stage 2: prompts cut from the text, continued by the target."""
+        """Returns the windows of stage 2: prompts cut from the text, continued by the target."""
         section = self.section.generated
         num_held_out = max(1, round(section.num_sequences * HELD_OUT_SHARE))
         wanted = {TRAIN: section.num_sequences, HELD_OUT: num_held_out}
@@ -124,7 +124,7 @@ class TextBook:
         return windows
 
     def _prompts(self, wanted: dict[str, int]) -> dict[str, list[list[int]]]:
-        """Prompts by split: each begins at a line of a document of that split."""
+        """Returns the prompts by split: each begins at a line of a document of that split."""
         num = self.section.generated.prompt_tokens
         rng = np.random.default_rng(self.section.seed)
         found: dict[str, list[list[int]]] = {split: [] for split in wanted}
@@ -151,7 +151,7 @@ class TextBook:
 
 
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
-    """The tokenizer of a checkpoint, and its digest.
+    """Returns the tokenizer of a checkpoint, and its digest.
 
     Raises:
         CheckpointError: there is no tokenizer.json.
@@ -178,7 +178,7 @@ def _plain_recipe(recipe: Recipe) -> Recipe:
 
 
 def _cut(texts: Sequence[list[int]], seq_len: int) -> Tokens:
-    """Whole sequences one a window; those that ended early are put one behind the other and cut."""
+    """Returns windows: whole sequences one each; those that ended early are concatenated and cut."""
     rows = [t for t in texts if len(t) == seq_len]
     rest = [token for t in texts if len(t) != seq_len for token in t]
     rows += list(_step_outputs(rest, seq_len))

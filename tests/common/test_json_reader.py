@@ -63,7 +63,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
         read_json_object(tmp_path / "a", CheckpointError, "Check it.")
 
 
-def test_numbers_are_told_from_what_looks_like_them() -> None:
+def test_numbers_are_distinguished_from_lookalikes() -> None:
     assert [whole_number(v, 1, 9) for v in (1, 9, 0, 10, True, 1.0, "1", None)] == [1, 9, *[None] * 6]
     assert [finite_number(v) for v in (1, 0.5, True, math.nan, math.inf, 10**400, "1", None)] == [1, 0.5, *[None] * 6]
 

@@ -23,7 +23,7 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_other_faults_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the library's own `Exception` is turned: ours, and an interrupt, are not."""
+    """Only the library's own `Exception` becomes our error; our errors and an interrupt pass."""
     tokenizers = pytest.importorskip("tokenizers")
 
     def interrupt(path: str) -> None:

@@ -21,7 +21,7 @@ VOCAB = 5
 NUM_TOKENS = 3
 PROMPT = (0, 1)
 CHAIN = (-1, 0, 1, 2)
-TREE = (-1, 0, 0, 1, 1, 0, 2)  # three siblings at the root, two behind the first, one behind the second
+TREE = (-1, 0, 0, 1, 1, 0, 2)  # the root has three children, the first of these two, the second one
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ Decide = Callable[[TokenTree, np.ndarray, np.ndarray, Setting], Verdict]
 
 
 def tables(seed: int = 5) -> tuple[np.ndarray, np.ndarray]:
-    """(target logits, draft distribution), [VOCAB, VOCAB, VOCAB] each, by the last two tokens."""
+    """Returns (target logits, draft distribution), [VOCAB, VOCAB, VOCAB] each, by the last two tokens."""
     rng = np.random.default_rng(seed)
     target = rng.normal(size=(VOCAB, VOCAB, VOCAB)).astype(np.float32) * np.float32(1.2)
     draft = 0.5 * target + 0.8 * rng.normal(size=target.shape)
@@ -62,7 +62,7 @@ def warped(logits: np.ndarray, setting: Setting) -> np.ndarray:
 
 
 def exact_joint(setting: Setting) -> np.ndarray:
-    """[VOCAB ** NUM_TOKENS] float64: the distribution of the tokens behind PROMPT."""
+    """Returns [VOCAB ** NUM_TOKENS] float64: the distribution of the tokens after PROMPT."""
     dists = warped(tables()[0], setting).astype(np.float64)
     dists /= dists.sum(axis=-1, keepdims=True)
     first = dists[PROMPT]
@@ -73,7 +73,7 @@ def exact_joint(setting: Setting) -> np.ndarray:
 def propose(
     form: tuple[int, ...], previous: np.ndarray, root: np.ndarray, seeds: np.ndarray, places: np.ndarray, sampled: bool
 ) -> tuple[TokenTree, np.ndarray]:
-    """Drafts for every slot, siblings without replacement, and the context (two tokens) of each node."""
+    """Returns drafts for every slot, siblings without replacement, and the context (two tokens) of each node."""
     batch, nodes = len(root), len(form)
     draft = tables()[1]
     contexts = np.zeros((batch, nodes, 2), np.int64)
@@ -104,7 +104,7 @@ def decide_by_twin(tree: TokenTree, logits: np.ndarray, draws: np.ndarray, setti
 def emit(
     form: tuple[int, ...], sampled: bool, setting: Setting, batch: int, decide: Decide, seed: int = 0
 ) -> np.ndarray:
-    """[batch, NUM_TOKENS] int64: what the draft-verify loop emits behind PROMPT."""
+    """Returns [batch, NUM_TOKENS] int64: what the draft-verify loop emits after PROMPT."""
     target = tables()[0]
     seeds = np.arange(batch, dtype=np.uint64)
     text = np.full((batch, NUM_TOKENS + len(form) + 2), -1, np.int64)
@@ -127,7 +127,7 @@ def emit(
 
 
 def p_value(emitted: np.ndarray, joint: np.ndarray) -> float:
-    """Chi-square of the emitted tokens against their joint distribution; 0 when a token came out that has no mass."""
+    """Returns chi-square's p of the emitted tokens under their joint distribution; 0 where one has no mass."""
     cells = emitted @ VOCAB ** np.arange(NUM_TOKENS - 1, -1, -1)
     observed, expected = np.bincount(cells, minlength=len(joint)).astype(float), joint * len(emitted)
     if observed[expected == 0].any():

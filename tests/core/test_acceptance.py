@@ -44,8 +44,8 @@ def test_emitted_tokens_follow_the_target(form: tuple[int, ...], sampled: bool, 
 
 
 @pytest.mark.distribution
-def test_one_hot_dists_are_a_deterministic_draft() -> None:
-    """A deterministic draft may also be given as a one-hot probs; the text differs, the probs does not."""
+def test_one_hot_probs_are_a_deterministic_draft() -> None:
+    """A deterministic draft may also be given as one-hot probs; the text differs, the distribution does not."""
 
     def decide(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
         one_hot = np.eye(logits.shape[-1], dtype=np.float32)[tree.tokens]
@@ -80,7 +80,7 @@ def _top_p_before_temperature(tree: TokenTree, logits: np.ndarray, uniforms: np.
 
 
 def _ties_to_the_draft(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
-    """Accepts a draft whenever the target likes it better than the uniform draw, whatever the draft distribution is."""
+    """Accepts a draft whose target probability exceeds the uniform draw, whatever the draft distribution is."""
     return accept(tree, warped(logits, setting), uniforms, np.ones_like(tree.draft_probs))
 
 
@@ -175,7 +175,7 @@ def test_the_next_token_is_drawn_with_the_draw_and_distribution_of_the_last_node
 
 
 def test_a_draft_is_refused_where_the_draw_meets_the_bound() -> None:
-    """Accepted is u * draft < target: of draws in [0, 1) the share target / draft; a token without mass never."""
+    """Accepted is u * draft < target: a share target / draft of draws in [0, 1); never a token without mass."""
     tree = TokenTree.chain(np.array([[9, 0]]), draft_probs=probs([0, 0, 0], [0.5, 0.5, 0]))
     target = probs([0.25, 0.5, 0.25], [1, 0, 0])
     kept = [accept(tree, target, draws([0, 0], [u, 0])).num_accepted[0] for u in (0.5 - 2**-24, 0.5, 0.5 + 2**-24)]
@@ -195,7 +195,7 @@ def test_padding_is_never_reached() -> None:
 
 
 def test_the_parent_of_node_0_is_not_read() -> None:
-    """Prefill scores one node of many and leaves that node's own parent at place 0."""
+    """Prefill scores one node of many and leaves that node's own parent at index 0."""
     parents = np.array([[510]])
     tree = TokenTree(np.array([[7]]), parents, np.array([1]))
     assert accept(tree, probs([0, 0, 1]), draws([0, 0.3])).next_token.tolist() == [2]
@@ -218,7 +218,7 @@ def test_residual_without_mass_keeps_the_target() -> None:
     one_hot = np.array([0, 1, 0], dtype=np.float32)
     assert residual(one_hot, one_hot) is one_hot
     np.testing.assert_allclose(residual(np.float32([0.5, 0.5, 0]), np.float32([0.8, 0.2, 0])), [0, 1, 0])
-    # A draft outside both distributions is refused, and what is left is nothing.
+    # A draft outside both distributions is refused, and the residual is empty.
     tree = TokenTree.chain(np.array([[9, 0]]), draft_probs=probs([0, 0, 0], [0, 1, 0]))
     assert accept(tree, probs([0, 1, 0], [1, 0, 0]), draws([0, 0.7], [0.5, 0])).next_token.tolist() == [1]
 
@@ -246,7 +246,7 @@ def test_a_batch_is_decided_as_its_slots_are(data: st.DataObject) -> None:
     batch, nodes, vocab = (data.draw(st.integers(1, top)) for top in (6, 9, 40))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     parents = np.full((batch, nodes), -1)
-    for row in parents:  # ragged: nodes behind a slot's last are padding
+    for row in parents:  # ragged: nodes after a slot's last are padding
         for node in range(1, rng.integers(1, nodes + 1)):
             row[node] = rng.integers(0, node)
     heat = data.draw(st.sampled_from([0.05, 1.0]))

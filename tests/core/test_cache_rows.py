@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of caches change slots together with how many they are."""
+"""Rows of caches change slots together with their number."""
 
 import numpy as np
 import pytest

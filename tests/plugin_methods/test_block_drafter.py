@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A method of a new kind is a folder and an entry point: no file of the package knows it.
+"""A method of a new kind is a folder and an entry point: no file of the package names it.
 
-It goes the whole way: recipe, build, checks of the graph, ONNX Runtime, decoding, doctor.
+The tests take it from end to end: recipe, build, checks of the graph, ONNX Runtime, decoding, doctor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BACKENDS = ("onnxruntime", "reference")
 
 
 def write_drafter(folder: Path, target: Path) -> None:
-    """A drafter that has learnt by heart which tokens follow which; the target's features have a small say."""
+    """Returns a drafter with a table of successors; the target's features have a small influence."""
     import torch
     from safetensors.numpy import save_file
     from transformers import AutoModelForCausalLM
@@ -64,7 +64,7 @@ def write_drafter(folder: Path, target: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What an installed package with the method would leave in its `dist-info`."""
+    """Returns the `dist-info` of an installed package with the method."""
     place = tmp_path_factory.mktemp("site")
     info = place / "block_drafter-1.0.dist-info"
     info.mkdir()
@@ -155,7 +155,7 @@ def test_backends_agree_and_a_full_cache_ends_where_plain_decoding_ends(bundles:
 
 
 def test_what_it_drafts_reads_the_features(bundles: dict[str, Path]) -> None:
-    """Otherwise nothing here would show that prompts and steps reach its cache."""
+    """Without this no test here would show that prompts and steps reach its cache."""
     engine = load(bundles)
     drafter = engine.proposer.engine  # type: ignore[attr-defined]
     seen: list[tuple[int, int]] = []

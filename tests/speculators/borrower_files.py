@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of drafts on the tiny target's caches that have learnt its texts, each in a second or two."""
+"""Checkpoints of drafts on the tiny target's caches, trained on its texts in a second or two each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_EXIT_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 4, 2, 8  # heads of `eag
 
 
 def write_exit(folder: Path, target: Path) -> None:
-    """A head behind the fourth of seven layers, trained on the target's texts by the way."""
+    """Returns a head after the fourth of seven layers, briefly trained on the target's texts."""
     from safetensors.torch import load_file
 
     texts, states = texts_of(target)
@@ -37,7 +37,7 @@ def write_exit(folder: Path, target: Path) -> None:
 
 
 def write_glide(folder: Path, target: Path) -> None:
-    """A drafter that knows by heart which token follows which; what it attends to has a small say.
+    """Returns a drafter with a table of successors; its attention has a small influence.
 
     As wide as the vocabulary, its embeddings can be one-hot and its LM head a table of successors.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts on the target's caches must keep, whatever they draft: the target's text and the target's probs."""
+"""What drafts on the target's caches must keep: the target's greedy text and its distribution."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Lab:
         self.make = make
 
     def run(self, prompts, params, batch, chunk=5):
-        """Decode; returns the finished slots."""
+        """Decodes; returns the finished slots."""
         target = MockEngine(TARGET, "target", batch, MAX_SEQ, headroom=9)
         proposer = self.make(target, DRAFT, batch)
         slots = [Slot(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
@@ -69,7 +69,7 @@ def check_seeds(make: Callable[[], Lab]) -> None:
 
 
 def check_dist(lab: Lab, num: int = 1500) -> None:
-    """Two tokens behind the first follow the target's probs. p < 1e-4 happens by chance once in ten thousand seeds."""
+    """Two tokens after the first follow the target's distribution. p < 1e-4 occurs in one of ten thousand seeds."""
     prompt, heat, top_k = [3, 1, 4], 0.9, 4
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     slots = lab.run([prompt] * num, params, 20)

@@ -17,7 +17,7 @@ from tests.mock_lm import MockEngine, MockLM
 
 PROMPT = (3, 1, 4)
 NUM_TOKENS = 3
-# Seeds are fixed; a right proposer fails with this by chance once in ten thousand choices of them.
+# Seeds are fixed; a correct proposer fails at this bound by chance once in ten thousand choices of them.
 LEAST = 1e-4
 
 Warp = tuple[float, int, float]  # temperature, top_k, top_p
@@ -25,7 +25,7 @@ WARPS: tuple[Warp, ...] = ((0.9, 4, 1.0), (0.5, 0, 0.9), (1.5, 3, 1.0), (1.0, 0,
 
 
 def exact_dist(model: MockLM, heat: Warp) -> dict[tuple[int, ...], float]:
-    """Probability of every text of NUM_TOKENS behind PROMPT."""
+    """Returns the probability of every text of NUM_TOKENS after PROMPT."""
     dist: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(NUM_TOKENS):
         rows = {
@@ -42,7 +42,7 @@ def exact_dist(model: MockLM, heat: Warp) -> dict[tuple[int, ...], float]:
 def decode_many(
     target: MockEngine, proposer: Any, heat: Warp, num: int, max_seq_len: int, max_new_tokens: int = NUM_TOKENS + 1
 ) -> list[Slot]:
-    """Decode PROMPT with `num` seeds; returns the finished sequences."""
+    """Decodes PROMPT with `num` seeds; returns the finished sequences."""
     asked = [
         SamplingParams(max_new_tokens=max_new_tokens, temperature=heat[0], top_k=heat[1], top_p=heat[2], seed=s)
         for s in range(num)
@@ -54,7 +54,7 @@ def decode_many(
 
 
 def fit_p_value(slots: list[Slot], model: MockLM, heat: Warp) -> float:
-    """p of the chi-square test of their first tokens; 0 where one cannot occur at all."""
+    """Returns p of the chi-square test of their first tokens; 0 where one has no mass."""
     num, dist = len(slots), exact_dist(model, heat)
     counts = Counter(tuple(slot.tokens[len(PROMPT) : len(PROMPT) + NUM_TOKENS]) for slot in slots)
     if not set(counts) <= set(dist):

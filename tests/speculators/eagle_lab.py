@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny target whose text wanders, and drafters in the published layouts that were trained on it for a moment."""
+"""A tiny target whose text varies, and drafters in the published layouts, briefly trained on it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sizes(**changes) -> EagleSizes:
 
 
 def random_heads(sizes: EagleSizes, seed: int = 0) -> EagleHeads:
-    """Heads whose parts all matter."""
+    """Returns heads in which every part affects the output."""
     generator = torch.Generator().manual_seed(seed)
     heads = EagleHeads(sizes)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def random_heads(sizes: EagleSizes, seed: int = 0) -> EagleHeads:
 
 
 def write_eagle3(folder: Path, heads: EagleHeads, extra: dict[str, torch.Tensor] | None = None, **config) -> Path:
-    """The layout of the first release, in float32."""
+    """Writes the layout of the first release, in float32."""
     folder.mkdir()
     tensors = {**{k: v.detach() for k, v in heads.state_dict().items()}, **(extra or {})}
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
@@ -75,7 +75,7 @@ def write_eagle3(folder: Path, heads: EagleHeads, extra: dict[str, torch.Tensor]
 
 @torch.no_grad()
 def texts_of(target: Path) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
-    """What the target says behind the prompts, and its states in front of each layer and behind the norm."""
+    """Returns the target's texts after the prompts, and its states before each layer and after the norm."""
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     texts = [list(prompt) for prompt in PROMPTS]
     for _ in range(40):
@@ -88,14 +88,14 @@ def texts_of(target: Path) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor,
 
 
 def fitted(inputs: list[torch.Tensor], wanted: list[torch.Tensor], penalty: float) -> torch.Tensor:
-    """The linear layer [out, in] that maps inputs to what is wanted best (ridge regression)."""
+    """Returns the linear layer [out, in] that best maps inputs to the wanted outputs (ridge regression)."""
     x, y = torch.cat(inputs).double(), torch.cat(wanted).double()
     return torch.linalg.solve(x.T @ x + penalty * torch.eye(x.shape[1]), x.T @ y).T.float().contiguous()
 
 
 @torch.no_grad()
 def learnt_eagle3(target: Path) -> EagleHeads:
-    """Wide random heads over most of the vocabulary, with the LM head that fits the target's texts best."""
+    """Returns wide random heads over most of the vocabulary, with the LM head that fits the target's texts best."""
     heads = random_heads(sizes(hidden_size=96, intermediate_size=96, head_dim=24, draft_vocab_size=34), seed=1)
     d2t = heads.target_tokens()
     assert d2t is not None
@@ -118,7 +118,7 @@ def wide_embeddings() -> torch.Tensor:
 
 
 def write_eagle(folder: Path, seed: int = 0, num_layers: int = 1, bias: bool = True, inner: int = 48) -> Path:
-    """EAGLE-1's layout with random weights, in float32."""
+    """Writes EAGLE-1's layout with random weights, in float32."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -151,7 +151,7 @@ def write_eagle(folder: Path, seed: int = 0, num_layers: int = 1, bias: bool = T
 def eagle_forward(
     folder: Path, tokens: torch.Tensor, features: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """EAGLE-1's layers in plain torch, from the public description.
+    """Runs EAGLE-1's layers in plain torch, from the public description.
 
     Args:
         folder: as `write_eagle` writes it.
@@ -161,7 +161,7 @@ def eagle_forward(
         positions: [nodes].
 
     Returns:
-        Own features, and of the last layer what its down projection reads and adds to.
+        Own features, and the input of the last layer's down projection with the residual it adds to.
     """
     t, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     x = torch.cat((t["embed_tokens.weight"][tokens], features), -1) @ t["fc.weight"].T + t.get("fc.bias", 0)
@@ -183,7 +183,7 @@ def eagle_forward(
 
 @torch.no_grad()
 def fit_eagle(folder: Path, target: Path) -> Path:
-    """Give a drafter the down projection that fits the target's features best."""
+    """Gives a drafter the down projection that fits the target's features best."""
     texts, states = texts_of(target)
     inputs, wanted = [], []
     for text, seen in zip(texts, states, strict=True):
@@ -199,12 +199,12 @@ def fit_eagle(folder: Path, target: Path) -> Path:
 
 
 def write_learnt_eagle3(folder: Path, target: Path) -> Path:
-    """An EAGLE-3 drafter that has seen the target's texts, with embeddings and a vocabulary of its own."""
+    """An EAGLE-3 drafter fitted to the target's texts, with embeddings and a vocabulary of its own."""
     return write_eagle3(folder, learnt_eagle3(target), {"embed_tokens.weight": wide_embeddings()})
 
 
 def write_learnt_eagle(folder: Path, target: Path) -> Path:
-    """An EAGLE-1 drafter that has seen the target's texts."""
+    """An EAGLE-1 drafter fitted to the target's texts."""
     return fit_eagle(write_eagle(folder, inner=224), target)
 
 

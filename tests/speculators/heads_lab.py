@@ -60,7 +60,7 @@ def likeliest(logits: np.ndarray, num: int) -> tuple[list[int], list[float]]:
 
 
 def tree_by_steps(form: DraftForm, logits: Logits, state: np.ndarray, root: int) -> tuple[list, list, list]:
-    """(tokens, probabilities, parents) of a form's drafts: every path goes through `logits` as a whole."""
+    """Returns (tokens, probabilities, parents) of a form's drafts; `logits` reads every path as a whole."""
     if form.choices:
         made = {(): ([root], 1.0)}
         for path in form.choices:
@@ -82,7 +82,7 @@ def tree_by_steps(form: DraftForm, logits: Logits, state: np.ndarray, root: int)
 
 
 def check_tree(engine: Any, form: DraftForm, logits: Logits, given: dict[str, np.ndarray]) -> None:
-    """The engine drafts the same tree as steps of `logits` do."""
+    """Checks that the engine drafts the same tree as steps of `logits` do."""
     outputs, states = engine.run(given), starts(given)
     for slot, root in enumerate(given[specs.TOKENS][:, 0].tolist()):
         tokens, probs, parents = tree_by_steps(form, logits, states[slot], root)
@@ -93,7 +93,7 @@ def check_tree(engine: Any, form: DraftForm, logits: Logits, given: dict[str, np
 
 
 def write_medusa(folder: Path, target: Path, num_heads: int = 3) -> None:
-    """Medusa heads trained for a moment on the target's greedy texts, which they then know by heart."""
+    """Medusa heads briefly trained on the target's greedy texts, which they then draft exactly."""
     import torch
     from safetensors.torch import save_file
     from torch.nn.functional import cross_entropy
@@ -107,7 +107,7 @@ def write_medusa(folder: Path, target: Path, num_heads: int = 3) -> None:
         text = model.generate(torch.tensor([prompt]), max_new_tokens=44, do_sample=False, pad_token_id=0)
         with torch.no_grad():
             states.append(model.model(text).last_hidden_state[0, : -1 - num_heads])
-        # The state behind a token gives the root, and head i the token i + 1 behind that.
+        # The state at a token gives the root, and head i the token i + 1 after that.
         labels.append(torch.stack([text[0, 2 + i : text.shape[1] - num_heads + i + 1] for i in range(num_heads)], 1))
     torch.manual_seed(1)
     heads = MedusaHeads(HeadsSizes(HIDDEN, VOCAB, num_heads, 2, False))
@@ -124,7 +124,7 @@ def write_medusa(folder: Path, target: Path, num_heads: int = 3) -> None:
 
 
 def write_prophet(folder: Path, target: Path) -> None:
-    """A Prophet whose layers change little, and which has learnt by heart which token follows which."""
+    """A Prophet whose layers change little, with a table of successors."""
     import torch
     from transformers import LlamaForCausalLM
 

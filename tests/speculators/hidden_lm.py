@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mock target with hidden states, and heads that read them.
 
-A state is the number of a context, so heads that are given a wrong, stale or misplaced one draft behind another
-text, and notice: the context and the root must be a prefix of a text that the test knows.
+A state is the number of a context, so heads that are given a wrong, stale or misplaced one continue another
+text, which the tests detect: the context and the root must be a prefix of a known text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STALE = -1.0
 
 
 class OnDevice:
-    """What an engine on a GPU gives: `shape`, and a copy when asked for, which is counted."""
+    """An output as an engine on a GPU gives it: `shape`, and a host copy on demand, which is counted."""
 
     num_copies = 0
 
@@ -57,7 +57,7 @@ class MockTarget(MockEngine):
         self.contexts: list[np.ndarray] = []
 
     def run(self, feeds, first_slot=0):
-        outputs = super().run(feeds, first_slot)  # writes STALE's like over what it gave before
+        outputs = super().run(feeds, first_slot)  # overwrites its former outputs with stale values
         tokens, lengths = feeds[TOKENS], feeds[LENGTHS]
         mask = feeds.get(TREE_MASK, chain_mask(*tokens.shape))
         hidden = np.zeros((*tokens.shape, WIDTH), dtype=np.float32)
@@ -78,7 +78,7 @@ class MockHeads:
         self.model, self.target, self.num_drafts, self.max_slots = model, target, num_drafts, max_slots
         self.spec = heads_spec("heads", WIDTH, VOCAB, num_drafts)
         self.max_rows = self.num_runs = 0
-        self.read: list[list[int]] = []  # text behind which each row of the last run drafted
+        self.read: list[list[int]] = []  # text that each row of the last run continued
 
     def run(self, feeds, first_slot=0):
         self.num_runs += 1
@@ -115,7 +115,7 @@ class MockHeads:
 
 
 def likeliest(model: MockLM, text: np.ndarray, num: int) -> tuple[list[int], list[float]]:
-    """The best next tokens and their probabilities."""
+    """Returns the best next tokens and their probabilities."""
     logits = model.logits(text).astype(np.float64)
     plain = np.exp(logits - logits.max())
     best = np.argsort(-plain, kind="stable")[:num]
@@ -160,7 +160,7 @@ class MockTreeHeads(MockHeads):
 
 
 class MockCandidateHeads(MockHeads):
-    """Heads that each candidate the tokens of a depth: behind the likeliest text, which heads know nothing of."""
+    """Heads that give candidates of one depth each: after the likeliest text, as they do not read drafts."""
 
     def __init__(self, model: MockLM, target: MockTarget, num_heads: int, num_candidates: int, max_slots: int) -> None:
         super().__init__(model, target, num_heads, max_slots)

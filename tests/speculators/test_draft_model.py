@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains of a small model over mock engines: how long they get, what the draft reads, and whose text results."""
+"""Chains of a small model over mock engines: their length, what the draft reads, and the resulting text."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -93,8 +93,8 @@ def test_min_confidence_leaves_out_the_token_that_falls_below_it_unless_it_was_d
     assert draft_length(sure, **fields) == 2  # 0.9 * 0.8 * 0.6 < 0.5
     assert draft_length(sure, **fields, drawn=True) == 3
     for drawn in (False, True):
-        assert draft_length(sure, **fields, drawn=drawn, planned=True) == 5  # whoever plans a length gets it
-        assert draft_length([0.9] * 9, DEAR, min_confidence=0.5, drawn=drawn) >= 6  # time is not looked at
+        assert draft_length(sure, **fields, drawn=drawn, planned=True) == 5  # a planned length is kept
+        assert draft_length([0.9] * 9, DEAR, min_confidence=0.5, drawn=drawn) >= 6  # time is not weighed
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -128,7 +128,7 @@ def test_a_record_of_drawn_drafts_follows_the_verdicts():
     for _ in range(200):
         learn(1, 0)
     assert record.estimate.log_odds[0] < -1.5 and record.rate < 0.1
-    for _ in range(200):  # what is not drafted is tried again
+    for _ in range(200):  # a length that is not drafted is probed again
         learn(0, 0)
     assert record.rate > 0.7
 
@@ -157,7 +157,7 @@ def verdict(num_accepted):
     return SimpleNamespace(num_accepted=np.array([num_accepted]), path=np.arange(num_accepted + 1)[None])
 
 
-def test_a_draft_far_behind_catches_up_and_then_reads_little():
+def test_a_draft_that_missed_tokens_catches_up_and_then_reads_little():
     proposer = make_proposer(num_draft_tokens=3)
     slot = SimpleNamespace(tokens=[int(t) for t in np.arange(40) % VOCAB], sampling=SamplingParams(), max_drafts=9)
     proposer.start(0, slot)
@@ -196,7 +196,7 @@ def test_rows_of_refused_drafts_are_read_again_even_after_steps_without_drafts()
     assert tree.tokens[0].tolist() == [6, *DRAFT.greedy(slot.tokens, 3)]
 
 
-def test_sampled_drafts_carry_the_warped_dist_they_were_drawn_from():
+def test_sampled_drafts_carry_the_warped_distribution_they_were_drawn_from():
     proposer = make_proposer(num_draft_tokens=2)
     params = [SamplingParams(temperature=0.8, top_k=5, seed=3), SamplingParams()]
     slots = Slots([], 2)
@@ -234,11 +234,10 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
 
 
 @pytest.mark.distribution
-# `auto` stops on the tokens it has seen: that must not bend the distribution. Seeds are fixed; p < 1e-4 happens by
-# chance once
-# in ten thousand choices of them.
+# `auto` stops on the tokens it has seen: that must not change the distribution. Seeds are fixed; p < 1e-4 happens by
+# chance once in ten thousand choices of them.
 @pytest.mark.parametrize("config", [{"num_draft_tokens": 2}, {}, {"min_confidence": 0.2}, {"drafts": "greedy"}])
-def test_three_sampled_tokens_follow_the_targets_dist(config):
+def test_three_sampled_tokens_follow_the_targets_distribution(config):
     num, prompt, heat, top_k = 3000, [3, 1, 4], 0.9, 4
     proposer = make_proposer(slots=20, costs=CHEAP, **config)
     verifier = Verifier(MockEngine(TARGET, "target", 20, 96, headroom=9), 96)
@@ -266,7 +265,7 @@ def test_three_sampled_tokens_follow_the_targets_dist(config):
 
 
 class Dropping:
-    """A proposer whose drawn drafts are left out from the first unlikely one on: an adaptive length done wrong."""
+    """A proposer whose drawn drafts are left out from the first unlikely one on: a wrong adaptive length."""
 
     catches_up = True
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of a small model over mock engines: the target's text and probs, the draft's cache, and what is refused."""
+"""Trees of a small model over mock engines: the target's text and distribution, the draft's cache, and refusals."""
 
 from types import SimpleNamespace
 
@@ -79,11 +79,11 @@ def test_every_node_is_the_drafts_own_candidate_after_its_path(tree):
         assert depths.max() >= 3
         for node in range(1, int(made.num_nodes[place])):
             path, above = list(slot.tokens), int(made.parents[place, node])
-            behind = []
+            later = []
             while above > 0:
-                behind.insert(0, int(made.tokens[place, above]))
+                later.insert(0, int(made.tokens[place, above]))
                 above = int(made.parents[place, above])
-            best = np.argsort(-DRAFT.logits(np.array(path + behind)), kind="stable")
+            best = np.argsort(-DRAFT.logits(np.array(path + later)), kind="stable")
             rank = int(made.sibling_ranks()[place, node])
             assert made.tokens[place, node] in best[:4]
             assert tree == "auto" or isinstance(tree, list) or made.tokens[place, node] == best[rank]
@@ -99,7 +99,7 @@ def test_a_wider_tree_is_accepted_further_than_its_chain():
 
 @pytest.mark.parametrize("tree", TREES)
 def test_the_draft_reads_little_again(tree):
-    """Behind an accepted path at most its length is read at once, and levels feed no more than the tree has."""
+    """After an accepted path at most its length is read at once, and expansions feed no more than the tree has."""
     proposer = make_proposer(tree)
     run(proposer, 1, [SamplingParams(max_new_tokens=36)] * len(PROMPTS))
     widths = [seen["tokens"][1] for seen in proposer.rows.engine.feeds_seen]
@@ -130,7 +130,7 @@ def test_rows_of_accepted_drafts_are_kept(num_accepted, reads):
 @pytest.mark.distribution
 @pytest.mark.parametrize("tree", TREES[1:])
 @pytest.mark.parametrize("heat", WARPS)
-def test_drawn_trees_follow_the_targets_dist(tree, heat):
+def test_drawn_trees_follow_the_targets_distribution(tree, heat):
     proposer = make_proposer(tree, slots=20)
     target = MockEngine(TARGET, "target", 20, ROWS, headroom=NODES + 1)
     done = decode_many(target, proposer, heat, 1000, ROWS)
@@ -174,7 +174,7 @@ def _of_the_parent(dist, draws, dists):
 
 @pytest.mark.distribution
 @pytest.mark.parametrize("wrong", [_with_replacement, _of_the_parent])
-def test_a_wrong_dist_of_siblings_is_noticed(monkeypatch, wrong):
+def test_a_wrong_distribution_of_siblings_is_noticed(monkeypatch, wrong):
     monkeypatch.setattr(static_trees, "draw_siblings", wrong)
     proposer = make_proposer({"widths": [3, 2]}, slots=20)
     target = MockEngine(TARGET, "target", 20, ROWS, headroom=NODES + 1)
@@ -182,7 +182,7 @@ def test_a_wrong_dist_of_siblings_is_noticed(monkeypatch, wrong):
     assert fit_p_value(decode_many(target, proposer, heat, 1000, ROWS), TARGET, heat) < LEAST
 
 
-def test_drawn_siblings_carry_the_dists_they_were_drawn_from():
+def test_drawn_siblings_carry_the_distributions_they_were_drawn_from():
     proposer = make_proposer({"widths": [2, 1]}, slots=2)
     params = [SamplingParams(temperature=0.8, top_k=5, seed=3), SamplingParams()]
     slots = Slots([], 2)
@@ -203,7 +203,7 @@ def test_drawn_siblings_carry_the_dists_they_were_drawn_from():
 
 @pytest.mark.parametrize("tree", TREES[1:])
 def test_every_drawn_node_has_a_distribution_that_can_give_it_and_none_of_its_elder_siblings(tree):
-    """In all steps: rows are written anew, and a distribution with fewer tokens than siblings has fewer children."""
+    """In all steps: rows are written again, and a distribution with fewer tokens than siblings has fewer children."""
     asked = [(0.9, 1, 1.0), (0.0, 0, 1.0), (1.3, 2, 1.0), (1.0, 0, 0.5), (0.7, 0, 1.0)]
     params = [SamplingParams(max_new_tokens=20, temperature=t, top_k=k, top_p=p, seed=9) for t, k, p in asked]
     proposer, seen = make_proposer(tree, slots=3), []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs of EAGLE drafters against the drafters in plain torch: chains in outputs, trees, probs, variants."""
+"""The graphs of EAGLE drafters against plain torch: chains in several steps, trees, distributions, variants."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.speculators import eagle_lab as lab  # noqa: E402
 
 BACKENDS = ("reference", "onnxruntime")
 TOLERANCE = 1e-5  # of the largest number: float32 sums in another order differ by about 1e-6
-TOKENS_READ, TREE = [5, 1, 33, 7, 20], [11, 2, 30, 8]  # a chain, and behind it two branches: 11 (2, 30) and 8
+TOKENS_READ, TREE = [5, 1, 33, 7, 20], [11, 2, 30, 8]  # a chain, and two branches after it: 11 (2, 30) and 8
 SEEN = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]  # by node of the tree
 
 
@@ -75,10 +75,10 @@ def features_of(width, seed=0):
 
 
 def drafted(engine, features, warp=None):
-    """A chain read in two outputs (the second in slot 1 of a ragged batch), then a tree behind it on own features.
+    """A chain read in two steps (the second in slot 1 of a ragged batch), then a tree after it on own features.
 
     Returns:
-        Outputs of the second output of a step and of the tree, of slot 1.
+        Outputs of the second step and of the tree, of slot 1.
     """
     split = 2
     first = {TOKENS: np.array([TOKENS_READ[:split]]), LENGTHS: np.array([0]), FEATURES: features[None]}
@@ -91,7 +91,7 @@ def drafted(engine, features, warp=None):
     outputs = engine.run({**feeds, SCORED_NODES: np.array([[0], [rest - 1]])})
     chain = {name: np.asarray(value)[1].copy() for name, value in outputs.items()}
     told = np.asarray(outputs[NEXT_FEATURES]).copy()
-    # Both first nodes are told the root's own feature, which is row `rest` of what came; the others' parent is node 0.
+    # Both first nodes read the root's own feature, row `rest` of the outputs; the others' parent is node 0.
     top = engine.run(
         {
             TOKENS: np.array([[1], TREE[:1]]),
@@ -282,7 +282,7 @@ def test_layers_are_read_in_either_way_of_counting(tmp_path, config, num_layers,
 
 
 REFUSED_LAYERS = [
-    ({"eagle_aux_hidden_state_layer_ids": [2, 16, 33]}, None, CheckpointError, "the stream behind layer 32"),
+    ({"eagle_aux_hidden_state_layer_ids": [2, 16, 33]}, None, CheckpointError, "the stream after layer 32"),
     ({"eagle_aux_hidden_state_layer_ids": [0, 16, 29]}, None, CheckpointError, "different numbers from 1 on"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 2, 29]}, None, CheckpointError, "different numbers from 1 on"),
     ({}, (1, 2, 32), RecipeError, r"speculator\.layers: got \[1, 2, 32\]; expected 3 different layers"),

@@ -52,7 +52,7 @@ def source_of(folders, head, asked=None, weights="checkpoint", model=None):
 
 
 def expected_dists(folders, tokens, head, num_layers):
-    """[nodes, vocab]: transformers' stream behind the first layers, then the head or the final norm."""
+    """Returns [nodes, vocab]: transformers' stream after the first layers, then the head or the final norm."""
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32).eval()
     with torch.no_grad():
         stream = []
@@ -105,7 +105,7 @@ def test_random_layers_are_those_of_the_random_target(folders):
 
 
 class SharingDraft(MockEngine):
-    """Writes to the target's own cache, where nothing in front of the root may be written."""
+    """Writes to the target's own cache, where no row before the root's may be written."""
 
     def run(self, feeds, first_slot=0):
         for b, start in enumerate(feeds[specs.LENGTHS]):
@@ -168,7 +168,7 @@ def test_same_seed_gives_same_text_in_any_batch(config):
 
 @pytest.mark.distribution
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]])
-def test_sampled_text_follows_the_targets_dist(config):
+def test_sampled_text_follows_the_targets_distribution(config):
     check_dist(lab(**config))
 
 
@@ -208,5 +208,5 @@ def test_a_model_without_a_norm_of_that_name_takes_no_head(folders):
 
     config = GPT2Config(vocab_size=61, n_embd=48, n_layer=3, n_head=4, n_positions=32)
     model, dims = AutoModelForCausalLM.from_config(config), read_dims(folders[0])
-    with pytest.raises(ExportError, match="GPT2LMHeadModel: got no module `norm` behind its layers"):
+    with pytest.raises(ExportError, match="GPT2LMHeadModel: got no module `norm` after its layers"):
         cut_model(model, replace(dims, num_layers=3), 1, ExitHead(SIZES))

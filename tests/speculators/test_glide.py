@@ -70,7 +70,7 @@ def graph(trainable, tmp_path_factory):
 
 @pytest.fixture
 def text():
-    """A batch of one text, with rows of a target that never was."""
+    """A batch of one text, with arbitrary rows of a target."""
     rng = torch.Generator().manual_seed(5)
     k, v = (torch.randn(1, TARGET.num_kv_heads, NODES, TARGET.head_dim, generator=rng) for _ in range(2))
     tokens = torch.randint(0, 61, (1, NODES), generator=rng)
@@ -83,7 +83,7 @@ def open_engine(graph, backend, batch, slots=1):
     sizes = {"max_slots": slots, "max_rows": 73}
     owner = registry.backend(backend).load(
         folder / backend / "graph.onnx", spec, **sizes, tuning={"threads": 1}
-    )  # its own caches are as good as any to lend from
+    )  # its own caches stand in for the target's
     shared = {}
     for cache_ref, rows in zip(spec.borrowed, (batch.k_cache, batch.v_cache), strict=True):
         array = np.zeros((slots, TARGET.num_kv_heads, 73, TARGET.head_dim), np.float32)
@@ -101,8 +101,8 @@ def open_engine(graph, backend, batch, slots=1):
 
 
 @pytest.mark.parametrize("backend", ["reference", "onnxruntime"])
-def test_blocks_have_the_dists_that_were_trained(trainable, graph, text, backend):
-    """Each block is fed as a chain behind its root, as drafting does it."""
+def test_blocks_have_the_distributions_that_were_trained(trainable, graph, text, backend):
+    """Each block is fed as a chain after its root, as in drafting."""
     drafted = trainable[0](text)
     want = (drafted.states[:] @ drafted.projections[0].T).softmax(-1).detach().numpy()
     engine, starts, got = open_engine(graph, backend, text), [], []
@@ -147,7 +147,7 @@ def test_a_chain_is_the_one_that_training_drafts(trainable, graph, text, backend
 
 
 class WatchedDraft(MockEngine):
-    """Knows how many rows the target holds of each slot, and that no more is read."""
+    """Checks that no more rows are read than the target holds of each slot."""
 
     def run(self, feeds, first_slot=0):
         for b, told in enumerate(feeds[specs.TARGET_LENGTHS]):
@@ -159,7 +159,7 @@ class WatchedDraft(MockEngine):
 
 
 def lab(**config):
-    """A mock target and drafter behind the method."""
+    """Returns a mock target and drafter with the method's proposer."""
 
     def make(target, draft, slots):
         engine = WatchedDraft(draft, "draft", slots, MAX_SEQ, headroom=9)
@@ -193,7 +193,7 @@ def test_same_seed_gives_same_text_in_any_batch(config):
 
 @pytest.mark.distribution
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2], CONFIGS[4]])
-def test_sampled_text_follows_the_targets_dist(config):
+def test_sampled_text_follows_the_targets_distribution(config):
     check_dist(lab(**config))
 
 

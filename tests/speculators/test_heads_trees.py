@@ -76,7 +76,7 @@ def test_greedy_text_is_the_targets_own(method, tree, batch):
 
 @pytest.mark.parametrize(("method", "tree"), CASES, ids=str)
 def test_sampled_text_depends_on_the_seed_alone(method, tree):
-    """Drafts that are not drawn leave the text as plain decoding makes it, draw for draw."""
+    """Deterministic drafts leave the text as plain decoding makes it, draw for draw."""
     prompts = some_prompts(6, seed=5)
     asked = [(1.0, 0, 1.0), (0.7, 5, 1.0), (0.0, 0, 1.0), (1.3, 0, 0.8), (1.0, 4, 0.9), (0.5, 0, 1.0)]
     params = [
@@ -95,7 +95,7 @@ def test_sampled_text_depends_on_the_seed_alone(method, tree):
 @pytest.mark.distribution
 # Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
 @pytest.mark.parametrize(("method", "tree"), [("medusa", "auto"), ("mlp", "auto"), ("prophet", CHOICES)], ids=str)
-def test_two_sampled_tokens_follow_the_targets_dist(method, tree):
+def test_two_sampled_tokens_follow_the_targets_distribution(method, tree):
     num, prompt, heat, top_k = 1500, [3, 1, 4], 0.9, 4
     verifier, proposer, _ = make(method, tree, slots=20)
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
@@ -167,7 +167,7 @@ def test_a_tree_is_longer_than_a_chain():
     assert lengths["auto"] > lengths["chain"] + 0.1
 
 
-def test_dear_drafts_are_not_made():
+def test_expensive_drafts_are_not_made():
     for method in METHODS:
         verifier, proposer, heads = make(method, CHOICES, DEAR)
         run(verifier, proposer, [[1, 2, 3]], [SamplingParams(max_new_tokens=30)], 1)

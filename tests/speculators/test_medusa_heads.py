@@ -148,7 +148,7 @@ def test_bad_fields_are_refused(field, value):
         Config("heads", **{field: value})
 
 
-def test_what_the_graph_candidates_follows_the_tree():
+def test_the_number_of_candidates_follows_the_tree():
     def candidates(**config):
         (job,) = MedusaMethod().graph_jobs(Config("m", **config))
         assert isinstance(job, GraphJob)

@@ -107,7 +107,7 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
 @pytest.mark.distribution
 # Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
 @pytest.mark.parametrize(("config", "costs"), [({}, None), ({}, CHEAP), ({"drafts": "greedy"}, CHEAP)])
-def test_three_sampled_tokens_follow_the_targets_dist(config, costs):
+def test_three_sampled_tokens_follow_the_targets_distribution(config, costs):
     num, prompt, heat, top_k = 3000, [3, 1, 4], 0.9, 4
     verifier, proposer, _ = make(costs, slots=20, **config)
     params = [SamplingParams(max_new_tokens=4, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
@@ -130,8 +130,8 @@ def test_three_sampled_tokens_follow_the_targets_dist(config, costs):
 
 
 @pytest.mark.distribution
-def test_the_dist_test_would_notice_dists_of_another_draft():
-    """The same with the heads' distributions shifted by one token: the text no longer follows the target."""
+def test_the_distribution_test_notices_the_distributions_of_another_draft():
+    """With the heads' distributions shifted by one token the text no longer follows the target."""
     num, prompt = 1500, [3, 1, 4]
     verifier, proposer, heads = make(None, slots=20)
     right = heads.run
@@ -149,7 +149,7 @@ def test_the_dist_test_would_notice_dists_of_another_draft():
     assert chisquare(counts[seen], dist[seen] * num, sum_check=False).pvalue < 1e-4
 
 
-def test_heads_draft_behind_the_slots_own_text_and_states_stay_on_the_device():
+def test_heads_continue_the_slots_own_text_and_states_stay_on_the_device():
     verifier, proposer, heads = make(None)
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10, 11, 12]]
     params = [SamplingParams(max_new_tokens=30)] * 4
@@ -183,7 +183,7 @@ def test_a_prompt_of_one_token_drafts_from_its_second_step_on():
     assert heads.num_runs >= 2 and slot.tokens[1:] == TARGET.greedy([3], 12)
 
 
-def test_drawn_drafts_are_all_scored_and_padded_to_the_dists_width():
+def test_drawn_drafts_are_all_scored_and_padded_to_the_distributions_width():
     verifier, proposer, _ = make(CHEAP)
     slots = Slots([Slot(0, [1, 2, 3], SamplingParams(max_new_tokens=3, temperature=1.0), frozenset(), None)], 1)
     trees = []
@@ -195,7 +195,7 @@ def test_drawn_drafts_are_all_scored_and_padded_to_the_dists_width():
     assert trees[0].num_nodes.tolist() == [3]  # two drafts fit before the end, the third is padding
 
 
-def test_an_abandoned_run_leaves_nothing_behind():
+def test_an_abandoned_run_leaves_no_state():
     verifier, proposer, _ = make(None)
     params = [SamplingParams(max_new_tokens=20)] * 2
     steps = decode(verifier, proposer, Slots([Slot(0, [1, 2, 3], params[0], frozenset(), None)], 4))

@@ -66,7 +66,7 @@ def random_state(variant, seed=0):
 
 
 def paths_twin(weights, variant, hidden, tokens):
-    """Logits [batch, vocab] float64 behind tokens [batch, nodes] from the formula: hidden [batch, HIDDEN]."""
+    """Returns logits [batch, vocab] float64 after tokens [batch, nodes] by the formula: hidden [batch, HIDDEN]."""
     num, _, scaled = VARIANTS[variant]
     state_weight = 0.5 ** (0.5 / num)
     token_weight = math.sqrt((1 - state_weight**2) * (INNER / 2)) / state_weight
@@ -253,7 +253,7 @@ def test_published_configs_give_their_sizes(name, tmp_path):
 
 
 def test_an_export_that_is_over_holds_no_weights():
-    """torch's and onnxscript's globals keep what they saw last; a second large export would not fit beside it."""
+    """Globals of torch and onnxscript keep the last export; a second large one would not fit beside it."""
     heads = random_heads(sizes("scaled"))
     held = [weakref.ref(parameter) for parameter in heads.parameters()]
     graph = export_heads(Chain(MlpExpander(heads), 2), sizes("scaled").spec("heads"), lambda stage: None)

@@ -85,7 +85,7 @@ def test_rates_are_learned_by_match_length():
         step(2)
     assert probs()[1] > 0.92
     assert probs()[0] == first[0]
-    proposer.budget.best = lambda gains, num_slots: (0, 0.0, 0.0)  # nothing is worth its time
+    proposer.budget.best = lambda gains, num_slots: (0, 0.0, 0.0)  # no draft gains time
     for _ in range(300):
         assert step(0) == 0
     assert probs()[1] == pytest.approx(first[1], abs=0.02)

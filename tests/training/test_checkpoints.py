@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint of a run: read back as it was, and a full disk is an error of the build with nothing left over."""
+"""The checkpoint of a run: read back unchanged, and a full disk is a BuildError that leaves no partial file."""
 
 from __future__ import annotations
 

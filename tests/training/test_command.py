@@ -29,14 +29,14 @@ def test_the_command_trains_and_measures(write_recipe, folder: Path, capsys):
     result = json.loads(out.out)
     chains = result["chains"]
     assert chains["num_prompts"] == 2 and chains["num_drafts"] == 3 and len(chains["by_position"]) == 3
-    # Every step emits what it accepts and one token more, until 128 are there.
+    # Every step emits its accepted tokens and one more, until 128 are emitted.
     assert 1 <= chains["mean_acceptance_length"] <= 4
     assert chains["steps"] * chains["mean_acceptance_length"] == pytest.approx(2 * 127, abs=8)
     assert (output / "model.safetensors").is_file()
     assert "held out: loss" in out.err and "agreement" in out.err
     assert f"train mlp for {plan_target(recipe)} into {output}: plain text 4 steps" in out.err
     assert "measure: prompts 0/2" in out.err
-    # The run is whole: given again it says which checkpoint it takes up.
+    # The run is complete: started again it reports the checkpoint that it resumes.
     assert main(["train", str(recipe), "-o", str(output)]) == 0
     assert f"go on from the checkpoint in {output}.run, plain 4/4" in capsys.readouterr().err
 

@@ -44,7 +44,7 @@ def test_a_speculator_is_what_its_recipe_says(path, model):
     held = model.run(tokens[:, :-1], needs)
     drafts = trainable.draft(batch_from_outputs(tokens, held, 0), 3)
     assert drafts.shape == (3,) and (drafts >= 0).all() and (drafts < 8192).all()
-    # Trained: on plain code its first candidates agree with the target far more often than by chance.
+    # Trained: on plain code its first drafts agree with the target far more often than by chance.
     whole = batch_from_outputs(tokens, model.run(tokens, needs), seed=0)
     with torch.no_grad():
         drafted = trainable(whole)

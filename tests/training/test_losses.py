@@ -36,7 +36,7 @@ def make_drafted(seed=1, depth=3, d2t=None):
 
 
 def reference(drafted, batch, kl_share, decay):
-    """The same sum, a row at a time."""
+    """The same sum, row by row."""
     total, weights = 0.0, torch.tensor([decay**i for i in range(drafted.labels.shape[1])])
     dists = torch.zeros(2 * NODES, VOCAB).scatter_(1, batch.dist_tokens.flatten(0, 1), batch.dist_probs.flatten(0, 1))
     dists /= dists.sum(-1, keepdim=True)
@@ -79,11 +79,11 @@ def test_hits_and_chains_are_counted():
     _, sums = judge(drafted, batch, LossOptions(1.0, 1.0, torch.float32), VOCAB)
     _, hits, tried, kept, chains = sums.tolist()
     assert hits == [2, 2] and tried == [3, 2]
-    assert kept == [1, 1] and chains == [2, 2]  # the third row is no whole chain
+    assert kept == [1, 1] and chains == [2, 2]  # the third row is not a whole chain
     assert measures_from_sums(sums)["acceptance_length"] == 2.0
 
 
-def test_a_candidate_outside_the_draft_vocabulary_cannot_hit():
+def test_a_label_outside_the_draft_vocabulary_cannot_be_hit():
     batch = make_batch()
     greedy = batch.dist_tokens.flatten(0, 1)[:, 0]
     d2t = torch.tensor([t for t in range(VOCAB) if t != int(greedy[3])])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs: what they leave, that a stopped one goes on exactly, that several processes agree with one."""
+"""Whole runs: their files, a stopped run that resumes exactly, several processes that agree with one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rows(output: Path):
 
 @pytest.fixture(scope="module")
 def whole(write_recipe):
-    """A run in one go: the curve, and the folder."""
+    """An uninterrupted run: the curve, and the folder."""
     recipe = write_recipe("medusa", "whole", steps=8)
     result = run(recipe)
     output = resolve_training(load_recipe(recipe)).output
@@ -141,7 +141,7 @@ def test_the_target_writes_the_text_of_the_second_stage(write_recipe, target, mo
     result = run(recipe)
     assert sorted(result["held_out"]) == ["generated", "plain"]
     loaded = load_recipe(recipe)
-    monkeypatch.setattr(text_module, "build", None)  # what was generated once is not generated again
+    monkeypatch.setattr(text_module, "build", None)  # generated text is not generated again
     windows = TextBook(loaded, target, lambda message: None).windows("generated")
     tokens = torch.from_numpy(windows.rows("train", range(windows.counts["train"]))).long()
     assert tokens.shape[1] == 20 and 16 <= windows.counts["train"] <= 24
@@ -173,7 +173,7 @@ def test_two_processes_train_as_one_does(whole, write_recipe):
 
 
 def test_outputs_are_kept_where_they_are_read_often(write_recipe, folder):
-    """One pass is cheapest without keeping anything; a hundred are not."""
+    """One pass is cheapest without stored outputs; a hundred are not."""
     from speccompile.training.states import CachedStates, LiveStates, choose, output_names, write_states
     from speccompile.training.target import Target
     from speccompile.training_contract import TargetNeeds

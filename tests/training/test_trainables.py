@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every trainable: teacher-forced equals step by step, its file comes back, its loss falls."""
+"""Every trainable: teacher forcing equals step by step, its file is read back, its loss falls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from speccompile.training.target import Target
 from tests.training.conftest import HEADS
 
 METHODS = sorted(HEADS)
-NODES, ROOT = 14, 6  # the root stands at ROOT
+NODES, ROOT = 14, 6  # the root is at position ROOT
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def make(model, write_recipe):
 
 
 def shake(trainable):
-    """Away from where training begins, which candidates the same token everywhere."""
+    """Moves the weights away from the initial ones, which draft the same token everywhere."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in trainable.parameters():
@@ -75,7 +75,7 @@ def test_teacher_forced_equals_step_by_step(method, make, model):
 
 
 def forced(trainable, batch):
-    """The candidates of a batch whose drawn starts include the root, and the row of the root's chain."""
+    """Returns the drafts of a batch whose drawn starts include the root, and the row of the root's chain."""
     for seed in range(64):
         drafted = trainable(replace(batch, seed=seed))
         rows = (drafted.labels[:, 0] == ROOT).nonzero()

@@ -42,7 +42,7 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
         self.evaluator = ReferenceEvaluator(str(path), new_ops=reference_ops())
         self.plain_inputs = spec.plain_inputs
         self.plain_outputs = [t.name for t in spec.outputs[: len(spec.outputs) - len(spec.caches)]]
-        sizes = {"batch": max_slots, "max_seq": max_rows, specs.LENT_ROWS: max_rows}
+        sizes = {"batch": max_slots, "max_seq": max_rows, specs.SHARED_ROWS: max_rows}
         shapes = {n: shape_from_dims(spec.input(n), sizes) for n in spec.cache_inputs}
         self.caches = {n: np.zeros(shapes[n], np.float32) for n in spec.own_caches}
         self.bound = dict(self.caches)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from speccompile.core.specs import (
     HIDDEN,
     KV_ROWS,
-    LENT_ROWS,
+    SHARED_ROWS,
     GraphSpec,
     TensorSpec,
     compacted_cache_name,
@@ -35,7 +35,7 @@ def tensorrt_spec(spec: GraphSpec, dtype: str, max_rows: int, *, compacts: bool 
             return replace(tensor, dtype=dtype)
         if tensor.name not in caches:
             return tensor
-        dims = tuple(max_rows if d in ("max_seq", LENT_ROWS) else d for d in tensor.dims)
+        dims = tuple(max_rows if d in ("max_seq", SHARED_ROWS) else d for d in tensor.dims)
         return replace(tensor, dims=dims, dtype=dtype)
 
     caches = {name for cache in spec.cache_inputs for name in (cache, updated_cache_name(cache))}

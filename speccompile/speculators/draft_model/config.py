@@ -25,10 +25,10 @@ class DraftModelConfig(CachedDraftFields):
     Args:
         model: checkpoint folder or hub id of the draft.
         max_draft_tokens: longest chain of `num_draft_tokens: auto`.
-        min_confidence: draft no further after a path that the draft itself believes in less than this; with a number
+        min_confidence: draft no further after a path whose probability in the draft is below this; with a number
             and `num_draft_tokens: auto` nothing else ends a chain. `auto`: the measured costs decide.
         allow_tokenizer_mismatch: build although draft and target have different tokenizers.
-        config: folder with the draft's config.json, where the hub's is not at hand; for random weights.
+        config: folder with the draft's config.json, where the hub cannot be reached; for random weights.
         quantization, num_draft_tokens, drafts, confidence_odds: see `drafting.cached_drafts.CachedDraftFields`.
         tree, tree_width, tree_depth, num_candidates: see `drafting.tree_config.TreeFields`.
 
@@ -36,7 +36,7 @@ class DraftModelConfig(CachedDraftFields):
         RecipeError: a value is out of range.
     """
 
-    # Fields that bundles of earlier builds name, with the values that ask for what is done now.
+    # Fields that bundles of earlier builds have, with the values whose meaning is today's behaviour.
     RETIRED_FIELDS: ClassVar[Mapping[str, tuple[str, ...]]] = {"engine_form": ("auto", "stepwise")}
 
     model: str
@@ -75,7 +75,7 @@ class DraftModelConfig(CachedDraftFields):
 
 @dataclass(frozen=True)
 class DraftModelTraining:
-    """What is trained.
+    """Sizes and settings of the training.
 
     Args:
         hidden_size: of the draft.
@@ -113,14 +113,14 @@ class DraftModelMethod(Method):
     trainer = "speccompile.speculators.draft_model.trainer:DraftModelTrainer"
 
     def graph_jobs(self, config: DraftModelConfig) -> tuple[GraphJob, ...]:
-        """The draft model."""
+        """Returns the draft's graph."""
         options = DecoderOptions(candidates=CandidateOptions(config.candidates_needed, config.has_probs))
         return (GraphJob(DRAFT, config.model, config.quantization, options=options, config=config.config),)
 
     def make_proposer(
         self, config: DraftModelConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
-        """The proposer over the draft's engine; how far it drafts depends on the measured costs."""
+        """Returns the proposer over the draft's engine; how far it drafts depends on the measured costs."""
         engine, max_rows = engines[DRAFT], context.seq_lens.get(DRAFT, context.max_seq_len)
         rows = DraftCache(engine, max_rows, context.max_draft_nodes)
         return DraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))

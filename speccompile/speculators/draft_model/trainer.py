@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small causal language model under training: every position imitates the target's distribution behind it."""
+"""A small causal language model under training: every position imitates the target's distribution after it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainableDraft(nn.Module):
         self.model, self.target, self.num_positions = model, target, chain
 
     def forward(self, batch: TrainingBatch) -> Drafted:
-        """Chains of positions one behind the other."""
+        """Returns the text's positions, cut into chains."""
         count, nodes = batch.tokens.shape
         whole = nodes // self.num_positions * self.num_positions
         states = self.model.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :whole]
@@ -46,7 +46,7 @@ class TrainableDraft(nn.Module):
 
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
-        """Token by token with the model's cache."""
+        """Returns a chain, drafted token by token with the model's cache."""
         tokens, past, drafted = batch.tokens, None, []
         for _ in range(num):
             out = self.model(input_ids=tokens, past_key_values=past, use_cache=True)
@@ -55,7 +55,7 @@ class TrainableDraft(nn.Module):
         return torch.stack(drafted)
 
     def save(self, folder: Path) -> None:
-        """A checkpoint of transformers with the target's tokenizer."""
+        """Writes a checkpoint of transformers with the target's tokenizer."""
         state = {k: v.detach().to(torch.bfloat16) for k, v in self.model.state_dict().items()}
         with torch.device("meta"):
             copy = type(self.model)(self.model.config)
@@ -104,9 +104,9 @@ class DraftModelTrainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: DraftModelTraining, target: Mapping[str, Any]) -> TargetNeeds:
-        """The distributions alone."""
+        """Returns no needs besides the distributions."""
         return TargetNeeds()
 
     def make(self, config: DraftModelTraining, parts: TargetParts, start: Path | None) -> Any:
-        """A new model with tied embeddings, or `start`."""
+        """Returns a new model with tied embeddings, or `start`."""
         return TrainableDraft(make_model(config, parts, start), parts.folder, config.chain)

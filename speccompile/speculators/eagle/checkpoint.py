@@ -36,7 +36,7 @@ def _derive(sizes: Sizes) -> None:
 
 
 def _check_first_norm(case: Case) -> Iterator[Finding]:
-    """A norm before the first attention, which other loaders drop in silence."""
+    """Yields a finding for a norm before the first attention, which other loaders drop silently."""
     key = case.prefix + _FIRST_NORM
     if key in case.files.headers:
         todo = "It is a variant that was trained with this norm: dropping it would change every draft."
@@ -44,7 +44,7 @@ def _check_first_norm(case: Case) -> Iterator[Finding]:
 
 
 def _check_head(case: Case) -> Iterator[Finding]:
-    """An LM head of its own, which the layout does not have."""
+    """Yields a finding for an LM head of its own, which the layout does not have."""
     key = case.prefix + "lm_head.weight"
     if key in case.files.headers:
         todo = "The target's LM head is used; if this one was trained, the drafter is of another kind."
@@ -96,7 +96,7 @@ FORMATS = (
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
+    """Returns config and weights in our layout; see `doctor.doctor.read_speculator`."""
     return read_speculator(folder, FORMATS)
 
 
@@ -106,18 +106,18 @@ class DraftSource(FeatureSource):
     formats = FORMATS
 
     def counts(self) -> WeightCounts | None:
-        """From the sizes."""
+        """Returns the weight counts of these sizes."""
         hidden = self.dims.hidden_size
         return count_weights(self.dims, hidden, 2 * self.dims.num_layers - 1, 2 * hidden * hidden)
 
     def spec(self) -> GraphSpec:
-        """Inputs and outputs of the graph."""
+        """Returns the inputs and outputs of the graph."""
         options: CandidateOptions = self.job.options
         num = min(options.num_candidates, self.dims.vocab_size)
         return feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
-        """Read or make the weights, and trace."""
+        """Reads or makes the weights, and traces the graph."""
         from speccompile.checkpoints.target_tables import read_tables
         from speccompile.export.feature_draft import export_feature_draft
         from speccompile.speculators.eagle.model import make_body

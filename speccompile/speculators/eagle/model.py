@@ -57,7 +57,7 @@ class EagleBody(FeatureBody):
 def make_body(
     config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None, lm_head: torch.Tensor
 ) -> EagleBody:
-    """The drafter with its weights.
+    """Returns the drafter with its weights.
 
     Args:
         config: ours.

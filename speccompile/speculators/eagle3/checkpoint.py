@@ -5,9 +5,9 @@ Layouts: the first release's (ours), numbered layers, and vLLM's speculators for
 is the target's token i + d2t[i]. `t2d` marks the target's tokens that are drafted. Both are absent where the
 vocabularies are one.
 
-Layers of the target are counted from 0, and what is read is the residual stream behind them. The published choice for
-n layers are the streams in front of layers 2, n / 2 and n - 3. A checkpoint that names others means "behind" if its
-first number is 1, and "in front of" if it is 2 or more (SGLang reads them by the same rule).
+Layers of the target are counted from 0, and the residual stream after each of them is read. The published choice for
+n layers are the streams before layers 2, n / 2 and n - 3. A checkpoint that names others means "after" if its first
+number is 1, and "before" if it is 2 or more (SGLang reads them by the same rule).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _derive(sizes: Sizes) -> None:
 
 
 def _check_maps(case: Case) -> Iterator[Finding]:
-    """d2t holds offsets, leads to tokens of the target, and agrees with t2d."""
+    """Yields findings unless d2t holds offsets, leads to tokens of the target, and agrees with t2d."""
     key, mask_key = case.key_of("d2t"), case.key_of("t2d")
     vocab, num = case.sizes.get("vocab"), case.sizes.get("draft_vocab")
     if key is None or vocab is None or num is None or case.files.headers[key].shape != (num,):
@@ -102,7 +102,7 @@ def _absolute(case: Case, key: str) -> Finding:
 
 
 def _check_layers(case: Case) -> Iterator[Finding]:
-    """The states that are fused are three of the target's."""
+    """Yields findings unless the fused states are three of the target's."""
     ids = layer_ids(case.config)
     if ids is None:
         return
@@ -119,7 +119,7 @@ def _check_layers(case: Case) -> Iterator[Finding]:
 
 
 def layer_ids(config: Mapping[str, Any]) -> Any:
-    """What a config says of the target's layers, as it stands there; None where it says nothing."""
+    """Returns the target's layers as a config states them; None where it does not."""
     nested = config.get("eagle_config")
     inner = nested.get(_IDS[0]) if isinstance(nested, Mapping) else None
     return config.get(_IDS[0]) if config.get(_IDS[0]) is not None else inner
@@ -148,7 +148,7 @@ def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
 
 
 def _complete(config: Mapping[str, Any], tensors: dict[str, Any]) -> None:
-    """The mask that the map implies."""
+    """Adds the mask that the map implies."""
     if "d2t" in tensors and "t2d" not in tensors:
         import torch
 
@@ -157,7 +157,7 @@ def _complete(config: Mapping[str, Any], tensors: dict[str, Any]) -> None:
 
 
 def _sizes(scope: str = "") -> tuple[Size, ...]:
-    """Sizes, with those of the layer in an object of the config."""
+    """Returns the sizes, with those of the layer in an object of the config."""
     marks = ((r"^t2d$", 0), (r"^embed_tokens\.weight$", 0))
     return (
         *decoder_sizes(scope),
@@ -171,7 +171,7 @@ def _sizes(scope: str = "") -> tuple[Size, ...]:
 
 
 def _rows(first: str) -> tuple[Row, ...]:
-    """Rows, with the beginning of the first layer's keys."""
+    """Returns the rows, with the beginning of the first layer's keys."""
     over = (("layer", "num_layers", 1),)
     maps = (("d2t", ("draft_vocab",), ("I64", "I32"), False), ("t2d", ("vocab",), ("BOOL",), True))
     return (
@@ -242,14 +242,14 @@ FORMATS = (
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
+    """Returns config and weights in our layout; see `doctor.doctor.read_speculator`."""
     return read_speculator(folder, FORMATS)
 
 
 def layers_of_target(
     model: str, config: str | None, asked: Sequence[int] | None, num_layers: int, weights: str
 ) -> tuple[int, ...]:
-    """The layers of a target, for its own graph and the speculator's.
+    """Returns the layers of a target, for its own graph and the speculator's.
 
     Args:
         model: of the speculator.
@@ -276,13 +276,13 @@ def layers_of_target(
         return named
     if weights == "random":
         return default_layers(num_layers, is_random=True)
-    got, expected = f"the stream behind layer {max(named)}", f"one of the target's {num_layers} layers"
+    got, expected = f"the stream after layer {max(named)}", f"one of the target's {num_layers} layers"
     todo = "It was trained for another target: give the model that it belongs to."
     raise CheckpointError(str(folder / "config.json"), got, expected, todo)
 
 
 def layers_from_config(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The layers that a config names; None where it names none.
+    """Returns the layers that a config names; None where it names none.
 
     Raises:
         CheckpointError: they are not three different layers.
@@ -299,7 +299,7 @@ def layers_from_config(folder: Path, config: Mapping[str, Any]) -> tuple[int, ..
 
 
 def default_layers(num_layers: int, *, is_random: bool = False) -> tuple[int, ...]:
-    """The published choice; small random targets have the first, a middle and the last layer.
+    """Returns the published choice; small random targets have the first, a middle and the last layer.
 
     Raises:
         RecipeError: there are too few layers.
@@ -314,7 +314,7 @@ def default_layers(num_layers: int, *, is_random: bool = False) -> tuple[int, ..
 
 
 class _Eagle3Source(FeatureSource):
-    """What both graphs share."""
+    """Base of the sources of both graphs."""
 
     formats = FORMATS
 
@@ -343,17 +343,17 @@ class DraftSource(_Eagle3Source):
         self.needs_tables = context.weights == "random" or not holds(self.folder, EMBEDDINGS)
 
     def counts(self) -> WeightCounts | None:
-        """From the sizes."""
+        """Returns the weight counts of these sizes."""
         return count_weights(self.dims, 2 * self.dims.hidden_size, 2 + 2 * self.dims.num_layers)
 
     def spec(self) -> GraphSpec:
-        """Inputs and outputs of the graph."""
+        """Returns the inputs and outputs of the graph."""
         options: DraftOptions = self.job.options
         num = min(options.num_candidates, self.dims.draft_vocab_size)
         return feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
-        """Read or make the weights, and trace."""
+        """Reads or makes the weights, and traces the graph."""
         from speccompile.checkpoints.target_tables import read_tables
         from speccompile.export.feature_draft import export_feature_draft
         from speccompile.speculators.eagle3.model import make_body
@@ -376,12 +376,12 @@ class FusionSource(_Eagle3Source):
         self.max_rows = 0
 
     def counts(self) -> WeightCounts | None:
-        """From the sizes; norms are left out."""
+        """Returns the weight counts of these sizes; norms are left out."""
         num = NUM_STREAMS * self.dims.target_hidden_size * self.dims.hidden_size
         return WeightCounts(num, num, 0)
 
     def spec(self) -> GraphSpec:
-        """Inputs and outputs of the graph."""
+        """Returns the inputs and outputs of the graph."""
         return fusion_spec(self.job.name, self.dims)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
@@ -389,7 +389,7 @@ class FusionSource(_Eagle3Source):
         return check_features(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
-        """Read or make the weights, and trace."""
+        """Reads or makes the weights, and traces the graph."""
         from speccompile.export.feature_draft import export_fusion
         from speccompile.speculators.eagle3.model import make_fusion
 

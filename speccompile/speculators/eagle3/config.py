@@ -54,7 +54,7 @@ class Eagle3Config(FeatureFields):
 
 @dataclass(frozen=True)
 class DraftOptions(CandidateOptions):
-    """Of the drafter's graph.
+    """Options of the drafter's graph.
 
     Args:
         layers: of the target, see `Eagle3Config.chosen_layers`.
@@ -65,7 +65,7 @@ class DraftOptions(CandidateOptions):
 
 @dataclass(frozen=True)
 class FusionOptions:
-    """Of the graph that fuses the target's states.
+    """Options of the graph that fuses the target's states.
 
     Args:
         layers: of the target, see `Eagle3Config.chosen_layers`.
@@ -89,19 +89,19 @@ class FusedLayers:
     asked: tuple[int, ...] | None
 
     def layers(self, num_layers: int, weights: str) -> tuple[int, ...]:
-        """Three of them."""
+        """Returns three layers."""
         layers: tuple[int, ...] = find_class(RULE)(self.model, self.config, self.asked, num_layers, weights)
         return layers
 
 
 @dataclass(frozen=True)
 class Eagle3Training:
-    """What is trained.
+    """Sizes and settings of the training.
 
     Args:
         layers: decoder layers of the target, from 0, whose residual streams are fused; empty: an early one, the
             middle one and a late one.
-        draft_vocab_size: the most frequent tokens of the text, which alone can be drafted; 0: all.
+        draft_vocab_size: size of the draft vocabulary, the most frequent tokens of the text; 0: all tokens.
         intermediate_size: of the MLP; 0: the target's.
         unrolled_steps: drafts of a chain that are trained on the drafter's own features.
         starts: share of the text's positions from which chains are unrolled in a step, drawn anew each time.
@@ -123,12 +123,12 @@ class Eagle3Training:
             raise RecipeError("training.heads.unrolled_steps", got, "1 or more", "Correct the recipe.")
 
     def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layers, at a target of that many.
+        """Returns the layers for a target of `num_layers` layers.
 
         Raises:
             RecipeError: the target has no such layer, or too few.
         """
-        # The published choice: the states in front of layers 2, n / 2 and n - 3.
+        # The published choice: the states before layers 2, n / 2 and n - 3.
         layers = self.layers or (1, num_layers // 2 - 1, num_layers - 4)
         if len(set(layers)) < 3 or min(layers) < 0 or max(layers) >= num_layers:
             expected = f"three different layers of the target's {num_layers}"
@@ -146,11 +146,11 @@ class Eagle3Method(Method):
     trainer = "speccompile.speculators.eagle3.trainer:Eagle3Trainer"
 
     def target_outputs(self, config: Eagle3Config) -> TargetOutputs:
-        """Three residual streams; which of them depends on the checkpoint and on the target's number of layers."""
+        """Returns three residual streams; which ones depends on the checkpoint and the target's number of layers."""
         return TargetOutputs(hidden_layers=FusedLayers(config.model, config.config, config.chosen_layers))
 
     def graph_jobs(self, config: Eagle3Config) -> tuple[GraphJob, ...]:
-        """Drafter and fusion."""
+        """Returns the graphs of drafter and fusion."""
         own, layers = (config.model, config.quantization), config.chosen_layers
         options = DraftOptions(config.candidates_needed, config.has_probs, layers)
         return (
@@ -161,7 +161,7 @@ class Eagle3Method(Method):
     def make_proposer(
         self, config: Eagle3Config, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
-        """The proposer over both engines."""
+        """Returns the proposer over both engines."""
         fusion = engines[FUSION]
         names = [t.name for t in fusion.spec.inputs]
 

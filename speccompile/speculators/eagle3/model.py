@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter as its graphs compute it, over a cache and for trees; `trainer.py` says the same for whole texts.
+"""The drafter as its graphs compute it, over a cache and for trees; `trainer.py` has the same network for whole texts.
 
-Layers are transformers' own Llama layers, so that a config's biases, activation and rotary scaling mean what they
-mean there.
+Layers are transformers' own Llama layers, so that a config's biases, activation and rotary scaling have their
+meaning there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MidLayer(nn.Module):
         self.post_attention_layernorm, self.mlp = LlamaRMSNorm(width, eps), LlamaMLP(layer)
 
     def forward(self, embedded: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
-        """Embeddings and features [batch, nodes, hidden] -> own features."""
+        """Returns the next features: embeddings and features [batch, nodes, hidden] -> own features."""
         normed = self.hidden_norm(features)
         mixed = torch.cat((self.input_layernorm(embedded), normed), -1)
         x = (normed if self.is_normed else features) + self.self_attn(mixed, position_embeddings=angles)[0]
@@ -39,7 +39,7 @@ class MidLayer(nn.Module):
 
 
 class Eagle3Body(FeatureBody):
-    """Everything behind the fused feature.
+    """Everything after the fused feature.
 
     Args:
         config: ours.
@@ -86,7 +86,7 @@ class Fusion(nn.Module):
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps) for _ in dims.layers) if has_stream_norms else None
 
     def forward(self, streams: list[torch.Tensor]) -> torch.Tensor:
-        """Three [batch, nodes, target_hidden] -> [batch, nodes, hidden]."""
+        """Returns the features: three [batch, nodes, target_hidden] -> [batch, nodes, hidden]."""
         if self.fc_norm is not None:
             streams = [norm(x) for norm, x in zip(self.fc_norm, streams, strict=True)]
         return self.fc(self.input_norm(torch.cat(streams, -1)))
@@ -95,7 +95,7 @@ class Fusion(nn.Module):
 def make_body(
     config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None, embeddings: torch.Tensor
 ) -> Eagle3Body:
-    """The drafter with its weights.
+    """Returns the drafter with its weights.
 
     Args:
         config: ours.
@@ -111,7 +111,7 @@ def make_body(
 
 
 def make_fusion(config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None) -> Fusion:
-    """What makes features, with its weights; see `make_body`."""
+    """Returns the module that makes features, with its weights; see `make_body`."""
     with torch.device("meta"):
         fusion = Fusion(config, dims, weights is not None and "fc_norm.0.weight" in weights)
     fill_weights(fusion, weights)
@@ -119,7 +119,7 @@ def make_fusion(config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[s
 
 
 def target_tokens(dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None) -> torch.Tensor | None:
-    """[draft_vocab] int64: the target's token of each draft token; with random weights they are spread evenly."""
+    """Returns [draft_vocab] int64: the target's token of each draft token, evenly spaced with random weights."""
     num, vocab = dims.draft_vocab_size, dims.vocab_size
     if num == vocab and (weights is None or "d2t" not in weights):
         return None

@@ -13,12 +13,12 @@ from speccompile.errors import CheckpointError
 
 SCOPE = "transformer_layer_config."
 VERSION = "0.3.0"  # of the format that is written
-NUM_DRAFTS = 3  # that vLLM makes unless it is told otherwise
+NUM_DRAFTS = 3  # vLLM's default
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def check_config(case: Case) -> Iterator[Finding]:
-    """The parts that vLLM refuses to load without."""
+    """Yields a finding for each missing part without which vLLM does not load the config."""
     todo = "Complete config.json: vLLM does not load it without."
     if not isinstance(case.config.get("transformer_layer_config"), Mapping):
         yield finding("error", case.config_place("transformer_layer_config"), "nothing", "the layer's config", todo)
@@ -38,7 +38,7 @@ def check_config(case: Case) -> Iterator[Finding]:
 
 
 def check_residual(case: Case) -> Iterator[Finding]:
-    """A switch whose default differs between those who read the format."""
+    """Yields a finding for a missing switch, whose default differs between the format's readers."""
     if not isinstance(case.config.get("norm_before_residual"), bool):
         where, got = case.config_place("norm_before_residual"), repr(case.config.get("norm_before_residual"))
         todo = "vLLM takes true, the speculators library false: give what it was trained with, in config.json or --set."
@@ -46,7 +46,7 @@ def check_residual(case: Case) -> Iterator[Finding]:
 
 
 def ours_from_config(case: Case) -> dict[str, Any]:
-    """Our config."""
+    """Returns the config in our layout."""
     config, sizes = case.config, case.sizes
     layer = config["transformer_layer_config"]
     ours = {
@@ -65,7 +65,7 @@ def ours_from_config(case: Case) -> dict[str, Any]:
 
 
 def config_from_ours(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
-    """The config of the speculators format.
+    """Returns the config of the speculators format.
 
     Args:
         config: ours.

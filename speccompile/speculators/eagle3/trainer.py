@@ -2,9 +2,10 @@
 """An EAGLE-3 drafter under training: the first draft at every position, further ones on its own features.
 
 Its network is one decoder layer over (embedding of the next token, feature of this position). The feature of a position
-that the target has read is fc(three residual streams of the target); that of a draft is the drafter's own output behind
+that the target has read is fc(three residual streams of the target); that of a draft is the drafter's own output after
 its layer, before the norm. The layer has its own cache: row t belongs to the feature of position t and the token at
-t + 1. After Li et al. 2025, "EAGLE-3" (arXiv 2503.01840), and the published code. `model.py` says the same for graphs.
+t + 1. After Li et al. 2025, "EAGLE-3" (arXiv 2503.01840), and the published code. `model.py` has the
+same network for graphs.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from torch import nn
 
 from speccompile.errors import RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
-from speccompile.export.layers import RmsNorm, SelfAttention, SwiGlu, attend, init_linear, join_heads, reset
+from speccompile.export.layers import RmsNorm, SelfAttention, SwiGlu, attend, copy_weights, init_linear, join_heads
 from speccompile.speculators.eagle3.checkpoint import NUM_STREAMS
 from speccompile.speculators.eagle3.config import Eagle3Training
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
-DraftLayout = tuple[torch.Tensor, torch.Tensor]  # keys and values [batch, kv_heads, rows, head_dim]
+KeyValues = tuple[torch.Tensor, torch.Tensor]  # [batch, kv_heads, rows, head_dim] each
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,10 @@ class MidLayer(nn.Module):
     def project(
         self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Residual [batch, nodes, hidden], queries, keys and values.
+        """Returns residual [batch, nodes, hidden], queries, keys and values.
 
         Args:
-            embedded: [batch, nodes, hidden], of the tokens behind the features.
+            embedded: [batch, nodes, hidden], of the tokens after the features.
             feature: [batch, nodes, hidden].
             positions: [batch, nodes] int64, of the features.
         """
@@ -90,7 +91,7 @@ class MidLayer(nn.Module):
         return (normed if self.norm_before_residual else feature, *self.self_attn.project(both, positions))
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The next feature: attended [batch, heads, nodes, head_dim] -> [batch, nodes, hidden]."""
+        """Returns the next feature: attended [batch, heads, nodes, head_dim] -> [batch, nodes, hidden]."""
         x = residual + self.self_attn.o_proj(join_heads(attended))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -115,12 +116,12 @@ class EagleHeads(nn.Module):
         init_linear(self)
 
     def target_tokens(self) -> torch.Tensor | None:
-        """[draft vocab] int64, the target's token of each draft token; None where the vocabularies are one."""
+        """Returns [draft vocab] int64, the target's token of each draft token; None where the vocabularies are one."""
         offsets = getattr(self, "d2t", None)
         return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
 
     def fuse(self, streams: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Features of positions that the target has read: three [..., target hidden] -> [..., hidden]."""
+        """Returns the features of positions that the target has read: three [..., target hidden] -> [..., hidden]."""
         return self.fc(torch.cat(tuple(streams), -1))
 
     def read(
@@ -128,10 +129,10 @@ class EagleHeads(nn.Module):
         embedded: torch.Tensor,
         feature: torch.Tensor,
         positions: torch.Tensor,
-        past: DraftLayout | None,
+        past: KeyValues | None,
         mask: Any,
-    ) -> tuple[torch.Tensor, DraftLayout]:
-        """The layer over new positions behind `past`; the way of inference.
+    ) -> tuple[torch.Tensor, KeyValues]:
+        """Runs the layer over new positions after `past`, as inference does.
 
         Args:
             embedded: [batch, nodes, hidden].
@@ -153,10 +154,10 @@ class EagleHeads(nn.Module):
         embedded: torch.Tensor,
         feature: torch.Tensor,
         places: torch.Tensor,
-        context: DraftLayout,
-        chains: list[DraftLayout],
-    ) -> tuple[torch.Tensor, DraftLayout]:
-        """One more draft of many chains at once, each with a context of its own; the way of training.
+        context: KeyValues,
+        chains: list[KeyValues],
+    ) -> tuple[torch.Tensor, KeyValues]:
+        """Runs one more draft of many chains at once, each with a context of its own, as training does.
 
         Args:
             embedded: [batch, starts, hidden], of the chains' last tokens.
@@ -171,8 +172,8 @@ class EagleHeads(nn.Module):
         residual, q, k, v = self.midlayer.project(embedded, feature, places + 1 + len(chains))
         group, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
         keys, values = (x.repeat_interleave(group, 1) for x in context)
-        is_behind = torch.arange(keys.shape[2], device=q.device) > places[:, None, :, None]
-        scores = [(q @ keys.transpose(2, 3)).float().masked_fill(is_behind, -math.inf) * scale]
+        is_later = torch.arange(keys.shape[2], device=q.device) > places[:, None, :, None]
+        scores = [(q @ keys.transpose(2, 3)).float().masked_fill(is_later, -math.inf) * scale]
         rows = [(ck.repeat_interleave(group, 1), cv.repeat_interleave(group, 1)) for ck, cv in [*chains, (k, v)]]
         scores += [(q * ck).float().sum(-1, keepdim=True) * scale for ck, _ in rows]
         probs = torch.cat(scores, -1).softmax(-1).to(q.dtype)
@@ -185,8 +186,8 @@ class EagleHeads(nn.Module):
 class TrainableEagle3(nn.Module):
     """See `speccompile.training_contract.Trainable`.
 
-    A drafter that only ever saw the target's features drafts one token well and then none: it is unrolled in
-    training as it is at drafting time ("training-time test" of the paper).
+    A drafter that saw only the target's features in training drafts one token well and no further ones: so training
+    unrolls it as drafting does ("training-time test" of the paper).
 
     Args:
         heads: the drafter.
@@ -201,7 +202,7 @@ class TrainableEagle3(nn.Module):
         self.register_buffer("embeddings", parts.embeddings, persistent=False)
 
     def forward(self, batch: TrainingBatch) -> Drafted:
-        """A chain that starts at position t reads features up to t and tokens up to t + 1, the root."""
+        """Returns the drafts; a chain that starts at t reads features up to t and tokens up to t + 1, the root."""
         count, nodes = batch.tokens.shape
         features = self.heads.fuse([batch.layers[i][:, :-1].float() for i in self.heads.sizes.layers])
         device = batch.tokens.device
@@ -214,7 +215,7 @@ class TrainableEagle3(nn.Module):
         places = torch.stack([torch.randperm(nodes - 1, generator=generator)[:num] for _ in range(count)]).to(device)
         feature = torch.gather(features, 1, places[..., None].expand(-1, -1, features.shape[-1]))
         states = [feature]
-        chains: list[DraftLayout] = []
+        chains: list[KeyValues] = []
         for step in range(1, self.num_positions):
             tokens = torch.gather(batch.tokens, 1, (places + 1 + step).clamp(max=nodes - 1))
             feature, drafted = self.heads.extend(self.embeddings[tokens], feature, places, context, chains)
@@ -229,7 +230,7 @@ class TrainableEagle3(nn.Module):
 
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
-        """Read all features, then draft on own ones with a growing cache."""
+        """Returns a chain: reads all features, then drafts on its own with a growing cache."""
         features = self.heads.fuse([batch.layers[i].float() for i in self.heads.sizes.layers])
         nodes = features.shape[1]
         mask = torch.ones(nodes, nodes, dtype=torch.bool).tril()
@@ -246,12 +247,12 @@ class TrainableEagle3(nn.Module):
         return torch.stack(drafted)
 
     def save(self, folder: Path) -> None:
-        """The layout of the first release; the embeddings are the target's and left out."""
+        """Writes the layout of the first release; the embeddings are the target's and left out."""
         write_heads(folder, config_from_sizes(self.heads.sizes), self.heads.state_dict())
 
 
 def config_from_sizes(sizes: EagleSizes) -> dict[str, Any]:
-    """The config.json of a drafter of these sizes."""
+    """Returns the config.json of a drafter of these sizes."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -269,13 +270,13 @@ def config_from_sizes(sizes: EagleSizes) -> dict[str, Any]:
         "draft_vocab_size": sizes.draft_vocab_size,
         "tie_word_embeddings": False,
         "norm_before_residual": sizes.norm_before_residual,
-        # The published ids count states in front of layers: layer i's output is the state in front of i + 1.
+        # The published ids count states before layers: layer i's output is the state before i + 1.
         "eagle_aux_hidden_state_layer_ids": [i + 1 for i in sizes.layers],
     }
 
 
 def begin_heads(sizes: EagleSizes, parts: TargetParts) -> EagleHeads:
-    """The feature is the last stream, the MLP and the norm are the target's last ones, the LM head is a part of its."""
+    """Returns a drafter with parts of the target: its last stream as the feature, its last layer, norm and LM head."""
     heads = EagleHeads(sizes)
     hidden = sizes.target_hidden_size
     with torch.no_grad():
@@ -284,7 +285,7 @@ def begin_heads(sizes: EagleSizes, parts: TargetParts) -> EagleHeads:
         if parts.norm is not None and parts.norm.shape == heads.norm.weight.shape:
             heads.norm.weight.copy_(parts.norm)
         if parts.layers:
-            reset(heads.midlayer, parts.layers[-1])
+            copy_weights(heads.midlayer, parts.layers[-1])
         chosen = torch.arange(sizes.vocab_size)
         if sizes.draft_vocab_size != sizes.vocab_size:
             chosen = parts.token_counts.argsort(descending=True, stable=True)[: sizes.draft_vocab_size].sort().values
@@ -298,11 +299,11 @@ class Eagle3Trainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: Eagle3Training, target: Mapping[str, Any]) -> TargetNeeds:
-        """Three residual streams."""
+        """Returns the needs: three residual streams."""
         return TargetNeeds(layers=config.chosen_layers(int(target["num_hidden_layers"])))
 
     def make(self, config: Eagle3Training, parts: TargetParts, start: Path | None) -> Any:
-        """A layer like the target's last one behind its last fused stream, or `start`."""
+        """Returns a layer like the target's last one after its last fused stream, or `start`."""
         vocab, hidden = parts.lm_head.shape
         target = parts.config
         heads, num_draft = int(target["num_attention_heads"]), config.draft_vocab_size or vocab

@@ -36,7 +36,7 @@ MODEL_TYPE = "early_exit"
 
 
 def _check_layers(case: Case) -> Iterator[Finding]:
-    """The head stands behind a layer that the target has, and not behind its last."""
+    """Yields a finding unless the head reads a layer that the target has, and not its last one."""
     asked, target = case.sizes.get("num_exit_layers"), case.target
     if target is not None and asked is not None and not 1 <= asked < target.dims.num_layers:
         expected = f"1 to {target.dims.num_layers - 1}, the layers of {target.name} but its last"
@@ -75,7 +75,7 @@ FORMATS = (
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
+    """Returns config and weights in our layout; see `doctor.doctor.read_speculator`."""
     return read_speculator(folder, FORMATS)
 
 
@@ -132,12 +132,12 @@ class ExitSource:
         return ExitDims(**{**sizes, "num_layers": num, "num_params": 0}, adapter_size=inner, rms_norm_eps=eps)
 
     def check(self) -> None:
-        """Every key and shape of the head; the target's are checked with the target."""
+        """Checks every key and shape of the head; the target's are checked with the target."""
         if self.head_folder is not None:
             check_speculator(self.head_folder, FORMATS, self.context.target)
 
     def digests(self) -> dict[str, str]:
-        """Of the target's config and weights, and of the head's."""
+        """Returns the digests of the target's config and weights, and of the head's."""
         weights = self.context.weights
         held = {f"target/{n}": d for n, d in digests_from_checkpoint(self.folder, weights, WEIGHT_FILES).items()}
         if self.head_folder is not None:
@@ -145,11 +145,11 @@ class ExitSource:
         return held
 
     def counts(self) -> WeightCounts | None:
-        """None: the target's config.json and the sizes tell."""
+        """Returns None: the target's config.json and the sizes are enough."""
         return None
 
     def spec(self) -> GraphSpec:
-        """Inputs and outputs of the graph: its caches are the target's."""
+        """Returns the inputs and outputs of the graph: its caches are the target's."""
         plain = replace(decoder_spec(self.job.name, self.dims), max_rows=self.max_rows)
         return candidate_spec(sharing_spec(plain), self.num_candidates, self.job.options.gives_probs)
 
@@ -158,7 +158,7 @@ class ExitSource:
         return check_candidates(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ExitDims]:
-        """Read the target, keep its first layers, and trace them."""
+        """Reads the target, keeps its first layers, and traces them."""
         from speccompile.speculators.early_exit.model import ExitSizes, cut_model, make_head
 
         dims, head = self.dims, None
@@ -175,7 +175,7 @@ class ExitSource:
 
 
 def _read_head(folder: Path, target: ModelDims) -> dict[str, Any]:
-    """The config of a head, whose sizes are the target's.
+    """Returns the config of a head, whose sizes are the target's.
 
     Raises:
         CheckpointError: a size is missing.

@@ -21,14 +21,14 @@ THE_TARGET = "target"
 
 @dataclass(frozen=True)
 class ExitConfig(CachedDraftFields):
-    """The target's own first layers draft, with a trained head behind them or with the target's final norm.
+    """The target's own first layers draft, followed by a trained head or by the target's final norm.
 
     Args:
-        model: checkpoint folder or hub id of a trained head; None: the target's final norm stands behind the layers.
-        num_exit_layers: decoder layers of the target that run; None: those that the head was trained behind, and
+        model: checkpoint folder or hub id of a trained head; None: the target's final norm follows the layers.
+        num_exit_layers: decoder layers of the target that run; None: those that the head was trained on, and
             without a head half of the target's.
         quantization: `target`: as the target's own layers, so that their weights are shared; or a form of its own.
-        config: folder with the head's config.json, where the hub's is not at hand; for random weights.
+        config: folder with the head's config.json, where the hub cannot be reached; for random weights.
         num_draft_tokens, drafts, confidence_odds: see `drafting.cached_drafts.CachedDraftFields`.
         tree, tree_width, tree_depth, num_candidates: see `drafting.tree_config.TreeFields`.
 
@@ -50,7 +50,7 @@ class ExitConfig(CachedDraftFields):
 
 @dataclass(frozen=True)
 class ExitOptions(CandidateOptions):
-    """Of the graph of the first layers.
+    """Options of the graph of the first layers.
 
     Args:
         has_head: the job's model is a trained head; otherwise it is not read.
@@ -63,7 +63,7 @@ class ExitOptions(CandidateOptions):
 
 @dataclass(frozen=True)
 class ExitTraining:
-    """What is trained.
+    """Sizes and settings of the training.
 
     Args:
         num_exit_layers: decoder layers of the target that run before the head.
@@ -91,14 +91,14 @@ class EarlyExitMethod(Method):
     trainer = "speccompile.speculators.early_exit.trainer:EarlyExitTrainer"
 
     def graph_jobs(self, config: ExitConfig) -> tuple[GraphJob, ...]:
-        """The first layers."""
+        """Returns the graph of the first layers."""
         quantization = AS_TARGET if config.quantization == THE_TARGET else config.quantization
         head = (config.model is not None, config.num_exit_layers)
         options = ExitOptions(config.candidates_needed, config.has_probs, *head)
         return (GraphJob(DRAFT, config.model or THE_TARGET, quantization, SOURCE, options, config.config),)
 
     def make_proposer(self, config: ExitConfig, engines: Mapping[str, Engine], context: MethodContext) -> DraftProposer:
-        """The proposer over the first layers; how far it drafts depends on the measured costs."""
+        """Returns the proposer over the first layers; how far it drafts depends on the measured costs."""
         engine = engines[DRAFT]
         rows = SharedRows(engine, context.max_seq_len)
         return DraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The head behind the target's first layers in torch: an adapter and a norm; the LM head is the target's."""
+"""The head after the target's first layers in torch: an adapter and a norm; the LM head is the target's."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class ExitSizes:
     rms_norm_eps: float = 1e-5
 
     def config_from_sizes(self) -> dict[str, Any]:
-        """The config.json of a checkpoint."""
+        """Returns the config.json of a checkpoint."""
         return {"model_type": MODEL_TYPE, **asdict(self)}
 
 
 def sizes_from_config(config: dict[str, Any]) -> ExitSizes:
-    """Inverse of `config_from_sizes`; KeyError when a size is missing."""
+    """Returns the sizes that a config.json holds; KeyError where one is missing."""
     return ExitSizes(**{f.name: config[f.name] for f in fields(ExitSizes)})
 
 
 class ExitHead(nn.Module):
-    """norm(x + adapter(adapter_norm(x))), x being the residual stream behind the target's first layers.
+    """norm(x + adapter(adapter_norm(x))), x being the residual stream after the target's first layers.
 
     Args:
         sizes: its sizes.
@@ -63,12 +63,12 @@ class ExitHead(nn.Module):
         init_linear(self)
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
-        """What the target's LM head reads: [..., hidden] -> the same."""
+        """Returns what the target's LM head reads: [..., hidden] -> the same."""
         return self.norm(stream + self.adapter(self.adapter_norm(stream)))
 
 
 def make_head(sizes: ExitSizes, weights: Mapping[str, torch.Tensor] | None) -> ExitHead:
-    """A head in float32; without weights a random one, the same every time."""
+    """Returns a head in float32; without weights a random one, the same every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)
         head = ExitHead(sizes)
@@ -79,13 +79,13 @@ def make_head(sizes: ExitSizes, weights: Mapping[str, torch.Tensor] | None) -> E
 
 
 def cut_model(model: Any, dims: ModelDims, num_layers: int, head: ExitHead | None) -> ModelDims:
-    """Keep the first layers of a transformers model, in place.
+    """Keeps the first layers of a transformers model, in place.
 
     Args:
         model: a causal LM.
         dims: its sizes.
         num_layers: layers kept.
-        head: stands in for the final norm; None: the norm stays.
+        head: replaces the final norm; None: the norm stays.
 
     Returns:
         The sizes of what is left.
@@ -100,6 +100,6 @@ def cut_model(model: Any, dims: ModelDims, num_layers: int, head: ExitHead | Non
         base = model.base_model
         if not isinstance(getattr(base, "norm", None), torch.nn.Module):
             todo = "Draft with the layers alone: leave speculator.model out."
-            raise ExportError(type(model).__name__, "no module `norm` behind its layers", "the final norm", todo)
+            raise ExportError(type(model).__name__, "no module `norm` after its layers", "the final norm", todo)
         base.norm = head
     return replace(dims, num_layers=num_layers)

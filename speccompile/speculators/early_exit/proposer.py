@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first layers on the target's own caches: nothing to catch up with, nothing to keep."""
+"""Drafting by the first layers on the target's own caches: they need no prefill and keep no rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from speccompile.drafting.expansion import Expansion
 class SharedRows:
     """See `speccompile.drafting.proposer.DraftRows`.
 
-    The target has read all that stands in front of the root, in the layers that the draft shares with it, too. What
-    the draft writes from the root's row on the target writes again, with the same numbers where the drafts are kept.
-    No row in front may be written: padding goes behind the root's row as well.
+    The target has read all tokens before the root, which fills the rows of the shared layers. The rows from the root
+    on, which the draft writes, are written again by the target, with the same numbers where drafts are accepted.
+    No row before the root's may be written: padding goes after the root's row as well.
 
     Args:
         engine: the first layers; its caches are the target's.
@@ -34,27 +34,27 @@ class SharedRows:
         self.engine, self.max_seq_len = engine, max_seq_len
 
     def start(self, slot: int) -> None:
-        """Nothing to forget."""
+        """Nothing to reset."""
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """The rows are the target's."""
+        """Returns `num_rows`: the rows are the target's."""
         return num_rows
 
     def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """The target has read it for both."""
+        """Nothing: the target's prefill fills the shared rows."""
 
     def room(self, place: int, slot: Slot) -> int:
-        """Rows behind the root's."""
+        """Returns the rows after the root's."""
         return self.max_seq_len - len(slot.tokens)
 
     def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Read the roots."""
+        """Reads the roots."""
         roots = np.array([[slot.tokens[-1]] for slot in batch.slots], dtype=np.int64)
         lengths = np.array([len(slot.tokens) - 1 for slot in batch.slots], dtype=np.int64)
         return self.engine.run({TOKENS: roots, LENGTHS: lengths, **warp})
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
-        """Read a level behind the roots."""
+        """Reads the nodes of one expansion."""
         starts, idle = [], []
         for place, (slot, nodes, num) in enumerate(zip(batch.slots, level.nodes, level.num_in_place, strict=True)):
             starts.append(len(slot.tokens) + num if nodes else len(slot.tokens) - 1)
@@ -71,10 +71,10 @@ class SharedRows:
         return self.engine.run(feeds)
 
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
-        """The target has written the rows of the path."""
+        """Nothing: the target has written the rows of the path."""
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """The target has written the rows."""
 
     def flush(self) -> None:
-        """Nothing of the target's outputs is held."""
+        """Nothing: none of the target's outputs is held."""

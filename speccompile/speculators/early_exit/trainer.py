@@ -21,8 +21,8 @@ from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, Tra
 class TrainableExit(nn.Module):
     """See `speccompile.training_contract.Trainable`.
 
-    Its position behind the root says nothing: every token is drafted alike, from its own stream. The text is cut into
-    chains only so that their acceptance can be estimated.
+    The distance from the root does not matter: every token is drafted from its own stream. The text is cut into
+    chains only to estimate their acceptance.
 
     Args:
         head: the head.
@@ -37,7 +37,7 @@ class TrainableExit(nn.Module):
         self._first_layers: list[Any] = []  # in a list: its weights are not this module's
 
     def forward(self, batch: TrainingBatch) -> Drafted:
-        """The stream at a token imitates the distribution behind it."""
+        """Returns the drafts; the stream at a token imitates the distribution after it."""
         count, nodes = batch.tokens.shape
         whole = nodes // self.num_positions * self.num_positions
         stream = batch.layers[self.head.sizes.num_exit_layers - 1][:, :whole].float()
@@ -48,7 +48,7 @@ class TrainableExit(nn.Module):
 
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
-        """The target's first layers read the text anew for each draft."""
+        """Returns a chain; the target's first layers read the whole text again for each draft."""
         if not self._first_layers:
             config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
             config.num_hidden_layers = self.head.sizes.num_exit_layers
@@ -65,7 +65,7 @@ class TrainableExit(nn.Module):
         return tokens[0, -num:]
 
     def save(self, folder: Path) -> None:
-        """Our layout: config.json with `ExitSizes`, parameters under their names here."""
+        """Writes our layout: config.json with `ExitSizes`, parameters under their names here."""
         write_heads(folder, self.head.sizes.config_from_sizes(), self.head.state_dict())
 
 
@@ -73,7 +73,7 @@ class EarlyExitTrainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: ExitTraining, target: Mapping[str, Any]) -> TargetNeeds:
-        """The stream behind the last layer that runs."""
+        """Returns the needs: the stream after the last layer that runs."""
         num_layers = int(target["num_hidden_layers"])
         if config.num_exit_layers >= num_layers:
             got, expected = f"{config.num_exit_layers}", f"less than the target's {num_layers}"
@@ -81,7 +81,7 @@ class EarlyExitTrainer:
         return TargetNeeds(layers=(config.num_exit_layers - 1,))
 
     def make(self, config: ExitTraining, parts: TargetParts, start: Path | None) -> Any:
-        """An adapter that changes little and the target's final norm, or `start`."""
+        """Returns an adapter that changes little with the target's final norm, or `start`."""
         vocab, hidden = parts.lm_head.shape
         inner = config.intermediate_size or int(parts.config.get("intermediate_size") or 4 * hidden)
         eps = float(parts.config.get("rms_norm_eps", 1e-5))

@@ -2,7 +2,7 @@
 """GLIDE drafters (ColossalAI's layout) on disk, and as the source of a graph. Needs no torch before the export.
 
 A small Llama whose layers have a cross-attention with no keys and values of its own: it reads the target's cache, so
-that its queries have the target's heads.
+its queries have the target's heads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _derive(sizes: Sizes) -> None:
 
 
 def _check_own_keys(case: Case) -> Iterator[Finding]:
-    """Keys and values in the cross-attention, which would not be the target's."""
+    """Yields a finding for keys and values in the cross-attention, which would not be the target's."""
     keys = [k for k in case.files.headers if re.search(_OWN_KEYS, k)]
     if keys:
         todo = "It is not a GLIDE drafter: its cross-attention does not read the target's cache."
@@ -55,7 +55,7 @@ def _check_own_keys(case: Case) -> Iterator[Finding]:
 
 
 def _check_heads(case: Case) -> Iterator[Finding]:
-    """The cross-attention's queries go with the heads of the target's cache."""
+    """Yields a finding where the cross-attention's queries do not fit the heads of the target's cache."""
     target, sizes = case.target, case.sizes
     if target is None:
         return
@@ -69,7 +69,7 @@ def _check_heads(case: Case) -> Iterator[Finding]:
 
 
 def _check_groups(case: Case) -> Iterator[Finding]:
-    """A target with fewer key heads than query heads, which published code does not handle."""
+    """Yields a finding for a target with fewer key heads than query heads, which published code does not handle."""
     target, stated = case.target, case.sizes.get("large_kv_heads")
     if target is None or (target.dims.num_kv_heads == target.dims.num_heads and not stated):
         return
@@ -84,7 +84,7 @@ def _check_groups(case: Case) -> Iterator[Finding]:
 
 
 def _check_positions(case: Case) -> Iterator[Finding]:
-    """The queries are rotated as the keys in the target's cache are."""
+    """Yields a finding where the queries are not rotated as the keys in the target's cache are."""
     config = case.target.config if case.target is not None else {}
     want = lookup(config, "rope_parameters.rope_theta") or config.get("rope_theta")
     stated, where = case.config.get("large_rope_theta"), case.config_place("large_rope_theta")
@@ -164,7 +164,7 @@ FORMATS = (
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
+    """Returns config and weights in our layout; see `doctor.doctor.read_speculator`."""
     return read_speculator(folder, FORMATS)
 
 
@@ -195,11 +195,11 @@ class GlideDims(ModelDims):
     target_rope_theta: float = PUBLISHED_THETA
 
     def decoder_spec(self, name: str, target: ModelDims) -> GraphSpec:
-        """Inputs and outputs without a tail."""
+        """Returns the inputs and outputs without a tail."""
         return reading_spec(decoder_spec(name, self), target, cache_names(self.target_layer))
 
     def counts(self) -> WeightCounts:
-        """Weights of the graph."""
+        """Returns the weights of the graph."""
         hidden, cross = self.hidden_size, self.target_heads * self.target_head_dim
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         layer = hidden * (attention + 2 * cross + 3 * self.intermediate_size)
@@ -211,7 +211,7 @@ class GlideDims(ModelDims):
 
 
 def read_sizes(folder: Path, target: ModelDims) -> GlideDims:
-    """The sizes in a folder's config.json.
+    """Returns the sizes in a folder's config.json.
 
     Args:
         folder: of the drafter.
@@ -250,12 +250,12 @@ def read_sizes(folder: Path, target: ModelDims) -> GlideDims:
 
 
 def with_params(dims: GlideDims) -> GlideDims:
-    """With the number of parameters."""
+    """Returns these sizes with the number of parameters."""
     return replace(dims, num_params=dims.counts().num_params)
 
 
 def stated_target(path: Path) -> tuple[int | None, int | None]:
-    """(hidden size, query heads) of the target that a config.json names; None where it does not."""
+    """Returns (hidden size, query heads) of the target that a config.json names; None where it does not."""
     config = read_config(path)
     return config.get("large_hidden_size"), config.get("large_num_attention_heads")
 
@@ -285,7 +285,7 @@ class GlideSource:
         assert context.target is not None
         self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
         self.dims: GlideDims = read_sizes(self.folder, context.target)
-        # As many as the target has: its rows are read where they lie.
+        # As many as the target has: its rows are read in place.
         self.max_rows = min(context.max_seq_len, context.target.max_positions)
         self._check_sizes()
 
@@ -307,19 +307,19 @@ class GlideSource:
         return self.context.weights == "random"
 
     def check(self) -> None:
-        """Every key and shape, from the files' headers."""
+        """Checks every key and shape by the files' headers."""
         check_speculator(self.folder, FORMATS, self.context.target)
 
     def digests(self) -> dict[str, str]:
-        """Of config and weights."""
+        """Returns the digests of config and weights."""
         return digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
 
     def counts(self) -> WeightCounts | None:
-        """From the sizes."""
+        """Returns the weight counts of these sizes."""
         return self.dims.counts()
 
     def spec(self) -> GraphSpec:
-        """Inputs and outputs of the graph."""
+        """Returns the inputs and outputs of the graph."""
         num = min(self.options.num_candidates, self.dims.vocab_size)
         return candidate_spec(self._plain_spec(), num, self.options.gives_probs)
 
@@ -332,14 +332,14 @@ class GlideSource:
         return check_candidates(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GlideDims]:
-        """Read or make the weights, and trace."""
+        """Reads or makes the weights, and traces the graph."""
         from speccompile.export.cached_draft import export_cached_draft
         from speccompile.speculators.glide.model import make_drafter, sizes_from_dims
 
         progress("load weights")
         assert self.context.target is not None
         weights = None if self._is_random else read(self.folder)[1]
-        # Padding stands behind the last row that a sequence may use.
+        # Padding comes after the last row that a sequence may use.
         num_positions = self.max_rows + self.context.max_draft_nodes + 1
         sizes = sizes_from_dims(self.dims, self.context.target)
         graph = export_cached_draft(make_drafter(sizes, weights, num_positions), self._plain_spec(), progress)

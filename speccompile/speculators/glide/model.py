@@ -2,7 +2,7 @@
 """The GLIDE drafter in torch: a small Llama whose layers also read the target's last cache.
 
 A layer is self-attention, cross-attention to the keys and values of the target's last layer (no keys and values of
-its own, no norm in front), and an MLP. After Du et al. 2024, "GliDe with a CaPE" (arXiv 2402.02082), and ColossalAI's
+its own, no norm before it), and an MLP. After Du et al. 2024, "GliDe with a CaPE" (arXiv 2402.02082), and ColossalAI's
 code, which takes the target's last cache and skips the cross-attention while it reads a prompt; here it never does.
 """
 
@@ -30,7 +30,7 @@ from speccompile.export.layers import (
 )
 from speccompile.speculators.glide.checkpoint import GlideDims
 
-DraftLayout = tuple[torch.Tensor, torch.Tensor]  # keys and values [batch, kv_heads, rows, head_dim]
+KeyValues = tuple[torch.Tensor, torch.Tensor]  # [batch, kv_heads, rows, head_dim] each
 
 RANDOM_SEED = 0
 LM_HEAD = "lm_head.weight"
@@ -84,10 +84,10 @@ class CrossAttention(nn.Module):
 
 
 class Text(Protocol):
-    """Where the keys and values are that new nodes attend to, and which of them each node sees."""
+    """The keys and values that new nodes attend to, and which of them each node sees."""
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Take in the rows of layer `index` and attend to all of it: [batch, nodes, heads * head_dim].
+        """Adds the rows of layer `index` and attends to all of its rows: [batch, nodes, heads * head_dim].
 
         Args:
             index: of the layer.
@@ -98,7 +98,7 @@ class Text(Protocol):
         ...
 
     def attend_target(self, q: torch.Tensor) -> torch.Tensor:
-        """Attend to the target's last cache: q [batch, heads, nodes, head_dim] -> [batch, nodes, heads * head_dim]."""
+        """Attends to the target's last cache: q [batch, heads, nodes, head_dim] -> [batch, nodes, heads * head_dim]."""
         ...
 
 
@@ -118,7 +118,7 @@ class GlideLayer(nn.Module):
         self.mlp = SwiGlu(width, sizes.intermediate_size)
 
     def forward(self, x: torch.Tensor, text: Text) -> torch.Tensor:
-        """The stream [batch, nodes, hidden] behind the layer."""
+        """Returns the stream [batch, nodes, hidden] after the layer."""
         normed, attention, cross = self.input_layernorm(x), self.self_attn, self.cross_attn
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         q, k, v = (split_heads(part(normed), self.head_dim) for part in parts)
@@ -151,7 +151,7 @@ class Glide(nn.Module):
         nn.init.normal_(self.model.embed_tokens.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor, text: Text) -> torch.Tensor:
-        """What the LM head reads: tokens [batch, nodes] int64 -> [batch, nodes, hidden]."""
+        """Returns what the LM head reads: tokens [batch, nodes] int64 -> [batch, nodes, hidden]."""
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             x = layer(x, text)
@@ -159,7 +159,7 @@ class Glide(nn.Module):
 
 
 class WholeText:
-    """See `Text`: everything is in the tensors of this run and of the one before; the way of training.
+    """See `Text`: all rows are tensors of this run and of the one before, as in training.
 
     Args:
         sizes: of the drafter.
@@ -177,14 +177,14 @@ class WholeText:
         self,
         sizes: GlideSizes,
         positions: torch.Tensor,
-        target: DraftLayout,
+        target: KeyValues,
         target_mask: torch.Tensor | None = None,
-        past: Sequence[DraftLayout] = (),
+        past: Sequence[KeyValues] = (),
         mask: torch.Tensor | None = None,
     ) -> None:
         self.sizes, self.positions, self.past, self.mask = sizes, positions, past, mask
         self.target, self.target_mask = target, target_mask
-        self.rows: list[DraftLayout] = []
+        self.rows: list[KeyValues] = []
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See `Text`."""
@@ -201,10 +201,10 @@ class WholeText:
 
 
 class CachedStep:
-    """See `Text`: a step over static caches; the way of graphs.
+    """See `Text`: a step over static caches, as in graphs.
 
-    A node at position p sees the target's rows in front of p, as far as the target has read: a draft at any depth
-    sees what stands in front of its root, as in training. The first token of all has nothing in front; it sees row 0.
+    A node at position p sees the target's rows before p, as far as the target has read: a draft at any depth sees the
+    rows before its root, as in training. The first token of a text has no row before it; it sees row 0.
 
     Args:
         tables: of the drafter's own positions, and of the target's.
@@ -224,7 +224,7 @@ class CachedStep:
         lengths: torch.Tensor,
         tree_mask: torch.Tensor,
         caches: Sequence[torch.Tensor],
-        target: DraftLayout,
+        target: KeyValues,
         target_lengths: torch.Tensor,
     ) -> None:
         self.tables, self.lengths, self.tree_mask, self.caches, self.target = tables, lengths, tree_mask, caches, target
@@ -273,7 +273,7 @@ class CompiledGlide(nn.Module):
         target_v: torch.Tensor,
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Logits [batch, scored, vocab] and the updated caches."""
+        """Returns the logits [batch, scored, vocab] and the updated caches."""
         tables, target = (self.own, self.targets), (target_k, target_v)
         step = CachedStep(tables, lengths, tree_mask, caches, target, target_lengths)
         states = gather_nodes(self.drafter(tokens, step), scored_nodes)
@@ -281,7 +281,7 @@ class CompiledGlide(nn.Module):
 
 
 def sizes_from_dims(dims: GlideDims, target: ModelDims) -> GlideSizes:
-    """Sizes of the torch module."""
+    """Returns the sizes of the torch module."""
     return GlideSizes(
         hidden_size=dims.hidden_size,
         intermediate_size=dims.intermediate_size,
@@ -301,7 +301,7 @@ def sizes_from_dims(dims: GlideDims, target: ModelDims) -> GlideSizes:
 
 
 def make_drafter(sizes: GlideSizes, weights: Mapping[str, torch.Tensor] | None, num_positions: int) -> CompiledGlide:
-    """The drafter in float32.
+    """Returns the drafter in float32.
 
     Args:
         sizes: its sizes.

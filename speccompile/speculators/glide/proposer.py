@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's own cache, and how far the target's may be read."""
+"""The drafter's own cache, and how many rows of the target's may be read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speccompile.drafting.kv_cache import DraftCache
 
 
 class TargetReader:
-    """The drafter's engine, told with every run how many rows of the target's caches are in use.
+    """The drafter's engine, which gets with every run the number of rows in use of the target's caches.
 
     `target_lengths` is set before each run for the slots of that run.
 
@@ -69,7 +69,7 @@ class TargetReader:
 
 
 class GlideRows(DraftCache):
-    """See `DraftCache`. While drafts are made the target has read what stands in front of the root, and no more.
+    """See `DraftCache`. While drafts are made the target has read the tokens before the root, and no more.
 
     Args:
         engine: the drafter.
@@ -84,12 +84,12 @@ class GlideRows(DraftCache):
     catches_up = False
 
     def start(self, slot: int) -> None:
-        """Empty caches."""
+        """Starts with empty caches."""
         super().start(slot)
         self.reader.target_lengths[slot] = 0
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """What the cache lacks of the rows it reads at once, if one chunk is enough; otherwise all read on from it."""
+        """Reads the missing rows at once where one chunk is enough; returns the position to go on from."""
         self.reader.target_lengths[slot] = num_rows
         start = self.lengths[slot] = min(self.lengths[slot], num_rows)
         end = min(num_rows, self.max_seq_len)
@@ -99,12 +99,12 @@ class GlideRows(DraftCache):
         return num_rows
 
     def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Read the chunk as well; the target has just read it."""
+        """Reads the chunk, which the target has just read."""
         self.reader.target_lengths[slot] = start + tokens.shape[1]
         super().prefill(slot, sequence, tokens, start, outputs)
 
     def room(self, place: int, slot: Slot) -> int:
-        """Rows behind the root's; behind a prompt of one token the target has no row yet, and nothing is drafted."""
+        """Returns the rows after the root's; after a prompt of one token the target has no row: nothing is drafted."""
         return super().room(place, slot) if len(slot.tokens) > 1 else -1
 
     def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from speccompile.export.heads_file import read_heads, write_heads
-from speccompile.export.layers import reset
+from speccompile.export.layers import copy_weights
 from speccompile.speculators.glide.config import GlideTraining
 from speccompile.speculators.glide.model import Glide, GlideSizes, WholeText
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
@@ -30,10 +30,10 @@ class TrainableGlide(nn.Module):
         self.drafter, self.num_positions = drafter, block
 
     def forward(self, batch: TrainingBatch) -> Drafted:
-        """Blocks of `block` tokens, the first of each its root; where they begin is drawn for each sequence.
+        """Returns drafts of blocks of `block` tokens, the first of each its root; their offset is drawn by sequence.
 
-        At drafting time the target has read what stands in front of the root. So a token in a block sees the target's
-        rows in front of its block, and the drafter's own rows up to itself.
+        At drafting time the target has read the tokens before the root. So a token in a block sees the target's rows
+        before its block, and the drafter's own rows up to itself.
         """
         count, nodes = batch.tokens.shape
         generator = torch.Generator().manual_seed(batch.seed % 2**31)
@@ -43,7 +43,7 @@ class TrainableGlide(nn.Module):
         depth = (places + shift) % self.num_positions  # [batch, nodes], 0 at roots
         roots = places - depth
         sees = places[:, None, :] < roots[:, :, None]  # [batch, nodes, target rows]
-        # Nothing stands in front of the first block: its rows see one row, and are no starts.
+        # No rows come before the first block: its tokens see one row, and are no starts.
         sees[..., 0] = True
         causal = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
         target = (batch.k_cache.float(), batch.v_cache.float())
@@ -63,7 +63,7 @@ class TrainableGlide(nn.Module):
 
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
-        """Read the text as the first token of a block each, then draft with a growing cache of its own."""
+        """Returns a chain: reads each token of the text as a block's first, then drafts with a growing cache."""
         nodes = batch.tokens.shape[1]
         places = torch.arange(nodes)[None]
         target = (batch.k_cache.float(), batch.v_cache.float())
@@ -83,12 +83,12 @@ class TrainableGlide(nn.Module):
         return torch.stack(drafted)
 
     def save(self, folder: Path) -> None:
-        """ColossalAI's layout."""
+        """Writes ColossalAI's layout."""
         write_heads(folder, config_from_sizes(self.drafter.sizes), self.drafter.state_dict())
 
 
 def config_from_sizes(sizes: GlideSizes) -> dict[str, Any]:
-    """The config.json of a drafter of these sizes."""
+    """Returns the config.json of a drafter of these sizes."""
     return {
         "architectures": ["GlideLlamaForCausalLM"],
         "model_type": "llama",
@@ -112,7 +112,7 @@ def config_from_sizes(sizes: GlideSizes) -> dict[str, Any]:
 
 
 def begin_drafter(sizes: GlideSizes, parts: TargetParts) -> Glide:
-    """The target's embeddings and norm; its last layers, whose attention both attentions begin as."""
+    """Returns a drafter with the target's embeddings, norm and last layers, whose attention both attentions copy."""
     drafter = Glide(sizes)
     with torch.no_grad():
         if parts.lm_head.shape == drafter.model.embed_tokens.weight.shape:
@@ -120,13 +120,13 @@ def begin_drafter(sizes: GlideSizes, parts: TargetParts) -> Glide:
         if parts.norm is not None and parts.norm.shape == drafter.model.norm.weight.shape:
             drafter.model.norm.weight.copy_(parts.norm)
     for layer, weights in zip(drafter.model.layers, parts.layers[-len(drafter.model.layers) :], strict=False):
-        reset(layer, weights)
-        reset(layer.cross_attn, {k.removeprefix("self_attn."): v for k, v in parts.layers[-1].items()})
+        copy_weights(layer, weights)
+        copy_weights(layer.cross_attn, {k.removeprefix("self_attn."): v for k, v in parts.layers[-1].items()})
     if parts.layers:
-        reset(drafter.model.layers[0].self_attn, {
+        copy_weights(drafter.model.layers[0].self_attn, {
             k.removeprefix("self_attn."): v for k, v in parts.layers[0].items()
         })  # fmt: skip
-        reset(drafter.model.layers[0].input_layernorm, {"weight": parts.layers[0]["input_layernorm.weight"]})
+        copy_weights(drafter.model.layers[0].input_layernorm, {"weight": parts.layers[0]["input_layernorm.weight"]})
     return drafter
 
 
@@ -134,11 +134,11 @@ class GlideTrainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: GlideTraining, target: Mapping[str, Any]) -> TargetNeeds:
-        """The last layer's cache."""
+        """Returns the needs: the last layer's cache."""
         return TargetNeeds(caches=True)
 
     def make(self, config: GlideTraining, parts: TargetParts, start: Path | None) -> Any:
-        """Embeddings and last layers as the target's, or `start`."""
+        """Returns a drafter with the target's embeddings and last layers, or `start`."""
         vocab, hidden = parts.lm_head.shape
         target = parts.config
         heads = int(target["num_attention_heads"])

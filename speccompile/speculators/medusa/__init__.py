@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Medusa: heads on the target's hidden state that each candidate one token further ahead."""
+"""Medusa: heads on the target's hidden state, each for the token at one distance ahead."""

@@ -2,7 +2,7 @@
 """Medusa heads on disk, and as the source of a graph. Needs no torch before the export.
 
 Layouts: the first release (ours), inside a base model's files, ModelOpt's and vLLM's. Head i has `num_layers` blocks
-x + SiLU(W x + b) and an LM head behind them. An old release builds the blocks of a head as one module repeated, so
+x + SiLU(W x + b) and an LM head after them. An old release builds the blocks of a head as one module repeated, so
 that copies may be stored or left out.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _OVER_HEADS = (("head", "num_heads", 0),)
 _LATER = (*_OVER_HEADS, ("layer", "num_layers", 1))
-_TARGET_HEAD = "lm_head.weight"  # not of the heads: the target has it
+_TARGET_HEAD = "lm_head.weight"  # the target's, not one of the heads
 _NAMES = "{head}.{layer}.linear."  # of a block in our layout
 
 
@@ -45,7 +45,7 @@ def _derive(sizes: Sizes) -> None:
 
 
 def _check_copies(case: Case) -> Iterator[Finding]:
-    """Blocks of a head that are one block repeated."""
+    """Yields a finding where the blocks of a head are one block repeated."""
     num_layers = case.sizes.get("num_layers") or 1
     later = [e for e in case.expected.values() if e.row.may_differ and e.name.endswith(".weight")]
     gone = [e for e in later if e.key not in case.files.headers]
@@ -65,7 +65,7 @@ def _is_copy(case: Case, key: str, name: str) -> bool:
 
 
 def _check_map(case: Case) -> Iterator[Finding]:
-    """A reduced vocabulary, which the heads' graph does not have."""
+    """Yields a finding for a reduced vocabulary, which the heads' graph does not support."""
     if "token_map" in case.files.headers or case.config.get("truncated_vocab_size") not in (None, case.sizes["vocab"]):
         got = f"a vocabulary cut to {case.config.get('truncated_vocab_size')} tokens"
         todo = "Use heads over the target's whole vocabulary; a token map is not read yet."
@@ -108,7 +108,7 @@ def _vllm_config(config: Mapping[str, Any], target: Target | None) -> dict[str, 
 
 
 def _sizes(head: str, block: str, lm_head: str, num_layers: Size) -> tuple[Size, ...]:
-    """Sizes of a layout; the arguments are patterns of keys, `head` with its number as a group."""
+    """Returns the sizes of a layout; the arguments are patterns of keys, `head` with its number as a group."""
     return (
         Size("num_heads", ("medusa_num_heads", "num_heads"), count=head),
         num_layers,
@@ -119,7 +119,7 @@ def _sizes(head: str, block: str, lm_head: str, num_layers: Size) -> tuple[Size,
 
 
 def _rows(block: str, lm_head: str) -> tuple[Row, ...]:
-    """Rows of a layout; the arguments are templates of the beginnings of keys."""
+    """Returns the rows of a layout; the arguments are templates of the beginnings of keys."""
     parts: tuple[tuple[str, tuple[str, ...], bool], ...] = (
         ("weight", ("hidden", "hidden"), False),
         ("bias", ("hidden",), True),
@@ -136,7 +136,7 @@ def _rows(block: str, lm_head: str) -> tuple[Row, ...]:
 
 
 _HEAD, _BLOCK, _LM_HEAD = r"^(\d+)\.\d+\.", r"^\d+\.\d+\.linear\.weight$", r"^\d+\.\d+\.weight$"
-# An LM head is numbered behind its blocks, whether their copies are stored or not.
+# An LM head is numbered after its blocks, whether their copies are stored or not.
 _V1_SIZES = _sizes(
     _HEAD,
     _BLOCK,
@@ -148,7 +148,7 @@ _CHECKS = (*COMMON, Check("medusa.copies", _check_copies))
 
 
 def _v1(name: str, label: str, prefixes: tuple[str, ...], *, has_others: bool) -> Format:
-    """The first release's keys behind a prefix."""
+    """Returns the first release's keys with a prefix."""
     return Format(
         f"medusa/{name}",
         label,
@@ -187,7 +187,7 @@ FORMATS = (
         ),
         (
             *_rows("blocks.{head}.layers.{layer}.", "lm_heads.{head}.weight"),
-            # vLLM wants the target's head beside them.
+            # vLLM needs the target's head beside them.
             Row("lm_heads.0.weight", ("vocab", "hidden"), name=_TARGET_HEAD, need="uses_target_head"),
         ),
         (*_CHECKS, Check("medusa.token_map", _check_map)),
@@ -203,7 +203,7 @@ FORMATS = (
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
+    """Returns config and weights in our layout; see `doctor.doctor.read_speculator`."""
     return read_speculator(folder, FORMATS)
 
 
@@ -222,7 +222,7 @@ class GraphSizes:
         num_layers: residual blocks of a head.
         uses_target_lm_head: all heads end in the target's LM head.
         num_drafts: heads in the graph.
-        num_candidates: tokens that each candidates.
+        num_candidates: candidate tokens of each head.
         num_params: parameters in the graph.
     """
 
@@ -237,11 +237,11 @@ class GraphSizes:
     num_params: int = 0
 
     def spec(self, name: str) -> GraphSpec:
-        """Inputs and outputs of the graph."""
+        """Returns the inputs and outputs of the graph."""
         return candidate_heads_spec(name, self.hidden_size, self.vocab_size, self.num_drafts, self.num_candidates)
 
     def counts(self) -> WeightCounts:
-        """Weights of the graph, in which heads that share an LM head have one copy of it."""
+        """Returns the weights of the graph, in which heads that share an LM head have one copy of it."""
         blocks = self.num_drafts * self.num_layers
         heads = 1 if self.uses_target_lm_head else self.num_drafts
         linear = blocks * self.hidden_size**2 + heads * self.vocab_size * self.hidden_size
@@ -251,18 +251,18 @@ class GraphSizes:
 def read_sizes(
     folder: Path, target: ModelDims, *, has_weights: bool, num_drafts: int | None, num_candidates: int
 ) -> GraphSizes:
-    """The sizes of a checkpoint; what its config leaves out, its weights or the target tell.
+    """Returns the sizes of a checkpoint; what its config leaves out is read from its weights or the target.
 
     Args:
         folder: of the checkpoint, or with a config.json alone.
         target: sizes of the target.
-        has_weights: the folder has weights, whose headers are read. Their number of heads is believed: published
+        has_weights: the folder has weights, whose headers are read. Their number of heads counts: published
             configs are known to state another.
         num_drafts: heads wanted in the graph; None: all.
-        num_candidates: tokens that each candidates.
+        num_candidates: candidate tokens of each head.
 
     Raises:
-        CheckpointError: no Medusa heads, or nothing tells how many.
+        CheckpointError: no Medusa heads, or their number cannot be found.
     """
     known: dict[str, Any] = {}
     if has_weights:
@@ -295,7 +295,7 @@ class HeadsSource:
 
     Args:
         job: the heads.
-        context: the target's sizes must be their own.
+        context: its target must have the sizes that the heads were made for.
     """
 
     role = "heads"
@@ -308,7 +308,7 @@ class HeadsSource:
         options: HeadsOptions = job.options
         self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
         assert context.target is not None
-        # Published configs state a wrong number of heads; who states the number in the recipe has looked.
+        # Published configs state a wrong number of heads; a number in the recipe overrides it.
         self.num_heads = options.num_heads
         self.dims: GraphSizes = read_sizes(
             self.folder,
@@ -342,20 +342,20 @@ class HeadsSource:
         return {} if self.num_heads is None else {"medusa_num_heads": self.dims.num_heads}
 
     def check(self) -> None:
-        """Every key and shape, from the files' headers."""
+        """Checks every key and shape by the files' headers."""
         check_speculator(self.folder, FORMATS, overrides=self._overrides())
 
     def digests(self) -> dict[str, str]:
-        """Of config and weights; of the target's as well, where the heads end in its LM head."""
+        """Returns the digests of config and weights, and of the target's where the heads end in its LM head."""
         own = digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
         return {**own, **digests_from_target(self.context)} if self.dims.uses_target_lm_head else own
 
     def counts(self) -> WeightCounts | None:
-        """From the sizes."""
+        """Returns the weight counts of these sizes."""
         return self.dims.counts()
 
     def spec(self) -> GraphSpec:
-        """Inputs and outputs of the graph."""
+        """Returns the inputs and outputs of the graph."""
         return self.dims.spec(self.job.name)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
@@ -363,7 +363,7 @@ class HeadsSource:
         return check_head_candidates(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GraphSizes]:
-        """Read or make the weights, and trace."""
+        """Reads or makes the weights, and traces the graph."""
         from speccompile.export.heads import export_heads
         from speccompile.speculators.medusa.model import make_drafter
 

@@ -20,18 +20,17 @@ SOURCE = "speccompile.speculators.medusa.checkpoint:HeadsSource"
 
 @dataclass(frozen=True)
 class MedusaConfig(TreeFields):
-    """Medusa heads. What they draft is never drawn: the text is the target's at any temperature.
+    """Medusa heads. Their drafts are deterministic at any temperature.
 
     Args:
         model: checkpoint folder or hub id of the heads.
         quantization: `none`, `int8` or `int4`.
         num_heads: heads that are used; `auto`: as many as config.json says. Where a published config states another
-            number than its files hold, the files are believed if the number is given here.
-        confidence_odds: the odds that a candidate is right, over the odds that the head's confidence in it means,
-            before
-            a slot's own verdicts are known.
-        config: folder with the heads' config.json, where the hub's is not at hand; for random weights.
-        tree: see `TreeFields`; with `auto` the likeliest products of the heads' candidates, as far as they pay.
+            number than its files hold, the files' heads are used if their number is given here.
+        confidence_odds: the odds that a candidate is accepted, over the odds that the head's confidence in it
+            means, before a slot's own verdicts are known.
+        config: folder with the heads' config.json, where the hub cannot be reached; for random weights.
+        tree: see `TreeFields`; with `auto` the likeliest products of the heads' candidates, as far as they gain time.
 
     Raises:
         RecipeError: a value is out of range.
@@ -58,7 +57,7 @@ class MedusaConfig(TreeFields):
 
 @dataclass(frozen=True)
 class HeadsOptions:
-    """Of the heads' graph.
+    """Options of the heads' graph.
 
     Args:
         num_heads: heads in the graph; None: all.
@@ -73,10 +72,10 @@ class HeadsOptions:
 
 @dataclass(frozen=True)
 class MedusaTraining:
-    """What is trained.
+    """Sizes and settings of the training.
 
     Args:
-        num_heads: tokens drafted behind the root.
+        num_heads: tokens drafted after the root.
         num_layers: residual blocks of a head.
         lm_head: `target`: all heads end in the target's own LM head, frozen and not stored; `own`: each has its own.
     """
@@ -103,11 +102,11 @@ class MedusaMethod(Method):
     trainer = "speccompile.speculators.medusa.trainer:MedusaTrainer"
 
     def target_outputs(self, config: MedusaConfig) -> TargetOutputs:
-        """What the LM head reads: the state behind the final norm, which the heads were trained on."""
+        """Returns what the LM head reads: the state after the final norm, which the heads were trained on."""
         return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: MedusaConfig) -> tuple[GraphJob, ...]:
-        """The heads."""
+        """Returns the heads' graph."""
         options = HeadsOptions(
             num_heads=None if config.num_heads == "auto" else config.num_heads,
             num_candidates=1 if config.tree == "chain" else config.candidates_needed,
@@ -118,6 +117,6 @@ class MedusaMethod(Method):
     def make_proposer(
         self, config: MedusaConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> MedusaProposer:
-        """The proposer over the heads' engine."""
+        """Returns the proposer over the heads' engine."""
         costs = context.costs
         return MedusaProposer(config, engines[HEADS], context.max_draft_nodes, costs.get("target"), costs.get(HEADS))

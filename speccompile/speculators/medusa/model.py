@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Medusa heads in torch: residual blocks x + SiLU(W x + b) and an LM head each.
 
-Head i reads the target's final-normed state behind the last accepted position, whose own LM head gives the root,
-and candidates the token i + 1 places behind the root. After Cai et al. 2024, "Medusa" (arXiv 2401.10774).
+Head i reads the target's final-normed state at the last accepted position, from which the target's own LM head gives
+the root, and gives candidates for the token i + 1 positions after the root. After Cai et al. 2024,
+"Medusa" (arXiv 2401.10774).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class HeadsSizes:
     uses_target_lm_head: bool
 
     def config_from_sizes(self) -> dict[str, Any]:
-        """The config.json of a checkpoint, with the published names."""
+        """Returns the config.json of a checkpoint, with the published names."""
         return {
             "model_type": "medusa",
             "medusa_num_heads": self.num_heads,
@@ -60,12 +61,12 @@ class ResidualBlock(nn.Module):
         self.linear = nn.Linear(size, size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., hidden]."""
+        """Returns x + SiLU(W x + b): [..., hidden] -> the same."""
         return x + functional.silu(self.linear(x))
 
 
 class MedusaHeads(nn.ModuleList):
-    """One stack a head; the names of its state_dict are the published ones, `{head}.{layer}...`.
+    """One stack per head; the names of its state_dict are the published ones, `{head}.{layer}...`.
 
     Args:
         sizes: of the heads.
@@ -81,7 +82,7 @@ class MedusaHeads(nn.ModuleList):
             self.append(nn.ModuleList(stack))
 
     def states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the LM heads read: hidden [..., hidden] -> [..., heads, hidden]."""
+        """Returns what the LM heads read: hidden [..., hidden] -> [..., heads, hidden]."""
         states = []
         for stack in self:
             state = hidden
@@ -91,14 +92,14 @@ class MedusaHeads(nn.ModuleList):
         return torch.stack(states, dim=-2)
 
     def projections(self, target_lm_head: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """[vocab, hidden] of each head: its own, or the target's for all."""
+        """Returns [vocab, hidden] of each head: its own, or the target's for all."""
         if self.sizes.uses_target_lm_head:
             assert target_lm_head is not None
             return (target_lm_head,) * self.sizes.num_heads
         return tuple(stack[self.sizes.num_layers].weight for stack in self)
 
     def forward(self, hidden: torch.Tensor, target_lm_head: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of all heads: hidden [batch, hidden] -> [batch, heads, vocab]."""
+        """Returns the logits of all heads: hidden [batch, hidden] -> [batch, heads, vocab]."""
         projections = self.projections(target_lm_head)
         states = self.states(hidden)
         return torch.stack([states[:, i] @ projections[i].T for i in range(len(projections))], dim=1)
@@ -119,7 +120,7 @@ class MedusaDrafter(nn.Module):
         self.lm_head = None if target_lm_head is None else nn.Parameter(target_lm_head, requires_grad=False)
 
     def forward(self, hidden: torch.Tensor, start_nodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One row of candidates a head."""
+        """Returns one row of candidates per head."""
         state = gather_nodes(hidden, start_nodes[:, None])
         if self.lm_head is not None:
             states = self.heads.states(state)[:, 0]  # [batch, heads, hidden]
@@ -132,7 +133,7 @@ class MedusaDrafter(nn.Module):
 def make_drafter(
     sizes: GraphSizes, weights: Mapping[str, torch.Tensor] | None, target_lm_head: torch.Tensor | None
 ) -> MedusaDrafter:
-    """The drafter in float32.
+    """Returns the drafter in float32.
 
     Args:
         sizes: of the graph.

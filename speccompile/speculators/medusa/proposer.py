@@ -20,15 +20,14 @@ class MedusaProposer(HeadsProposer):
     """See `speccompile.core.protocols.Proposer`.
 
     The candidates of a head do not depend on those before, so every product of candidates is a path: the likeliest
-        ones are
-    found without drafting again. With one candidate a head they are a chain.
+    ones are found without drafting again. With one candidate per head they are a chain.
 
     Args:
         config: of the method.
         engine: the heads.
         max_draft_nodes: draft tokens one step may score at most.
         target: measured costs of a step.
-        heads: measured costs of a run; without both, time is not looked at.
+        heads: measured costs of a run; without both, time is not weighed.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class TrainableMedusa(nn.Module):
         self.register_buffer("lm_head", lm_head, persistent=False)
 
     def forward(self, batch: TrainingBatch) -> Drafted:
-        """Head i imitates the distribution behind the token i + 1 places further on."""
+        """Returns the heads' drafts; head i imitates the distribution after the token i + 1 positions on."""
         states = self.heads.states(batch.hidden).flatten(0, 1)
         count, nodes = batch.tokens.shape
         start = torch.arange(count * nodes, device=states.device)[:, None]
@@ -40,11 +40,11 @@ class TrainableMedusa(nn.Module):
 
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
-        """The best token of each head."""
+        """Returns the best token of each head."""
         return self.heads(batch.hidden[:, -1], self.lm_head)[0, :num].argmax(-1)
 
     def save(self, folder: Path) -> None:
-        """The published layout of Medusa v1 in safetensors."""
+        """Writes the published layout of Medusa v1 in safetensors."""
         write_heads(folder, self.heads.sizes.config_from_sizes(), self.heads.state_dict())
 
 
@@ -52,11 +52,11 @@ class MedusaTrainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: MedusaTraining, target: Mapping[str, Any]) -> TargetNeeds:
-        """The final-normed states."""
+        """Returns the needs: the states after the final norm."""
         return TargetNeeds(hidden=True)
 
     def make(self, config: MedusaTraining, parts: TargetParts, start: Path | None) -> Any:
-        """Blocks that change nothing at first, LM heads as the target's."""
+        """Returns heads whose blocks change nothing at first, with LM heads as the target's; or `start`."""
         vocab, hidden = parts.lm_head.shape
         heads = MedusaHeads(HeadsSizes(hidden, vocab, config.num_heads, config.num_layers, config.lm_head == "target"))
         for name, parameter in heads.named_parameters():

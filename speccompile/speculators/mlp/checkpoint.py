@@ -69,11 +69,11 @@ class HeadsSizes:
     num_params: int = 0
 
     def spec(self, name: str) -> GraphSpec:
-        """Inputs and outputs of the graph."""
+        """Returns the inputs and outputs of the graph."""
         return heads_spec(name, self.hidden_size, self.vocab_size, self.num_drafts)
 
     def weights(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        """(kind, head, shape) of every weight of all heads, shared ones included."""
+        """Yields (kind, head, shape) of every weight of all heads, shared ones included."""
         known = {"vocab": self.vocab_size, "inner": self.inner_size}
         for head in range(self.num_heads):
             for kind, dims, first in WEIGHTS:
@@ -81,12 +81,12 @@ class HeadsSizes:
                 yield kind, head, shape if head >= first else (self.inner_size, self.hidden_size)
 
     def shares(self, kind: str, head: int) -> int:
-        """The head whose weight of that kind `head` uses."""
+        """Returns the head whose weight of that kind `head` uses."""
         first = 1 if kind.startswith("proj") else 0
         return first if self.is_tied and head > first else head
 
     def counts(self) -> WeightCounts:
-        """Weights of the graph. An LM head is a linear of its own even where heads share it."""
+        """Returns the weights of the graph. An LM head is a linear of its own even where heads share it."""
         used = {(k, self.shares(k, h)): s for k, h, s in self.weights() if h < self.num_drafts}
         sizes = {key: shape[0] * (shape[1] if len(shape) > 1 else 1) for key, shape in used.items()}
         linear = sum(size for (kind, _), size in sizes.items() if kind.startswith(("proj", "head")))
@@ -94,7 +94,7 @@ class HeadsSizes:
 
 
 def read_sizes(folder: Path, num_drafts: int | None = None) -> HeadsSizes:
-    """The sizes in a folder's config.json.
+    """Returns the sizes in a folder's config.json.
 
     Args:
         folder: of the checkpoint.
@@ -158,14 +158,14 @@ def _rows() -> tuple[Row, ...]:
 
 
 def _check_number(case: Case) -> Iterator[Finding]:
-    """Heads that are tied are at least two: the tied projections begin with the second."""
+    """Yields a finding where tied heads are fewer than two: the tied projections begin with the second."""
     if case.sizes.get("is_tied") and case.sizes.get("num_heads") == 1:
         where = case.config_place("n_predict")
         yield finding("error", where, "1 with tie_weights", "at least 2", "Fetch the folder again.")
 
 
 def _check_widths(case: Case) -> Iterator[Finding]:
-    """Candidates by head, where the config gives them: other loaders index the list by the head's number."""
+    """Yields a finding for a wrong list of candidates by head, which other loaders index by the head's number."""
     widths, num = case.config.get(_WIDTHS), case.sizes.get("num_heads")
     if widths is None or num is None:
         return
@@ -178,7 +178,7 @@ def _check_widths(case: Case) -> Iterator[Finding]:
 
 
 def _check_first_copies(case: Case) -> Iterator[Finding]:
-    """A config that denies sharing beside files with the first copies only."""
+    """Yields a finding where the config denies sharing but the files hold the first copies only."""
     if not case.sizes.get("is_tied") and (case.sizes.get("num_heads") or 0) > 1:
         held = {k[len(case.prefix) :] for k in case.files.headers}
         stored = sorted(k for k in held if k.startswith(("emb.", "head.")))
@@ -204,7 +204,7 @@ def _ours(case: Case) -> dict[str, Any]:
 
 
 def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
-    """What IBM publishes, and vLLM reads."""
+    """Returns the config that IBM publishes and vLLM reads."""
     num, widths = config["n_predict"], config.get(_WIDTHS)
     return {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
@@ -245,7 +245,7 @@ FORMATS = (
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights in our layout, without the prefix; see `doctor.doctor.read_speculator`."""
+    """Returns config and weights in our layout, without the prefix; see `doctor.doctor.read_speculator`."""
     return read_speculator(folder, FORMATS)
 
 
@@ -254,7 +254,7 @@ class HeadsSource:
 
     Args:
         job: the speculator.
-        context: the target's sizes must be its own.
+        context: its target must have the sizes that the speculator was made for.
     """
 
     role = "heads"
@@ -293,19 +293,19 @@ class HeadsSource:
             raise RecipeError("engine.max_draft_nodes", str(room), f"at least {sizes.num_drafts}, one a head", todo)
 
     def check(self) -> None:
-        """Every key and shape, from the files' headers."""
+        """Checks every key and shape by the files' headers."""
         check_speculator(self.folder, FORMATS)
 
     def digests(self) -> dict[str, str]:
-        """Of config and weights."""
+        """Returns the digests of config and weights."""
         return digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
 
     def counts(self) -> WeightCounts | None:
-        """From the sizes."""
+        """Returns the weight counts of these sizes."""
         return self.dims.counts()
 
     def spec(self) -> GraphSpec:
-        """Inputs and outputs of the graph."""
+        """Returns the inputs and outputs of the graph."""
         return self.form.spec(self.job.name, self.dims.hidden_size, self.dims.vocab_size)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
@@ -313,7 +313,7 @@ class HeadsSource:
         return check_heads(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, HeadsSizes]:
-        """Read or make the weights, and trace."""
+        """Reads or makes the weights, and traces the graph."""
         from speccompile.export.heads import export_heads
         from speccompile.export.tree_drafters import drafter_from_form
         from speccompile.speculators.mlp.model import MlpExpander, heads_from_weights, random_heads

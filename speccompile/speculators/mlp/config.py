@@ -32,7 +32,7 @@ class MlpConfig(HeadsFields):
 
 @dataclass(frozen=True)
 class MlpTraining:
-    """What is trained.
+    """Sizes and settings of the training.
 
     Args:
         num_heads: tokens drafted.
@@ -65,13 +65,13 @@ class MlpMethod(Method):
     trainer = "speccompile.speculators.mlp.trainer:MlpTrainer"
 
     def target_outputs(self, config: MlpConfig) -> TargetOutputs:
-        """What the LM head reads: the state behind the final norm, which the heads were trained on."""
+        """Returns what the LM head reads: the state after the final norm, which the heads were trained on."""
         return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: MlpConfig) -> tuple[GraphJob, ...]:
-        """The heads."""
+        """Returns the heads' graph."""
         return (GraphJob(HEADS, config.model, config.quantization, SOURCE, config.form_options(), config.config),)
 
     def make_proposer(self, config: MlpConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
-        """The proposer over the heads' engine."""
+        """Returns the proposer over the heads' engine."""
         return config.make_proposer(engines[HEADS], HEADS, context)

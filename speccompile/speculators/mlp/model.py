@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The heads in torch, and how drafts are made of them depth by depth.
 
-Head i reads the state s (first the target's hidden state of the last accepted position, behind the final norm)
+Head i reads the state s (first the target's hidden state of the last accepted position, after the final norm)
 and the token t before its own:
 
     s <- gelu(ln_i(proj_i s + (e / w) emb_i[t])),  logits = head_i s,
     w = 0.5^(0.5 / n),  e = sqrt((1 - w^2) inner / 2),  n = number of heads,
 
-so that by the last head half of the state's magnitude is still that of the target. From Wertheimer et al. 2024,
+so that at the last head half of the state's magnitude still comes from the target. From Wertheimer et al. 2024,
 "Accelerating Production LLMs with Combined Token/Embedding Speculators" (arXiv 2404.19124), and the published code.
 The norm is an RMS norm with weight and bias, the GELU is the exact one.
 """
@@ -36,12 +36,12 @@ class RmsNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> the same."""
+        """Returns the normed tensor: [..., size] -> the same."""
         return normalise(x) * self.weight + self.bias
 
 
 def normalise(x: torch.Tensor) -> torch.Tensor:
-    """The norm without parameters."""
+    """Returns the norm without parameters."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON)
 
 
@@ -69,11 +69,11 @@ class MlpHeads(nn.Module):
         self.token_weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The first state of target states [batch, paths, hidden]."""
+        """Returns the first state of target states [batch, paths, hidden]."""
         return normalise(hidden) / math.sqrt(2) if self.sizes.scales_input else hidden
 
     def step(self, index: int, state: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One head.
+        """Runs one head.
 
         Args:
             index: which one.
@@ -87,7 +87,7 @@ class MlpHeads(nn.Module):
         return state, self.head[index](state)
 
     def advance(self, index: int, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The next state of `step`, which is all of it but the LM head."""
+        """Returns the next state of `step`, which is all of it but the LM head."""
         mixed = self.proj[index](state) + self.token_weight * self.emb[index](tokens)
         return functional.gelu(self.ln[index](mixed))
 
@@ -100,18 +100,18 @@ class MlpExpander(nn.Module):
         self.heads = heads
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `MlpHeads.begin`."""
+        """See `MlpHeads.begin`."""
         return self.heads.begin(hidden)
 
     def expand(
         self, depth: int, state: torch.Tensor, tokens: torch.Tensor, above: Above
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One head for all nodes of a depth."""
+        """Runs one head for all nodes of a depth."""
         return self.heads.step(depth, take(state, above), tokens)
 
 
 def random_heads(sizes: HeadsSizes) -> MlpHeads:
-    """Heads with the same random weights every time, scaled as before training."""
+    """Returns heads with the same random weights every time, scaled as before training."""
     with torch.device("meta"):
         heads = MlpHeads(sizes)
     heads.to_empty(device="cpu")
@@ -126,7 +126,7 @@ def random_heads(sizes: HeadsSizes) -> MlpHeads:
 
 
 def heads_from_weights(sizes: HeadsSizes, weights: Mapping[str, torch.Tensor]) -> MlpHeads:
-    """Heads in float32 from weights by published name without prefix; shared ones under their first head's name."""
+    """Returns heads in float32 of weights by published name without prefix, shared ones under their first name."""
     with torch.device("meta"):
         heads = MlpHeads(sizes)
     held = {n: nn.Parameter(weights[n].to(torch.float32), requires_grad=False) for n, _ in heads.named_parameters()}

@@ -25,7 +25,7 @@ class TrainableMlp(nn.Module):
         self.heads, self.num_positions = heads.requires_grad_().train(), heads.sizes.num_heads
 
     def forward(self, batch: TrainingBatch) -> Drafted:
-        """Head i reads the token i + 1 places behind the start, and imitates the distribution behind that token."""
+        """Returns the drafts; head i reads the token i + 1 after the start and imitates the distribution after it."""
         count, nodes = batch.tokens.shape
         starts = nodes - 1  # the last position has no root
         state, states, labels = self.heads.begin(batch.hidden[:, :starts].float()), [], []
@@ -42,7 +42,7 @@ class TrainableMlp(nn.Module):
 
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
-        """One head behind the other on their own tokens."""
+        """Returns a chain; each head reads the token of the one before."""
         state, token, drafted = self.heads.begin(batch.hidden[:, -1:].float()), batch.tokens[:, -1:], []
         for i in range(num):
             state, logits = self.heads.step(i, state, token)
@@ -51,14 +51,14 @@ class TrainableMlp(nn.Module):
         return torch.stack(drafted)
 
     def save(self, folder: Path) -> None:
-        """The published layout; a tied speculator holds the first copy of what is shared."""
+        """Writes the published layout; a tied speculator holds the first copy of what is shared."""
         sizes = self.heads.sizes
         tensors = {PREFIX + name: tensor for name, tensor in self.heads.named_parameters()}
         write_heads(folder, config_from_sizes(sizes), tensors)
 
 
 def config_from_sizes(sizes: HeadsSizes) -> dict[str, Any]:
-    """The config.json of a speculator of these sizes."""
+    """Returns the config.json of a speculator of these sizes."""
     return {
         "model_type": MODEL_TYPE,
         "architectures": ["MLPSpeculatorPreTrainedModel"],
@@ -74,7 +74,7 @@ def config_from_sizes(sizes: HeadsSizes) -> dict[str, Any]:
 
 
 def begin_heads(sizes: HeadsSizes, parts: TargetParts) -> MlpHeads:
-    """Heads whose embeddings and LM heads are the target's, cut to the directions that hold most of the LM head."""
+    """Returns heads with the target's embeddings and LM heads, cut to the LM head's leading directions."""
     heads = random_heads(sizes)
     _, _, directions = torch.linalg.svd(parts.lm_head, full_matrices=False)
     basis = directions[: sizes.inner_size].T  # [hidden, inner]
@@ -88,7 +88,7 @@ def begin_heads(sizes: HeadsSizes, parts: TargetParts) -> MlpHeads:
 
 
 def load_heads(sizes: HeadsSizes, folder: Path) -> MlpHeads:
-    """The heads of a checkpoint in the layout that `TrainableMlp.save` writes."""
+    """Returns the heads of a checkpoint in the layout that `TrainableMlp.save` writes."""
     heads = random_heads(sizes)
     held = read_heads(folder, {PREFIX + name: tensor for name, tensor in heads.named_parameters()})
     return heads_from_weights(sizes, {name.removeprefix(PREFIX): tensor for name, tensor in held.items()})
@@ -98,11 +98,11 @@ class MlpTrainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: MlpTraining, target: Mapping[str, Any]) -> TargetNeeds:
-        """The final-normed states."""
+        """Returns the needs: the states after the final norm."""
         return TargetNeeds(hidden=True)
 
     def make(self, config: MlpTraining, parts: TargetParts, start: Path | None) -> Any:
-        """Embeddings and LM heads as the target's, in their best `inner_size` directions, or `start`."""
+        """Returns heads with the target's embeddings and LM heads in `inner_size` directions, or `start`."""
         vocab, hidden = parts.lm_head.shape
         inner = config.inner_size or hidden
         sizes = HeadsSizes(

@@ -20,10 +20,10 @@ class NgramConfig:
 
     Args:
         num_draft_tokens: longest draft.
-        min_match: shortest run of tokens that must have stood before.
-        max_match: longest run that is looked for; longer runs are tried first.
-        tokens_per_match: draft length per matched token: a longer match is believed further. `auto`: from what
-            drafts behind matches of that length were worth in this sequence so far, and the measured costs.
+        min_match: least number of tokens that must match.
+        max_match: longest match that is looked for; longer matches are tried first.
+        tokens_per_match: draft length per matched token: a longer match gives a longer draft. `auto`: from the
+            acceptance after matches of that length in this sequence so far, and the measured costs.
 
     Raises:
         RecipeError: a value is out of range.

@@ -24,7 +24,7 @@ TOKENS_PER_MATCH = 2  # where nothing was measured
 
 
 class NgramIndex:
-    """Where each run of min_match .. max_match tokens stood last, and so what followed it.
+    """Where each run of min_match .. max_match tokens occurred last, and so which tokens followed it.
 
     A token costs max_match - min_match + 1 dictionary entries, once; a lookup costs as many reads. Runs are
     written as strings of one character a token: slices of a string are the cheapest keys there are.
@@ -36,7 +36,7 @@ class NgramIndex:
         self._num_indexed = 0  # every run that ends before this position has its entry
 
     def find(self, tokens: list[int]) -> tuple[int, int]:
-        """Position of what followed the latest earlier occurrence of the longest suffix, and its length; or (0, 0)."""
+        """Returns the position after the latest earlier occurrence of the longest suffix, and its length; or (0, 0)."""
         self._extend(tokens)
         follower, num = self._follower, len(tokens)
         suffix = "".join(map(chr, tokens[-self._max_match :]))
@@ -66,7 +66,7 @@ class NgramState:
 
     Args:
         index: of its tokens.
-        estimate: of drafts by the length of the match, in the place of a rank.
+        estimate: acceptance of drafts by the length of the match, which stands in for a rank.
     """
 
     index: NgramIndex
@@ -99,15 +99,15 @@ class NgramProposer:
         sequence.draft_state = NgramState(NgramIndex(self.config.min_match, self.config.max_match), estimate)
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """A fresh index: to make it costs next to nothing."""
+        """Makes a fresh index, which costs next to nothing; returns `num_rows`."""
         self.start(slot, sequence)
         return num_rows
 
     def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Nothing: the index reads the slot's own tokens."""
+        """Reads nothing: the index is made of the slot's own tokens."""
 
     def propose(self, batch: Batch) -> TokenTree:
-        """What followed the longest suffix last time, for each slot."""
+        """Returns, for each slot, the tokens that followed the longest suffix last time."""
         slots = batch.slots
         states: list[NgramState] = [slot.draft_state for slot in slots]
         found = [state.index.find(slot.tokens) for state, slot in zip(states, slots, strict=True)]
@@ -125,7 +125,7 @@ class NgramProposer:
         return TokenTree.chain(tokens, np.array([len(row) for row in rows], dtype=np.int64))
 
     def _draft_lengths(self, states: Sequence[NgramState]) -> list[int]:
-        """Returns them by slot, from the match lengths; 0 without a match.
+        """Returns the draft lengths by slot, from the match lengths; 0 without a match.
 
         Drafts shorter than the longest are padded, so the sequences with a match share one length: what pays for one
         of them costs the others nothing more.
@@ -147,7 +147,7 @@ class NgramProposer:
         return [length if size else 0 for size in sizes]
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """Learns what drafts after matches are worth; emitted tokens enter the index at the next step."""
+        """Learns the acceptance of drafts after matches; emitted tokens enter the index at the next step."""
         num_nodes, num_accepted = tree.num_nodes.tolist(), verdict.num_accepted.tolist()
         for slot, size, prob, nodes, kept in zip(
             batch.slots, self._matched, self._probs, num_nodes, num_accepted, strict=True
@@ -168,11 +168,11 @@ class NgramProposer:
         self.budget.observe(num_slots, num_nodes, times)
 
     def flush(self) -> None:
-        """Nothing of the target's is held."""
+        """Nothing: none of the target's outputs is held."""
 
 
 def _draft(tokens: list[int], position: int, num: int) -> list[int]:
-    """The root and `num` tokens from `position` on."""
+    """Returns the root and `num` tokens from `position` on."""
     row = tokens[-1:]
     if num > 0:
         row += tokens[position : position + num]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proposer that returns the root alone."""
+"""The proposer whose trees are the root alone."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class NoneProposer:
         """Nothing to prepare."""
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """Nothing to read."""
+        """Returns `num_rows`: nothing is read."""
         return num_rows
 
     def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Nothing to read."""
 
     def propose(self, batch: Batch) -> TokenTree:
-        """The roots."""
+        """Returns trees of the roots alone."""
         return TokenTree.roots(np.array([slot.tokens[-1] for slot in batch.slots], dtype=np.int64))
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
@@ -40,4 +40,4 @@ class NoneProposer:
         """Learns nothing."""
 
     def flush(self) -> None:
-        """Nothing of the target's is held."""
+        """Nothing: none of the target's outputs is held."""

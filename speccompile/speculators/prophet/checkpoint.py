@@ -43,7 +43,7 @@ def _derive(sizes: Sizes) -> None:
 
 
 def _check_width(case: Case) -> Iterator[Finding]:
-    """The target's embeddings are read as they are."""
+    """Yields a finding unless the width fits the target's embeddings, which are read unchanged."""
     width, wanted = case.sizes.get("hidden"), case.sizes.get("target_hidden")
     if case.sizes["uses_target"] and width != wanted:
         where, got = case.config_place("hidden_size"), f"{width} with the target's embeddings"
@@ -99,7 +99,7 @@ FORMATS = (
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights in our layout; see `doctor.doctor.read_speculator`."""
+    """Returns config and weights in our layout; see `doctor.doctor.read_speculator`."""
     return read_speculator(folder, FORMATS)
 
 
@@ -124,7 +124,7 @@ class GraphSizes:
     num_params: int = 0
 
     def counts(self) -> WeightCounts:
-        """Weights of the graph, copies of the target's tables included."""
+        """Returns the weights of the graph, copies of the target's tables included."""
         width, heads = self.hidden_size, (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
         layer = width * (heads + 3 * self.intermediate_size)
         table = self.vocab_size * width
@@ -135,7 +135,7 @@ class GraphSizes:
 
 
 def read_sizes(folder: Path) -> GraphSizes:
-    """The sizes in a folder's config.json.
+    """Returns the sizes in a folder's config.json.
 
     Raises:
         CheckpointError: not the config of a Prophet, or a size is missing.
@@ -157,7 +157,7 @@ class ProphetSource:
 
     Args:
         job: the transformer.
-        context: the target's sizes must be its own.
+        context: its target must have the sizes that the speculator was made for.
     """
 
     role = "heads"
@@ -188,20 +188,20 @@ class ProphetSource:
             raise RecipeError("engine.max_draft_nodes", str(room), f"at least {self.form.depth}", todo)
 
     def check(self) -> None:
-        """Every key and shape, from the files' headers."""
+        """Checks every key and shape by the files' headers."""
         check_speculator(self.folder, FORMATS, self.context.target)
 
     def digests(self) -> dict[str, str]:
-        """Of config and weights; of the target's as well, where its tables are used."""
+        """Returns the digests of config and weights, and of the target's where its tables are used."""
         own = digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
         return {**own, **digests_from_target(self.context)} if self.dims.uses_target_embeddings else own
 
     def counts(self) -> WeightCounts | None:
-        """From the sizes."""
+        """Returns the weight counts of these sizes."""
         return self.dims.counts()
 
     def spec(self) -> GraphSpec:
-        """Inputs and outputs of the graph."""
+        """Returns the inputs and outputs of the graph."""
         return self.form.spec(self.job.name, self.dims.target_hidden_size, self.dims.vocab_size)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class ProphetSource:
         return check_heads(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GraphSizes]:
-        """Read or make the weights, and trace."""
+        """Reads or makes the weights, and traces the graph."""
         from speccompile.export.heads import export_heads
         from speccompile.export.tree_drafters import drafter_from_form
         from speccompile.speculators.prophet.model import make_expander, sizes_from_config

@@ -41,7 +41,7 @@ class ProphetConfig(HeadsFields):
 
 @dataclass(frozen=True)
 class ProphetTraining:
-    """What is trained.
+    """Sizes and settings of the training.
 
     Args:
         num_layers: of the transformer.
@@ -80,16 +80,16 @@ class ProphetMethod(Method):
     trainer = "speccompile.speculators.prophet.trainer:ProphetTrainer"
 
     def target_outputs(self, config: ProphetConfig) -> TargetOutputs:
-        """What the LM head reads: the state behind the final norm."""
+        """Returns what the LM head reads: the state after the final norm."""
         return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: ProphetConfig) -> tuple[GraphJob, ...]:
-        """The transformer."""
+        """Returns the transformer's graph."""
         options = config.form_options()
         if options == FormOptions():  # a chain whose length the recipe leaves open
             options = FormOptions(max_depth=config.max_draft_tokens)
         return (GraphJob(HEADS, config.model, config.quantization, SOURCE, options, config.config),)
 
     def make_proposer(self, config: ProphetConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
-        """The proposer over the transformer's engine."""
+        """Returns the proposer over the transformer's engine."""
         return config.make_proposer(engines[HEADS], HEADS, context)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Prophet transformer in torch.
 
-Its sequence is [input_proj(target's final-normed state behind the last accepted position), emb(root), emb(d1), ...];
-the output at the place of a token drafts the token behind it. It sees nothing else: its context is at most as long
+Its sequence is [input_proj(target's final-normed state at the last accepted position), emb(root), emb(d1), ...];
+the output at a token's position drafts the token after it. It sees nothing else: its context is at most as long
 as a draft, so it has no cache between steps.
 """
 
@@ -60,12 +60,12 @@ class ProphetSizes:
     tie_word_embeddings: bool = False
 
     def config_from_sizes(self) -> dict[str, Any]:
-        """The config.json of a checkpoint."""
+        """Returns the config.json of a checkpoint."""
         return {"model_type": MODEL_TYPE, **asdict(self)}
 
 
 def sizes_from_config(config: dict[str, Any]) -> ProphetSizes:
-    """Inverse of `config_from_sizes`; KeyError when a size is missing."""
+    """Returns the sizes that a config.json holds; KeyError where one is missing."""
     return ProphetSizes(**{f.name: config[f.name] for f in fields(ProphetSizes)})
 
 
@@ -85,16 +85,16 @@ class ProphetLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor] | None, mask: Any
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """New places behind `past`.
+        """Runs the layer over new positions after `past`.
 
         Args:
             x: [batch, nodes, hidden].
             positions: [1, nodes] int64.
-            past: keys and values [batch, kv_heads, rows, head_dim] of the places before, None at the start.
-            mask: bool [nodes, rows + nodes], None where every place is seen.
+            past: keys and values [batch, kv_heads, rows, head_dim] of the positions before, None at the start.
+            mask: bool [nodes, rows + nodes], None where every position is seen.
 
         Returns:
-            Outputs as `x`, and keys and values with the new places.
+            Outputs as `x`, and keys and values with the new positions.
         """
         q, k, v = self.self_attn.project(self.input_layernorm(x), positions)
         if past is not None:
@@ -123,14 +123,14 @@ class Prophet(nn.Module):
                 self.lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Teacher-forced: all places at once.
+        """Runs all positions at once, teacher-forced.
 
         Args:
             hidden: [starts, target hidden].
             embedded: [starts, tokens, hidden], the root first.
 
         Returns:
-            [starts, tokens, hidden], what the LM head reads: row i drafts the token behind token i.
+            [starts, tokens, hidden], what the LM head reads: row i drafts the token after token i.
         """
         x = torch.cat((self.input_proj(hidden)[:, None], embedded), 1)
         nodes = x.shape[1]
@@ -141,7 +141,7 @@ class Prophet(nn.Module):
         return self.norm(x[:, 1:])
 
     def begin(self, hidden: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of each layer for the place of the target's state: hidden [batch, target hidden]."""
+        """Returns keys and values of each layer for the target's state, position 0: hidden [batch, target hidden]."""
         x, held = self.input_proj(hidden)[:, None], []
         positions = torch.zeros(1, 1, dtype=torch.int64, device=x.device)
         for layer in self.layers:
@@ -152,12 +152,12 @@ class Prophet(nn.Module):
     def step(
         self, index: int, embedded: torch.Tensor, held: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """One token.
+        """Runs one token.
 
         Args:
-            index: its place behind the root; the root's is 0.
+            index: its distance from the root; the root's is 0.
             embedded: [batch, 1, hidden].
-            held: of the places before, from `begin` or the last `step`.
+            held: keys and values of the positions before, from `begin` or the last `step`.
 
         Returns:
             [batch, hidden], what the LM head reads, and the new keys and values.
@@ -172,12 +172,12 @@ class Prophet(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """The places that are held, and which of them the nodes of the last depth see, themselves included.
+    """The positions that are held, and which of them the nodes of the last depth see, themselves included.
 
     Args:
-        held: keys and values of each layer, [batch, kv_heads, places, head_dim].
-        rows: for each node the places, where they are the same in every slot; else [batch, nodes, places] float32,
-            1 where a place is seen.
+        held: keys and values of each layer, [batch, kv_heads, positions, head_dim].
+        rows: for each node the positions it sees, where they are the same in every slot; else
+            [batch, nodes, positions] float32, 1 where a position is seen.
     """
 
     held: Held
@@ -200,11 +200,11 @@ class ProphetExpander(nn.Module):
         self.lm_head = self.embeddings if lm_head is embeddings else nn.Parameter(lm_head, requires_grad=False)
 
     def begin(self, hidden: torch.Tensor) -> Seen:
-        """The target's state is the first place."""
+        """Returns the first state: the target's state is position 0."""
         return Seen(self.heads.begin(hidden[:, 0]), ((0,),))
 
     def expand(self, depth: int, state: Seen, tokens: torch.Tensor, above: Above) -> tuple[Seen, torch.Tensor]:
-        """One position: that of the depth."""
+        """Runs the nodes of one depth, which share a position."""
         rows, mask = _see(state, tokens, above)
         x = functional.embedding(tokens, self.embeddings)
         positions, grown = torch.full((1, 1), depth + 1, dtype=torch.int64), []
@@ -217,7 +217,7 @@ class ProphetExpander(nn.Module):
 def _see(
     state: Seen, tokens: torch.Tensor, above: Above
 ) -> tuple[tuple[tuple[int, ...], ...] | torch.Tensor, torch.Tensor | None]:
-    """The places that new nodes see; and the mask over all of them, None where each sees every place."""
+    """Returns the positions that new nodes see, and the mask over all, None where each node sees all."""
     places, nodes = state.held[0][0].shape[2], tokens.shape[1]
     if not isinstance(above, torch.Tensor):
         assert not isinstance(state.rows, torch.Tensor)
@@ -238,7 +238,7 @@ def _see(
 def make_expander(
     sizes: ProphetSizes, weights: Mapping[str, torch.Tensor] | None, tables: TargetTables | None
 ) -> ProphetExpander:
-    """The drafter in float32.
+    """Returns the drafter in float32.
 
     Args:
         sizes: of the transformer.

@@ -12,7 +12,7 @@ from torch import nn
 
 from speccompile.errors import RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
-from speccompile.export.layers import reset
+from speccompile.export.layers import copy_weights
 from speccompile.speculators.prophet.config import ProphetTraining
 from speccompile.speculators.prophet.model import Prophet, ProphetSizes
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
@@ -34,7 +34,7 @@ class TrainableProphet(nn.Module):
         self.register_buffer("lm_head", parts.lm_head, persistent=False)
 
     def forward(self, batch: TrainingBatch) -> Drafted:
-        """A start at position t reads the state there and the tokens t + 1 ..; its outputs imitate their probs."""
+        """Returns the drafts; a start at t reads the state there and tokens t + 1 .., imitates their distributions."""
         count, nodes = batch.tokens.shape
         num = count * (nodes - 1)
         generator = torch.Generator().manual_seed(batch.seed % 2**31)
@@ -48,7 +48,7 @@ class TrainableProphet(nn.Module):
 
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
-        """Token by token."""
+        """Returns a chain, drafted token by token."""
         held, token, drafted = self.heads.begin(batch.hidden[:, -1].float()), batch.tokens[0, -1], []
         for index in range(num):
             state, held = self.heads.step(index, self.embeddings[token][None, None], held)
@@ -57,12 +57,12 @@ class TrainableProphet(nn.Module):
         return torch.stack(drafted)
 
     def save(self, folder: Path) -> None:
-        """Our layout: config.json with `ProphetSizes`, parameters under their names here."""
+        """Writes our layout: config.json with `ProphetSizes`, parameters under their names here."""
         write_heads(folder, self.heads.sizes.config_from_sizes(), self.heads.state_dict())
 
 
 def begin_prophet(sizes: ProphetSizes, parts: TargetParts) -> Prophet:
-    """A transformer that begins as the target's last layers, where the sizes are theirs."""
+    """Returns a transformer that begins as the target's last layers, where the sizes are theirs."""
     heads = Prophet(sizes)
     with torch.no_grad():
         if sizes.hidden_size == sizes.target_hidden_size:
@@ -70,7 +70,7 @@ def begin_prophet(sizes: ProphetSizes, parts: TargetParts) -> Prophet:
         if parts.norm is not None and parts.norm.shape == heads.norm.weight.shape:
             heads.norm.weight.copy_(parts.norm)
     for layer, weights in zip(heads.layers, parts.layers[-len(heads.layers) :], strict=False):
-        reset(layer, weights)
+        copy_weights(layer, weights)
     return heads
 
 
@@ -78,11 +78,11 @@ class ProphetTrainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: ProphetTraining, target: Mapping[str, Any]) -> TargetNeeds:
-        """The final-normed states."""
+        """Returns the needs: the states after the final norm."""
         return TargetNeeds(hidden=True)
 
     def make(self, config: ProphetTraining, parts: TargetParts, start: Path | None) -> Any:
-        """The target's last layers, where the sizes allow it, between its embeddings and its LM head; or `start`."""
+        """Returns the target's last layers, if sizes allow, between its embeddings and its LM head; or `start`."""
         vocab, hidden = parts.lm_head.shape
         if hidden % config.num_heads or hidden // config.num_heads % 2:
             expected = f"a divisor of the target's hidden size {hidden} that leaves an even head size"

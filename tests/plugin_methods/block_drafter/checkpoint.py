@@ -36,7 +36,7 @@ def _derive(sizes: Sizes) -> None:
 
 
 def _check_block(case: Case) -> Iterator[Finding]:
-    """A block of one token is what a draft model gives in a step."""
+    """Yields a finding for blocks of one token, which a draft model gives in a step."""
     if case.sizes.get("block") == 1:
         todo = "Draft with more than one token a run."
         yield finding("warning", case.config_place("block_size"), "1", "2 or more", todo)
@@ -92,7 +92,7 @@ class BlockDims:
     num_params: int = 0
 
     def spec(self, name: str, max_rows: int) -> GraphSpec:
-        """Inputs and outputs of the graph."""
+        """Returns the inputs and outputs of the graph."""
         caches = tuple(
             TensorSpec(f"block_{kind}_cache", ("batch", 1, "max_seq", self.head_dim), "float32") for kind in "kv"
         )
@@ -124,7 +124,7 @@ class BlockSource:
 
     Args:
         job: the drafter.
-        context: the target's sizes must be its own.
+        context: its target must have the sizes that the drafter was made for.
     """
 
     role = "block drafter"
@@ -151,26 +151,26 @@ class BlockSource:
                 raise RecipeError(f"speculator: {job.model}", f"{what} of {got}", f"{want}, as the target has", todo)
 
     def check(self) -> None:
-        """Every key and shape, from the files' headers."""
+        """Checks every key and shape by the files' headers."""
         check_speculator(self.folder, FORMATS, self.context.target)
 
     def digests(self) -> dict[str, str]:
-        """Of config and weights."""
+        """Returns the digests of config and weights."""
         return digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
 
     def counts(self) -> WeightCounts | None:
-        """From the sizes."""
+        """Returns the weight counts of these sizes."""
         dims = self.dims
         linear = dims.head_dim * (3 * dims.hidden_size + dims.vocab_size)
         plain = dims.trained_size * dims.vocab_size**2
         return WeightCounts(linear + plain, linear, plain)
 
     def spec(self) -> GraphSpec:
-        """Inputs and outputs of the graph."""
+        """Returns the inputs and outputs of the graph."""
         return self.dims.spec(self.job.name, self.max_rows)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """Draft one block from made-up features."""
+        """Drafts one block from arbitrary features."""
         tokens = np.asarray(engine.run(probe_inputs(engine.spec, num_nodes=2))[BLOCK])[0]
         if tokens.min() < 0 or tokens.max() >= engine.spec.vocab_size:
             expected = f"ids below {engine.spec.vocab_size}"
@@ -178,7 +178,7 @@ class BlockSource:
         return {"num_tokens": len(tokens)}
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, BlockDims]:
-        """Read or make the weights, and trace."""
+        """Reads or makes the weights, and traces the graph."""
         from speccompile.export.cached_draft import export_cached_draft
         from tests.plugin_methods.block_drafter.model import make_drafter
 

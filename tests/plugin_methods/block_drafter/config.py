@@ -45,7 +45,7 @@ class BlockConfig:
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Of the drafter's graph.
+    """Options of the drafter's graph.
 
     Args:
         block_size: see `BlockConfig`.
@@ -62,17 +62,17 @@ class BlockMethod(Method):
     formats = f"{HOME}.checkpoint:FORMATS"
 
     def target_outputs(self, config: BlockConfig) -> TargetOutputs:
-        """What the LM head reads."""
+        """Returns the hidden state that the LM head reads."""
         return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: BlockConfig) -> tuple[GraphJob, ...]:
-        """The drafter."""
+        """Returns the drafter's graph."""
         options = BlockOptions(config.block_size)
         return (GraphJob(DRAFT, config.model, config.quantization, f"{HOME}.checkpoint:BlockSource", options),)
 
     def make_proposer(
         self, config: BlockConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> BlockProposer:
-        """The proposer over the drafter's engine."""
+        """Returns the proposer over the drafter's engine."""
         most = min(config.num_draft_tokens, context.max_draft_nodes)
         return BlockProposer(engines[DRAFT], most, context.seq_lens.get(DRAFT, context.max_seq_len))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter in torch.
 
-Token i of a block is drafted from the token before the block and from what an attention over the target's features
-makes of the text; the candidates do not see each other.
+Token i of a block is drafted from the token before the block and from an attention over the target's features of the
+text; the drafts of a block do not see each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BlockDrafter(nn.Module):
         tree_mask: torch.Tensor,
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Tokens [batch, block] int64, and the updated caches."""
+        """Returns tokens [batch, block] int64, and the updated caches."""
         q, k, v = (proj(features)[:, None] for proj in (self.q_proj, self.k_proj, self.v_proj))
         scale = self.dims.head_dim**-0.5
         out, keys, values = cached_attention(q, k, v, *caches, lengths, tree_mask, scale, 0.0, 0)
@@ -55,7 +55,7 @@ class BlockDrafter(nn.Module):
 
 
 def make_drafter(dims: BlockDims, weights: Mapping[str, torch.Tensor] | None) -> BlockDrafter:
-    """The drafter in float32; without weights a random one, the same every time."""
+    """Returns the drafter in float32; without weights a random one, the same every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         drafter = BlockDrafter(dims)

@@ -21,7 +21,7 @@ class BlockState:
     """The `draft_state` of a sequence.
 
     Args:
-        pending: [positions, hidden], features that the drafter has not read; at least one as soon as there is any.
+        pending: [positions, hidden], features that the drafter has not read; at least one after the first.
     """
 
     pending: Floats
@@ -47,21 +47,21 @@ class BlockProposer:
         self.caches = (CacheRows(engine, self._lengths),)
 
     def start(self, slot: int, sequence: Slot) -> None:
-        """Nothing is read yet."""
+        """Starts without features."""
         self._lengths[slot], sequence.draft_state = 0, BlockState(self._none)
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
-        """Features of the rows that the slot holds are gone: all are read again."""
+        """Returns 0: features of the rows that the slot holds are not kept, so all tokens are read again."""
         self.start(slot, sequence)
         return 0
 
     def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Read all features of the prompt so far but the last, which the first step reads."""
+        """Reads all features of the prompt so far but the last, which the first step reads."""
         self._add(sequence, np.asarray(outputs[HIDDEN])[0, : tokens.shape[1]])
         self._flush(slot, sequence)
 
     def propose(self, batch: Batch) -> TokenTree:
-        """One run for all slots; a slot without features, or without room, has the root alone."""
+        """Returns drafts of one run for all slots; a slot without features or room has the root alone."""
         slots = batch.slots
         roots = np.array([[slot.tokens[-1]] for slot in slots], dtype=np.int64)
         nums = [self._num_drafts(place, slot) for place, slot in enumerate(slots)]
@@ -87,7 +87,7 @@ class BlockProposer:
         self.skip(batch, verdict, outputs)
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """Keeps the features of the nodes that the target kept, the root's among them."""
+        """Keeps the features of the accepted nodes, the root's included."""
         hidden = np.asarray(outputs[HIDDEN])
         for place, slot in enumerate(batch.slots):
             self._add(slot, hidden[place, verdict.nodes_kept(place)])
@@ -95,7 +95,7 @@ class BlockProposer:
                 self._flush(place, slot)
 
     def flush(self) -> None:
-        """Nothing of the target's is held."""
+        """Nothing: none of the target's outputs is held."""
 
     def _num_drafts(self, place: int, slot: Slot) -> int:
         pending = len(slot.draft_state.pending)
@@ -107,7 +107,7 @@ class BlockProposer:
         state.pending = np.concatenate((state.pending, rows), dtype=np.float32)
 
     def _flush(self, slot: int, sequence: Slot) -> None:
-        """Read what is pending but the last row, as far as there is room."""
+        """Reads the pending rows but the last, as far as there is room."""
         state: BlockState = sequence.draft_state
         rows = state.pending[: min(len(state.pending) - 1, self.max_rows - self._lengths[slot])]
         if len(rows):
