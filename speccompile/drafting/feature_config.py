@@ -38,7 +38,7 @@ class FeatureFields(CachedDraftFields):
         Args:
             engine: of the draft.
             make: makes features [batch, nodes, hidden] of the target's outputs.
-            names: the outputs that it reads.
+            names: of the target's outputs that `make` reads.
             graph: the draft's name in the bundle.
             context: of the proposer.
 

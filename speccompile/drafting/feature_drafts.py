@@ -37,7 +37,7 @@ class FeatureCache:
     Args:
         engine: the draft (`feature_draft_spec`).
         make: makes features [batch, nodes, hidden] of the target's outputs.
-        names: the outputs that it reads.
+        names: of the target's outputs that `make` reads.
         max_seq_len: rows that a sequence may use.
         max_nodes: most nodes that a step with every slot may have.
     """
@@ -160,7 +160,7 @@ class FeatureCache:
         self.pending.keep(batch.slots, verdict, outputs)
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """Keeps the states of the roots' predecessors: the drafter reads them when drafts are made."""
+        """Copies the states of the scored roots to the host: the draft reads them before the next draft."""
         self.pending.keep(batch.slots, verdict, outputs)
         self.pending.flush()
 

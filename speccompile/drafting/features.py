@@ -13,21 +13,21 @@ from speccompile.core.protocols import Outputs, Slot
 from speccompile.core.tree import Floats, Ints
 from speccompile.drafting.state import DraftState, same_sequences
 
-MAX_STATES = 128  # rows of a sequence that wait as states
+MAX_STATES = 128  # rows per sequence that are kept as states before features are made of them
 
 
 class PendingFeatures:
     """Feature rows, by sequence, of the positions that the target has read and the draft has not.
 
-    From a verdict to the next draft the target's outputs are handed on as they came, on a GPU without leaving it.
-    What would lose them (a prompt is read, the next batch is another one, nothing is drafted) copies the rows in use
-    to the host, to each sequence's `draft_state.states`. Features are made of them when they are drafted from, or of
+    From a verdict to the next draft the target's outputs are passed on without a copy, on a GPU without leaving it.
+    Before they would be lost (a prompt is read, the next batch is another one, nothing is drafted), the rows in use are
+    copied to the host, to each sequence's `draft_state.states`. Features are made of them before the next draft, or of
     `MAX_STATES` rows at once: a sequence that is decoded plainly for long has many.
 
     Args:
         width: of a feature.
-        make: features [batch, nodes, width] of the target's outputs, valid as long as they are.
-        names: the outputs that `make` reads, [batch, nodes, ..] each.
+        make: makes features [batch, nodes, width] of the target's outputs, valid as long as these are.
+        names: of the target's outputs that `make` reads, [batch, nodes, ..] each.
     """
 
     def __init__(self, width: int, make: Callable[[Outputs], Any], names: Sequence[str]) -> None:
@@ -38,13 +38,13 @@ class PendingFeatures:
         self._slots: list[Slot] = []  # of that step
 
     def add(self, sequence: Slot, outputs: Outputs, place: int, nodes: Ints) -> None:
-        """Copies the target's states of the positions that follow those of the sequence.
+        """Copies the target's states of the positions after those that the sequence has.
 
         Args:
-            sequence: they are of.
-            outputs: the target's.
-            place: its slot in them.
-            nodes: [num] int64, in order.
+            sequence: whose states they are.
+            outputs: of the target.
+            place: row of the sequence in these.
+            nodes: [num] int64, nodes to copy, in order.
         """
         state: DraftState = sequence.draft_state
         state.states.append(tuple(np.asarray(outputs[name])[place, nodes] for name in self._names))
@@ -53,7 +53,7 @@ class PendingFeatures:
             self._make_features(state)
 
     def _make_features(self, state: DraftState) -> None:
-        """Turns the states of a sequence into features."""
+        """Makes features of the states of a sequence."""
         if not state.states:
             return
         columns = zip(*state.states, strict=True)

@@ -183,7 +183,7 @@ class HeadsProposer:
                 known.learn_ranks(trees[place], chosen[place], verdict.nodes_kept(place))
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """Keeps the states of the roots."""
+        """Keeps the hidden states of the scored roots."""
         self.states.keep(batch.slots, outputs[HIDDEN], np.zeros(len(batch.slots), dtype=np.int64))
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:

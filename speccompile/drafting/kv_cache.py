@@ -127,7 +127,7 @@ class DraftCache:
                 self.lengths[place] += min(num_kept[place], self.room(place, slot))
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """The tokens are read when drafts are made."""
+        """Does nothing: the tokens are read before the next draft."""
 
     def flush(self) -> None:
         """Does nothing: no output of the target is held."""

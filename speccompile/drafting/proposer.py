@@ -72,7 +72,7 @@ class DraftRows(Scorer, Protocol):
         ...
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """A step was decoded plainly."""
+        """Handles a step without drafts, for which neither `begin` nor `commit` was called."""
         ...
 
     def flush(self) -> None:

@@ -24,9 +24,9 @@ class DraftState:
         hidden: [width] float32, the target's hidden state of the token before the root; None where `TargetStates` does
             not have it on the host.
         features: [num, width] float32 each, rows that `PendingFeatures` has on the host, in order.
-        states: rows of the target's outputs on the host that follow them, an array for each name of `PendingFeatures`.
-        num_states: how many rows these are.
-        num_live: rows that follow them in the target's outputs.
+        states: rows of the target's outputs on the host, after these; an array for each name of `PendingFeatures`.
+        num_states: number of these rows.
+        num_live: number of rows after these, still in the target's last outputs.
         drawn: estimates from verdicts on drawn chains; None before the first chain of adaptive length.
     """
 

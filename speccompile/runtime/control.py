@@ -187,7 +187,7 @@ class _Comparison:
         self._times: tuple[list[float], list[float]] = ([], [])  # of its steps with drafts, and without, in seconds
         self._spent: tuple[list[float], list[float]] = ([], [])  # the same, first steps and reading included
         self._brought = [0.0, 0.0]  # tokens per sequence in them
-        self._has_drafts = self._is_probe = self._is_doubted = False
+        self._has_drafts = self._is_probe = self._is_unconfirmed = False
 
     @property
     def gain(self) -> float:
@@ -240,11 +240,11 @@ class _Comparison:
             self._num_compared += 1
             is_on = self.gain >= 1.0
             # Other processes may have disturbed a single comparison: a change is confirmed by a second one.
-            self._is_doubted = is_on != self.is_on and self._num_compared > 1 and not self._is_doubted
-            if not self._is_doubted:
+            self._is_unconfirmed = is_on != self.is_on and self._num_compared > 1 and not self._is_unconfirmed
+            if not self._is_unconfirmed:
                 self.is_on = is_on
         is_close = self._has_drafts and 1 / CLOSE < self.gain < CLOSE
-        again = self._is_doubted or (is_close and self._num_compared < NUM_FIRST)
+        again = self._is_unconfirmed or (is_close and self._num_compared < NUM_FIRST)
         self._left = 2 * TURN + (0 if again else self._pause(drafting, plain))
         # A budget that drafts nothing never measures what drafts cost at this batch size: every other comparison does.
         self._is_probe, self._has_drafts = not (self._has_drafts or self._is_probe), False

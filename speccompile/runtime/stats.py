@@ -31,7 +31,7 @@ class TimedEngine:
         self.num_runs = 0
 
     def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
-        """One step, timed."""
+        """Runs one step, timed."""
         start = perf_counter()
         outputs = self.engine.run(feeds, first_slot)
         self.seconds += perf_counter() - start
@@ -84,7 +84,7 @@ class DraftEngine(TimedEngine):
     """
 
     def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
-        """One step, timed."""
+        """Runs one step, timed."""
         outputs = super().run(feeds, first_slot)
         for name in (CANDIDATE_PROBS, CONFIDENCES):
             sure = outputs.get(name)

@@ -14,7 +14,7 @@ WIDTH = 2
 
 
 class Target:
-    """Outputs of steps, each number different, on a device; features are twice of them."""
+    """A target whose outputs are all different numbers, on a device; features are twice these."""
 
     def __init__(self):
         self.num_made = 0
