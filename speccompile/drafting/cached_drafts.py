@@ -88,9 +88,6 @@ class CachedDraftFields(TreeFields):
         Raises:
             RecipeError: the draft has too few candidates or no distributions, or the tree has too many nodes.
         """
-        if engine.spec.num_candidates == 0:
-            got = f"a draft of an earlier version, which gives {', '.join(t.name for t in engine.spec.outputs[:3])}"
-            raise RecipeError("speculator.method", got, "candidates after each node", "Build the bundle again.")
         todo, held = "Build a bundle whose recipe says so; at load it is too late.", engine.spec.num_candidates
         if held < self.candidates_needed:
             expected = f"{self.candidates_needed} candidates a node"

@@ -93,7 +93,7 @@ def _method_config(section: Mapping[str, Any], override: str | Mapping[str, Any]
     """Returns the method's name and its `Config`; an override of the same method keeps the recipe's other fields."""
     wanted = {"method": override} if isinstance(override, str) else dict(override or {})
     name = str(wanted.get("method", section["method"]))
-    merged = {**_without_retired(section), **wanted} if name == section["method"] else wanted
+    merged = {**section, **wanted} if name == section["method"] else wanted
     config_class = registry.method(name).Config
     known = {f.name for f in fields(config_class)}
     unknown = sorted(set(merged) - known - {"method"})
@@ -111,22 +111,6 @@ def _method_config(section: Mapping[str, Any], override: str | Mapping[str, Any]
         return name, config_class(**{key: value for key, value in merged.items() if key != "method"})
     except (TypeError, ValueError) as fault:
         raise BundleError(f"method {name}", str(fault), f"a valid {name} section", "Correct the value.") from fault
-
-
-def _without_retired(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a bundle's speculator section without fields that its method no longer has.
-
-    Raises:
-        BundleError: the bundle was built with a value of such a field that is no longer supported.
-    """
-    name = str(section["method"])
-    retired = getattr(registry.method(name).Config, "RETIRED_FIELDS", {})
-    for field in sorted(set(section) & set(retired)):
-        if section[field] not in retired[field]:
-            expected = f"{' or '.join(retired[field])}: this version has no other"
-            where, todo = f"speculator.{field}", f"Build the bundle again, without speculator.{field}."
-            raise BundleError(where, f"{section[field]!r} in the bundle's recipe", expected, todo)
-    return {key: value for key, value in section.items() if key not in retired}
 
 
 def _check_backend(bundle: Bundle, backend: Backend) -> None:

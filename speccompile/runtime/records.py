@@ -106,7 +106,6 @@ _SPEC = closed(
     may_num_candidates=whole(0), may_num_drafts=whole(0), may_gives_probs=FLAG,
     may_tail=one_of("none", "verify", "candidates"),
 )  # fmt: skip
-_STEPS = Rule("milliseconds by number of nodes", lambda v: isinstance(v, dict) and all(map(_is_count, v)), items=TIME)
 
 
 def _is_count(key: Any) -> bool:

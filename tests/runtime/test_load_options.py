@@ -38,22 +38,6 @@ def test_a_method_with_graphs_of_its_own_needs_a_bundle_of_its_own():
     assert engine._method_config(SECTION, None)[1].model == "small"
 
 
-@pytest.mark.parametrize("form", ["auto", "stepwise"])
-def test_a_bundle_of_an_earlier_build_may_name_the_form_of_its_draft(form):
-    assert engine._method_config({**SECTION, "engine_form": form}, None) == engine._method_config(SECTION, None)
-
-
-def test_a_bundle_whose_draft_was_unrolled_is_refused_with_its_method_alone():
-    section = {**SECTION, "engine_form": "unrolled"}
-    with pytest.raises(BundleError, match=r"speculator\.engine_form: got 'unrolled' in the bundle's recipe") as caught:
-        engine._method_config(section, None)
-    assert caught.value.expected == "auto or stepwise: this version has no other"
-    assert caught.value.todo == "Build the bundle again, without speculator.engine_form."
-    assert engine._method_config(section, "ngram")[0] == "ngram"
-    with pytest.raises(BundleError, match=r"speculator\.engine_form: got an unknown field"):
-        engine._method_config(SECTION, {"method": "draft_model", "engine_form": "auto"})
-
-
 def test_no_more_threads_than_cores_are_used():
     cores = num_usable_cores()
     assert engine._usable(cores) == cores

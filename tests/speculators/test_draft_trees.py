@@ -8,7 +8,6 @@ import pytest
 
 from speccompile.core.jobs import CandidateOptions, DecoderOptions, MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
-from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.drafting import static_tree as static_trees
 from speccompile.drafting.siblings import draw_siblings
 from speccompile.errors import RecipeError
@@ -249,25 +248,6 @@ def test_a_draft_for_trees_drafts_chains_too():
         assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, 36)
         assert {depth for depth, _ in slot.stats.outcomes} <= {0, 1, 2, 3}
     assert done[0].stats.num_draft_tokens > 0
-
-
-def test_a_draft_of_an_earlier_version_is_refused():
-    engine = MockEngine(DRAFT, "draft", 1, ROWS, headroom=NODES + 1)
-    outputs = tuple(
-        TensorSpec(name, dims, dtype)
-        for name, dims, dtype in (
-            ("sampled_token", ("batch",), "int64"),
-            ("confidence", ("batch",), "float32"),
-            ("sampled_probs", ("batch", "draft_vocab"), "float32"),
-        )
-    )
-    engine.spec = GraphSpec("draft", (), outputs, (), VOCAB, scores="one")
-    expected = (
-        r"speculator\.method: got a draft of an earlier version, which gives sampled_token, confidence, sampled_probs; "
-        r"expected candidates after each node\. Build the bundle again\."
-    )
-    with pytest.raises(RecipeError, match=expected):
-        DraftModelMethod().make_proposer(DraftModelConfig("d"), {"draft": engine}, MethodContext(1, ROWS, NODES))
 
 
 def test_the_draft_is_built_for_what_the_tree_needs():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from speccompile.core.jobs import CandidateOptions, DecoderOptions, GraphJob, MethodContext
 from speccompile.core.method import Method
@@ -35,9 +35,6 @@ class DraftModelConfig(CachedDraftFields):
     Raises:
         RecipeError: a value is out of range.
     """
-
-    # Fields that bundles of earlier builds have, with the values whose meaning is today's behaviour.
-    RETIRED_FIELDS: ClassVar[Mapping[str, tuple[str, ...]]] = {"engine_form": ("auto", "stepwise")}
 
     model: str
     max_draft_tokens: int = 10
