@@ -74,7 +74,7 @@ def hint(model: str) -> str:
     if model.lower().endswith(GGUF):
         return GGUF_TODO
     if os.path.isfile(os.path.expanduser(model)):
-        return "Give the folder that the file lies in."
+        return "Give the folder that contains the file."
     if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}", model):
         return f"A hub id has an owner before the name: find the one of {model!r}, e.g. OWNER/{model}."
     return "Check the path; a hub id has an owner and a name, as in owner/name."

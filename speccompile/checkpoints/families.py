@@ -36,7 +36,7 @@ _REFUSED = {
     **dict.fromkeys(("roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"), _ENCODER),
     "zaya": "attention over compressed keys that a convolution makes",
     "blt": "byte patches of a second model in place of tokens",
-    "dbrx": "sizes of its attention that stand in a config of their own",
+    "dbrx": "sizes of its attention in a nested config",
     "diffllama": "differential attention",
     "doge": "attention masks that depend on the values",
     "git": "images as a prefix of the text",

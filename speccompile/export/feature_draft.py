@@ -93,10 +93,10 @@ class FeatureDraft(nn.Module):
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """One step. Positions are those of the features, one before the tokens'."""
-        told = gather_nodes(features, feature_nodes)
+        read = gather_nodes(features, feature_nodes)
         depth = tree_mask.to(torch.int64).sum(-1) - 1
         with forward_pass(Frame(lengths, tree_mask, scored_nodes, caches)) as frame:
-            own = self.body.advance(tokens, told, self.rotary(told, lengths.unsqueeze(1) + depth))
+            own = self.body.advance(tokens, read, self.rotary(read, lengths.unsqueeze(1) + depth))
         logits, tokens_of = self.body.logits(gather_nodes(own, scored_nodes)), self.body.target_tokens
         if self.dists:  # candidates share the distributions' vocabulary, the target's: bodies support only one
             logits, tokens_of = self._spread(logits), None
@@ -105,7 +105,7 @@ class FeatureDraft(nn.Module):
             candidates = tokens_of[candidates]
         dists = (node_probs(logits, *warp),) if self.dists else ()
         updated = [cache for i in range(self.num_layers) for cache in frame.updated[i]]
-        return (candidates, probs, *dists, torch.cat((told[:, :1], own), 1), *updated)
+        return (candidates, probs, *dists, torch.cat((read[:, :1], own), 1), *updated)
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns logits over the target's vocabulary."""

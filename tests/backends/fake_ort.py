@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ONNX Runtime on CUDA as far as graphs are concerned: sessions of the CPU provider over a fake device's memory.
+"""A fake of ONNX Runtime's CUDA graphs: sessions of the CPU provider over a fake device's memory.
 
 The first run with a `gpu_graph_id` runs the graph three times: twice to allocate, once to capture and replay. Later
-ones replay what was captured, whatever is bound by then.
+ones replay what was captured, whatever is bound then.
 """
 
 import weakref
@@ -19,10 +19,10 @@ NUM_FIRST_RUNS = 3
 
 
 class Opened:
-    """What became of a session.
+    """Record of a session.
 
     Args:
-        session: of the CPU provider; it is not held.
+        session: of the CPU provider; held weakly.
         has_graphs: it was opened for CUDA graphs.
     """
 
@@ -66,7 +66,7 @@ class FakeSession:
 
 
 class FakeOrt:
-    """Takes the place of what opens devices and sessions.
+    """Replaces the functions that open devices and sessions.
 
     Args:
         monkeypatch: of the test.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend is that says no more than it must, and what all engines check."""
+"""A backend with the required methods only, and the checks of all engines."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def test_every_backend_is_one(name):
 
 
 class Still(EngineBase[str]):
-    """An engine that notes what it compacts."""
+    """An engine that records what it compacts."""
 
     def compact_with(self, rollback, lengths, path):
         self.compacted = rollback, lengths, path

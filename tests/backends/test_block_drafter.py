@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph of a kind that the package does not know is probed, sized, measured and checked by what it declares alone.
+"""A graph of an unknown kind is probed, sized, measured and checked by its declaration alone.
 
 The kind: a drafter with a cache of its own that reads features and gives a block of tokens in one run. None of its
-inputs and outputs but the rows in use has a name that another graph has.
+inputs and outputs except the rows in use has a name that another graph has.
 """
 
 from __future__ import annotations

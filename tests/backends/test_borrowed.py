@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches lent between engines: the owner's own memory, slot for slot, whatever either of them does to it.
+"""Caches shared between engines: the owner's own memory, slot for slot, whatever either engine does to it.
 
 One borrower shares all caches of the target and writes them; the other, a GLIDE drafter, reads the last layer's.
 """
@@ -92,12 +92,12 @@ def feed(tokens, lengths, **more):
 
 
 def first_candidate(outputs):
-    """The likeliest token behind the last node of each slot."""
+    """Returns the likeliest token after the last node of each slot."""
     return np.asarray(outputs[specs.CANDIDATES])[:, -1, 0].tolist()
 
 
 def read(engine, tokens, start, slot=0):
-    """As a prompt is read: one node is scored."""
+    """Feeds as for a prompt: one node is scored."""
     engine.run(feed(tokens, start, scored_nodes=np.zeros((1, 1), np.int64)), first_slot=slot)
 
 
@@ -107,7 +107,7 @@ def next_token(engine, tokens, length, slot=0):
 
 
 def addresses(kind, engine, names):
-    """Where slot 1 of each of these inputs lies."""
+    """Returns the address of slot 1 of each of these inputs."""
     if kind == "reference":
         return [engine.bound[name][1].ctypes.data for name in names]
     if kind == "onnxruntime":
@@ -129,15 +129,15 @@ def test_borrowed_caches_are_the_owners_own_memory(kind, open_graph):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_target_reads_a_sharer_knows_through_growth_moves_and_resets(kind, open_graph):
-    """The sharer is the target once more: its candidate is the target's next token where it sees the same rows."""
+def test_a_sharer_sees_what_the_target_reads_through_growth_moves_and_resets(kind, open_graph):
+    """The sharer is a second copy of the target: it predicts the target's next token where it sees the same rows."""
     target, oracle = open_graph(kind, "target"), open_graph(kind, "target")
     sharer = open_graph(kind, "sharer", {"target": target})
     for slot, num in ((0, 90), (1, 5)):
         read(target, TOKENS[:num], 0, slot)
         read(oracle, TOKENS[:num], 0, slot)
     assert first_candidate(sharer.run(feed(TOKENS[5:6], 5), first_slot=1)) == [next_token(oracle, TOKENS[5:6], 5, 1)]
-    # Behind row 128 the view has to grow: here it is the borrower that asks for it, and the owner follows.
+    # Beyond row 128 the view has to grow: here the borrower grows first, and the owner follows.
     chain = sharer.run(feed(TOKENS[90:140], 90))
     assert first_candidate(chain) == [next_token(oracle, TOKENS[90:140], 90)]
     assert next_token(target, TOKENS[140:142], 140) == next_token(oracle, TOKENS[140:142], 140)
@@ -170,7 +170,7 @@ def test_what_a_sharer_writes_the_target_overwrites(kind, open_graph):
     want = oracle.run(feed(TOKENS[20:25], 20))
     for name in (specs.PATH, specs.NEXT_TOKEN):
         np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(want[name]))
-    # Not overwritten, it would matter: the caches are one.
+    # Without overwriting it would change the result, as the caches are the same memory.
     sharer.run(feed(TOKENS[60:64], 21))
     assert next_token(target, TOKENS[25:26], 25) != next_token(oracle, TOKENS[25:26], 25) or not np.array_equal(
         TOKENS[60:64], TOKENS[21:25]
@@ -206,7 +206,7 @@ def test_a_reader_sees_every_write_and_move_of_the_target(kind, open_graph):
         read(target, TOKENS[200:204], 4, 1)  # other rows 4 to 7 of slot 1
     compare()
     assert np.array_equal(seen[0][[0, 2]], seen[1][[0, 2]]) and not np.allclose(seen[0][1], seen[1][1])
-    assert np.allclose(seen[0][1, :5], seen[1][1, :5])  # a node sees the rows in front of it alone
+    assert np.allclose(seen[0][1, :5], seen[1][1, :5])  # a node sees only the rows before it
     for target, _ in pairs:
         target.move_slot(2, 0)
     compare()
@@ -220,7 +220,7 @@ def test_a_reader_sees_every_write_and_move_of_the_target(kind, open_graph):
     compare(slots=1, lengths=120, target_length=132)
 
 
-def test_rows_behind_the_targets_length_are_not_seen(open_graph):
+def test_rows_beyond_the_targets_length_are_not_seen(open_graph):
     target = open_graph("onnxruntime", "target")
     reader = open_graph("onnxruntime", "reader", {"target": target})
     read(target, TOKENS[:40], 0)
@@ -255,7 +255,7 @@ def test_static_rows_must_be_the_owners(open_graph):
         open_graph("tensorrt", "sharer", {"target": target})
 
 
-def test_a_spec_tells_its_cache_refs_to_the_manifest(graphs):
+def test_a_spec_writes_its_cache_refs_to_the_manifest(graphs):
     for name, own in (("sharer", ()), ("reader", ("k_cache.0", "v_cache.0"))):
         spec = graphs[name][1]
         assert spec_from_json(json.loads(json.dumps(spec.json_from_spec()))) == spec

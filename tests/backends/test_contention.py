@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements beside other work are noticed by the kernel's account of threads that waited."""
+"""Measurements beside other work are detected by the kernel's account of waiting threads."""
 
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def test_a_machine_is_busy_above_half_its_cpus(monkeypatch: pytest.MonkeyPatch, 
     assert contention.is_machine_busy() is busy
 
 
-def test_a_process_that_has_the_machine_against_it_is_told_so() -> None:
+def test_a_process_on_a_busy_machine_is_disturbed() -> None:
     """The real kernel: twice as many spinning threads as CPUs wait about half of their time."""
     import os
     import subprocess

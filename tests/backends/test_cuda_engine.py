@@ -181,9 +181,9 @@ def test_a_capture_that_fails_is_run_again_without_graphs(load, open_engine, fak
     same(ours.run(feed(TOKENS[100:104], 100)), theirs.run(feed(TOKENS[100:104], 100)))
     first, _, second = fake_ort.opened
     assert first.ids[-1] == 1 and second.ids == [NO_GRAPH] and not second.has_graphs
-    assert fake_ort.were_gone == [True, False]  # or the weights would be held twice meanwhile
+    assert fake_ort.were_gone == [True, False]  # otherwise the weights would be held twice
     assert not ours.plan.has_graphs and "failure 900" in ours.plan.graph_fault
-    for length in (104, 104, 200, 200, 200):  # the view grows: 128 rows no longer do
+    for length in (104, 104, 200, 200, 200):  # the view grows: 128 rows no longer suffice
         same(ours.run(feed(TOKENS[:4], length)), theirs.run(feed(TOKENS[:4], length)))
     assert set(second.ids) == {NO_GRAPH} and len(fake_ort.opened) == 3
 
@@ -214,7 +214,7 @@ def test_faults_of_other_runs_leave_the_graphs(load, fake_ort):
 
 @pytest.mark.parametrize(("settings", "num_plain"), [({}, 4), ({"max_contexts": 3}, 4 + 6)])
 def test_graphs_are_captured_once_while_views_change(load, open_engine, fake_ort, settings, num_plain):
-    """Long and short prompts take turns: bindings come back, some after they had to leave for others."""
+    """Long and short prompts alternate: bindings are used again, some after they were evicted."""
     ours, theirs = load(**settings), open_engine()
     ids = fake_ort.opened[0].ids
     for turn in range(5):
@@ -229,7 +229,7 @@ def test_graphs_are_captured_once_while_views_change(load, open_engine, fake_ort
                 step = feed(TOKENS[turn : turn + nodes], length)
                 same(ours.run(step), theirs.run(step))
         assert set(ids) == {NO_GRAPH, 1, 2, 3, 4, 5, 6}
-        if turn:  # chunks of prompts; and a context that had to leave is made anew at the second run
+        if turn:  # chunks of prompts; and an evicted context is made again at the second run
             assert ids.count(NO_GRAPH) == num_plain
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a graph fit for ONNX Runtime's CUDA graphs keeps its function and its promises."""
+"""The passes for ONNX Runtime's CUDA graphs keep a graph's function and properties."""
 
 import numpy as np
 import onnx_ir as ir

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantised form is chosen by speed only among those that are near float32."""
+"""A quantised form is chosen by speed only among those close to float32."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def test_forms_of_a_real_graph_are_measured_and_chosen(
     near = [form for form, row in distances.items() if row["kl"] <= MAX_KL]
     assert report["form"] == ("rowq8" if "rowq8" in near else "blocks32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["graph.onnx", "graph.onnx.data"]
-    # As they are when each is measured by itself: nothing but the form differs between what is compared.
+    # As when each is measured separately: only the form differs.
     one = {form: compiled("onnxruntime", "int8", form, "target")[0] for form in ("rowq8", "blocks32")}
     reference = compiled("onnxruntime", "none", "fp32", "target")[0]
     again = fidelity.measure_distances(reference, one, spec)
@@ -93,7 +93,7 @@ def test_a_draft_is_not_compared(neutral: Any, tmp_path: Path, monkeypatch: pyte
     assert report["form"] == "rowq8" and report["form_distances"] == {}
 
 
-def test_a_child_that_dies_is_told_with_its_last_words(compiled: Any, tmp_path: Path) -> None:
+def test_a_child_that_dies_is_reported_with_its_last_output(compiled: Any, tmp_path: Path) -> None:
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     (tmp_path / "graph.onnx").write_bytes(b"no graph")
     with pytest.raises(BuildError, match=r"distance of .*exit code 1"):

@@ -30,7 +30,7 @@ DISTS = [
 
 
 def embedding(model: ir.Model) -> ir.Value:
-    """The table that tokens are looked up in; the LM head's is another one afterwards, where they were one."""
+    """The embedding table; a tied LM head gets its own copy."""
     [node] = [
         n for n in model.graph if n.op_type == "Gather" and n.inputs[1] is not None and n.inputs[1].name == "tokens"
     ]
@@ -99,7 +99,7 @@ def test_a_service_goes_on(engines: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "reference"])
-def test_nan_in_a_cache_is_told_in_the_verdict_and_cleared(open_engine: Any, backend: str) -> None:
+def test_nan_in_a_cache_is_reported_in_the_verdict_and_cleared(open_engine: Any, backend: str) -> None:
     engine, tokens = open_engine(backend, max_rows=300), np.arange(1, 9)
     for slot in range(3):
         engine.run({specs.TOKENS: tokens[None], specs.LENGTHS: np.zeros(1, np.int64)}, first_slot=slot)
@@ -117,7 +117,7 @@ def test_nan_in_a_cache_is_told_in_the_verdict_and_cleared(open_engine: Any, bac
     told = engine.run(feeds)
     assert told[specs.NEXT_TOKEN].tolist() == [wanted[specs.NEXT_TOKEN][0], -1, wanted[specs.NEXT_TOKEN][2]]
     np.testing.assert_array_equal(told[specs.LOGITS][[0, 2]], wanted[specs.LOGITS][[0, 2]])
-    # A view that grows lays its rows over others': no slot may find NaN in rows that it never wrote.
+    # A growing view moves its rows over others': no slot may read NaN from rows that it never wrote.
     for start in range(0, 140, 35):
         longer = {specs.TOKENS: np.arange(35)[None], specs.LENGTHS: np.array([start])}
         assert engine.run(longer, first_slot=2)[specs.NEXT_TOKEN][0] >= 0

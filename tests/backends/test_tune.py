@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning records: made by measuring, reused on the same CPU, measured anew on another."""
+"""Tuning records: made by measuring, reused on the same CPU, measured again on another."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_a_graph_that_cannot_be_opened_names_the_reason(tmp_path: Path, compiled
         tune.measure_graph(tmp_path / "graph.onnx", spec, threads=1)
 
 
-def test_a_record_of_another_cpu_is_measured_anew_once(
+def test_a_record_of_another_cpu_is_measured_again_once(
     compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
@@ -145,7 +145,7 @@ class Ticking:
         ((9.0, 7.0, 0.01, 0.01), 10.0, 7),  # one slow step is not typical
     ],
 )
-def test_a_few_steps_tell_what_one_takes(compiled: Any, seconds: Any, ms: float, num_runs: int) -> None:
+def test_a_few_steps_give_the_time_of_one(compiled: Any, seconds: Any, ms: float, num_runs: int) -> None:
     _, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     engine = Ticking(spec, *seconds)
     assert measuring.typical_step_ms(engine, clock=engine.clock) == pytest.approx(ms)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ class Drift:
 
 
 @pytest.mark.parametrize(("ms", "is_wrong"), [(3.0, False), (5.9, False), (1.6, False), (6.1, True), (1.4, True)])
-def test_a_record_is_compared_once_with_what_steps_take_now(
+def test_a_record_is_compared_once_with_present_step_times(
     compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ms: float, is_wrong: bool
 ) -> None:
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")

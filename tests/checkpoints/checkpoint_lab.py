@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculators in every public layout, with true names and shapes at tiny sizes, and a target that they are for.
+"""Speculators in every public layout, with real names and shapes at tiny sizes, and their target.
 
-The names are spelt out here, apart from the tables that they test.
+The names are written out here, independent of the tables under test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def write_target(folder: Path, **changes: Any) -> Path:
-    """A config is all that the doctor wants of a target."""
+    """The doctor needs only a config of a target."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     return folder
@@ -324,7 +324,7 @@ def prophet_tied(folder: Path) -> Path:
 
 
 def write_sparse(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Path:
-    """Weights in bfloat16 of which the header alone takes room on the disk."""
+    """Weights in bfloat16 of which only the header takes disk space."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
     header, end = {}, 0

@@ -259,8 +259,10 @@ def test_another_vocabulary(copy: Path) -> None:
         ),
     ],
 )
-def test_what_only_the_architecture_knows(copy: Path, edit: Callable[[dict[str, np.ndarray]], Any], words: str) -> None:
-    """Headers look sound, but transformers would have filled the gap with random numbers."""
+def test_weights_that_only_the_architecture_defines(
+    copy: Path, edit: Callable[[dict[str, np.ndarray]], Any], words: str
+) -> None:
+    """Headers look complete, but transformers would have filled the gap with random numbers."""
     edit_weights(copy, edit)
     check_checkpoint(copy, read_dims(copy))
     with pytest.raises(CheckpointError, match=words):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions keep every number, write what others load, and leave nothing behind when they refuse."""
+"""Conversions keep every number, write what others load, and leave no file when they refuse."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor names every layout and finds every planted trap; without the check that is for it, it does not."""
+"""The doctor names every layout and finds every planted trap; without the check for it, it does not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.doctor.traps import TRAPS
 FORMATS = load_formats()
 NUM_TOKENS = 36
 LAYOUT_METHODS = {layout.name.partition("/")[0] for layout in FORMATS}
-# Of what is trained, by method, where the defaults do not fit a tiny target.
+# Training options by method, where the defaults do not fit a tiny target.
 SIZES: dict[str, dict[str, Any]] = {"eagle3": {"layers": (0, 2, 4), "draft_vocab_size": 48}}
 
 
@@ -73,7 +73,7 @@ def test_every_check_has_a_trap() -> None:
 
 
 @pytest.mark.parametrize(("vocab", "words"), [(38, "convert --target. cuts the rows"), (44, "cannot be made up")])
-def test_a_padded_vocabulary_is_told_from_another(vocab: int, words: str, tmp_path: Path) -> None:
+def test_a_padded_vocabulary_is_distinguished_from_another(vocab: int, words: str, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
     target = lab.write_target(tmp_path / "target", vocab_size=vocab)

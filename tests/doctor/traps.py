@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints with one thing wrong, and what the doctor shall say about each."""
+"""Checkpoints with one fault each, and the doctor's expected finding."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.checkpoints import checkpoint_lab as lab
 
 @dataclass(frozen=True)
 class Trap:
-    """A checkpoint with something wrong.
+    """A checkpoint with one fault.
 
     Args:
         make: writes a sound one.
         check: that finds it.
         words: in the finding's line.
-        plant: makes it wrong.
+        plant: inserts the fault.
         target: changes of the target's config.
         severity: of the finding.
         also: checks that find it as well.
@@ -248,7 +248,7 @@ TRAPS = {
     "a truth value among the fused layers": Trap(
         lab.eagle3_speculators, "eagle3.layers", "expected 3 different layers", config(**{IDS: [True, 2, 3]})
     ),
-    "a fused layer behind the last": Trap(
+    "a fused layer after the last": Trap(
         lab.eagle3_speculators, "eagle3.layers", "expected layers from 0 to 6", config(**{IDS: [1, 2, 9]})
     ),
     "a switch with two defaults": Trap(
@@ -372,7 +372,7 @@ TRAPS = {
         r"\(embed_tokens\.weight\): got no such key; expected BF16 \[40, 8\]",
         tensors(lambda held: held.pop("embed_tokens.weight")),
     ),
-    "an exit behind the target's last layer": Trap(
+    "an exit after the target's last layer": Trap(
         lab.early_exit_ours,
         "early_exit.layers",
         r"\(num_exit_layers\): got 6; expected 1 to 5",

@@ -25,12 +25,12 @@ def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
 def target_logits(
     config: Mapping[str, Any], held: Mapping[str, torch.Tensor], layer: str, tokens: torch.Tensor, states: torch.Tensor
 ) -> torch.Tensor:
-    """Logits over the target's vocabulary, -inf where nothing is drafted.
+    """Logits over the target's vocabulary, -inf for tokens that the draft lacks.
 
     Args:
         config: of the layer, with `norm_before_residual`.
         held: the checkpoint's tensors by its own keys.
-        layer: beginning of the layer's keys.
+        layer: prefix of the layer's keys.
         tokens: [nodes] int64.
         states: [nodes, 3 * target_hidden].
     """

@@ -60,18 +60,18 @@ class Decoder:
         else:
             options = ort.SessionOptions()
             options.intra_op_num_threads = 1
-            options.log_severity_level = 3  # the caches are copied here, of which it warns
+            options.log_severity_level = 3  # the caches are copied here, which it warns about
             text = proto.SerializeToString()
             self.session = ort.InferenceSession(text, options, providers=["CPUExecutionProvider"])
         shape = (self.batch, self.dims.num_kv_heads, self.max_seq, self.dims.head_dim)
         names = [n for i in range(self.dims.num_layers) for n in specs.cache_names(i)]
-        # Stale rows must never matter, so they are not zero.
+        # Stale rows must have no effect, so they are not zero.
         noise = np.random.default_rng(7)
         self.caches = {n: noise.standard_normal(shape, np.float32) * 5 for n in names}
         self.history = [[] for _ in range(self.batch)]
 
     def step(self, tokens: np.ndarray, parents: np.ndarray, scored: np.ndarray) -> dict[str, np.ndarray]:
-        """One forward pass; the caches hold all nodes behind `history` afterwards."""
+        """One forward pass; afterwards the caches hold `history` and then all nodes."""
         feeds = {
             specs.TOKENS: tokens,
             specs.LENGTHS: np.array([len(h) for h in self.history], np.int64),

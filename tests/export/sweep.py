@@ -23,14 +23,14 @@ from tests.export.harness import Decoder, chain_parents, logits_of, lowered, mak
 from tests.export.sweep_configs import VOCAB, config_of
 
 MAX_SEQ_LEN = 24
-# Of the largest logit. Sums in another order differ by up to 2e-5, a window that is not obeyed by more than 1e-2.
+# Of the largest logit. Sums in another order differ by up to 2e-5, an ignored window by more than 1e-2.
 MAX_RELATIVE_DIFFERENCE = 1e-4
 _LARGEST_WEIGHT = 2**18
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a `model_type`.
+    """The verdict on a `model_type`.
 
     Args:
         kind: "equal", "refused", "wrong", "fault" (an exception that is no refusal) or "no model" (transformers
@@ -45,7 +45,7 @@ class Verdict:
 
 
 def judge(model_type: str) -> Verdict:
-    """Export a tiny model of `model_type` and compare it with transformers, or say why not."""
+    """Export a tiny model of `model_type` and compare it with transformers, or give the reason why not."""
     refused = refusal_of_config(model_type)
     if refused is not None:
         return refused
@@ -67,13 +67,13 @@ def judge(model_type: str) -> Verdict:
             return Verdict("refused", "model", refusal.got.replace(name, "."))
         except Exception as fault:  # noqa: BLE001
             return Verdict("fault", "", _first_line(fault))
-    if not difference <= MAX_RELATIVE_DIFFERENCE:  # NaN is a difference, too
+    if not difference <= MAX_RELATIVE_DIFFERENCE:  # NaN counts as a difference
         return Verdict("wrong", "", f"logits differ by {difference:.1e} of the largest")
     return Verdict("equal")
 
 
 def refusal_of_config(model_type: str) -> Verdict | None:
-    """The refusal of a type by its name or by its config alone; None where it takes a model to tell."""
+    """The refusal of a type by its name or by its config alone; None where a model is needed to decide."""
     from speccompile.checkpoints.families import check_architecture, check_config
 
     try:
@@ -121,7 +121,7 @@ def largest_difference(decoder: Decoder, model: Any) -> float:
         for slot in range(2):
             paths = paths_of(decoder.history[slot], tokens[slot], nodes[slot])
             for index, node in enumerate(scored[slot]):
-                if node == 0 or nodes[slot, node] >= 0:  # padding says nothing
+                if node == 0 or nodes[slot, node] >= 0:  # padding has no meaning
                     expected = logits_of(model, paths[node])
                     difference = np.abs(logits[slot, index] - expected).max() / np.abs(expected).max()
                     worst = max(worst, float(np.nan_to_num(difference, nan=np.inf)))

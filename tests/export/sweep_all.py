@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole sweep: two child processes at most, a limit of CPU time for each type, and the table that comes of it."""
+"""The whole sweep: two child processes at most, a limit of CPU time for each type, and the resulting table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BEGIN, END = "<!-- begin: written by make sweep -->", "<!-- end: written by make
 NUM_CHILDREN = 2
 CPU_LIMIT_S = 300.0  # of one verdict; CPU time, as a loaded machine makes nothing slower by it
 POLL_S = 0.5
-IDLE_S = 900.0  # without any CPU time in between: a process that waits for ever
+IDLE_S = 900.0  # without any CPU time in between: a process that waits forever
 _SOURCES = (
     *("speccompile/checkpoints", "speccompile/export", "speccompile/ops", "speccompile/passes"),
     *("speccompile/core/specs.py", "tests/export/sweep.py", "tests/export/sweep_configs.py", "tests/export/harness.py"),
@@ -43,7 +43,7 @@ def causal_types() -> list[str]:
 
 
 def digest() -> str:
-    """Of all that can change a verdict: our sources and the versions of the packages that do the export."""
+    """Digest of everything that can change a verdict: our sources and the versions of the export's packages."""
     text = hashlib.sha256(" ".join(version(name) for name in _PACKAGES).encode())
     for path in (p for source in _SOURCES for p in sorted([ROOT / source, *(ROOT / source).rglob("*.py")])):
         if path.is_file():
@@ -52,7 +52,7 @@ def digest() -> str:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that a process of ours has used so far, its threads and ended children included; Linux alone tells."""
+    """CPU time that a process of ours has used so far, its threads and ended children included; only on Linux."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 

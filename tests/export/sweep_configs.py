@@ -46,7 +46,7 @@ _SIZES: dict[str, Any] = {
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
-# What the defaults of a class leave out of its checkpoints, or what keeps two sizes in step.
+# Values that a class's defaults lack, or that keep two sizes consistent.
 _OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},

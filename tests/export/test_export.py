@@ -139,12 +139,12 @@ def test_hidden_states_are_what_transformers_has(llama) -> None:
     outputs = decoder.step(tokens, np.array([[-1, 0, 1, 2]]), np.array([[3]]))
     with torch.no_grad():
         own = reference(torch.tensor(tokens), output_hidden_states=True, use_cache=False)
-    # transformers' last entry is behind the final norm, which is what the LM head reads.
+    # transformers' last entry is after the final norm, as the LM head reads it.
     tolerance = 1e-5  # float32 sums of about 50 terms of order 1
     np.testing.assert_allclose(outputs[specs.hidden_name(0)], own.hidden_states[1], atol=tolerance)
     np.testing.assert_allclose(outputs[specs.HIDDEN], own.hidden_states[-1], atol=tolerance)
-    behind_last = reference.model.norm(torch.tensor(outputs[specs.hidden_name(1)])).detach()
-    np.testing.assert_allclose(behind_last, own.hidden_states[-1], atol=tolerance)
+    normed_last = reference.model.norm(torch.tensor(outputs[specs.hidden_name(1)])).detach()
+    np.testing.assert_allclose(normed_last, own.hidden_states[-1], atol=tolerance)
     np.testing.assert_allclose(outputs[specs.LOGITS][0, 0], logits_of(reference, tokens[0]), atol=2e-5)
 
 
@@ -165,7 +165,7 @@ def test_hidden_states_of_other_families(name: str, tmp_path: Path) -> None:
     assert specs.HIDDEN not in outputs
 
 
-def test_stages_are_told(llama) -> None:
+def test_stages_are_reported(llama) -> None:
     stages = llama[3]
     assert stages[:4] == ["check weights", "load weights", "compare attention", "trace"]
     assert "fuse_rope" in stages

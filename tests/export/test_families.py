@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family's graph says what transformers says, node by node, over prefill, a tree and a rollback."""
+"""Every family's graph computes transformers' logits, node by node, over prefill, a tree and a rollback."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compare(decoder: Decoder, compiled: Decoder, model: Any, tokens: np.ndarray,
     for slot in range(batch):
         paths = paths_of(decoder.history[slot], tokens[slot], parents[slot])
         for index, node in enumerate(scored[slot]):
-            if node == 0 or parents[slot, node] >= 0:  # padding says nothing
+            if node == 0 or parents[slot, node] >= 0:  # padding has no meaning
                 expected = logits_of(model, paths[node])
                 worst = max(worst, *(float(np.abs(got[slot, index] - expected).max()) for got in both))
     return worst
@@ -61,7 +61,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     trees = np.array([[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 1, 0, 4]])
     assert compare(decoder, compiled, model, rng.integers(3, VOCAB, (2, 6)), trees) < MAX_ABS_DIFFERENCE
 
-    # Rolled back by 3 and 1: other tokens over rows that hold the old ones.
+    # Rolled back by 3 and 1: other tokens over the old rows.
     decoder.history = [decoder.history[0][:-3], decoder.history[1][:-1]]
     assert (
         compare(decoder, compiled, model, rng.integers(3, VOCAB, (2, 4)), np.array([[-1, 0, 1, 2]] * 2))

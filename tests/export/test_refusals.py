@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be expressed is refused by name, never exported wrong."""
+"""Unsupported architectures are refused by name, never exported wrong."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_models_are_refused_even_where_no_name_is_known(
         _export({**_LLAMA, "max_position_embeddings": 64, **config}, tmp_path)
 
 
-def test_an_attention_that_says_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_that_computes_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from speccompile.export import attention
 
     honest = attention.attend
@@ -105,7 +105,7 @@ def test_an_attention_that_says_something_else_is_found(tmp_path: Path, monkeypa
         return honest(module, query * 1.5, *args, **kwargs)
 
     monkeypatch.setattr(attention, "attend", scaled)
-    # Weights large enough that attention matters.
+    # Weights large enough that attention changes the logits.
     with pytest.raises(ExportError, match=r"logits that differ by .* from transformers' own"):
         _export({**_LLAMA, "initializer_range": 0.3}, tmp_path)
     monkeypatch.undo()
@@ -164,7 +164,7 @@ def test_hidden_layers_that_are_not_there(layers: tuple[int, ...], tmp_path: Pat
         _export(_LLAMA, tmp_path, hidden_layers=layers)
 
 
-def test_sizes_that_the_config_does_not_tell(tmp_path: Path) -> None:
+def test_sizes_that_are_not_in_the_config(tmp_path: Path) -> None:
     """OPT may project its hidden state before the LM head reads it."""
     with pytest.raises(ExportError, match=r"hidden: got dims \['batch', 'nodes', 16\] in the trace"):
         _export({**CONFIGS["opt"], "word_embed_proj_dim": 16}, tmp_path, hidden=True)

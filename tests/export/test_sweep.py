@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make sweep` found holds still: sweep.json, the page made of it, and what the code says now."""
+"""The results of `make sweep` still hold: sweep.json, the page made from it, and the code's present verdicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.export.families import CONFIGS
 from tests.export.sweep import Verdict, judge, refusal_of_config
 
 TRANSFORMERS, VERDICTS = sweep_all.read_result()
-# The others need `make sweep`. These have what no config of tests/checkpoints/families.py has.
+# The others need `make sweep`. These have features that no config of tests/checkpoints/families.py has.
 SLICE = {
     "biogpt": "a table of positions with an offset",
     "cohere_compass_text": "rope by the kind of layer, none in full layers",
@@ -48,14 +48,14 @@ def test_families_with_an_equality_test_are_equal() -> None:
 
 
 @pytest.mark.parametrize("decided", ["name", "config", "model"])
-def test_refusals_are_what_the_code_says_now(decided: str) -> None:
+def test_refusals_are_those_of_the_present_code(decided: str) -> None:
     if decided != "name":
         pytest.importorskip("transformers")
     if decided == "config" and version("transformers") != TRANSFORMERS:
         pytest.skip("configs of another transformers")
     found = {name: v for name, v in VERDICTS.items() if v.decided == decided}
     for name, verdict in found.items():
-        # A model that alone tells is refused only after its config was accepted.
+        # A refusal that needs the model comes only after its config was accepted.
         expected = None if decided == "model" else verdict
         assert refusal_of_config(name) == expected, name
 
@@ -97,7 +97,7 @@ for line in sys.stdin:
 
 def test_a_type_may_take_cpu_time_up_to_the_limit_and_the_next_one_has_a_new_process(tmp_path: Path) -> None:
     child = sweep_all.Child(tmp_path / "log", (sys.executable, "-c", SPIN), limit_s=1.0)
-    assert child.judge("0.3") == Verdict("equal")  # what was used before does not count
+    assert child.judge("0.3") == Verdict("equal")  # earlier CPU time does not count
     first = child.process.pid
     assert child.judge("0.8") == Verdict("equal") and child.process.pid == first
     assert child.judge("99") == Verdict("fault", "", "no verdict within 1 s of CPU time")

@@ -65,7 +65,7 @@ def _parents(rng: np.random.Generator, batch: int, nodes: int, is_chain: bool) -
 
 
 def _sibling_dists(rng: np.random.Generator, tokens: np.ndarray, parents: np.ndarray, probs: np.ndarray) -> np.ndarray:
-    """Draft distributions that are far from, near to, equal to, or one-hot beside the target's."""
+    """Draft distributions that are far from, near to or equal to the target's, or one-hot."""
     dists = np.zeros_like(probs)
     vocab = probs.shape[-1]
     for slot, node in np.ndindex(tokens.shape):
@@ -102,7 +102,7 @@ def verify_case(rng: np.random.Generator, vocab: int, *, is_chain: bool, has_pro
     draft_probs = np.zeros((batch, nodes, 1), np.float32)
     if has_probs:
         draft_probs = _sibling_dists(rng, tokens, parents, probs)
-    tokens[parents < 0] = rng.choice([0, -1, vocab, 10**6])  # roots and padding hold anything
+    tokens[parents < 0] = rng.choice([0, -1, vocab, 10**6])  # roots and padding have arbitrary values
     uniforms = rng.random((batch, nodes, 2)).astype(np.float32)
     return {
         "logits": logits,

@@ -8,7 +8,7 @@ from onnx.reference import ReferenceEvaluator
 from speccompile.core.sampling import draw, warp
 from tests.ops.op_lab import model_of, session_of
 
-# Rows that are not cut have no nucleus: 0/0 is computed there and not taken.
+# Rows without top-p have no nucleus: 0/0 is computed there and not used.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 
 VOCABS = [1, 2, 63, 64, 65, 257, 1000, 8192]
@@ -62,7 +62,7 @@ def test_warp(vocab: int, spread: float) -> None:
             some = list(chosen)
             feeds = {"logits": logits[some], "temperature": temperature[some], "top_k": top_k[some]}
             got = run({**feeds, "top_p": top_p[some]})
-            # float32 sums put the edge of the nucleus up to 1e-6 elsewhere: at most one token more or less a row.
+            # float32 sums shift the edge of the nucleus by up to 1e-6: at most one token more or less a row.
             wrong = (got > 0) != (expected[some] > 0)
             assert wrong.sum() <= len(some) * 2 // 8
             rows = ~wrong.any(axis=-1)
@@ -70,7 +70,7 @@ def test_warp(vocab: int, spread: float) -> None:
 
 
 def test_warp_keeps_ties_as_the_twin_does() -> None:
-    logits = np.array([[[1, 2, 2, 0, 2, 1] * 60]], np.float32)  # 180 ties at the top, 120 behind them
+    logits = np.array([[[1, 2, 2, 0, 2, 1] * 60]], np.float32)  # 180 ties at the top, then 120 more
     for run in _runners("Warp"):
         for top_k, top_p in ((1, 1.0), (181, 1.0), (0, 0.5), (1, 0.3), (190, 0.97)):
             arguments = (np.array([1.0], np.float32), np.array([top_k]), np.array([top_p], np.float32))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FiniteToken: rows that are no distribution are told, on every executor, beside rows that are."""
+"""FiniteToken: rows that are not finite are detected by every executor, beside rows that are."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from onnx.reference import ReferenceEvaluator
 from speccompile.ops.sample_token import sample_token
 from tests.ops.op_lab import model_of, session_of
 
-# Rows that are not cut have no nucleus: 0/0 is computed there and not taken.
+# Rows without top-p have no nucleus: 0/0 is computed there and not used.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 
 TOLERANCE = 1e-6  # of a probability: float32 softmax against float64

@@ -30,7 +30,7 @@ def session() -> ort.InferenceSession:
 
 
 def _compare(run, num_cases: int, seed: int) -> None:  # type: ignore[no-untyped-def]
-    """The verdicts of `run` equal the twin's, but where a draw lies within 1e-6 of a boundary."""
+    """The verdicts of `run` equal the twin's, except where a draw is within 1e-6 of a boundary."""
     rng = np.random.default_rng(seed)
     num_accepted = num_excluded = 0
     for number in range(num_cases):
@@ -46,7 +46,7 @@ def _compare(run, num_cases: int, seed: int) -> None:  # type: ignore[no-untyped
             num_excluded += 1
         num_accepted += int(expected[1].sum())
     assert num_excluded <= num_cases // 100
-    assert num_accepted > num_cases  # the cases do reach behind the root
+    assert num_accepted > num_cases  # the cases do reach beyond the root
 
 
 def test_onnxruntime_runs_the_body_as_the_twin(session: ort.InferenceSession) -> None:
@@ -249,7 +249,7 @@ def test_a_mutated_body_is_noticed(mutant: str) -> None:
 
 
 def test_greedy_verification_is_cheap() -> None:
-    """No softmax, no sorting and no Loop run for a greedy chain: they stand in branches not taken."""
+    """No softmax, no sorting and no Loop run for a greedy chain: they are in branches not taken."""
     names = {n.op_type for n in OPS["SpecVerify"].function().node}
     assert names <= {"Constant", "ReduceMax", "Greater", "Shape", "Equal", "Squeeze", "Not", "And", "If"}
     taken = {n.op_type for name in ("Walk", "FirstMax", "FirstMaxInBlocks") for n in OPS[name].function().node}

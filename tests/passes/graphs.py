@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small graphs in ONNX's textual syntax, and what they compute."""
+"""Small graphs in ONNX's textual syntax, and their evaluation."""
 
 from __future__ import annotations
 

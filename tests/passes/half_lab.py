@@ -44,7 +44,7 @@ def lowered(
 
 def emulated(model: ir.Model) -> ir.Model:
     """A float32 graph that rounds where `model` computes in half precision."""
-    # Inference gives every value its type, those of the lowering included.
+    # Inference sets the type of every value, those of the lowering included.
     work = ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(model), strict_mode=True))
     for value in [*work.graph.initializers.values(), *work.graph.inputs]:
         if value.dtype in HALVES:
@@ -82,7 +82,7 @@ def session_of(model: ir.Model) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
-    # Casts down and up again would be taken for nothing.
+    # Casts down and up again would be removed.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     text = ir.to_proto(model).SerializeToString()
     return ort.InferenceSession(text, options, providers=["CPUExecutionProvider"])
@@ -111,7 +111,7 @@ class Stepper:
 
     @classmethod
     def of(cls, session: ort.InferenceSession, dims: ModelDims, batch: int, rows: int, spare_rows: int = 0) -> Stepper:
-        # Stale rows must never matter, so they are not zero. Multiples of 1/8 are exact in every type.
+        # Stale rows must have no effect, so they are not zero. Multiples of 1/8 are exact in every type.
         noise = np.random.default_rng(7)
         shape = (batch, dims.num_kv_heads, rows, dims.head_dim)
         names = [n for i in range(dims.num_layers) for n in specs.cache_names(i)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft that candidates behind every node: its tail, on every table and backend."""
+"""A draft with candidates after every node: its tail, on every table and backend."""
 
 from __future__ import annotations
 

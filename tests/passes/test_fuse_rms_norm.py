@@ -100,7 +100,7 @@ def test_without_a_weight_it_is_ones() -> None:
 
 
 def test_a_matrix_is_no_weight() -> None:
-    """Its rows differ by node, so only what stands before the product is fused."""
+    """Its rows differ by node, so only the nodes before the product are fused."""
     model = rms_model(4, 1e-6, 0, 0, 0, 0, 0)
     weight = model.graph.initializers["weight"]
     weight.const_value = ir.tensor(np.arange(8, dtype=np.float32).reshape(2, 4), name="weight")
@@ -112,7 +112,7 @@ def test_a_matrix_is_no_weight() -> None:
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=RTOL)
 
 
-def test_shared_step_outputs_stay() -> None:
+def test_shared_intermediate_values_stay() -> None:
     """The mean square is also an output: it must survive."""
     model = graph(
         """shared (float[a, 4] x) => (float[a, 4] y, float[a, 1] mean) {

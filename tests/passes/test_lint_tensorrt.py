@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TensorRT ignores, rejects or dies of is refused by name before it is asked."""
+"""Operators that TensorRT ignores, rejects or aborts on are refused by name before it parses them."""
 
 import re
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""polygraphy reads every kind of graph that is exported, and its lint finds nothing but what is meant."""
+"""polygraphy reads every kind of graph that is exported, and its lint reports only expected findings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COPIED = "TensorScatter: in-place optimization not activated, copying past_cache
 PLUGIN = "Fatal error: speccompile:KVRollback(-1) is not a registered function/op"
 TARGET = {"Attention": 1, "TensorScatter": 2, "SpecVerify": 1}
 DRAFT = {"Attention": 1, "TensorScatter": 2, "TopTokens": 1, "NodeProbs": 1}
-# By name: operators it must hold, and what lint may say.
+# By name: required operators, and allowed findings of lint.
 KINDS = {
     "onnxruntime-target": (TARGET, COPIED),
     "onnxruntime-draft": (DRAFT, COPIED),
@@ -92,7 +92,7 @@ print(json.dumps(said))
 
 
 def run_polygraphy(commands: dict[str, list[str]]) -> dict[str, str]:
-    """What each `polygraphy ARGUMENTS` says."""
+    """Returns the output of each `polygraphy ARGUMENTS`."""
     environment = {**os.environ, "POLYGRAPHY_USE_TENSORRT_RTX": "1"}
     done = subprocess.run(
         [sys.executable, "-c", CHILD], input=json.dumps(commands), capture_output=True, text=True, env=environment

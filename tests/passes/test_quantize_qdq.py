@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as Q/DQ: errors bounded by the step of the grid, scales that the graph's dtype holds, and who is left out."""
+"""Weights as Q/DQ: errors bounded by the step of the grid, scales exact in the graph's dtype, and excluded weights."""
 
 import ml_dtypes
 import numpy as np
@@ -75,7 +75,7 @@ def test_blocks_are_the_largest_that_divide() -> None:
 
 
 def make_model(num_in: int, hidden: int, vocab: int) -> ir.Model:
-    """x -> two linears -> LM head behind a factor, as some families have it."""
+    """x -> two linears -> a factor -> LM head, as in some families."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 24}, name="graph")
     model = ir.Model(graph, ir_version=12)
     x = add_input(model, "x", ["batch", "nodes", num_in], "float32")

@@ -35,7 +35,7 @@ class Model:
         self.graph, self.dims = store.export_decoder(folder, max_seq_len=MAX_SEQ_LEN, hidden=True)
 
     def steps(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """(tokens, lengths, parents) of a ragged prefill, a tree in each slot, and a chain behind a rollback."""
+        """(tokens, lengths, parents) of a ragged prefill, a tree in each slot, and a chain after a rollback."""
         rng = np.random.default_rng(0)
         first, second, third = (rng.integers(3, VOCAB, (2, n)) for n in (7, 6, 4))
         trees = np.array([[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 1, 0, 4]])
@@ -46,7 +46,7 @@ class Model:
         ]
 
     def histories(self) -> list[list[list[int]]]:
-        """Tokens behind the cache rows in use, by step and slot."""
+        """Tokens of the cache rows in use, by step and slot."""
         first = self.steps()[0][0]
         return [[[], []], [first[0].tolist(), first[1, :3].tolist()], [first[0, :4].tolist(), first[1, :2].tolist()]]
 
@@ -102,7 +102,7 @@ def naive_error(family: Model, dtype: str) -> float:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_form_errs_at_most_twice_as_much_as_the_naive_formula(family: Model, dtype: str) -> None:
-    # The neutral graph in float32 stands for float64: it is a thousand times nearer to it than either half form.
+    # The neutral graph in float32 replaces float64: it is a thousand times closer to it than either half form.
     wanted = family.run(neutral_session(family.graph), family.dims)[::2]
     model = lowered(family.graph, family.dims, dtype, MAX_ROWS, attention=FUSED, hidden=True)
     got = family.run(session_of(emulated(model)), family.dims, 3)[::2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline: what a bundle holds, what is redone, and what bad input leaves behind (nothing)."""
+"""The pipeline: what a bundle holds, what is redone, and that bad input leaves no file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a graph is compiled for."""
+"""The options with which a graph is compiled."""
 
 from types import SimpleNamespace
 

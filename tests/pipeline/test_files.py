@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that appear whole or not at all, and what is never renamed over."""
+"""Files are written atomically, and some are never replaced by a rename."""
 
 from __future__ import annotations
 

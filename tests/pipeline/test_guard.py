@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be written, and that nothing else is ever deleted or replaced."""
+"""What may be written, and that no other file is ever deleted or replaced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.pipeline.fakes import make_plan
 
 
 def write_folder(dest: Path, text: str = "one") -> None:
-    """What a command that writes a speculator does."""
+    """Writes as a command that writes a speculator."""
     claim = claim_folder(dest, SPECULATOR)
     with staged_folder(claim.path, claim.hold) as folder:
         (folder / "deep").mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds that die: killed at every message of the build, or out of disk."""
+"""Builds that are killed at every message, or run out of disk."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that appear whole or not at all."""
+"""Folders are written atomically."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_leftovers_without_a_living_owner_are_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_placed", [False, True])
 def test_a_folder_that_was_moved_aside_is_put_back(tmp_path: Path, is_placed: bool) -> None:
-    """A build without an exchange, killed between its two renames, or behind them."""
+    """A build without an exchange, killed between its two renames, or after them."""
     old = tmp_path / ".out.building-0000dead.old"
     (old / "deep").mkdir(parents=True)
     (tmp_path / ".out.building-0000dead").mkdir()

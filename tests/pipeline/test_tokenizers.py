@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as the same tokenizer, and where the special tokens come from."""
+"""Which tokenizers count as the same, and the source of the special tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_model_part_and_the_added_tokens_count(tmp_path: Path) -> None:
         assert read_tokenizer(save(tmp_path / f"other-{number}", **changes)) != plain
 
 
-def test_a_unigram_model_counts_its_step_outputs(tmp_path: Path) -> None:
+def test_a_unigram_model_counts_its_pieces(tmp_path: Path) -> None:
     model = {"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.0]]}
     facts = read_tokenizer(save(tmp_path / "u", model=model, added_tokens=[]))
     assert facts is not None and facts.num_tokens == 2 and facts.kind == "Unigram"

@@ -42,7 +42,7 @@ def wide_case(
     }
     case = in_dtype(case, dtype)
     lucky = rng.random(batch) < 0.5
-    for _ in range(nodes):  # one more node of each path gets the token that is drawn before it
+    for _ in range(nodes):  # one more node of each path gets the token that is drawn at its parent
         path, num_accepted, next_token = spec_verify(**case)
         for slot in np.flatnonzero(lucky):
             end = path[slot, num_accepted[slot]]

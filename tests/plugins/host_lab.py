@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels as a library of the CPU (plugins/host), loaded with ctypes and fed with numpy arrays."""
+"""The kernels as a CPU library (plugins/host), loaded with ctypes and fed with numpy arrays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests import store
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-_GUARD = 4096  # bytes behind the workspace and around outputs that nobody may write
+_GUARD = 4096  # bytes after the workspace and around outputs that must not be written
 _GARBAGE = 0xA5
 _FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-DSPECCOMPILE_HOST", "-fPIC")
 _SUFFIXES, _LIBRARY = (".cuh", ".h", ".cpp"), "kernels.so"
@@ -40,7 +40,7 @@ def _compile(sources: Path, *arguments: str) -> None:
 
 
 def _fetch(sources: Path, library: Path, options: Sequence[str], make: Callable[[Path], None]) -> ctypes.CDLL:
-    """Loads the new file `library`: what `make` compiles, or did for the same sources and options."""
+    """Loads the new file `library`, compiled by `make` now or before from the same sources and options."""
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
     texts = {p.relative_to(sources).as_posix(): p.read_text() for p in sources.rglob("*.*") if p.suffix in _SUFFIXES}
     folder = library.with_suffix(".made")
@@ -78,7 +78,7 @@ def load_watched(folder: Path) -> ctypes.CDLL:
 
 
 def races(library: ctypes.CDLL) -> tuple[int, int]:
-    """Accesses to shared memory since the last call, and those that were part of a race."""
+    """Returns accesses to shared memory since the last call, and those that were part of a race."""
     counts = (ctypes.c_long * 2)()
     library.host_races(counts)
     return counts[0], counts[1]
@@ -86,7 +86,7 @@ def races(library: ctypes.CDLL) -> tuple[int, int]:
 
 @functools.cache
 def kernels(*options: str) -> ctypes.CDLL:
-    """The library of the sources as they are; one compilation a process and set of options."""
+    """Returns the library of the unchanged sources; one compilation per process and set of options."""
     assert shutil.which("g++"), "the tests of the kernels need g++"
     folder = Path(tempfile.mkdtemp(prefix="speccompile-kernels-"))
     try:
@@ -111,7 +111,7 @@ class Guarded:
 
     def check(self) -> None:
         assert (self.raw[: self.start] == _GARBAGE).all(), "written before the array"
-        assert (self.raw[self.end :] == _GARBAGE).all(), "written behind the array"
+        assert (self.raw[self.end :] == _GARBAGE).all(), "written after the array"
 
 
 def verify(

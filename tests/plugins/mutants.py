@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels with wrong words, all in one library: a copy of plugins/ where each fragment has its wrong form beside it.
+"""Kernels with mutations, all in one library: a copy of plugins/ in which each fragment has its mutated form beside it.
 
-A variable of the library chooses the wrong form that runs; none is chosen at first. The sources themselves have no
-switch.
+A variable of the library chooses the mutation that runs; none is chosen at first. The original sources have no switch.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class Swap:
     Args:
         file: under plugins/.
         right: the fragment.
-        wrong: what stands there instead.
-        within: text around the fragment, where the fragment alone stands in the file more than once.
+        wrong: its replacement.
+        within: text around the fragment, where the fragment alone occurs in the file more than once.
     """
 
     file: str
@@ -36,7 +35,7 @@ class Swap:
     within: str = ""
 
     def span(self, text: str) -> tuple[int, int]:
-        """Where the fragment begins and ends in the file's text."""
+        """Returns the bounds of the fragment in the file's text."""
         around = self.within or self.right
         assert text.count(around) == 1, f"{self.file} has {text.count(around)} times: {around}"
         assert around.count(self.right) == 1, f"{around} has {around.count(self.right)} times: {self.right}"
@@ -44,7 +43,7 @@ class Swap:
         return start, start + len(self.right)
 
     def form(self, number: int) -> str:
-        """The fragment in C++ with both forms."""
+        """Returns the fragment in C++ with both forms."""
         if self.right.endswith(";"):
             return f"{{ if (host_mutant == {number}) {{ {self.wrong} }} else {{ {self.right} }} }}"
         return f"(host_mutant == {number} ? ({self.wrong}) : ({self.right}))"
@@ -78,7 +77,7 @@ def _spliced(text: str, spans: Iterable[tuple[int, int, str]]) -> Iterator[str]:
 
 @contextmanager
 def chosen(library: ctypes.CDLL, mutants: Mutants, name: str) -> Iterator[None]:
-    """The mutant runs inside the block."""
+    """Runs the mutant inside the block."""
     choice = ctypes.c_int.in_dll(library, "host_mutant")
     choice.value = 1 + list(mutants).index(name)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel compiles for the GPUs that are promised, within the limits of registers and shared memory."""
+"""Every kernel compiles for the supported GPUs, within the limits of registers and shared memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ needs_nvcc = pytest.mark.skipif(
 
 
 def _compile(source: Path, scratch: Path, *options: str) -> str:
-    """Returns what nvcc says of a source that it compiles; said again where sources, options and nvcc are the same."""
+    """Returns nvcc's messages on a source that compiles; from the store for the same sources, options and nvcc."""
     version = subprocess.run([str(NVCC), "--version"], capture_output=True, text=True, check=True).stdout
 
     def make(folder: Path) -> None:

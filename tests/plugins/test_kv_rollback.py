@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVRollback's kernels, run on the CPU, move what the numpy twin moves."""
+"""KVRollback's kernels, run on the CPU, move the same rows as the numpy twin."""
 
 from __future__ import annotations
 

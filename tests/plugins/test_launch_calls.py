@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is handed to the CUDA driver, seen by a stand-in for it."""
+"""The arguments of calls to the CUDA driver, recorded by a fake driver."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_kv_rollback_is_one_launch_for_480_caches(launched) -> None:  # type: ig
     assert (first.kv_heads, first.max_seq, first.row_vectors) == (8, 2048, 16)
 
 
-def test_a_failing_driver_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(SpecVerifyArgs)
     driver.status = 209
     monkeypatch.setattr(kernels.importlib, "import_module", lambda name: driver)

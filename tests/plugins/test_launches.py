@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of launches in Python is that of the headers, and sizes beyond the kernels are refused."""
+"""The arithmetic of launches in Python equals that of the headers, and sizes beyond the kernels' limits are refused."""
 
 from __future__ import annotations
 

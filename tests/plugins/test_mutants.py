@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel with one wrong word is noticed by the comparison with the numpy twin."""
+"""A mutated kernel is detected by the comparison with the numpy twin."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _late_draws(top_k: int, top_p: float) -> Case:
 
 
 def _wide_ties() -> Case:
-    """Greedy rows whose maxima stand in two chunks: of one thread (which has two of 550 chunks), of two warps."""
+    """Greedy rows whose maxima are in two chunks: of one thread (which has two of 550 chunks), of two warps."""
     case = wide_case(np.random.default_rng(2), 140_001, 2, (-1,), spread=0.0, dtype="float32", temperature=0)
     case["logits"][0, 0, [520, 800]] = case["logits"][1, 0, [2600, 77_000]] = 1
     return case
@@ -166,7 +166,7 @@ def _cases() -> Iterator[Case]:
 
 @functools.cache
 def _expected() -> list[tuple[Case, object, bool]]:
-    """The cases, the twin's verdicts, and whether they are at a boundary."""
+    """Returns the cases, the twin's verdicts, and whether they are at a boundary."""
     return [(case, spec_verify(**case), is_at_boundary(case)) for case in _cases()]  # type: ignore[arg-type]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No two threads of a block reach a byte of shared memory, one of them writing, without a barrier between."""
+"""No two threads of a block access a byte of shared memory, one of them writing, without a barrier between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.plugins.mutants import Mutants, Swap, chosen, write_mutants
 CUTS = ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.95}, {"temperature": 0})
 COMMON, WALK, DIST = "common.cuh", "spec_verify/walk.cuh", "spec_verify/dist.cuh"
 WITHOUT = "(void)0;"
-# Each takes one barrier away that keeps two threads apart; the last makes lanes of a warp call different functions.
+# Each removes one barrier between two threads; the last makes lanes of a warp call different functions.
 BARRIERS: Mutants = {
     "a sum's scratch is taken too early": (
         Swap(COMMON, "__syncthreads();", WITHOUT, within=": V(0));\n    __syncthreads();\n    return value;\n}\n"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpecVerify's kernels, run on the CPU, take the decisions of the numpy twin."""
+"""SpecVerify's kernels, run on the CPU, make the same decisions as the numpy twin."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ UNEVEN += [281, 316, 326, 331, 353, 365, 372, 395, 407, 421, 466, 471]
 @pytest.mark.parametrize("is_refused", [False, True], ids=["own distribution", "residual"])
 @pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
 def test_a_masked_entry_is_not_drawn_where_sums_differ_by_rounding(is_single: bool, is_refused: bool) -> None:
-    """26 tokens of equal mass, all others impossible, and a draw in their very middle."""
+    """26 tokens of equal mass, all others impossible, and a draw exactly in the middle."""
     vocab, tokens, drafted = 128256, 256 * np.array(UNEVEN) + 100, 7
     logits = np.full((1, 2, vocab), -np.inf, np.float32)
     logits[..., tokens] = 3.0
@@ -172,7 +172,7 @@ def test_a_masked_entry_is_not_drawn_where_sums_differ_by_rounding(is_single: bo
 
 @pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
 def test_a_residual_of_rounding_alone_gives_a_possible_token(is_single: bool) -> None:
-    """Draft and target probs are equal but for rounding, of which the pass over the row and the draw have their own."""
+    """Draft and target probs differ by rounding only, which differs between the pass over the row and the draw."""
     vocab = 600
     for logit, ulps in itertools.product(np.float32([-1.3, -2.7, -5.1, -8.3, -9.9, -10.7]), range(-3, 4)):
         logits = np.full((1, 2, vocab), logit, np.float32)
@@ -220,7 +220,7 @@ def test_extreme_temperatures(temperature: float) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("warp", CUTS, ids=str)
-def test_rows_that_are_no_numbers_give_some_token(warp: dict[str, float], value: float) -> None:
+def test_rows_of_nan_give_some_token(warp: dict[str, float], value: float) -> None:
     case = wide_case(np.random.default_rng(0), 1025, 2, TREE, spread=1.0, dtype="float32", **warp)
     case["logits"][0, :, 3::7], case["logits"][1] = value, value
     for is_single in (False, True):
@@ -236,7 +236,7 @@ def test_small_cases_with_many_ties(data: st.DataObject) -> None:
     levels = st.sampled_from([-2.0, -0.0, 0.0, 1.0, 1.5])
     row = st.lists(levels, min_size=vocab, max_size=vocab)
     parents = [-1] + [data.draw(st.integers(-1, node - 1)) for node in range(1, nodes)]
-    grid = st.integers(0, 63).map(lambda i: (i + 0.37) / 64)  # off the fractions that equal masses make
+    grid = st.integers(0, 63).map(lambda i: (i + 0.37) / 64)  # off the fractions of equal masses
     case = {
         "logits": np.array([[data.draw(row) for _ in range(nodes)]], np.float32),
         "tokens": np.array([[data.draw(st.integers(0, vocab - 1)) for _ in range(nodes)]]),
@@ -264,7 +264,7 @@ def test_the_result_does_not_depend_on_the_order_of_threads_and_blocks() -> None
 
 @pytest.mark.parametrize("options", [("-DSPECCOMPILE_RESOLVE_THREADS=64",), ("-DSPECCOMPILE_RESOLVE_THREADS=1024",)])
 def test_other_block_sizes(options: tuple[str, ...]) -> None:
-    """Loops over chunks and bins that one turn covers at 512 threads."""
+    """Loops over chunks and bins, of which one iteration suffices at 512 threads."""
     kernels, rng = host_lab.kernels(*options), np.random.default_rng(4)
     for number in range(14):
         heat, is_chain, has_probs = KINDS[number % len(KINDS)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A method of the tests' own, so that recipes are tested without any real one."""
+"""A method for these tests, so that recipes are tested without a real one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PlainConfig:
 
 @dataclass(frozen=True)
 class CandidateConfig:
-    """Keys of every shape a method may have."""
+    """Keys of every type that a method may have."""
 
     model: str
     quantization: Quantization = "none"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend declares its recipe fields; one of another package as those of the table."""
+"""A backend declares its recipe fields, one of another package as well as a built-in one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _check_name(value: str) -> str:
 
 @dataclass(frozen=True)
 class Inner:
-    """A section in the section."""
+    """A nested section."""
 
     depth: int = parameter(3, ge=1, description="How deep.")
 
 
 @dataclass(frozen=True)
 class Config:
-    """What the chip alone reads."""
+    """The fields that only the chip reads."""
 
     dialect: Literal["a", "b"] = parameter("a", beside_section=True, description="Beside the section.")
     lanes: int | Literal["auto"] = parameter("auto", ge=1, le=8, description="Of the chip.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in the place of a recipe, a checkpoint or a bundle is named, with what to type."""
+"""A path that is not the expected recipe, checkpoint or bundle is named, with the right command."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_another_folder_given_as_a_recipe_is_no_checkpoint(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("model", ["model.Q4_K_M.gguf", "./m.GGUF", "absent/m.gguf"])
-def test_gguf_is_said_not_to_be_read(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_is_refused(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
     (tmp_path / "r.yaml").write_text(f"target: {{model: {model}}}")
@@ -70,7 +70,9 @@ def test_a_folder_with_gguf_alone_is_said_to_have_it(checkpoint: Path) -> None:
             read(checkpoint)
 
 
-def test_a_hub_id_without_its_owner_is_told_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_without_its_owner_is_distinguished_from_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text("target: {model: gpt2}")
     with pytest.raises(RecipeError, match=r"A hub id has an owner before the name: .* OWNER/gpt2"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes that no one writes by mistake: control characters, bombs of aliases, paths that no file can have."""
+"""Hostile recipes: control characters, bombs of aliases, paths that no file can have."""
 
 from __future__ import annotations
 

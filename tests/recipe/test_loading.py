@@ -156,7 +156,7 @@ def test_a_wrong_value_names_its_line_and_what_is_right(
     assert (error.got, error.expected) == (got, expected)
 
 
-def test_all_faults_are_listed_behind_the_first(folder: Path) -> None:
+def test_all_faults_are_listed_after_the_first(folder: Path) -> None:
     error = fault(folder, GOOD.replace("int8", "int9") + "  foo: 1\n")
     assert "target.quantization" in error.where
     assert "Also wrong: engine.foo." in error.todo
@@ -187,7 +187,7 @@ def test_a_malformed_override_is_refused(folder: Path, override: str) -> None:
     assert fault(folder, GOOD, override).where == f"--set {override}"
 
 
-def test_a_wrong_override_is_named_as_the_place(folder: Path) -> None:
+def test_a_wrong_override_is_named_as_the_location(folder: Path) -> None:
     assert fault(folder, GOOD, "engine.thread=2").where == "--set engine.thread=2 (engine.thread)"
     assert "'engine.threads'" in fault(folder, GOOD, "engine.thread=2").todo
     assert fault(folder, GOOD, "engine.threads=x").where == "--set engine.threads=x (engine.threads)"

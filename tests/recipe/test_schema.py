@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The committed JSON schema is current, and says what the validation does."""
+"""The committed JSON schema is current and agrees with the validation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REGISTERED = dict(registry.METHODS)
 
 @pytest.fixture(autouse=True)
 def real_methods(methods: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The registry as it is, not as the other tests of this folder have it."""
+    """The real registry, not that of the other tests of this folder."""
     monkeypatch.setattr(registry, "METHODS", REGISTERED)
 
 

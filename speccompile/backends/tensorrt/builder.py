@@ -218,7 +218,7 @@ def _check_end(request: BuildRequest, child: _Child, printed: Path) -> None:
         raise BuildError(where, got, expected, _MEMORY_TODO)
     if status < 0:
         got = f"the builder crashed ({signal.Signals(-status).name}). Its log ends: {log}"
-        todo = "Build with engine.plugins: none to tell plugins from TensorRT, and report it with the recipe."
+        todo = "Build with engine.plugins: none to distinguish plugins from TensorRT, and report it with the recipe."
         raise BuildError(where, got, expected, todo)
     got = f"the builder's process ended with status {status}. Its log ends: {log}"
     raise BuildError(where, got, expected, "See the log; check the installation of TensorRT.")

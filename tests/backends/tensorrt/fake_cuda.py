@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of `cuda.bindings.runtime` that the backend calls, over host memory.
 
-Strict where a GPU would be silent or crash: work on a stream waits until it is synchronised, every address must
+Strict where a GPU would be silent or would crash: work on a stream waits until it is synchronised, every address must
 belong to memory that is allocated, fresh memory is full of NaN, freed memory is gone, a copy must not overlap itself.
 """
 
@@ -114,7 +114,7 @@ class FakeCuda:
         return (Status.cudaSuccess,)
 
     def place_of(self, address, size):
-        """`device`, `pinned` or `host`: where all these bytes lie."""
+        """Returns `device`, `pinned` or `host`: the memory of all these bytes."""
         for name, held in (("device", self.device), ("pinned", self.pinned)):
             for start, memory in list(held.items()):  # a finaliser may free memory meanwhile
                 if start <= address < start + memory.nbytes:

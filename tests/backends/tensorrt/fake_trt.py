@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRT's runtime interface over the fake device. A plan names an ONNX graph, and that is what runs.
+"""TensorRT's runtime interface over the fake device. A plan names an ONNX graph, which runs instead.
 
 A context checks what TensorRT leaves to the caller: every tensor has an address and a shape inside the profile,
 a cache has one address as input, as update and as compacted form, nothing else overlaps, a captured context does
@@ -43,11 +43,11 @@ NUMPY = {
 
 
 def write_plan(path: Path, graph: Path | None, spec, profiles, **more) -> Path:
-    """A plan: `spec` is what it shows, `graph` an ONNX file with the same plain tensors in float32; None: `MadeUp`.
+    """A plan: `spec` is its interface, `graph` an ONNX file with the same plain tensors in float32; None: `MadeUp`.
 
     Args:
         profiles: list of {dim name: (min, max)}.
-        more: `told` (the spec it shows if another), `validity`, `streamable_bytes` of weights.
+        more: `told` (its interface if another), `validity`, `streamable_bytes` of weights.
     """
     record = {"graph": graph and str(graph), "spec": spec.json_from_spec(), "profiles": profiles, **more}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of a few nodes, requests to build them, and children that misbehave."""
+"""Graphs of a few nodes, requests to build them, and faulty children."""
 
 import sys
 from pathlib import Path
@@ -42,7 +42,7 @@ def linear_request(folder, *, op="MatMul", domain="", dtype=np.float16, shapes=N
 
 
 def misbehaving(code):
-    """A command line that runs `code` in the place of the builder's child: `send(event)` is there."""
+    """A command line that runs `code` instead of the builder's child, with `send(event)` defined."""
     prelude = (
         "import json, os, signal, sys, time\n"
         "request = json.load(sys.stdin)\n"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests want to know of a plan that no API tells without a GPU: its kernels, and the size of its weights.
+"""Facts of a plan that no API gives without a GPU: its kernels, and the size of its weights.
 
-The layout is not documented: found in plans of TensorRT-RTX 1.7.1. The text of each compiled graph stands in the plan.
+The layout is not documented: found in plans of TensorRT-RTX 1.7.1. The plan contains the text of each compiled graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STEP = re.compile(rb"^ {1,2}(?P<kind>[a-z_]+)=\{ name=\"?(?P<name>[^\"\s]+)", r
 
 
 def read_kernels(plan: Path) -> list[Counter[str]]:
-    """How often each kernel stands in each compiled graph; plugins cut a profile into several graphs."""
+    """How often each kernel occurs in each compiled graph; plugins cut a profile into several graphs."""
     texts = [text.partition(b"\0")[0] for text in plan.read_bytes().split(b"header {\n")[1:]]
     return [_count(text) for text in texts if _MAIN in text and _ANY_ACCELERATOR not in text]
 

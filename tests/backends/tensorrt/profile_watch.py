@@ -19,11 +19,11 @@ from speccompile.core.specs import GraphSpec
 
 
 class ProfileWatch:
-    """An engine that notes the shapes of its steps, and those that no profile takes.
+    """An engine that records the shapes of its steps, and those that no profile accepts.
 
     Args:
-        engine: what runs.
-        max_slots, max_nodes: of the build whose profiles are meant.
+        engine: that runs the steps.
+        max_slots, max_nodes: of the build with the profiles.
     """
 
     def __init__(self, engine: Any, max_slots: int, max_nodes: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever becomes of the builder's process: a plan, or a BuildError that says why, and nothing half-written."""
+"""However the builder's process ends: a plan, or a BuildError with the reason, and no partial file."""
 
 import importlib.util
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole build with TensorRT-RTX and no GPU: what the manifest says, what inspect says, and what loading refuses."""
+"""A whole build with TensorRT-RTX and no GPU: its manifest, the output of inspect, and refusals to load."""
 
 import importlib.util
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device turns every status into a fault with a way out; memory and graphs live as long as they are used."""
+"""The device turns every status into a fault with advice; memory and graphs live as long as they are used."""
 
 import sys
 

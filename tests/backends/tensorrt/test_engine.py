@@ -121,7 +121,7 @@ def test_graphs_are_kept_by_shape_and_bucket_and_given_up_where_capture_fails(la
 
 @pytest.mark.parametrize("variant", ["tensorrt", "tensorrt_rtx"])
 def test_contexts_are_not_made_for_shapes_that_take_turns(tmp_path, target, open_engine, monkeypatch, variant):
-    """Two contexts, four shapes: the first two keep them until they have not come for a while."""
+    """Two contexts, four shapes: the first two keep them until they were unused for a while."""
     lab = Lab(monkeypatch, tmp_path, variant)
     monkeypatch.setattr(Plan, "idle_runs", 6)
     ours, theirs = lab.load(target, max_contexts=2), open_engine()
@@ -134,7 +134,7 @@ def test_contexts_are_not_made_for_shapes_that_take_turns(tmp_path, target, open
     assert {step.nodes for step in ours.runner._owners} == {1, 2}
     assert lab.cuda.num_launches == (2 * (10 - 2) if variant == "tensorrt" else 0)
     for _ in range(10):
-        for nodes in (1, 4):  # 2 does not come any more
+        for nodes in (1, 4):  # 2 is not used any more
             same(ours.run(feed(TOKENS[:nodes], 10)), theirs.run(feed(TOKENS[:nodes], 10)))
     assert {step.nodes for step in ours.runner._owners} == {1, 4}
     assert len(lab.trt.contexts) == num_made + 1

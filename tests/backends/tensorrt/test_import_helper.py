@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which TensorRT is taken, what a missing one says, and that the parser survives an unknown plugin node."""
+"""Which TensorRT is imported, the error of a missing one, and that the parser survives an unknown plugin node."""
 
 import importlib.util
 import subprocess
@@ -19,7 +19,7 @@ needs_rtx = pytest.mark.skipif(
 
 @pytest.fixture
 def packages(monkeypatch):
-    """A set of packages that are said to be installed; loading returns the name alone."""
+    """A set of packages that count as installed; loading returns only the name."""
     there = set()
     real = importlib.util.find_spec
     monkeypatch.setattr(
@@ -63,7 +63,7 @@ def test_auto_takes_what_is_there_and_can_build(packages, monkeypatch, there, gp
 
 
 class Driver:
-    """Two GPUs, as the driver's library tells of them."""
+    """Two GPUs, as the driver's library reports them."""
 
     def cuInit(self, flags):
         return 0

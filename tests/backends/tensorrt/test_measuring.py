@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured and checked of a plan fits the profiles that its build gives it, whatever the recipe's sizes are."""
+"""Measurements and checks of a plan fit its build's profiles, whatever the recipe's sizes are."""
 
 from dataclasses import replace
 from typing import Any

@@ -19,7 +19,7 @@ from tests.backends.tensorrt import plugin_graphs as graphs
 
 @pytest.fixture(scope="module")
 def variant() -> Variant:
-    if "tensorrt_rtx" not in installed_variants():  # importing it here would come before the shim's cure
+    if "tensorrt_rtx" not in installed_variants():  # importing it here would precede the import helper's workaround
         pytest.skip("TensorRT-RTX is not installed: NO PLAN WAS BUILT")
     loaded = load_tensorrt("tensorrt_rtx")
     plugins.register_plugins(loaded.trt)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What --dry-run says of a TensorRT build, against builds that bench/tensorrt_memory.py measured."""
+"""Predictions of --dry-run for a TensorRT build, against builds that bench/tensorrt_memory.py measured."""
 
 import json
 from pathlib import Path

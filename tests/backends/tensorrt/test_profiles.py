@@ -96,7 +96,7 @@ def test_a_short_cache_has_a_short_prefill():
     assert make_profiles(target(), small)[0].sizes["nodes"] == (1, 40, 40)
 
 
-def test_a_dim_that_nobody_sizes_is_an_error():
+def test_a_dim_without_a_size_is_an_error():
     odd = GraphSpec("g", (TensorSpec("x", ("surprise",), "float16"),), ())
     with pytest.raises(BuildError, match="dim 'surprise'"):
         make_profiles(odd, options())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a recipe that the TensorRT at hand does not know are refused, with what it knows."""
+"""Fields of a recipe that the installed TensorRT does not support are refused, with the supported values."""
 
 from types import SimpleNamespace
 
@@ -127,7 +127,7 @@ class TimingConfig:
 
 
 @pytest.mark.parametrize(("kept", "used"), [(None, b""), (b"this GPU", b"this GPU"), (b"another GPU", b"")])
-def test_kernels_measured_on_another_gpu_are_measured_anew(tmp_path, kept, used):
+def test_kernels_measured_on_another_gpu_are_measured_again(tmp_path, kept, used):
     path, config = tmp_path / "deep" / "kernels.timings", TimingConfig()
     save_timing_cache(config, path)
     assert not path.parent.exists()  # the builder has none

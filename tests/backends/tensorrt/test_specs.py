@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spec of a TensorRT graph: what changes in the neutral one, and what does not."""
+"""The spec of a TensorRT graph: its differences from the neutral one."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_a_target_has_half_caches_of_static_rows_and_one_more_input(dtype: str) 
     assert kept == list(plain.inputs[:-4])
 
 
-def test_a_compacting_target_has_compacted_caches_behind_all_updates() -> None:
+def test_a_compacting_target_has_compacted_caches_after_all_updates() -> None:
     plain = specs.verified_spec(specs.decoder_spec("target", DIMS))
     spec = tensorrt_spec(plain, "float16", 72, compacts=True)
     assert [t.name for t in spec.outputs[-8:]] == [

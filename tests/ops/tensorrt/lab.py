@@ -75,7 +75,7 @@ def random_feeds(vocab: int, batch: int, seed: int) -> dict[str, np.ndarray]:
 
 
 class Parsed:
-    """What TensorRT-RTX makes of a model: layer kinds of the parsed network, and the plan."""
+    """Builds a model with TensorRT-RTX: returns layer kinds of the parsed network, and the plan."""
 
     def __init__(self, model: onnx.ModelProto, profile: Mapping[str, tuple[Shape, Shape, Shape]]) -> None:
         variant = load_rtx()

@@ -81,7 +81,7 @@ def test_neighbouring_floats_are_told_apart(small_warp) -> None:  # type: ignore
 
 def test_ties_are_kept_as_the_twin_keeps_them() -> None:
     session = session_of(body_model("Warp", {"vocab": 360}))
-    logits = np.array([[[1, 2, 2, 0, 2, 1] * 60]], np.float32)  # 180 ties at the top, 120 behind them
+    logits = np.array([[[1, 2, 2, 0, 2, 1] * 60]], np.float32)  # 180 ties at the top, then 120 more
     for top_k, top_p in ((1, 1.0), (181, 1.0), (0, 0.5), (1, 0.3), (190, 0.97)):
         feeds = {"logits": logits, "temperature": np.ones(1, np.float32), "top_k": np.array([top_k])}
         feeds["top_p"] = np.array([top_p], np.float32)

@@ -51,8 +51,8 @@ def test_the_form_follows_the_width_of_the_dists() -> None:
     ]
 
 
-def test_nodes_behind_the_last_known_one_are_never_kept() -> None:
-    """A tree larger than the body was made for loses drafts, never the distribution: what is kept is a prefix."""
+def test_nodes_after_the_last_unrolled_one_are_never_kept() -> None:
+    """A tree larger than the body's limit loses drafts but keeps the distribution: the kept path is a prefix."""
     rng = np.random.default_rng(2)
     small = session_of(body_model("SpecVerify", {"vocab": 5}, max_nodes=3))
     num_shorter = 0
