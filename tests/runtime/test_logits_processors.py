@@ -132,7 +132,7 @@ def _path_without_its_end(logits_processor, logits, path):
     return RIGHT_LOGITS(logits_processor, logits, path[:-1])
 
 
-def _bias_behind_penalties(logits_processor, logits, path):
+def _bias_after_penalties(logits_processor, logits, path):
     ids, biases = logits_processor._bias
     taken = logits.copy()
     taken[ids] -= biases
@@ -146,7 +146,7 @@ RIGHT_LOGITS = LogitsProcessor.logits
 
 @pytest.mark.distribution
 @pytest.mark.parametrize(
-    "wrong", [_blind_to_the_path, _counts_the_prompt, _path_without_its_end, _bias_behind_penalties]
+    "wrong", [_blind_to_the_path, _counts_the_prompt, _path_without_its_end, _bias_after_penalties]
 )
 def test_wrong_shapes_are_noticed(wrong, monkeypatch):
     # Strong penalties: the distribution changes enough for few draws to show it.
