@@ -48,7 +48,7 @@ def test_sigterm_under_load_lets_all_finish_and_exits_with_0(launcher, repositor
         server.kill()
 
 
-def test_a_killed_server_leaves_no_file_and_the_next_serves(launcher, repository, prompts, tmp_path):
+def test_a_killed_server_leaves_no_model_running_and_the_next_serves(launcher, repository, prompts, tmp_path):
     first = TritonServer(launcher, repository, tmp_path / "first.log")
     try:
         first.wait_ready()
