@@ -110,7 +110,7 @@ def test_descriptions_are_in_the_schema() -> None:
     section = backend_section("chip")
     assert section is not None
     schema = section.model_json_schema()
-    assert (schema["title"], schema["description"]) == ("chip_engine", "What the chip alone reads.")
+    assert (schema["title"], schema["description"]) == ("chip_engine", "The fields that only the chip reads.")
     assert schema["properties"]["lanes"]["description"] == "Of the chip."
     assert "dialect" not in schema["properties"]
     assert backend_section("reference") is None
