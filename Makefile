@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml
 demo: setup  ## Build recipes/pycode.yaml, generate live, compare plain with speculative decoding
 	$(BIN)/python examples/demo.py
 
-check: lint  ## Lint, then the tests without a marker: those that need numpy alone (about a minute)
+check: lint  ## Lint, then the tests without a marker: those that need numpy alone (one to two minutes)
 	$(PYTEST) --quiet --unmarked $(ARGS)
 
 test: setup  ## Run all tests, WORKERS=2 at a time (one folder: make test ARGS=tests/core)

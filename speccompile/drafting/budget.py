@@ -55,7 +55,7 @@ class Budget:
     ) -> None:
         self.max_nodes, self.max_depth, self.width = max_nodes, max_depth, width
         target = target or StepCosts()
-        self._is_known = self._learns = bool(target.ms_by_nodes) and (draft is None or bool(draft.ms_by_nodes))
+        self._is_known = self._learns = _is_measured(target) and (draft is None or _is_measured(draft))
         self.is_fixed, self._min_path = is_fixed, min_path
         self.is_forced = False  # this step drafts to the bounds, whatever the cost
         self.costs = OnlineCosts(target, draft, max_nodes)
@@ -85,6 +85,7 @@ class Budget:
             accepted: accepted draft tokens of such a tree, the mean over all sequences of the batch.
             num_slots: sequences of the batch.
         """
+        self._recorded_ms = 0.0  # the step before may have gone unobserved, as where drafts may be drawn
         if not self.weighs_time:
             return True
         scores = self.costs.scores(num_slots)
@@ -209,6 +210,11 @@ class Budget:
         recorded_ms, self._recorded_ms = self._recorded_ms, 0.0
         if self._learns:
             self.costs.observe(num_slots, num_nodes, recorded_ms, times)
+
+
+def _is_measured(costs: StepCosts) -> bool:
+    """Returns whether there are costs, and none of them is 0."""
+    return bool(costs.ms_by_nodes) and all(ms > 0 for _, ms in costs.ms_by_nodes)
 
 
 def _is_worth(tokens: float, ms: float, expected: float, cost_ms: float) -> bool:

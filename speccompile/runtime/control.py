@@ -148,12 +148,14 @@ class Controller:
         """See `Planner.observe`."""
         tokens = 1 + sum(step.num_accepted for step in steps) / len(steps)
         self._reading.decoded(sum(len(step.tokens) for step in steps))
-        if self._at is not None:
+        num_drafts = sum(step.num_draft_tokens for step in steps)
+        if self._at is None:
+            self._is_plain = num_drafts == 0
+        else:
             # After a change between drafts and none, shapes change and a draft reads the tokens it missed: lost time,
             # but not a cost of every step.
             is_first = self._is_plain != self._was_plain
             read_s = 0.0 if self._is_plain else self._reading.s_per_token * tokens * len(steps)
-            num_drafts = sum(step.num_draft_tokens for step in steps)
             self._at.observe(times.step_s, read_s, tokens, is_first=is_first, has_drafts=num_drafts > 0)
         self._was_plain = self._is_plain
 

@@ -155,6 +155,25 @@ def test_a_step_that_was_held_up_changes_little():
     assert budget.costs.scores(1)[0] < 10.5
 
 
+def test_draft_runs_of_steps_that_went_unobserved_do_not_count():
+    """Where drafts may be drawn nothing is observed: the next observed step has its own runs alone."""
+    budget = Budget(4, 4, 1, *CHEAP)
+    for _ in range(100):
+        budget.begins(1.0, 1)
+        budget.spend(1, 1)
+    budget.begins(1.0, 1)
+    step(budget, 1, 2, 10.0, draft_nodes=1, propose_ms=0.2)
+    assert budget.costs.draft_ms(1, 1) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("costs", [(StepCosts(((1, 0.0), (4, 1.0))), CHEAP[1]), (CHEAP[0], StepCosts(((1, 0.0),)))])
+def test_a_recorded_cost_of_nothing_is_no_measurement(costs):
+    budget = Budget(4, 4, 1, *costs)
+    assert not budget.weighs_time
+    step(budget, 1, 2, 10.0, draft_nodes=1, propose_ms=0.2)
+    assert budget.begins(0.0, 1)
+
+
 def test_a_recorded_budget_never_learns():
     budget = Budget(4, 4, 1, *DEAR).recorded()
     for _ in range(50):

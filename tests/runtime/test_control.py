@@ -241,6 +241,23 @@ def test_steps_with_forced_requests_alone_are_not_learnt_from() -> None:
     assert list(controller.decisions()) == ["3, some forced"]
 
 
+def test_the_first_drafts_after_steps_that_were_told_to_be_plain_do_not_count() -> None:
+    """They read what was missed, whoever decided that it was: 200 s here, and drafts pay all the same."""
+    controller, missed = Controller(), False
+    for at in range(2 * TURN):
+        if at in (2, 4):  # others, who want no drafts, are decoded in between
+            controller.plan(slots(1, "off"))
+            controller.observe(slots(1, "off"), [Step(0, [7], 0, 0, False, "", None)], StepTimes(0.0, 1.0, 1.0))
+            missed = True
+        is_plain = controller.plan(slots(1)) == PLAIN
+        step_s = 1.0 if is_plain else 200.0 if missed else 1.2
+        missed = missed and is_plain
+        kept = 0 if is_plain else 1
+        controller.observe(slots(1), [Step(0, [7] * (1 + kept), kept, kept, False, "", None)], StepTimes(0, 0, step_s))
+    assert controller.decisions()["1"]["drafts"] is True
+    assert controller.decisions()["1"]["gain"] == pytest.approx(2 / 1.2)
+
+
 def test_batch_sizes_are_looked_at_together_the_more_the_larger() -> None:
     tops = [bucket_of(batch) for batch in range(1, 65)]
     assert tops[:8] == list(range(1, 9))
