@@ -56,6 +56,7 @@ def test_a_kernel_that_does_not_count_gives_zero(proc: Path) -> None:
     assert clock.share() == 0.0
 
 
+@pytest.mark.usefixtures("with_wait_share")
 def test_a_record_is_disturbed_above_the_bound_alone() -> None:
     most = contention.MAX_WAIT_SHARE
     assert [is_disturbed(r) for r in ({}, {"wait_share": most}, {"wait_share": most + 0.01})] == [False, False, True]

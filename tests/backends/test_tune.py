@@ -98,6 +98,7 @@ def disturbed(share: float, threads: int = 1) -> dict[str, Any]:
     return {"cpu": tune.cpu_name(), "threads": threads, "step_ms": {"1": 3.0}, "wait_share": share}
 
 
+@pytest.mark.usefixtures("with_wait_share")
 def test_a_measurement_beside_other_work_is_made_again(monkeypatch: pytest.MonkeyPatch, compiled: Any) -> None:
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     found = iter([disturbed(0.6), disturbed(0.3), disturbed(0.5), disturbed(0.0)])
@@ -108,6 +109,7 @@ def test_a_measurement_beside_other_work_is_made_again(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
+@pytest.mark.usefixtures("with_wait_share")
 def test_a_disturbed_record_is_measured_again_at_load_once_the_machine_is_quiet(
     compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_busy: bool
 ) -> None:
@@ -177,6 +179,7 @@ class Drift:
 
 
 @pytest.mark.parametrize(("ms", "is_wrong"), [(3.0, False), (5.9, False), (1.6, False), (6.1, True), (1.4, True)])
+@pytest.mark.usefixtures("with_wait_share")
 def test_a_record_is_compared_once_with_present_step_times(
     compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ms: float, is_wrong: bool
 ) -> None:
@@ -192,6 +195,7 @@ def test_a_record_is_compared_once_with_present_step_times(
 
 
 @pytest.mark.parametrize(("share", "is_busy", "checked"), [(0.2, False, 3), (0.0, True, 0)])
+@pytest.mark.usefixtures("with_wait_share")
 def test_a_record_is_not_judged_beside_other_work(
     compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, is_busy: bool, checked: int
 ) -> None:

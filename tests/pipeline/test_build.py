@@ -314,6 +314,7 @@ def test_a_machine_without_torch_is_told_what_to_install(
         build(make_plan(recipe), tmp_path / "out", cache=StageCache(None))
 
 
+@pytest.mark.usefixtures("with_wait_share")
 def test_a_tuning_taken_beside_other_work_is_noted_and_not_kept(
     exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from speccompile.backends.contention import MAX_WAIT_SHARE, WaitClock, is_disturbed, is_machine_busy
+from speccompile.backends.contention import WAIT_SHARE, WaitClock, is_disturbed, is_machine_busy
 from speccompile.backends.kept_records import digest_of, keep, read_kept, record_file
 from speccompile.backends.measuring import measured_sizes, typical_step_ms
 from speccompile.backends.onnxruntime.tune import cpu_name, measure_graph
@@ -86,4 +86,4 @@ def _step_ms_now(path: Path, spec: GraphSpec, record: Mapping[str, Any], others_
     engine = load_engine(path, spec, max_slots=max_slots, max_rows=max_rows, settings=record)
     clock = WaitClock()
     ms = typical_step_ms(engine, others_bytes)
-    return ms if clock.share() <= MAX_WAIT_SHARE else None
+    return None if is_disturbed({WAIT_SHARE: clock.share()}) else ms
