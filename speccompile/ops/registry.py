@@ -14,6 +14,7 @@ from speccompile.ops.dists import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_
 from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.op import DOMAIN, VERSION, Op
+from speccompile.ops.qkv_attention import QKV_ATTENTION
 from speccompile.ops.sample_token import SAMPLE_TOKEN
 from speccompile.ops.spec_verify import SPEC_VERIFY
 from speccompile.ops.tensorrt.bodies import drafts_from_width, tensorrt_ops
@@ -36,6 +37,7 @@ OPS: dict[str, Op] = {
         KV_ROLLBACK,
         CACHED_ATTENTION,
         CROSS_ATTENTION,
+        *QKV_ATTENTION.values(),
         WALK,
         WALK_PROBS,
         WARP,

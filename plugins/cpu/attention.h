@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of the nodes of a tree over caches [batch, kv_heads, rows, head_dim]: norm and rotation of Q and K, the
+// write of the new rows, and the softmax over past rows and ancestors. Raw pointers, no framework.
+//
+// A node's numbers depend on its own row, its position, the past rows and its ancestors, never on the other nodes,
+// slots or threads: its keys are numbered by position (past rows, then ancestors in order), and every sum runs in that
+// order. So a chain of k nodes gives the bits of k single steps, and a path of a tree those of a chain.
+#pragma once
+
+#include <cmath>
+
+#include "softmax.h"
+
+namespace speccompile::cpu {
+
+// Heads of Q, K or V: where the row of (slot, head, node) starts, in floats.
+struct HeadRows {
+    const float* data;
+    i64 slot_stride, head_stride, node_stride;
+    const float* row(i64 slot, i64 head, i64 node) const {
+        return data + slot * slot_stride + head * head_stride + node * node_stride;
+    }
+};
+
+// What is done to Q and K before the scores.
+struct Preparation {
+    const float* q_gamma = nullptr;  // [head_dim]: weights of an RMS norm over each head; nullptr: no norm
+    const float* k_gamma = nullptr;
+    float epsilon = 0;
+    const float* cos = nullptr;  // [positions, rotary_dim / 2]; nullptr: no rotation
+    const float* sin = nullptr;
+    i64 rotary_dim = 0;  // the first columns of a head, which are rotated
+    bool is_interleaved = false;  // pairs are neighbours, not halves apart
+};
+
+struct AttentionStep {
+    i64 batch, nodes, heads, kv_heads, rows, head_dim;
+    HeadRows q, k, v;
+    Preparation preparation;
+    float* k_cache;  // hold the past rows; the rows of the nodes are written
+    float* v_cache;
+    const i64* lengths;        // [batch], with lengths[b] + nodes <= rows
+    const std::uint8_t* tree;  // [batch, nodes, nodes]
+    float* out;                // [batch, nodes, heads, head_dim]
+    float scale, softcap;
+    i64 window;  // a key is seen where position(query) - position(key) < window; 0 = no limit
+    i64 group() const { return heads / kv_heads; }
+    float* cache_rows(float* cache, i64 slot, i64 kv_head) const {
+        return cache + (slot * kv_heads + kv_head) * rows * head_dim;
+    }
+};
+
+// Which keys each node sees.
+struct Visibility {
+    struct Node {
+        i64 position;
+        i64 first;         // past rows first ... length - 1 are seen
+        i64 num_visible;   // nodes that are seen
+        i64 num_leading;   // of those, how many are nodes 0, 1, 2, ... without a gap
+        const i64* nodes;  // the nodes that are seen, in order
+        i64 num_keys(i64 length) const { return length - first + num_visible; }
+    };
+    const Node* nodes;  // [batch, nodes]
+};
+
+inline i64 visibility_size(i64 batch, i64 nodes) {
+    return batch * nodes * (nodes + static_cast<i64>(sizeof(Visibility::Node) / sizeof(i64)));
+}
+
+// Fills `memory` of `visibility_size` numbers.
+inline Visibility see(const AttentionStep& step, i64* memory) {
+    auto* all = reinterpret_cast<Visibility::Node*>(memory);
+    i64* next = memory + step.batch * step.nodes * static_cast<i64>(sizeof(Visibility::Node) / sizeof(i64));
+    for (i64 slot = 0; slot < step.batch; slot++) {
+        const i64 length = step.lengths[slot];
+        Visibility::Node* nodes = all + slot * step.nodes;
+        const std::uint8_t* mask = step.tree + slot * step.nodes * step.nodes;
+        for (i64 node = 0; node < step.nodes; node++) {
+            i64 num_ancestors = -1;
+            for (i64 i = 0; i < step.nodes; i++) num_ancestors += mask[node * step.nodes + i] != 0;
+            nodes[node].position = length + num_ancestors;
+        }
+        for (i64 node = 0; node < step.nodes; node++) {
+            Visibility::Node& here = nodes[node];
+            const i64 oldest = step.window > 0 ? here.position - step.window + 1 : 0;  // visible positions
+            here.first = oldest < 0 ? 0 : oldest < length ? oldest : length;
+            here.nodes = next;
+            for (i64 i = 0; i < step.nodes; i++) {
+                const bool is_near = step.window == 0 || nodes[i].position >= oldest;
+                if (mask[node * step.nodes + i] != 0 && is_near) *next++ = i;
+            }
+            here.num_visible = next - here.nodes;
+            here.num_leading = 0;
+            while (here.num_leading < here.num_visible && here.nodes[here.num_leading] == here.num_leading) {
+                here.num_leading++;
+            }
+        }
+    }
+    return {all};
+}
+
+// Writes a head of Q or K, normalised and rotated, to `to`.
+inline void prepare_row(const Preparation& how, const float* gamma, const float* from, i64 head_dim, i64 position,
+                        float* to) {
+    float factor = 1;
+    if (gamma != nullptr) {
+        alignas(64) float squares[kPartials] = {};
+        for (i64 i = 0; i < head_dim; i++) squares[i % kPartials] += from[i] * from[i];
+        Float parts[kParts];
+        for (int part = 0; part < kParts; part++) parts[part] = load(squares + part * kLanes);
+        factor = 1 / std::sqrt(sum_partials(parts) / static_cast<float>(head_dim) + how.epsilon);
+        for (i64 i = 0; i < head_dim; i++) to[i] = from[i] * factor * gamma[i];
+    } else {
+        std::memcpy(to, from, static_cast<std::size_t>(head_dim) * sizeof(float));
+    }
+    if (how.cos == nullptr) return;
+    const i64 half = how.rotary_dim / 2, step = how.is_interleaved ? 2 : 1, apart = how.is_interleaved ? 1 : half;
+    const float *cos = how.cos + position * half, *sin = how.sin + position * half;
+    for (i64 i = 0; i < half; i++) {
+        const float x = to[i * step], y = to[i * step + apart];
+        to[i * step] = x * cos[i] - y * sin[i];
+        to[i * step + apart] = y * cos[i] + x * sin[i];
+    }
+}
+
+// Writes the nodes' rows of one kv head to the caches.
+inline void write_rows(const AttentionStep& step, const Visibility& seen, i64 slot, i64 kv_head) {
+    const i64 first = step.lengths[slot] * step.head_dim;
+    float* k = step.cache_rows(step.k_cache, slot, kv_head) + first;
+    float* v = step.cache_rows(step.v_cache, slot, kv_head) + first;
+    for (i64 node = 0; node < step.nodes; node++, k += step.head_dim, v += step.head_dim) {
+        const i64 position = seen.nodes[slot * step.nodes + node].position;
+        prepare_row(step.preparation, step.preparation.k_gamma, step.k.row(slot, kv_head, node), step.head_dim,
+                    position, k);
+        std::memcpy(v, step.v.row(slot, kv_head, node), static_cast<std::size_t>(step.head_dim) * sizeof(float));
+    }
+}
+
+// A block of up to 4 queries of one kv head: nodes in order, the heads of a group beside each other.
+class QueryBlock {
+  public:
+    // Floats of scratch memory for a block.
+    static i64 num_floats(const AttentionStep& step) {
+        return kQueries * (2 * round_up(step.head_dim, kPartials) + num_scores(step) + num_tree_scores(step));
+    }
+
+    QueryBlock(const AttentionStep& step, const Visibility& seen, i64 slot, i64 kv_head, i64 first, i64 end,
+               float* memory)
+        : step_(step), slot_(slot), length_(step.lengths[slot]), count_(static_cast<int>(end - first)) {
+        k_ = step.cache_rows(step.k_cache, slot, kv_head);
+        v_ = step.cache_rows(step.v_cache, slot, kv_head);
+        const i64 width = round_up(step.head_dim, kPartials);
+        for (int q = 0; q < count_; q++) {
+            const i64 node = (first + q) / step.group(), head = kv_head * step.group() + (first + q) % step.group();
+            nodes_[q] = &seen.nodes[slot * step.nodes + node];
+            out_[q] = step.out + ((slot * step.nodes + node) * step.heads + head) * step.head_dim;
+            queries_[q] = memory + q * width;
+            sums_[q] = memory + (kQueries + q) * width;
+            scores_[q] = memory + 2 * kQueries * width + q * num_scores(step);
+            tree_scores_[q] = memory + 2 * kQueries * width + kQueries * num_scores(step) + q * num_tree_scores(step);
+            std::memset(queries_[q], 0, static_cast<std::size_t>(width) * sizeof(float));
+            std::memset(sums_[q], 0, static_cast<std::size_t>(width) * sizeof(float));
+            prepare_row(step.preparation, step.preparation.q_gamma, step.q.row(slot, head, node), step.head_dim,
+                        nodes_[q]->position, queries_[q]);
+            first_ = nodes_[q]->first > first_ ? nodes_[q]->first : first_;
+            num_leading_ = nodes_[q]->num_leading < num_leading_ || q == 0 ? nodes_[q]->num_leading : num_leading_;
+        }
+    }
+
+    void run() {
+        score_keys();
+        float factors[kQueries];
+        for (int q = 0; q < count_; q++) {
+            const i64 num_keys = nodes_[q]->num_keys(length_);
+            factors[q] = num_keys == 0 ? 0 : 1 / weigh_scores(scores_[q], num_keys, step_.scale, step_.softcap);
+        }
+        mix_values();
+        for (int q = 0; q < count_; q++) {
+            for (i64 i = 0; i < step_.head_dim; i++) out_[q][i] = sums_[q][i] * factors[q];
+        }
+    }
+
+  private:
+    static i64 num_scores(const AttentionStep& step) { return round_up(step.rows + 3, kPartials); }
+    static i64 num_tree_scores(const AttentionStep& step) { return round_up(step.nodes + 3, kPartials); }
+
+    // Key i of a query is its i-th past row, and after those its i-th visible node.
+    void score_keys() {
+        const i64 dim = step_.head_dim;
+        float* to[kQueries];
+        for (int q = 0; q < count_; q++) {  // rows that only some windows reach
+            const i64 own = first_ - nodes_[q]->first;
+            score_rows<1>(k_ + nodes_[q]->first * dim, own, dim, &queries_[q], &scores_[q]);
+            to[q] = scores_[q] + own;
+        }
+        score_rows(count_, k_ + first_ * dim, length_ - first_, dim, queries_, to);
+        i64 last = -1;
+        for (int q = 0; q < count_; q++) {
+            const i64 num = nodes_[q]->num_visible;
+            if (num > 0 && nodes_[q]->nodes[num - 1] > last) last = nodes_[q]->nodes[num - 1];
+        }
+        score_rows(count_, k_ + length_ * dim, last + 1, dim, queries_, tree_scores_);
+        for (int q = 0; q < count_; q++) {
+            float* at = scores_[q] + length_ - nodes_[q]->first;
+            for (i64 i = 0; i < nodes_[q]->num_visible; i++) at[i] = tree_scores_[q][nodes_[q]->nodes[i]];
+        }
+    }
+
+    void mix_values() {
+        const i64 dim = step_.head_dim;
+        const float* weights[kQueries];
+        for (int q = 0; q < count_; q++) {
+            const i64 own = first_ - nodes_[q]->first;
+            weights[q] = scores_[q];
+            mix_rows<1>(v_ + nodes_[q]->first * dim, own, dim, &weights[q], &sums_[q]);
+            weights[q] += own;
+        }
+        const i64 common = length_ - first_ + num_leading_;  // the first nodes follow the past rows in the cache
+        mix_rows(count_, v_ + first_ * dim, common, dim, weights, sums_);
+        for (int q = 0; q < count_; q++) {
+            weights[q] += common;
+            const i64 *node = nodes_[q]->nodes + num_leading_, *end = nodes_[q]->nodes + nodes_[q]->num_visible;
+            while (node < end) {
+                i64 run = 1;
+                while (node + run < end && node[run] == node[0] + run) run++;
+                mix_rows<1>(v_ + (length_ + node[0]) * dim, run, dim, &weights[q], &sums_[q]);
+                weights[q] += run;
+                node += run;
+            }
+        }
+    }
+
+    const AttentionStep& step_;
+    const i64 slot_, length_;
+    const int count_;
+    const float *k_, *v_;
+    i64 first_ = 0, num_leading_ = 0;  // past rows from `first_` on and the first nodes are seen by all queries
+    const Visibility::Node* nodes_[kQueries];
+    float *queries_[kQueries], *sums_[kQueries], *scores_[kQueries], *tree_scores_[kQueries], *out_[kQueries];
+};
+
+// Attends from queries first ... end - 1 of one kv head, whose rows are in the caches.
+inline void attend(const AttentionStep& step, const Visibility& seen, i64 slot, i64 kv_head, i64 first, i64 end,
+                   float* memory) {
+    for (i64 q = first; q < end; q += kQueries) {
+        QueryBlock(step, seen, slot, kv_head, q, q + kQueries < end ? q + kQueries : end, memory).run();
+    }
+}
+
+}  // namespace speccompile::cpu

@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0
+// The attention ops: CachedAttention, and QkvAttention with and without norm and rotary embedding.
+#pragma once
+
+#include <atomic>
+#include <new>
+#include <string>
+
+#include "attention.h"
+#include "kernel.h"
+
+namespace speccompile::cpu {
+
+constexpr i64 kTaskQueries = 16;  // queries of a task, where there are so many
+constexpr i64 kInlineWork = 64 << 10;  // multiply-adds that are done before another thread has woken up
+constexpr i64 kInlineRows = 32 << 10;  // floats of new rows, alike
+
+// The caches of a call. An output has the input's address where both are bound to one buffer; otherwise all rows are
+// copied, as the output then is a tensor of its own.
+inline float* updated_cache(const Context& context, std::size_t output, const Tensor& cache) {
+    float* updated = context.output<float>(output, cache.dims);
+    if (updated != cache.data<float>()) {
+        std::memcpy(updated, cache.data<float>(), static_cast<std::size_t>(cache.dims.size()) * sizeof(float));
+    }
+    return updated;
+}
+
+// Refuses dims and lengths by which something outside a tensor would be read or written.
+inline void check_step(const AttentionStep& step, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
+                       const Tensor& tree_mask, const std::string& op) {
+    const Dims cache{step.batch, step.kv_heads, step.rows, step.head_dim};
+    expect_dims(op, "k_cache", k_cache.dims, cache);
+    expect_dims(op, "v_cache", v_cache.dims, cache);
+    expect_dims(op, "lengths", lengths.dims, Dims{step.batch});
+    expect_dims(op, "tree_mask", tree_mask.dims, Dims{step.batch, step.nodes, step.nodes});
+    if (step.heads < 1 || step.kv_heads < 1 || step.head_dim < 1 || step.heads % step.kv_heads != 0) {
+        throw Error(std::to_string(step.heads) + " heads of Q, expected a multiple of the " +
+                    std::to_string(step.kv_heads) + " of K; build the bundle again");
+    }
+    for (i64 slot = 0; slot < step.batch; slot++) {
+        const i64 length = step.lengths[slot];
+        if (length < 0 || length > step.rows - step.nodes) {
+            throw Error("lengths[" + std::to_string(slot) + "] is " + std::to_string(length) + " and there are " +
+                        std::to_string(step.nodes) + " nodes, expected at least 0 and all nodes within the " +
+                        std::to_string(step.rows) + " rows of the caches; shorten the prompt");
+        }
+    }
+}
+
+inline void check_positions(const AttentionStep& step, const Visibility& seen, i64 num_positions) {
+    for (i64 i = 0; i < step.batch * step.nodes; i++) {
+        const i64 position = seen.nodes[i].position;
+        if (position < 0 || position >= num_positions) {
+            throw Error("a node at position " + std::to_string(position) + ", expected one below the " +
+                        std::to_string(num_positions) + " of the rotary embedding; shorten the prompt");
+        }
+    }
+}
+
+inline float* block_memory(const AttentionStep& step) {
+    thread_local Scratch scratch;
+    return scratch.get<float>(static_cast<std::size_t>(QueryBlock::num_floats(step)));
+}
+
+inline void run_attention(const Context& context, const AttentionStep& step, i64 num_positions) {
+    thread_local Scratch scratch;
+    i64* memory = scratch.get<i64>(static_cast<std::size_t>(visibility_size(step.batch, step.nodes)));
+    const Visibility seen = see(step, memory);
+    if (step.preparation.cos != nullptr) check_positions(step, seen, num_positions);
+    const i64 pairs = step.batch * step.kv_heads, queries = step.nodes * step.group();
+    const auto write = [&](std::size_t pair) {
+        const i64 index = static_cast<i64>(pair);
+        write_rows(step, seen, index / step.kv_heads, index % step.kv_heads);
+    };
+    // Every row is written before any is read, as a node's queries may be another task's than its row.
+    if (pairs * step.nodes * step.head_dim > kInlineRows) {
+        context.parallel(static_cast<std::size_t>(pairs), write);
+    } else {
+        for (i64 pair = 0; pair < pairs; pair++) write(static_cast<std::size_t>(pair));
+    }
+    const i64 blocks = (queries + kTaskQueries - 1) / kTaskQueries;
+    std::atomic<bool> has_memory{true};
+    const auto task = [&](std::size_t number) {
+        const i64 pair = static_cast<i64>(number) / blocks, first = static_cast<i64>(number) % blocks * kTaskQueries;
+        const i64 end = first + kTaskQueries < queries ? first + kTaskQueries : queries;
+        try {
+            attend(step, seen, pair / step.kv_heads, pair % step.kv_heads, first, end, block_memory(step));
+        } catch (const Error&) {
+            has_memory = false;
+        }
+    };
+    i64 work = 0;
+    for (i64 slot = 0; slot < step.batch; slot++) {
+        work += (step.lengths[slot] + step.nodes) * step.heads * step.nodes * step.head_dim;
+    }
+    if (work > kInlineWork) {
+        context.parallel(static_cast<std::size_t>(pairs * blocks), task);
+    } else {
+        for (i64 number = 0; number < pairs * blocks; number++) task(static_cast<std::size_t>(number));
+    }
+    if (!has_memory) throw Error("out of memory");
+}
+
+struct AttentionAttributes {
+    explicit AttentionAttributes(const Info& info)
+        : op(info.op), scale(info.real("scale")), softcap(info.real("softcap")), window(info.integer("window")) {
+        if (softcap < 0 || window < 0) throw Error("a negative softcap or window; build the bundle again");
+    }
+    void set(AttentionStep& step) const {
+        step.scale = scale;
+        step.softcap = softcap;
+        step.window = window;
+    }
+    std::string op;
+    float scale, softcap;
+    i64 window;
+};
+
+// q [batch, heads, nodes, head_dim], k, v, k_cache, v_cache, lengths, tree_mask -> out [batch, nodes, heads, head_dim].
+struct CachedAttention {
+    static constexpr const char* kName = "CachedAttention";
+    static constexpr abi::ElementType kInputs[] = {abi::kFloat, abi::kFloat, abi::kFloat, abi::kFloat,
+                                                   abi::kFloat, abi::kInt64, abi::kBool};
+    static constexpr abi::ElementType kOutputs[] = {abi::kFloat, abi::kFloat, abi::kFloat};
+    static constexpr std::size_t kNumOptional = 0;
+
+    explicit CachedAttention(const Info& info) : attributes(info) {}
+
+    void run(const Context& context) const {
+        const Tensor q = context.input(0), k = context.input(1), v = context.input(2), k_cache = context.input(3),
+                     v_cache = context.input(4), lengths = context.input(5), tree_mask = context.input(6);
+        AttentionStep step{};
+        if (q.dims.rank != 4 || k_cache.dims.rank != 4) throw Error("q and k_cache must have 4 dims");
+        step.batch = q.dims[0], step.heads = q.dims[1], step.nodes = q.dims[2], step.head_dim = q.dims[3];
+        step.kv_heads = k_cache.dims[1], step.rows = k_cache.dims[2];
+        const Dims rows{step.batch, step.kv_heads, step.nodes, step.head_dim};
+        expect_dims(attributes.op, "k", k.dims, rows);
+        expect_dims(attributes.op, "v", v.dims, rows);
+        step.lengths = lengths.data<i64>();
+        step.tree = tree_mask.data<std::uint8_t>();
+        check_step(step, k_cache, v_cache, lengths, tree_mask, attributes.op);
+        const auto heads = [&](const Tensor& tensor, i64 num) {
+            const i64 head = step.nodes * step.head_dim;
+            return HeadRows{tensor.data<float>(), num * head, head, step.head_dim};
+        };
+        step.q = heads(q, step.heads), step.k = heads(k, step.kv_heads), step.v = heads(v, step.kv_heads);
+        attributes.set(step);
+        step.out = context.output<float>(0, Dims{step.batch, step.nodes, step.heads, step.head_dim});
+        step.k_cache = updated_cache(context, 1, k_cache);
+        step.v_cache = updated_cache(context, 2, v_cache);
+        run_attention(context, step, 0);
+    }
+
+    const AttentionAttributes attributes;
+};
+
+// qkv [batch, nodes, (heads + 2 kv_heads) * head_dim], [q_gamma, k_gamma,] [cos, sin,] k_cache, v_cache, lengths,
+// tree_mask, num_rows -> out [batch, nodes, heads * head_dim]. The last input is for the function body alone.
+template <bool HasNorm, bool IsRotary>
+struct QkvAttention {
+    static constexpr const char* kName = HasNorm ? (IsRotary ? "NormRotaryQkvAttention" : "NormQkvAttention")
+                                                 : (IsRotary ? "RotaryQkvAttention" : "QkvAttention");
+    static constexpr std::size_t kCaches = 1 + 2 * HasNorm + 2 * IsRotary;  // index of the first cache
+    struct InputTypes {
+        abi::ElementType types[kCaches + 5];
+        constexpr abi::ElementType operator[](std::size_t i) const { return types[i]; }
+        constexpr std::size_t size() const { return kCaches + 5; }
+    };
+    static constexpr InputTypes input_types() {
+        InputTypes made{};
+        for (std::size_t i = 0; i < kCaches + 5; i++) made.types[i] = abi::kFloat;
+        made.types[kCaches + 2] = made.types[kCaches + 4] = abi::kInt64;
+        made.types[kCaches + 3] = abi::kBool;
+        return made;
+    }
+    static constexpr InputTypes kInputs = input_types();
+    static constexpr abi::ElementType kOutputs[] = {abi::kFloat, abi::kFloat, abi::kFloat};
+    static constexpr std::size_t kNumOptional = 0;
+
+    explicit QkvAttention(const Info& info)
+        : attributes(info),
+          heads(info.integer("num_heads")),
+          kv_heads(info.integer("num_kv_heads")),
+          head_dim(info.integer("head_dim")) {
+        if constexpr (HasNorm) epsilon = info.real("epsilon");
+        if constexpr (IsRotary) {
+            const i64 rotary_dim = info.integer("rotary_dim");
+            rotary_columns = rotary_dim == 0 ? head_dim : rotary_dim;
+            is_interleaved = info.integer("interleaved") != 0;
+            if (rotary_columns < 0 || rotary_columns > head_dim || rotary_columns % 2 != 0) {
+                throw Error("rotary_dim " + std::to_string(rotary_dim) +
+                            ", expected an even number up to head_dim; build the bundle again");
+            }
+        }
+    }
+
+    void run(const Context& context) const {
+        const Tensor qkv = context.input(0), k_cache = context.input(kCaches), v_cache = context.input(kCaches + 1),
+                     lengths = context.input(kCaches + 2), tree_mask = context.input(kCaches + 3);
+        AttentionStep step{};
+        if (qkv.dims.rank != 3 || k_cache.dims.rank != 4) throw Error("qkv must have 3 dims and k_cache 4");
+        step.batch = qkv.dims[0], step.nodes = qkv.dims[1], step.rows = k_cache.dims[2];
+        step.heads = heads, step.kv_heads = kv_heads, step.head_dim = head_dim;
+        const i64 width = (heads + 2 * kv_heads) * head_dim;
+        expect_dims(attributes.op, "qkv", qkv.dims, Dims{step.batch, step.nodes, width});
+        step.lengths = lengths.data<i64>();
+        step.tree = tree_mask.data<std::uint8_t>();
+        check_step(step, k_cache, v_cache, lengths, tree_mask, attributes.op);
+        const float* data = qkv.data<float>();
+        const i64 slot = step.nodes * width;
+        step.q = {data, slot, head_dim, width};
+        step.k = {data + heads * head_dim, slot, head_dim, width};
+        step.v = {data + (heads + kv_heads) * head_dim, slot, head_dim, width};
+        const i64 num_positions = prepare(context, step.preparation);
+        attributes.set(step);
+        step.out = context.output<float>(0, Dims{step.batch, step.nodes, heads * head_dim});
+        step.k_cache = updated_cache(context, 1, k_cache);
+        step.v_cache = updated_cache(context, 2, v_cache);
+        run_attention(context, step, num_positions);
+    }
+
+    // Fills what is done to Q and K; returns for how many positions there are rotations.
+    i64 prepare(const Context& context, Preparation& how) const {
+        if constexpr (HasNorm) {
+            const Tensor q_gamma = context.input(1), k_gamma = context.input(2);
+            expect_dims(attributes.op, "q_gamma", q_gamma.dims, Dims{head_dim});
+            expect_dims(attributes.op, "k_gamma", k_gamma.dims, Dims{head_dim});
+            how.q_gamma = q_gamma.data<float>();
+            how.k_gamma = k_gamma.data<float>();
+            how.epsilon = epsilon;
+        }
+        if constexpr (IsRotary) {
+            const Tensor cos = context.input(kCaches - 2), sin = context.input(kCaches - 1);
+            if (cos.dims.rank != 2) throw Error("cos must have 2 dims");
+            expect_dims(attributes.op, "cos", cos.dims, Dims{cos.dims[0], rotary_columns / 2});
+            expect_dims(attributes.op, "sin", sin.dims, cos.dims);
+            how.cos = cos.data<float>();
+            how.sin = sin.data<float>();
+            how.rotary_dim = rotary_columns;
+            how.is_interleaved = is_interleaved;
+            return cos.dims[0];
+        }
+        return 0;
+    }
+
+    const AttentionAttributes attributes;
+    const i64 heads, kv_heads, head_dim;
+    float epsilon = 0;
+    i64 rotary_columns = 0;
+    bool is_interleaved = false;
+};
+
+inline void add_attention_ops(OpTable& table) {
+    table.push_back(custom_op<CachedAttention>());
+    table.push_back(custom_op<QkvAttention<false, false>>());
+    table.push_back(custom_op<QkvAttention<false, true>>());
+    table.push_back(custom_op<QkvAttention<true, false>>());
+    table.push_back(custom_op<QkvAttention<true, true>>());
+}
+
+}  // namespace speccompile::cpu

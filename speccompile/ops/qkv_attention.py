@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention from the rows of a merged Q, K and V product to the rows of the output product, as one op.
+
+Four ops by what happens to Q and K before the scores: nothing, an RMS norm of each head (`Norm`), a rotary embedding
+(`Rotary`), or both. The position of a node is its slot's length plus the number of its ancestors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.specs import LENGTHS, TREE_MASK, TensorSpec
+from speccompile.core.tree import Bools, Floats, Ints
+from speccompile.ops.cached_attention import cached_attention
+from speccompile.ops.op import Op
+
+_CACHE_DIMS = ("batch", "kv_heads", "max_seq", "head_dim")
+_ATTRIBUTES: dict[str, int | float] = {
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "head_dim": 1,
+    "scale": 1.0,
+    "softcap": 0.0,
+    "window": 0,
+}
+_NORM: dict[str, int | float] = {"epsilon": 1e-6}
+_ROTARY: dict[str, int | float] = {"rotary_dim": 0, "interleaved": 0}
+
+
+def normalize(x: Floats, gamma: Floats, epsilon: float) -> Floats:
+    """Returns the RMS norm of the last axis of `x` float32, times `gamma`."""
+    mean = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
+    return np.asarray(x / np.sqrt(mean + np.float32(epsilon)) * gamma, np.float32)
+
+
+def rotate(x: Floats, cos: Floats, sin: Floats, positions: Ints, interleaved: bool) -> Floats:
+    """Returns `x` with its first columns rotated.
+
+    Args:
+        x: [batch, heads, nodes, head_dim] float32.
+        cos: [positions, rotary_dim / 2] float32.
+        sin: as cos.
+        positions: [batch, nodes] int64.
+        interleaved: pairs are columns 2i and 2i + 1, otherwise i and i + rotary_dim / 2.
+    """
+    half = cos.shape[1]
+    c, s = cos[positions][:, None], sin[positions][:, None]
+    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    out = x.copy()
+    out[..., first], out[..., second] = x[..., first] * c - x[..., second] * s, x[..., second] * c + x[..., first] * s
+    return out
+
+
+def qkv_attention(
+    qkv: Floats,
+    k_cache: Floats,
+    v_cache: Floats,
+    lengths: Ints,
+    tree_mask: Bools,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    softcap: float,
+    window: int,
+    gammas: tuple[Floats, Floats] | None = None,
+    epsilon: float = 0.0,
+    tables: tuple[Floats, Floats] | None = None,
+    interleaved: bool = False,
+) -> tuple[Floats, Floats, Floats]:
+    """The numpy twin of all four ops.
+
+    Args:
+        qkv: [batch, nodes, (num_heads + 2 * num_kv_heads) * head_dim] float32: the heads of Q, of K and of V.
+        k_cache: [batch, num_kv_heads, max_seq, head_dim] float32.
+        v_cache: as k_cache.
+        lengths: [batch] int64, rows in use before this step.
+        tree_mask: [batch, nodes, nodes] bool, true at the node and its ancestors.
+        num_heads: of Q.
+        num_kv_heads: of K and V.
+        head_dim: columns of a head.
+        scale: see `cached_attention`; softcap and window alike.
+        softcap: see `scale`.
+        window: see `scale`.
+        gammas: weights [head_dim] of the norms of Q's and K's heads; None: no norm.
+        epsilon: of the norms.
+        tables: cosines and sines [positions, rotary_dim / 2] float32; None: no rotation.
+        interleaved: see `rotate`.
+
+    Returns:
+        out [batch, nodes, num_heads * head_dim] float32, and the two updated caches.
+    """
+    batch, nodes, _ = qkv.shape
+    heads = qkv.reshape(batch, nodes, num_heads + 2 * num_kv_heads, head_dim).transpose(0, 2, 1, 3)
+    q, k, v = np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
+    if gammas is not None:
+        q, k = normalize(q, gammas[0], epsilon), normalize(k, gammas[1], epsilon)
+    if tables is not None:
+        positions = lengths[:, None] + tree_mask.sum(axis=-1) - 1
+        q, k = (rotate(x, *tables, positions, interleaved) for x in (q, k))
+    step = (q, k, v, k_cache, v_cache, lengths, tree_mask)
+    out, k_updated, v_updated = cached_attention(*step, scale=scale, softcap=softcap, window=window)
+    return out.reshape(batch, nodes, -1), k_updated, v_updated
+
+
+def _twin(has_norm: bool, is_rotary: bool) -> Callable[..., tuple[Floats, Floats, Floats]]:
+    """Returns the twin of one op: its inputs in order, its attributes by keyword."""
+
+    def twin(
+        qkv: Floats, *inputs: NDArray[Any], rotary_dim: int = 0, interleaved: int = 0, **attributes: Any
+    ) -> tuple[Floats, Floats, Floats]:
+        del rotary_dim  # the width of the tables
+        given = list(inputs)
+        gammas = (given.pop(0), given.pop(0)) if has_norm else None
+        tables = (given.pop(0), given.pop(0)) if is_rotary else None
+        k_cache, v_cache, lengths, tree_mask, _ = given
+        step = (qkv, k_cache, v_cache, lengths, tree_mask)
+        return qkv_attention(*step, gammas=gammas, tables=tables, interleaved=bool(interleaved), **attributes)
+
+    return twin
+
+
+_SPLIT = """
+    none = Constant<value_int = 0>()
+    one = Constant<value_int = 1>()
+    second = Constant<value_ints = [1]>()
+    third = Constant<value_ints = [2]>()
+    every = Constant<value_ints = [-1]>()
+    as_before = Constant<value_ints = [0, 0]>()
+    num_heads = Constant<value_int: int = @num_heads>()
+    num_kv_heads = Constant<value_int: int = @num_kv_heads>()
+    head_dim = Constant<value_int: int = @head_dim>()
+    heads1 = Reshape(num_heads, second)
+    kv_heads1 = Reshape(num_kv_heads, second)
+    head_dim1 = Reshape(head_dim, second)
+    zero1 = Reshape(none, second)
+    in_heads = Concat<axis = 0>(as_before, every, head_dim1)
+    rows = Reshape(qkv, in_heads)
+    heads = Transpose<perm = [0, 2, 1, 3]>(rows)
+    parts = Concat<axis = 0>(heads1, kv_heads1, kv_heads1)
+    q, k, v = Split<axis = 1>(heads, parts)
+    base = Unsqueeze(lengths, second)
+    ancestors = Cast<to = 7>(tree_mask)
+    count = ReduceSum<keepdims = 0>(ancestors, third)
+    depth = Sub(count, one)
+    positions = Add(depth, base)
+"""
+_NORMALIZE = """
+    q_normed = RMSNormalization<axis = -1, epsilon: float = @epsilon>(q, q_gamma)
+    k_normed = RMSNormalization<axis = -1, epsilon: float = @epsilon>(k, k_gamma)
+"""
+_ROTATE = """
+    {q}_turned = RotaryEmbedding<interleaved: int = @interleaved, rotary_embedding_dim: int = @rotary_dim>
+        ({q}, cos, sin, positions)
+    {k}_turned = RotaryEmbedding<interleaved: int = @interleaved, rotary_embedding_dim: int = @rotary_dim>
+        ({k}, cos, sin, positions)
+"""
+# The mask depends on no cache but by the number of its rows, which is an input: ONNX Runtime then finds that the nodes
+# of all layers compute one value. One gather covers past rows, nodes and unused rows, see `passes/attention_mask.py`.
+_ATTEND = """
+    k_updated = TensorScatter<axis = 2, mode = "linear">(k_cache, {k}, lengths)
+    v_updated = TensorScatter<axis = 2, mode = "linear">(v_cache, v, lengths)
+    visible = Constant<value_float = 0.0>()
+    hidden = Constant<value_float = -3e38>()
+    endless = Constant<value_int = 4611686018427387904>()
+    last_axis = Constant<value_ints = [0, 0, 1, 0, 0, 0]>()
+    last_axis_end = Constant<value_ints = [0, 0, 0, 0, 0, 1]>()
+    window = Constant<value_int: int = @window>()
+    is_limited = Greater(window, none)
+    reach = Where(is_limited, window, endless)
+    depth_keys = Unsqueeze(depth, second)
+    depth_queries = Unsqueeze(depth, third)
+    gap = Sub(depth_queries, depth_keys)
+    is_near = Less(gap, reach)
+    seen = And(tree_mask, is_near)
+    fresh = Where(seen, visible, hidden)
+    with_past = Pad(fresh, last_axis, visible)
+    with_unused = Pad(with_past, last_axis_end, hidden)
+    num_nodes = Shape<start = 2>(tree_mask)
+    last_column = Add(num_nodes, second)
+    rows_end = Squeeze(num_rows)
+    all_rows = Range(none, rows_end, one)
+    length_column = Unsqueeze(base, third)
+    next_rows = Add(all_rows, one)
+    from_length = Sub(next_rows, length_column)
+    not_before = Max(from_length, zero1)
+    column = Min(not_before, last_column)
+    slots_nodes = Shape<end = 2>(tree_mask)
+    mask_shape = Concat<axis = 0>(slots_nodes, num_rows)
+    columns = Expand(column, mask_shape)
+    tree_part = GatherElements<axis = 2>(with_unused, columns)
+    newest_hidden = Unsqueeze(positions, third)
+    oldest = Sub(newest_hidden, reach)
+    is_recent = Greater(all_rows, oldest)
+    mask = Where(is_recent, tree_part, hidden)
+    group = Div(num_heads, num_kv_heads)
+    group1 = Reshape(group, second)
+    tiles = Concat<axis = 0>(second, group1, second)
+    folded_mask = Tile(mask, tiles)
+    mask4 = Unsqueeze(folded_mask, second)
+    fold = Concat<axis = 0>(zero1, kv_heads1, every, head_dim1)
+    q_folded = Reshape({q}, fold)
+    attended = Attention<scale: float = @scale, softcap: float = @softcap>(q_folded, k_updated, v_updated, mask4)
+    unfold = Concat<axis = 0>(zero1, heads1, every, head_dim1)
+    unfolded = Reshape(attended, unfold)
+    by_node = Transpose<perm = [0, 2, 1, 3]>(unfolded)
+    as_rows = Concat<axis = 0>(as_before, every)
+    out = Reshape(by_node, as_rows)
+"""
+
+
+def _make(has_norm: bool, is_rotary: bool) -> Op:
+    name = f"{'Norm' if has_norm else ''}{'Rotary' if is_rotary else ''}QkvAttention"
+    q, k = ("q_normed", "k_normed") if has_norm else ("q", "k")
+    body = _SPLIT + (_NORMALIZE if has_norm else "") + (_ROTATE.format(q=q, k=k) if is_rotary else "")
+    turned = "_turned" if is_rotary else ""
+    gammas = [TensorSpec(f"{n}_gamma", ("head_dim",), "float32") for n in "qk"]
+    tables = [TensorSpec(n, ("positions", "half_rotary_dim"), "float32") for n in ("cos", "sin")]
+    inputs = (
+        TensorSpec("qkv", ("batch", "nodes", "qkv_dim"), "float32"),
+        *(gammas if has_norm else ()),
+        *(tables if is_rotary else ()),
+        TensorSpec("k_cache", _CACHE_DIMS, "float32"),
+        TensorSpec("v_cache", _CACHE_DIMS, "float32"),
+        TensorSpec(LENGTHS, ("batch",), "int64"),
+        TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
+        TensorSpec("num_rows", ("one",), "int64"),  # max_seq of the caches
+    )
+    outputs = (
+        TensorSpec("out", ("batch", "nodes", "q_dim"), "float32"),
+        TensorSpec("k_updated", _CACHE_DIMS, "float32"),
+        TensorSpec("v_updated", _CACHE_DIMS, "float32"),
+    )
+    attributes = {**_ATTRIBUTES, **(_NORM if has_norm else {}), **(_ROTARY if is_rotary else {})}
+    body += _ATTEND.format(q=q + turned, k=k + turned)
+    return Op(name, inputs, outputs, _twin(has_norm, is_rotary), body, attributes)
+
+
+# By (whether heads are normalised, whether they are rotated).
+QKV_ATTENTION: dict[tuple[bool, bool], Op] = {
+    (norm, rotary): _make(norm, rotary) for norm in (False, True) for rotary in (False, True)
+}

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random calls of the QkvAttention ops, and their definition row by row in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from speccompile.ops.op import Op
+from speccompile.ops.qkv_attention import QKV_ATTENTION
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of one call."""
+
+    batch: int = 2
+    nodes: int = 3
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 8
+    max_seq: int = 20
+    rotary_dim: int = 0  # 0: the whole head
+
+    @property
+    def num_heads(self) -> int:
+        return self.kv_heads * self.group
+
+
+@dataclass
+class Call:
+    """Inputs by name in order, and all attributes."""
+
+    op: Op
+    inputs: dict[str, np.ndarray]
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    def twin(self) -> tuple[np.ndarray, ...]:
+        return self.op.twin(*self.inputs.values(), **self.attributes)
+
+
+def tree_mask(rng: np.random.Generator, batch: int, nodes: int, *, is_chain: bool = False) -> np.ndarray:
+    """Node and ancestors of random trees, [batch, nodes, nodes] bool; parents come before their children."""
+    mask = np.zeros((batch, nodes, nodes), bool)
+    for slot, node in np.ndindex(batch, nodes):
+        if node:
+            mask[slot, node] = mask[slot, node - 1 if is_chain else rng.integers(0, node)]
+        mask[slot, node, node] = True
+    return mask
+
+
+def random_call(
+    rng: np.random.Generator,
+    sizes: Sizes,
+    *,
+    norm: bool = False,
+    rotary: bool = False,
+    lengths: np.ndarray | None = None,
+    is_chain: bool = False,
+    **attributes: Any,
+) -> Call:
+    """A call of one of the four ops with scores of order 1; `attributes` replace the defaults."""
+    op = QKV_ATTENTION[norm, rotary]
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    cache = (sizes.batch, sizes.kv_heads, sizes.max_seq, sizes.head_dim)
+    inputs = {"qkv": normal(sizes.batch, sizes.nodes, (sizes.num_heads + 2 * sizes.kv_heads) * sizes.head_dim)}
+    if norm:
+        inputs |= {name: 1 + normal(sizes.head_dim) / 4 for name in ("q_gamma", "k_gamma")}
+    if rotary:
+        angles = normal(sizes.max_seq, (sizes.rotary_dim or sizes.head_dim) // 2)
+        inputs |= {"cos": np.cos(angles), "sin": np.sin(angles)}
+    inputs |= {"k_cache": normal(*cache), "v_cache": normal(*cache)}
+    if lengths is None:
+        lengths = rng.integers(0, sizes.max_seq - sizes.nodes + 1, sizes.batch)
+    inputs |= {"lengths": lengths, "tree_mask": tree_mask(rng, sizes.batch, sizes.nodes, is_chain=is_chain)}
+    inputs["num_rows"] = np.array([sizes.max_seq])
+    given = {
+        "num_heads": sizes.num_heads,
+        "num_kv_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "scale": sizes.head_dim**-0.5,
+        **({"rotary_dim": sizes.rotary_dim} if rotary else {}),
+        **attributes,
+    }
+    return Call(op, inputs, {**op.attributes, **given})
+
+
+def naive(call: Call) -> np.ndarray:
+    """The output [batch, nodes, num_heads * head_dim] in float64, key by key from the definition."""
+    given = {name: np.asarray(value, np.float64) for name, value in call.inputs.items()}
+    kinds, dim = call.attributes, call.attributes["head_dim"]
+    num_heads, kv_heads, window = kinds["num_heads"], kinds["num_kv_heads"], kinds["window"]
+    lengths, mask = call.inputs["lengths"], call.inputs["tree_mask"]
+    positions = lengths[:, None] + mask.sum(-1) - 1
+    batch, nodes, _ = mask.shape
+    heads = given["qkv"].reshape(batch, nodes, -1, dim)
+
+    def prepared(row: np.ndarray, kind: str, position: int) -> np.ndarray:
+        if f"{kind}_gamma" in given:
+            row = row / np.sqrt((row**2).mean() + kinds["epsilon"]) * given[f"{kind}_gamma"]
+        if "cos" not in given:
+            return row
+        half = given["cos"].shape[1]
+        turned = row.copy()
+        for i in range(half):
+            a, b = (2 * i, 2 * i + 1) if kinds["interleaved"] else (i, i + half)
+            c, s = given["cos"][position, i], given["sin"][position, i]
+            turned[a], turned[b] = row[a] * c - row[b] * s, row[b] * c + row[a] * s
+        return turned
+
+    out = np.zeros((batch, nodes, num_heads, dim))
+    for b, n, h in np.ndindex(batch, nodes, num_heads):
+        kv = h * kv_heads // num_heads
+        keys = [(given["k_cache"][b, kv, r], given["v_cache"][b, kv, r], r) for r in range(lengths[b])]
+        for i in np.flatnonzero(mask[b, n]):
+            k, v = heads[b, i, num_heads + kv], heads[b, i, num_heads + kv_heads + kv]
+            keys.append((prepared(k, "k", positions[b, i]), v, positions[b, i]))
+        keys = [key for key in keys if window == 0 or positions[b, n] - key[2] < window]
+        query = prepared(heads[b, n, h], "q", positions[b, n])
+        scores = np.array([query @ key[0] for key in keys]) * kinds["scale"]
+        scores = kinds["softcap"] * np.tanh(scores / kinds["softcap"]) if kinds["softcap"] else scores
+        weights = np.exp(scores - scores.max())
+        out[b, n, h] = weights @ np.array([key[1] for key in keys]) / weights.sum()
+    return out.reshape(batch, nodes, -1)
