@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.drafting.features import PendingFeatures
+from speccompile.drafting.features import MAX_STATES, PendingFeatures
 from speccompile.drafting.state import DraftState
 from tests.speculators.hidden_lm import OnDevice
 
@@ -90,3 +90,22 @@ def test_rows_move_with_their_sequence():
     features, _ = pending.take([last, new], 1)
     assert np.array_equal(features[:, 0], [2 * outputs["hidden"][0, 0], np.zeros(WIDTH)])
     assert pending.count(other) == 2
+
+
+def test_features_of_a_long_plain_decoding_are_made_many_at_once():
+    target, (slot,), sizes = Target(), sequences(1), []
+
+    def count_and_make(outputs):
+        sizes.append(outputs["hidden"].shape[1])
+        return make(outputs)
+
+    pending, wanted = PendingFeatures(WIDTH, count_and_make, ["hidden"]), []
+    for _ in range(2 * MAX_STATES + 5):
+        outputs = target.step(1, 1)
+        keep(pending, [slot], outputs, [[0]])
+        pending.flush()
+        wanted.append(2 * outputs["hidden"][0, 0])
+        assert len(slot.draft_state.states) < MAX_STATES
+    assert sizes == [MAX_STATES, MAX_STATES]
+    assert pending.count(slot) == len(wanted)
+    assert np.array_equal(rows_of(pending.take([slot], len(wanted)), 0, len(wanted)), wanted)

@@ -176,6 +176,39 @@ def test_a_change_of_costs_is_found(before: float, after: float) -> None:
     assert share > 0.95 if after < 2 else share < 0.05
 
 
+def run_exactly(controller: Controller, costs: Sequence[float]) -> list[bool]:
+    """Runs steps that take 1 s without drafts, and the given seconds with them: then each brings 2 tokens.
+
+    Returns:
+        By step whether it drafted.
+    """
+    drafted = []
+    for cost in costs:
+        kept = 0 if controller.plan(slots(1)) == PLAIN else 1
+        step_s = cost if kept else 1.0
+        step = Step(0, [7] * (1 + kept), kept, kept, False, "", None)
+        controller.observe(slots(1), [step], StepTimes(0.0, step_s, step_s))
+        drafted.append(kept > 0)
+    return drafted
+
+
+def test_one_disturbed_comparison_changes_nothing_and_two_do() -> None:
+    """The second comparison, in which drafts do not pay, is repeated at once before the way changes."""
+    settled, compared = 2 * TURN + LEAST_PAUSE, [True] * TURN + [False] * TURN
+    for slow_turns, stays in ((1, True), (2, False)):
+        costs = [1.2] * settled + [4.8] * (2 * TURN * slow_turns) + [1.2] * 100
+        drafted = run_exactly(Controller(), costs)
+        assert drafted[settled : settled + 4 * TURN] == compared * 2
+        assert drafted[settled + 4 * TURN] is stays
+
+
+def test_one_long_step_of_a_comparison_does_not_count() -> None:
+    for at in range(TURN):
+        controller = Controller()
+        run_exactly(controller, [60.0 if at == step else 1.2 for step in range(2 * TURN)])
+        assert controller.decisions()["1"]["gain"] == pytest.approx(2 / 1.2)
+
+
 def test_what_it_costs_to_begin_drafting_again_makes_comparisons_seldom() -> None:
     """A draft that reads what it missed: the longer it was off, the more that takes."""
     ways, missed = Ways(), [0]
