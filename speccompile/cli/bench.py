@@ -47,8 +47,8 @@ def bench_command(
 ) -> None:
     """Measure greedy decoding at batch 1.
 
-    Every mode has a process of its own; they take turns prompt by prompt, and one that waits is stopped. Sampling
-    fields of the prompts are not used.
+    Plain and speculative decoding share an engine, every other mode has a process of its own; they take turns prompt by
+    prompt, and a process that waits is stopped. Sampling fields of the prompts are not used.
     """
     from speccompile.cli.bench_rounds import open_workers, run_rounds, summary_from_runs
     from speccompile.runtime.bundle import read_bundle
@@ -60,13 +60,15 @@ def bench_command(
     chosen = _choose_modes(modes, opened, method)
     num_threads = threads or int(opened.graph("target").tuning.get("threads", 1))
     ids = _token_ids(opened, [request.prompt for request in requests])
-    jobs = [_job(mode, opened, method, num_threads, ids, max_new_tokens, assistant_tokens) for mode in chosen]
+    shared = [mode for mode in chosen if not mode.startswith("transformers")]
+    groups = ([shared] if shared else []) + [[mode] for mode in chosen if mode not in shared]
+    jobs = [_job(modes, opened, method, num_threads, ids, max_new_tokens, assistant_tokens) for modes in groups]
     environment = _environment(opened, num_threads, threads, len(ids), max_new_tokens, repeats, assistant_tokens)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         loading = bar.add_task("load", total=None)
         with open_workers(jobs) as workers:
             bar.remove_task(loading)
-            task = bar.add_task("measure", total=len(workers) * len(ids) * repeats)
+            task = bar.add_task("measure", total=len(chosen) * len(ids) * repeats)
             runs = run_rounds(workers, len(ids), repeats, lambda mode: bar.advance(task))
     environment["load_average_after"] = _load_average()
     report = {"environment": environment, **summary_from_runs(runs)}
@@ -113,7 +115,7 @@ def _token_ids(bundle: Bundle, prompts: list[str | list[int]]) -> list[list[int]
 
 
 def _job(
-    mode: str,
+    modes: list[str],
     bundle: Bundle,
     method: str | None,
     threads: int,
@@ -124,7 +126,7 @@ def _job(
     recipe = bundle.recipe
     draft = recipe.speculator.get("model") if method in (None, recipe.method) else None
     return {
-        "mode": mode,
+        "modes": modes,
         "bundle": str(bundle.path),
         "method": method,
         "threads": threads,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interleaved measurement: one process a mode, one of them running at a time, and the summary."""
+"""Interleaved measurement: processes with one or more modes each, one running at a time, and the summary."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Runs = dict[str, list[list[dict[str, Any]]]]  # by mode: rounds of one result a 
 
 
 class Worker:
-    """A mode's process. Between its turns it is stopped, so that threads which spin cost the others nothing.
+    """A process of modes. Between its turns it is stopped, so that threads which spin cost the others nothing.
 
     Args:
         job: see `bench_worker`.
     """
 
     def __init__(self, job: Mapping[str, Any]) -> None:
-        self.mode = str(job["mode"])
+        self.modes: list[str] = list(job["modes"])
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "speccompile.cli.bench_worker"],
@@ -41,14 +41,14 @@ class Worker:
         self._receive()
         self._pause(True)
 
-    def run(self, prompt: int) -> dict[str, Any]:
-        """Decode one prompt.
+    def run(self, mode: str, prompt: int) -> dict[str, Any]:
+        """Decode one prompt in one of its modes.
 
         Raises:
             RuntimeFault: the process has died; the end of what it printed is in the message.
         """
         self._pause(False)
-        self._send(str(prompt))
+        self._send(json.dumps([mode, prompt]))
         result = self._receive()
         self._pause(True)
         return result
@@ -73,7 +73,9 @@ class Worker:
             self._log.seek(0)
             tail = self._log.read().strip()[-600:]
             got = f"exit code {self._process.returncode}: {tail}"
-            raise RuntimeFault(f"bench mode {self.mode}", got, "a result", "See the message, or leave the mode out.")
+            raise RuntimeFault(
+                f"bench mode {', '.join(self.modes)}", got, "a result", "See the message, or leave the mode out."
+            )
         result: dict[str, Any] = json.loads(line)
         return result
 
@@ -103,15 +105,16 @@ def run_rounds(
     workers: Sequence[Worker], num_prompts: int, repeats: int, progress: Callable[[str], None] = lambda mode: None
 ) -> Runs:
     """Decodes every prompt with every mode, in turn, `repeats` times; the order of the modes rotates."""
-    runs: Runs = {worker.mode: [] for worker in workers}
+    modes = [(mode, worker) for worker in workers for mode in worker.modes]
+    runs: Runs = {mode: [] for mode, _ in modes}
     for turn in range(repeats):
-        for mode in runs.values():
-            mode.append([])
+        for rounds in runs.values():
+            rounds.append([])
         for prompt in range(num_prompts):
-            first = (turn + prompt) % len(workers)
-            for worker in (*workers[first:], *workers[:first]):
-                runs[worker.mode][-1].append(worker.run(prompt))
-                progress(worker.mode)
+            first = (turn + prompt) % len(modes)
+            for mode, worker in (*modes[first:], *modes[:first]):
+                runs[mode][-1].append(worker.run(mode, prompt))
+                progress(mode)
     return runs
 
 

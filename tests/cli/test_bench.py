@@ -10,15 +10,18 @@ from speccompile.cli.bench_rounds import open_workers, run_rounds, summary_from_
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.records import TargetRecord
 
+SECONDS = {"plain": 0.2, "speculative": 0.1}  # per token
+
 WORKER = """
 import json, sys
 job = json.loads(sys.stdin.readline())
-if job["mode"] == "broken":
+if job["modes"] == ["broken"]:
     sys.exit("cannot load it")
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
-    n = int(line) + 2
-    print(json.dumps({"tokens": [n] * n, "total_s": job["s"] * n + 0.5, "prefill_s": 0.5, "num_steps": 1,
+    mode, prompt = json.loads(line)
+    n = prompt + 2
+    print(json.dumps({"tokens": [n] * n, "total_s": job["s"][mode] * n + 0.5, "prefill_s": 0.5, "num_steps": 1,
                       "num_accepted": n - 1, "outside_s": 0.1, "peak_rss_bytes": 7}), flush=True)
 """
 
@@ -31,9 +34,10 @@ def fake_worker(monkeypatch):
     )
 
 
-def test_modes_take_turns_and_their_ratio_leaves_the_prefill_out(fake_worker):
+@pytest.mark.parametrize("groups", [[["plain"], ["speculative"]], [["plain", "speculative"]]])
+def test_modes_take_turns_and_their_ratio_leaves_the_prefill_out(fake_worker, groups):
     turns = []
-    with open_workers([{"mode": "plain", "s": 0.2}, {"mode": "speculative", "s": 0.1}]) as workers:
+    with open_workers([{"modes": modes, "s": SECONDS} for modes in groups]) as workers:
         runs = run_rounds(workers, 2, 2, turns.append)
         processes = [worker._process for worker in workers]
     assert turns == ["plain", "speculative", "speculative", "plain"] * 1 + [
@@ -75,6 +79,6 @@ def test_unknown_modes_are_wrong_usage_by_the_name_of_the_option():
 
 
 def test_a_worker_that_dies_says_why_and_the_others_are_ended(fake_worker):
-    jobs = [{"mode": "plain", "s": 1}, {"mode": "broken", "s": 1}]
+    jobs = [{"modes": ["plain"], "s": SECONDS}, {"modes": ["broken"], "s": SECONDS}]
     with pytest.raises(RuntimeFault, match="bench mode broken: got exit code 1: cannot load it"), open_workers(jobs):
         pass
