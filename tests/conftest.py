@@ -20,6 +20,9 @@ TESTS = Path(__file__).parent
 # The models are tiny, and workers share the cores; children inherit this. Set before anything imports torch or numpy.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+# One compiled library of CPU kernels for all tests and their children, whatever cache folder a test chooses.
+_STORE = os.environ.get("SPECCOMPILE_TEST_CACHE") or TESTS.parent / ".pytest_cache/speccompile"
+os.environ.setdefault("SPECCOMPILE_CPU_KERNELS", str(Path(_STORE) / "cpu_kernels"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -60,6 +60,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "ops/tensorrt/*",
         "passes/test_tensorrt_*.py",
         "plugins/test_compile.py",
+        "plugins/test_cpu_*.py",
         "plugins/test_kv_rollback.py",
         "plugins/test_launches.py",
         "plugins/test_spec_verify.py",

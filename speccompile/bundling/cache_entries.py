@@ -13,8 +13,8 @@ from speccompile.bundling.stage_cache import is_stage_entry
 from speccompile.bundling.staging import disk_faults, remove_leftovers
 
 _DIGEST = re.compile(r"(.*-)?[0-9a-f]{8,64}")
-# Single files by kind: measurements of a machine, and kernels compiled for a GPU.
-_FILES = {"tuning": (".json",), "kernels": (".ptx", ".cubin"), "tensorrt": (".timings", ".kernels")}
+# Single files by kind: measurements of a machine, and kernels compiled for a GPU or a CPU with results of self-tests.
+_FILES = {"tuning": (".json",), "kernels": (".ptx", ".cubin", ".so", ".json"), "tensorrt": (".timings", ".kernels")}
 
 
 @dataclass(frozen=True)

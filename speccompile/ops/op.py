@@ -29,6 +29,7 @@ class Op:
         body: the statements of the ONNX function, in ONNX's textual syntax.
         attributes: name -> default.
         uses: ops of this domain that the body calls.
+        domains: further domains whose ops the body calls, version 1 each.
         sized_body: the body for a vocabulary whose size is known at build; `body` is for any size.
     """
 
@@ -39,6 +40,7 @@ class Op:
     body: str
     attributes: Mapping[str, int | float] = field(default_factory=dict)
     uses: tuple[str, ...] = ()
+    domains: tuple[str, ...] = ()
     sized_body: Callable[[int], str] | None = None
 
     def text(self, vocab: int | None = None) -> str:
@@ -47,7 +49,8 @@ class Op:
         kinds = {int: "int", float: "float"}
         declared = ", ".join(f"{n}: {kinds[type(v)]} = {v}" for n, v in self.attributes.items())
         arguments, results = (", ".join(t.name for t in side) for side in (self.inputs, self.outputs))
-        head = f'<opset_import: ["" : {OPSET}, "{DOMAIN}" : {VERSION}], domain: "{DOMAIN}">\n'
+        others = "".join(f', "{domain}" : 1' for domain in self.domains)
+        head = f'<opset_import: ["" : {OPSET}, "{DOMAIN}" : {VERSION}{others}], domain: "{DOMAIN}">\n'
         return f"{head}{self.name} {f'<{declared}>' if declared else ''} ({arguments}) => ({results}) {{{body}}}"
 
     def function(self, vocab: int | None = None) -> FunctionProto:

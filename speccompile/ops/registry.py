@@ -14,6 +14,7 @@ from speccompile.ops.dists import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_
 from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.op import DOMAIN, VERSION, Op
+from speccompile.ops.packed_linear import PACKED_LINEARS
 from speccompile.ops.qkv_attention import QKV_ATTENTION
 from speccompile.ops.sample_token import SAMPLE_TOKEN
 from speccompile.ops.spec_verify import SPEC_VERIFY
@@ -45,6 +46,7 @@ OPS: dict[str, Op] = {
         DRAW_IN_BLOCKS,
         FIRST_MAX,
         FIRST_MAX_IN_BLOCKS,
+        *PACKED_LINEARS,
     )
 }
 

@@ -20,6 +20,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 from speccompile.backends.base import EngineBase
 from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.backends.onnxruntime.buffers import BoundCache, CacheBuffers, bind_borrowed
+from speccompile.backends.onnxruntime.kernel_library import register_kernels
 from speccompile.core import specs
 from speccompile.core.specs import GraphSpec, updated_cache_name
 from speccompile.errors import BundleError, RuntimeFault
@@ -206,7 +207,7 @@ def session_options(settings: Mapping[str, Any]) -> ort.SessionOptions:
 
 
 def open_session(path: Path, settings: Mapping[str, Any], providers: Sequence[Any] = _CPU) -> ort.InferenceSession:
-    """Open a lowered graph.
+    """Open a lowered graph; on the CPU with our kernels, where there is a library of them.
 
     Args:
         path: the ONNX file.
@@ -216,8 +217,11 @@ def open_session(path: Path, settings: Mapping[str, Any], providers: Sequence[An
     Raises:
         BundleError: ONNX Runtime cannot load it, or the requested provider is not available.
     """
+    options = session_options(settings)
     try:
-        session = ort.InferenceSession(str(path), session_options(settings), providers=list(providers))
+        if tuple(providers) == _CPU:
+            register_kernels(options)
+        session = ort.InferenceSession(str(path), options, providers=list(providers))
     except FAULTS as fault:
         raise BundleError(
             str(path), str(fault), "a graph that ONNX Runtime loads", "Build the bundle again."

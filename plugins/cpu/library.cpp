@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// What ONNX Runtime looks for in a custom-op library: it takes all ops of the table below.
+#include <cstdlib>
+
+#include "kernel.h"
+#include "linear.h"
+
+namespace speccompile::cpu {
+namespace {
+
+constexpr const char* kDomain = "speccompile";
+constexpr int kLeastMajor = 1, kLeastMinor = 17;
+
+// Every op of the library. A new family of kernels adds its ops here by a function of its own header.
+OpTable all_ops() {
+    OpTable table;
+    add_linear_ops(table);
+    return table;
+}
+
+abi::Domain* make_domain() {
+    abi::Domain* domain = nullptr;
+    check(call(abi::kCreateCustomOpDomain, kDomain, &domain));
+    for (const abi::CustomOp* op : all_ops()) check(call(abi::kCustomOpDomainAdd, domain, op));
+    return domain;
+}
+
+bool is_supported(const char* version) {
+    char* end = nullptr;
+    const long major = std::strtol(version, &end, 10);
+    const long minor = *end == '.' ? std::strtol(end + 1, nullptr, 10) : 0;
+    return major > kLeastMajor || (major == kLeastMajor && minor >= kLeastMinor);
+}
+
+}  // namespace
+}  // namespace speccompile::cpu
+
+#define SPECCOMPILE_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Returns the name of the instruction set that the library was compiled for.
+SPECCOMPILE_EXPORT const char* speccompile_kernel_isa() { return speccompile::cpu::kIsaName; }
+
+SPECCOMPILE_EXPORT speccompile::cpu::abi::Status* RegisterCustomOps(
+    speccompile::cpu::abi::SessionOptions* options, const speccompile::cpu::abi::ApiBase* base) {
+    namespace cpu = speccompile::cpu;
+    namespace abi = speccompile::cpu::abi;
+    if (!cpu::is_supported(base->version())) {
+        // CreateStatus is the first function of every version of the table.
+        cpu::g_api = base->get_api(1);
+        if (cpu::g_api == nullptr) return nullptr;
+        return cpu::status_from(std::string("speccompile's kernels: ONNX Runtime ") + base->version() +
+                                ", expected 1.17 or later; upgrade onnxruntime");
+    }
+    cpu::g_api = base->get_api(abi::kApiVersion);
+    return cpu::guarded("speccompile's kernels", [options] {
+        static abi::Domain* const domain = cpu::make_domain();  // shared by all sessions, as long as the process runs
+        cpu::check(cpu::call(abi::kAddCustomOpDomain, options, domain));
+    });
+}

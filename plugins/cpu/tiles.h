@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of a few rows with one panel of 32 columns, by form of the weights.
+//
+// A form's tile adds units u0 ... u1 of K to the accumulators [rows, 32] of `Rows` rows. Every row has accumulators of its
+// own and one order of summation, rising k, wherever a row stands, however many there are and however K is cut into
+// stretches: a row's numbers depend on nothing but that row and the weights.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "kernel.h"
+#include "vector.h"
+
+namespace speccompile::cpu {
+
+constexpr int kColumns = 32;
+constexpr int kGroup = 32;        // k with one scale
+constexpr int kPrefetch = 3072;   // bytes ahead of the weights being read
+
+// The left side of a product: float32 rows, or levels of rows with a scale and an offset per group of 32.
+struct Activations {
+    const float* values = nullptr;         // [rows, stride]
+    const std::int8_t* levels = nullptr;   // [rows, stride]
+    const float* scales = nullptr;         // [rows, stride / 32]
+    const std::int32_t* offsets = nullptr; // [rows, stride / 32]: -zero point * sum of the levels
+    std::int64_t stride = 0;
+};
+
+struct Weights {
+    const void* values = nullptr;
+    const std::uint16_t* scales = nullptr;  // float16 [panels, groups, 32]; integer forms
+};
+
+// What one call of a tile works on: activations from its first row on, the weights of its panel.
+struct Stretch {
+    Activations rows;
+    Weights panel;
+    int begin, end;   // units of K
+    int ahead;        // bytes to prefetch ahead
+    float* sums;      // [Rows, 32]
+};
+
+using Tile = void (*)(const Stretch&);
+
+struct FormF32 {
+    static constexpr const char* kNames[4] = {"PackedLinearF32", "GatedPackedLinearF32", "NormPackedLinearF32", "NormGatedPackedLinearF32"};
+    static constexpr abi::ElementType kWeightType = abi::kFloat;
+    static constexpr std::int64_t kBitsPerWeight = 32;
+    static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride, kColumns}; }
+    static constexpr int kUnit = 1, kMaxRows = kFloatRows, kStretch = 128;
+    static constexpr bool kIsInteger = false;
+
+    template <int Rows>
+    static void tile(const Stretch& s) {
+        constexpr int kVectors = kFloatVectors;
+        for (int column = 0; column < kColumns; column += kVectors * kLanes) {
+            const float* w = static_cast<const float*>(s.panel.values) + static_cast<std::ptrdiff_t>(s.begin) * kColumns + column;
+            const float* x = s.rows.values;
+            Float sum[Rows][kVectors];
+            for (int r = 0; r < Rows; r++) {
+                for (int v = 0; v < kVectors; v++) sum[r][v] = load(s.sums + r * kColumns + column + v * kLanes);
+            }
+            for (std::ptrdiff_t k = s.begin; k < s.end; k++, w += kColumns) {
+                Float b[kVectors];
+                for (int v = 0; v < kVectors; v++) {
+                    prefetch(reinterpret_cast<const char*>(w + v * kLanes) + s.ahead);
+                    b[v] = load(w + v * kLanes);
+                }
+                for (int r = 0; r < Rows; r++) {
+                    const Float a = broadcast(x[r * s.rows.stride + k]);
+                    for (int v = 0; v < kVectors; v++) sum[r][v] = fma(a, b[v], sum[r][v]);
+                }
+            }
+            for (int r = 0; r < Rows; r++) {
+                for (int v = 0; v < kVectors; v++) store(s.sums + r * kColumns + column + v * kLanes, sum[r][v]);
+            }
+        }
+    }
+};
+
+// bfloat16 weights are widened to float32, which is exact; a unit is a pair of k.
+struct FormBf16 {
+    static constexpr const char* kNames[4] = {"PackedLinearBf16", "GatedPackedLinearBf16", "NormPackedLinearBf16", "NormGatedPackedLinearBf16"};
+    static constexpr abi::ElementType kWeightType = abi::kBfloat16;
+    static constexpr std::int64_t kBitsPerWeight = 16;
+    static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / 2, kColumns, 2}; }
+    static constexpr int kUnit = 2, kMaxRows = kPairRows, kStretch = 128;
+    static constexpr bool kIsInteger = false;
+
+    template <int Rows>
+    static void tile(const Stretch& s) {
+        constexpr int kVectors = kPairVectors;
+        for (int column = 0; column < kColumns; column += kVectors * kLanes) {
+            const char* w = static_cast<const char*>(s.panel.values) + (static_cast<std::ptrdiff_t>(s.begin) * kColumns + column) * 4;
+            const float* x = s.rows.values;
+            Float sum[Rows][kVectors];
+            for (int r = 0; r < Rows; r++) {
+                for (int v = 0; v < kVectors; v++) sum[r][v] = load(s.sums + r * kColumns + column + v * kLanes);
+            }
+            for (std::ptrdiff_t pair = s.begin; pair < s.end; pair++, w += kColumns * 4) {
+                Float first[kVectors], second[kVectors];
+                for (int v = 0; v < kVectors; v++) {
+                    prefetch(w + v * kLanes * 4 + s.ahead);
+                    const Int both = load_bits(w + v * kLanes * 4);
+                    first[v] = first_of_pair(both);
+                    second[v] = second_of_pair(both);
+                }
+                for (int r = 0; r < Rows; r++) {
+                    const float* at = x + r * s.rows.stride + 2 * pair;
+                    const Float a = broadcast(at[0]), b = broadcast(at[1]);
+                    for (int v = 0; v < kVectors; v++) sum[r][v] = fma(a, first[v], sum[r][v]);
+                    for (int v = 0; v < kVectors; v++) sum[r][v] = fma(b, second[v], sum[r][v]);
+                }
+            }
+            for (int r = 0; r < Rows; r++) {
+                for (int v = 0; v < kVectors; v++) store(s.sums + r * kColumns + column + v * kLanes, sum[r][v]);
+            }
+        }
+    }
+};
+
+// Unsigned weights times signed levels, exact in int32 over a group of 32; then one multiplication of scales and one fused
+// multiply-add. A unit is a group.
+template <bool IsInt4>
+struct FormInteger {
+    static constexpr int kUnit = kGroup, kMaxRows = kIntRows, kStretch = 8;
+    static constexpr bool kIsInteger = true;
+    static constexpr int kZero = IsInt4 ? 8 : 128;
+    static constexpr int kSteps = IsInt4 ? 4 : 8;                     // of 128 bytes a group
+    static constexpr std::ptrdiff_t kGroupBytes = kSteps * kColumns * 4;
+
+    template <int Rows>
+    static void add_group(const Stretch& s, const char* w, std::ptrdiff_t group, QuadSum (&sum)[Rows][kIntVectors]) {
+        const std::int8_t* levels = s.rows.levels + group * kGroup;
+        for (int r = 0; r < Rows; r++) {
+            for (int v = 0; v < kIntVectors; v++) sum[r][v] = start_sum();
+        }
+        for (int step = 0; step < kSteps; step++, w += kColumns * 4) {
+            if constexpr (IsInt4) {
+                Quad low[kIntVectors], high[kIntVectors];
+                for (int v = 0; v < kIntVectors; v++) {
+                    prefetch(w + v * kLanes * 4 + s.ahead);
+                    const Int bytes = load_bits(w + v * kLanes * 4);
+                    low[v] = low_nibbles(bytes);
+                    high[v] = high_nibbles(bytes);
+                }
+                for (int r = 0; r < Rows; r++) {
+                    const std::int8_t* at = levels + r * s.rows.stride + 8 * step;
+                    const QuadLevels a = broadcast_quad(at), b = broadcast_quad(at + 4);
+                    for (int v = 0; v < kIntVectors; v++) add_nibbles(sum[r][v], low[v], a);
+                    for (int v = 0; v < kIntVectors; v++) add_nibbles(sum[r][v], high[v], b);
+                }
+            } else {
+                Quad quad[kIntVectors];
+                for (int v = 0; v < kIntVectors; v++) {
+                    prefetch(w + v * kLanes * 4 + s.ahead);
+                    quad[v] = quad_from_bytes(load_bits(w + v * kLanes * 4));
+                }
+                for (int r = 0; r < Rows; r++) {
+                    const QuadLevels a = broadcast_quad(levels + r * s.rows.stride + 4 * step);
+                    for (int v = 0; v < kIntVectors; v++) add_bytes(sum[r][v], quad[v], a);
+                }
+            }
+        }
+    }
+
+    template <int Rows>
+    static void tile(const Stretch& s) {
+        const std::ptrdiff_t groups = s.rows.stride / kGroup;
+        constexpr int kWidth = kIntVectors * kLanes;
+        constexpr bool kKeeps = kWidth == kColumns;  // all columns at once: the float sums stay in registers
+        Float kept[Rows][kIntVectors];
+        if (kKeeps) {
+            for (int r = 0; r < Rows; r++) {
+                for (int v = 0; v < kIntVectors; v++) kept[r][v] = load(s.sums + r * kColumns + v * kLanes);
+            }
+        }
+        for (std::ptrdiff_t group = s.begin; group < s.end; group++) {
+            const char* w = static_cast<const char*>(s.panel.values) + group * kGroupBytes;
+            const std::uint16_t* half = s.panel.scales + group * kColumns;
+            prefetch(reinterpret_cast<const char*>(half) + s.ahead / 8);
+            for (int column = 0; column < kColumns; column += kWidth) {
+                QuadSum sum[Rows][kIntVectors];
+                add_group<Rows>(s, w + column * 4, group, sum);
+                for (int v = 0; v < kIntVectors; v++) {
+                    const Float scale = load_half(half + column + v * kLanes);
+                    for (int r = 0; r < Rows; r++) {
+                        const std::ptrdiff_t at = r * groups + group;
+                        const Float both = mul(broadcast(s.rows.scales[at]), scale);
+                        const std::int32_t offset = s.rows.offsets[at];
+                        const Float whole = IsInt4 ? end_nibbles(sum[r][v], offset) : end_bytes(sum[r][v], offset);
+                        float* place = s.sums + r * kColumns + column + v * kLanes;
+                        if (kKeeps) {
+                            kept[r][v] = fma(whole, both, kept[r][v]);
+                        } else {
+                            store(place, fma(whole, both, load(place)));
+                        }
+                    }
+                }
+            }
+        }
+        if (kKeeps) {
+            for (int r = 0; r < Rows; r++) {
+                for (int v = 0; v < kIntVectors; v++) store(s.sums + r * kColumns + v * kLanes, kept[r][v]);
+            }
+        }
+    }
+};
+
+struct FormInt8 : FormInteger<false> {
+    static constexpr const char* kNames[4] = {"PackedLinearInt8", "GatedPackedLinearInt8", "NormPackedLinearInt8", "NormGatedPackedLinearInt8"};
+    static constexpr abi::ElementType kWeightType = abi::kUint8;
+    static constexpr std::int64_t kBitsPerWeight = 8;
+    static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / kGroup, 8, kColumns, 4}; }
+};
+struct FormInt4 : FormInteger<true> {
+    static constexpr const char* kNames[4] = {"PackedLinearInt4", "GatedPackedLinearInt4", "NormPackedLinearInt4", "NormGatedPackedLinearInt4"};
+    static constexpr abi::ElementType kWeightType = abi::kUint8;
+    static constexpr std::int64_t kBitsPerWeight = 4;
+    static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / kGroup, 4, kColumns, 4}; }
+};
+
+template <class Form, std::size_t... Index>
+constexpr std::array<Tile, sizeof...(Index)> tiles_from(std::index_sequence<Index...>) {
+    return {&Form::template tile<static_cast<int>(Index) + 1>...};
+}
+
+// The tiles of a form for 1 ... kMaxRows rows.
+template <class Form>
+constexpr auto kTiles = tiles_from<Form>(std::make_index_sequence<Form::kMaxRows>());
+
+}  // namespace speccompile::cpu

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library of CPU kernels (`plugins/cpu`): found, compiled for this CPU, tried once, registered in sessions.
+
+ONNX Runtime takes the kernel of a registered library for an op of the domain `speccompile`, and the op's function body
+without one, so a graph runs either way. A library is taken from the package where one fits this CPU, else it is
+compiled and kept in the user's cache folder under the digest of sources, compiler and CPU. Before its first use, a
+child process runs every kernel: a library that crashes or computes wrong numbers is not used.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnxruntime as ort
+
+_log = logging.getLogger(__name__)
+
+SWITCH = "SPECCOMPILE_CPU_KERNELS"  # off: no library; a folder: where compiled ones are kept
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-gnu-unique",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+)
+SELFTEST = "speccompile.backends.onnxruntime.kernel_selftest"
+_SELFTEST_S = 300  # seconds until a child that hangs is killed; it takes about one
+_COMPILE_S = 600
+
+
+def find_sources() -> Path | None:
+    """Returns the folder of the sources: inside an installed package, beside it in a checkout; None in neither."""
+    package = Path(__file__).parents[2]
+    places = (package / "plugin_sources/cpu", package.parent / "plugins/cpu")
+    return next((place for place in places if (place / "library.cpp").is_file()), None)
+
+
+def cache_folder() -> Path:
+    """Returns where compiled libraries are kept: as `SWITCH` says, else `kernels` in the user's cache folder."""
+    given = os.environ.get(SWITCH)
+    if given:
+        return Path(given)
+    return Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "kernels"
+
+
+def cpu_features() -> frozenset[str]:
+    """Returns the instruction sets that this CPU has, by the kernel's names; empty where it does not list them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    named = (line.partition(":") for line in lines)
+    return frozenset(next((text.split() for key, _, text in named if key.strip() in ("flags", "Features")), []))
+
+
+def find_compiler() -> str | None:
+    """Returns the C++ compiler: $CXX, else c++, g++ or clang++ on the PATH; None where there is none."""
+    given = os.environ.get("CXX")
+    return next((found for name in (given, "c++", "g++", "clang++") if name and (found := shutil.which(name))), None)
+
+
+def native_flags() -> tuple[str, ...]:
+    """Returns the options that compile for this CPU."""
+    return ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
+
+
+def sources_digest(folder: Path) -> str:
+    """Returns the SHA-256 of the sources and their names."""
+    digest = hashlib.sha256()
+    for path in sorted((*folder.glob("*.h"), *folder.glob("*.cpp"))):
+        digest.update(f"{path.name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def compile_library(sources: Path, dest: Path, compiler: str, target: Sequence[str]) -> str | None:
+    """Compiles the library; about 5 s of CPU time.
+
+    Args:
+        sources: folder of library.cpp.
+        dest: the file to write; it appears when it is complete.
+        compiler: a C++17 compiler.
+        target: options that name the instruction set.
+
+    Returns:
+        None, or why there is no library: the compiler's first errors.
+    """
+    try:
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=dest.parent) as scratch:
+            made = Path(scratch) / dest.name
+            command = [compiler, *FLAGS, *target, "-o", str(made), str(sources / "library.cpp")]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_S)
+            if done.returncode != 0:
+                errors = [line for line in done.stderr.splitlines() if "error" in line]
+                return " | ".join(errors[:3])[:500] or f"{compiler} ended with {done.returncode}"
+            made.replace(dest)
+    except (OSError, subprocess.TimeoutExpired) as fault:
+        return f"{compiler}: {fault}"
+    return None
+
+
+def fault_of(library: Path) -> str | None:
+    """Runs every kernel in a child process, once for a library and a version of ONNX Runtime.
+
+    Args:
+        library: the compiled library; the result is kept beside it, or in the cache folder.
+
+    Returns:
+        None for a library that works, else what is wrong.
+    """
+    digest = hashlib.sha256(library.read_bytes()).hexdigest()[:16]
+    record = cache_folder() / f"{library.stem}-{digest}.ort-{ort.__version__}.json"
+    if record.is_file():
+        known: str | None = json.loads(record.read_text(encoding="utf-8"))["fault"]
+        return known
+    fault = _run_selftest(library)
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        fresh = record.with_suffix(f".{os.getpid()}.tmp")
+        fresh.write_text(json.dumps({"fault": fault}), encoding="utf-8")
+        fresh.replace(record)
+    except OSError:
+        _log.debug("the result of the kernels' self-test cannot be kept in %s", record.parent)
+    return fault
+
+
+def _run_selftest(library: Path) -> str | None:
+    command = [sys.executable, "-m", SELFTEST, str(library)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SELFTEST_S)
+    except (OSError, subprocess.TimeoutExpired) as fault:
+        return f"self-test: {fault}"
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return f"self-test ended with {done.returncode}: {lines[-1] if lines else 'no message'}"[:500]
+
+
+def _compiled() -> tuple[Path | None, str]:
+    """Returns the library compiled for this CPU, or None and why there is none."""
+    sources, compiler = find_sources(), find_compiler()
+    if sources is None or compiler is None:
+        return None, "no C++ compiler" if sources else "no kernel sources"
+    target = native_flags()
+    parts = (sources_digest(sources), compiler, *FLAGS, *target, platform.machine(), *sorted(cpu_features()))
+    name = f"cpu-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
+    path = cache_folder() / name
+    if not path.is_file():
+        _log.info("compiling the CPU kernels into %s", path)
+        fault = compile_library(sources, path, compiler, target)
+        if fault:
+            return None, fault
+    return path, ""
+
+
+@functools.cache
+def find_library() -> Path | None:
+    """Returns the library for this CPU, tried and ready; None where there is none, which is logged once."""
+    if os.environ.get(SWITCH, "").lower() == "off":
+        return None
+    path, fault = _compiled()
+    if path is not None:
+        problem = fault_of(path)
+        if problem is None:
+            return path
+        fault = f"{path.name}: {problem}"
+    _log.warning("no CPU kernels (%s): ONNX Runtime's own are used, which are slower", fault)
+    return None
+
+
+def register_kernels(options: ort.SessionOptions) -> bool:
+    """Registers the library in session options for the CPU; returns whether there is one."""
+    library = find_library()
+    if library is None:
+        return False
+    options.register_custom_ops_library(str(library))
+    return True

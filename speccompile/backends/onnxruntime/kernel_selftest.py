@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child process that tries a library of CPU kernels: every kernel against its numpy twin, and its rows for equal bits.
+
+Run as `python -m speccompile.backends.onnxruntime.kernel_selftest LIBRARY`; exit code 0 means that it works.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from speccompile.backends.onnxruntime.tiny_models import one_node_model
+from speccompile.ops.op import DOMAIN, Op
+from speccompile.ops.packed_linear import PACKED_LINEARS
+from speccompile.ops.packing import FORMS, interleave_gate, pack
+
+TOLERANCE = 1e-4  # of the largest number; a wrong kernel is off by far more
+NUM_ROWS = 7  # more than one tile of rows in most instruction sets
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op.
+
+    Args:
+        op: the op.
+        inputs: by name.
+        attributes: of the node.
+        by_row: inputs whose second dim is rows that must not depend on each other.
+    """
+
+    op: Op
+    inputs: dict[str, Any]
+    attributes: dict[str, int | float]
+    by_row: tuple[str, ...]
+
+
+def linear_cases(num_in: int = 70, num_out: int = 52) -> Iterator[Case]:
+    """Yields a call of every packed linear; the sizes need padding in every direction."""
+    rng = np.random.default_rng(0)
+    for op in PACKED_LINEARS:
+        form = next(form for form in FORMS if op.name.endswith(form))
+        weight = rng.standard_normal((num_in, num_out)).astype(np.float32)
+        packed = pack(interleave_gate(weight) if "activation" in op.attributes else weight, form)
+        given = {
+            "x": rng.standard_normal((1, NUM_ROWS, num_in)).astype(np.float32),
+            "residual": rng.standard_normal((1, NUM_ROWS, num_in)).astype(np.float32),
+            "gamma": rng.standard_normal(num_in).astype(np.float32),
+            "weights": packed.weights,
+            "scales": packed.scales,
+            "bias": rng.standard_normal(num_out).astype(np.float32),
+        }
+        attributes = {**op.attributes, "num_in": num_in, "num_out": num_out}
+        yield Case(op, {t.name: given[t.name] for t in op.inputs}, attributes, ("x", "residual"))
+
+
+def run(session: ort.InferenceSession, inputs: dict[str, Any]) -> list[Any]:
+    """Returns the outputs; inputs may be bfloat16, which numpy does not know."""
+    values = {}
+    for name, array in inputs.items():
+        if array.dtype.name == "bfloat16":
+            values[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), 16)
+        else:
+            values[name] = ort.OrtValue.ortvalue_from_numpy(array)
+    return [value.numpy() for value in session.run_with_ort_values(None, values)]
+
+
+def open_case(case: Case, library: str, threads: int = 2) -> ort.InferenceSession:
+    """Opens a session of the one node with the library's kernel."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    options.register_custom_ops_library(library)
+    inputs, outputs = ([(t.name, t.dtype) for t in side] for side in (case.op.inputs, case.op.outputs))
+    model = one_node_model(DOMAIN, case.op.name, inputs, outputs, case.attributes)
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def fault_of(case: Case, library: str) -> str | None:
+    """Returns what is wrong with the kernel of a case; None where nothing is."""
+    session = open_case(case, library)
+    got = run(session, case.inputs)
+    wanted = case.op.twin(*case.inputs.values(), **case.attributes)
+    for spec, mine, theirs in zip(case.op.outputs, got, wanted, strict=True):
+        error = np.abs(mine - theirs).max() / np.abs(theirs).max()
+        if not error <= TOLERANCE:
+            return f"{case.op.name}: {spec.name} differs by {error:.2e} from the twin"
+    for row in range(NUM_ROWS):
+        alone = {n: a[:, row : row + 1].copy() if n in case.by_row else a for n, a in case.inputs.items()}
+        for mine, single in zip(got, run(session, alone), strict=True):
+            if not np.array_equal(mine[:, row], single[:, 0]):
+                return f"{case.op.name}: row {row} depends on the other rows"
+    return None
+
+
+def main() -> None:
+    """Runs every case; the first fault is the last line of standard error."""
+    library = sys.argv[1]
+    for case in linear_cases():
+        fault = fault_of(case, library)
+        if fault is not None:
+            sys.exit(fault)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linears whose weights are packed for the CPU kernels (`plugins/cpu/linear.h`): four ops in four forms.
+
+PackedLinear is x W + bias. NormPackedLinear adds a residual and normalises before, GatedPackedLinear applies a gate
+after, NormGatedPackedLinear does both. Forms F32 and Bf16 compute in float32 from weights as they are; Int8 and Int4
+quantise each row of activations in groups of 32 and add exact integer products of a group. A row's numbers depend on
+that row alone.
+
+The bodies unpack the constant weights, which ONNX Runtime does once at load, and use MatMul or MatMulNBits (blocks of
+32, accuracy level 4), whose arithmetic is that of the integer forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from speccompile.core.specs import TensorSpec
+from speccompile.core.tree import Floats
+from speccompile.ops.op import Op
+from speccompile.ops.packing import COLUMNS, DTYPES, FORMS, GROUP, Packed, is_integer, unpack, unpack_levels
+
+SILU, GELU_TANH, GELU_ERF = 0, 1, 2
+MIN_PEAK = np.float32(1e-30)  # a group of activations whose largest magnitude is smaller has levels of 0
+_WEIGHT_DIMS: dict[str, tuple[str | int, ...]] = {
+    "F32": ("panels", "k", COLUMNS),
+    "Bf16": ("panels", "pairs", COLUMNS, 2),
+    "Int8": ("panels", "groups", 8, COLUMNS, 4),
+    "Int4": ("panels", "groups", 4, COLUMNS, 4),
+}
+
+
+def quantize_rows(x: Floats) -> tuple[Any, Any]:
+    """Quantises rows in groups of 32, ties to even.
+
+    Args:
+        x: [rows, K] float32.
+
+    Returns:
+        Levels [rows, groups, 32] int8 in -127 to 127 and scales [rows, groups] float32: largest magnitude / 127.
+    """
+    groups = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP)
+    peak = np.abs(groups).max(axis=2)
+    inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=~(peak < MIN_PEAK))
+    levels = np.rint(groups * inverse[..., None])
+    return levels.astype(np.int8), (peak / np.float32(127)).astype(np.float32)
+
+
+def _product(x: Any, packed: Packed, form: str, columns: Any) -> Any:
+    """x [rows, K] times those columns of the packed weights, each output a sum over K in rising order."""
+    if not is_integer(form):
+        weight = unpack(packed, form)[: x.shape[1], columns]
+        return (x.astype(np.float64) @ weight.astype(np.float64)).astype(np.float32)
+    assert packed.scales is not None
+    levels, scales = quantize_rows(x)
+    weight = unpack_levels(packed.weights, form)[:, columns].reshape(-1, GROUP, len(columns))
+    steps = packed.scales.astype(np.float32).transpose(1, 0, 2).reshape(packed.scales.shape[1], -1)[:, columns]
+    total = np.zeros((len(x), len(columns)), np.float64)
+    for group in range(weight.shape[0]):
+        whole = levels[:, group].astype(np.int32) @ weight[group].astype(np.int32)
+        step = (scales[:, group, None] * steps[group]).astype(np.float32)
+        total = (total + whole * step.astype(np.float64)).astype(np.float32).astype(np.float64)
+    return total.astype(np.float32)
+
+
+def _activated(x: Any, kind: int) -> Any:
+    wide = x.astype(np.float64)
+    if kind == SILU:
+        return wide / (1 + np.exp(-wide))
+    if kind == GELU_TANH:
+        return 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
+    from math import erf
+
+    return 0.5 * wide * (1 + np.vectorize(erf)(wide / np.sqrt(2)))
+
+
+def _columns_of(num_out: int, has_gate: bool) -> Any:
+    """Returns where output columns stand in the panels: as they are, or gate and up in turns of 16."""
+    if not has_gate:
+        return np.arange(num_out)
+    width, half = COLUMNS // 2, np.arange(num_out // 2)
+    gate = half // width * COLUMNS + half % width
+    return np.concatenate([gate, gate + width])
+
+
+def _twin(form: str, has_norm: bool, has_gate: bool) -> Callable[..., tuple[Any, ...]]:
+    """Returns the numpy twin; inputs and attributes are those of the op."""
+
+    def twin(
+        x: Any, *rest: Any, num_in: int, num_out: int, epsilon: float = 0.0, activation: int = SILU
+    ) -> tuple[Any, ...]:
+        weights, *scales, bias = rest[2:] if has_norm else rest
+        source, results = x, []
+        if has_norm:
+            residual, gamma = rest[:2]
+            source = x + residual
+            results.append(source)
+            mean = np.mean(np.square(source.astype(np.float64)), axis=-1, keepdims=True)
+            source = (source / np.sqrt(mean + epsilon) * gamma).astype(np.float32)
+        packed = Packed(weights, scales[0] if scales else None)
+        rows = np.ascontiguousarray(source.reshape(-1, num_in))
+        flat = _product(rows, packed, form, _columns_of(num_out, has_gate)) + bias
+        if has_gate:
+            flat = (_activated(flat[:, : num_out // 2], activation) * flat[:, num_out // 2 :]).astype(np.float32)
+        return (flat.reshape(*x.shape[:-1], -1), *results)
+
+    return twin
+
+
+_NORM = """
+    sum = Add(x, residual)
+    last_axis = Constant<value_ints = [-1]>()
+    squares = Mul(sum, sum)
+    mean = ReduceMean(squares, last_axis)
+    least = Constant<value_float: float = @epsilon>()
+    shifted = Add(mean, least)
+    root = Sqrt(shifted)
+    scaled = Div(sum, root)
+    source = Mul(scaled, gamma)
+"""
+_NO_NORM = "source = Identity(x)"
+
+# By form: `by_column` [panels, 32, K or bytes] of the weights.
+_BY_COLUMN = {
+    "F32": "by_column = Transpose<perm = [0, 2, 1]>(weights)",
+    "Bf16": """
+    wide = Cast<to = 1>(weights)
+    turned = Transpose<perm = [0, 2, 1, 3]>(wide)
+    as_rows = Constant<value_ints = [0, 0, -1]>()
+    by_column = Reshape(turned, as_rows)
+    """,
+    "Int8": """
+    turned = Transpose<perm = [0, 3, 1, 2, 4]>(weights)
+    as_rows = Constant<value_ints = [0, 0, -1]>()
+    by_column = Reshape(turned, as_rows)
+    """,
+    "Int4": """
+    mask = Constant<value = uint8 {15}>()
+    shift = Constant<value = uint8 {4}>()
+    low = BitwiseAnd(weights, mask)
+    high = BitShift<direction = "RIGHT">(weights, shift)
+    half_axis = Constant<value_ints = [3]>()
+    low_half = Unsqueeze(low, half_axis)
+    high_half = Unsqueeze(high, half_axis)
+    halves = Concat<axis = 3>(low_half, high_half)
+    turned = Transpose<perm = [0, 4, 1, 2, 3, 5]>(halves)
+    as_rows = Constant<value_ints = [0, 0, -1]>()
+    by_column = Reshape(turned, as_rows)
+    """,
+}
+
+
+def _columns(source: str, name: str, has_gate: bool) -> str:
+    """Returns the statements for `name` [num_out, R] from `source` [panels, 32, R], padding dropped."""
+    if not has_gate:
+        return f"""
+    {name}_all = Flatten<axis = 2>({source})
+    {name} = Slice({name}_all, zero, columns, zero)
+    """
+    return f"""
+    {name}_shape = Constant<value_ints = [0, 2, {COLUMNS // 2}, -1]>()
+    {name}_turns = Reshape({source}, {name}_shape)
+    {name}_sides = Transpose<perm = [1, 0, 2, 3]>({name}_turns)
+    {name}_gates, {name}_ups = Split<axis = 0, num_outputs = 2>({name}_sides)
+    {name}_gate_all = Flatten<axis = 3>({name}_gates)
+    {name}_up_all = Flatten<axis = 3>({name}_ups)
+    {name}_gate = Slice({name}_gate_all, zero, half_columns, zero)
+    {name}_up = Slice({name}_up_all, zero, half_columns, zero)
+    {name} = Concat<axis = 0>({name}_gate, {name}_up)
+    """
+
+
+_FLOAT_PRODUCT = """
+    rows = Constant<value_int: int = @num_in>()
+    rows1 = Unsqueeze(rows, zero)
+    one = Constant<value_ints = [1]>()
+    own = Slice(kept, zero, rows1, one)
+    matrix = Transpose<perm = [1, 0]>(own)
+    product = MatMul(source, matrix)
+"""
+_BYTES = {"Int8": "blocks = Constant<value_ints = [0, -1, 32]>()\n    packed = Reshape(kept, blocks)"}
+_BYTES["Int4"] = """
+    in_pairs = Constant<value_ints = [0, -1, 2]>()
+    pairs = Reshape(kept, in_pairs)
+    even, odd = Split<axis = 2, num_outputs = 2>(pairs)
+    odd_bits = BitShift<direction = "LEFT">(odd, shift)
+    bytes = BitwiseOr(even, odd_bits)
+    blocks = Constant<value_ints = [0, -1, 16]>()
+    packed = Reshape(bytes, blocks)
+"""
+
+
+def _integer_product(form: str, has_gate: bool) -> str:
+    bits = 8 if form == "Int8" else 4
+    numbers = f"bits = {bits}, block_size = {GROUP}, accuracy_level = 4"
+    return f"""
+    {_BYTES[form]}
+    scales_by_column = Transpose<perm = [0, 2, 1]>(scales)
+    {_columns("scales_by_column", "half_scales", has_gate)}
+    steps = Cast<to = 1>(half_scales)
+    product = com.microsoft.MatMulNBits<K: int = @num_in, N: int = @num_out, {numbers}>(source, packed, steps)
+"""
+
+
+_GATE = """
+    gate, up = Split<axis = -1, num_outputs = 2>(biased)
+    kind = Constant<value_int: int = @activation>()
+    silu_kind = Constant<value_int = 0>()
+    tanh_kind = Constant<value_int = 1>()
+    is_silu = Equal(kind, silu_kind)
+    is_tanh = Equal(kind, tanh_kind)
+    active = If (is_silu) <
+        then_branch = silu () => (silu_out) { share = Sigmoid(gate) silu_out = Mul(gate, share) },
+        else_branch = gelu () => (gelu_out) { gelu_out = If (is_tanh) <
+            then_branch = by_tanh () => (tanh_out) { tanh_out = Gelu<approximate = "tanh">(gate) },
+            else_branch = by_erf () => (erf_out) { erf_out = Gelu(gate) }
+        > }
+    >
+    y = Mul(active, up)
+"""
+
+
+def _body(form: str, has_norm: bool, has_gate: bool) -> str:
+    """Returns the statements: normalise, unpack and drop the padding, multiply, add the bias, apply the gate."""
+    sizes = """
+    zero = Constant<value_ints = [0]>()
+    num_columns = Constant<value_int: int = @num_out>()
+    columns = Unsqueeze(num_columns, zero)
+    """
+    if has_gate:
+        sizes += "two = Constant<value_int = 2>()\n    half_columns = Div(columns, two)"
+    product = _integer_product(form, has_gate) if is_integer(form) else _FLOAT_PRODUCT
+    end = f"biased = Add(product, bias){_GATE}" if has_gate else "y = Add(product, bias)"
+    parts = (_NORM if has_norm else _NO_NORM, sizes, _BY_COLUMN[form], _columns("by_column", "kept", has_gate))
+    return "\n    ".join((*parts, product, end))
+
+
+def _make_op(form: str, has_norm: bool, has_gate: bool) -> Op:
+    x = TensorSpec("x", ("batch", "nodes", "num_in"), "float32")
+    before = (TensorSpec("residual", x.dims, "float32"), TensorSpec("gamma", ("num_in",), "float32"))
+    scales = (TensorSpec("scales", ("panels", "groups", COLUMNS), "float16"),)
+    attributes: dict[str, int | float] = {"num_in": 0, "num_out": 0}
+    attributes |= ({"epsilon": 1e-6} if has_norm else {}) | ({"activation": SILU} if has_gate else {})
+    y = TensorSpec("y", ("batch", "nodes", "num_out"), "float32")
+    return Op(
+        op_name(form, has_norm, has_gate),
+        (
+            x,
+            *(before if has_norm else ()),
+            TensorSpec("weights", _WEIGHT_DIMS[form], DTYPES[form]),
+            *(scales if is_integer(form) else ()),
+            TensorSpec("bias", ("num_out",), "float32"),
+        ),
+        (y, *((TensorSpec("sum", x.dims, "float32"),) if has_norm else ())),
+        _twin(form, has_norm, has_gate),
+        _body(form, has_norm, has_gate),
+        attributes=attributes,
+        domains=("com.microsoft",) if is_integer(form) else (),
+    )
+
+
+def op_name(form: str, has_norm: bool = False, has_gate: bool = False) -> str:
+    """Returns the op type of a form."""
+    return f"{'Norm' if has_norm else ''}{'Gated' if has_gate else ''}PackedLinear{form}"
+
+
+PACKED_LINEARS: tuple[Op, ...] = tuple(
+    _make_op(form, has_norm, has_gate) for form in FORMS for has_norm in (False, True) for has_gate in (False, True)
+)

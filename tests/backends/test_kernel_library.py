@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding, compiling, trying and switching off the library of CPU kernels."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+import onnxruntime as ort
+import pytest
+
+from speccompile.backends.onnxruntime import kernel_library
+from speccompile.backends.onnxruntime.kernel_selftest import linear_cases, open_case
+from speccompile.backends.onnxruntime.tiny_models import one_node_model
+from speccompile.ops.packed_linear import PACKED_LINEARS
+from tests.plugins.cpu_lab import library, needs_compiler
+
+CRASH = 'extern "C" __attribute__((visibility("default"))) void* RegisterCustomOps(void*, void*) { __builtin_trap(); }'
+WRONG = 'extern "C" __attribute__((visibility("default"))) void* RegisterCustomOps(void*, void*) { return nullptr; }'
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """A process that has not looked for the library yet."""
+    kernel_library.find_library.cache_clear()
+    yield
+    kernel_library.find_library.cache_clear()
+
+
+def test_the_switch_turns_the_library_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernel_library.SWITCH, "off")
+    monkeypatch.setattr(kernel_library, "find_compiler", lambda: pytest.fail("looked for a compiler"))
+    assert kernel_library.find_library() is None
+    assert not kernel_library.register_kernels(ort.SessionOptions())
+
+
+@pytest.mark.parametrize("missing", ["find_compiler", "find_sources"])
+def test_without_compiler_or_sources_there_is_none(
+    missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernel_library, missing, lambda: None)
+    with caplog.at_level(logging.WARNING):
+        assert kernel_library.find_library() is None and kernel_library.find_library() is None
+    [message] = caplog.messages
+    assert "no CPU kernels (no " in message and "ONNX Runtime's own are used" in message
+
+
+@pytest.mark.plan
+@needs_compiler
+def test_a_compiled_library_is_kept_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = library()
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started a child process"))
+    kernel_library.find_library.cache_clear()
+    assert kernel_library.find_library() == found
+    assert kernel_library.register_kernels(ort.SessionOptions())
+
+
+@pytest.mark.plan
+@needs_compiler
+@pytest.mark.parametrize(("source", "expected"), [(CRASH, "self-test ended with -"), (WRONG, "self-test ended with 1")])
+def test_a_library_that_crashes_or_has_no_kernels_is_not_used(
+    source: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "library.cpp").write_text(source)
+    monkeypatch.setenv(kernel_library.SWITCH, str(tmp_path / "kept"))
+    monkeypatch.setattr(kernel_library, "find_sources", lambda: sources)
+    with caplog.at_level(logging.WARNING):
+        assert kernel_library.find_library() is None
+    assert expected in caplog.text
+    # The result is kept: the next process does not try again.
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("tried again"))
+    kernel_library.find_library.cache_clear()
+    assert kernel_library.find_library() is None
+
+
+@pytest.mark.plan
+@needs_compiler
+def test_sources_that_do_not_compile_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "library.cpp").write_text("int main( {")
+    monkeypatch.setenv(kernel_library.SWITCH, str(tmp_path / "kept"))
+    monkeypatch.setattr(kernel_library, "find_sources", lambda: tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert kernel_library.find_library() is None
+    assert "error" in caplog.text and list((tmp_path / "kept").iterdir()) == []
+
+
+def test_the_digest_changes_with_every_source(tmp_path: Path) -> None:
+    (tmp_path / "library.cpp").write_text("a")
+    (tmp_path / "linear.h").write_text("b")
+    digests = [kernel_library.sources_digest(tmp_path)]
+    (tmp_path / "linear.h").write_text("c")
+    digests.append(kernel_library.sources_digest(tmp_path))
+    (tmp_path / "linear.h").rename(tmp_path / "other.h")
+    digests.append(kernel_library.sources_digest(tmp_path))
+    assert len(set(digests)) == 3
+
+
+@pytest.mark.plan
+@needs_compiler
+def test_the_self_test_runs_every_linear_and_reports_a_wrong_one() -> None:
+    assert [case.op for case in linear_cases()] == list(PACKED_LINEARS)
+    child = [sys.executable, "-m", kernel_library.SELFTEST, str(library())]
+    assert subprocess.run(child, check=False).returncode == 0
+
+
+@pytest.mark.plan
+@needs_compiler
+def test_sessions_of_the_self_test_run_the_kernels() -> None:
+    """The tiny models carry no bodies: without the library they do not load."""
+    case = next(linear_cases())
+    open_case(case, str(library()))
+    sides = [[(t.name, t.dtype) for t in side] for side in (case.op.inputs, case.op.outputs)]
+    model = one_node_model("speccompile", case.op.name, *sides, case.attributes)
+    [node] = onnx.load_from_string(model).graph.node
+    read = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    assert (node.domain, node.op_type, read) == ("speccompile", case.op.name, pytest.approx(case.attributes))
+    with pytest.raises(Exception, match=case.op.name):
+        ort.InferenceSession(model, providers=["CPUExecutionProvider"])

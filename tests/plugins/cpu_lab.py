@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library of CPU kernels in tests: compiled for an instruction set, sessions of one op with constant weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from onnx import ModelProto, TensorProto, helper
+
+from speccompile.backends.onnxruntime import kernel_library
+from speccompile.backends.onnxruntime.kernel_selftest import run
+from speccompile.ops.op import DOMAIN, OPSET, VERSION
+from speccompile.ops.packing import interleave_gate, pack
+from speccompile.ops.registry import OPS, functions
+
+TYPES = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "uint8": TensorProto.UINT8,
+}
+Arrays = dict[str, Any]
+needs_compiler = pytest.mark.skipif(
+    kernel_library.find_compiler() is None, reason="NO C++ COMPILER: the CPU kernels WERE NOT TESTED. Install g++."
+)
+
+
+@functools.cache
+def library() -> Path:
+    """The library for this CPU."""
+    found = kernel_library.find_library()
+    assert found is not None
+    return found
+
+
+def linear_case(op_name: str, num_in: int, num_out: int, seed: int = 0, scale: float = 0.05) -> tuple[Arrays, Arrays]:
+    """Constants and attributes of a packed linear."""
+    op, rng = OPS[op_name], np.random.default_rng(seed)
+    weight = (rng.standard_normal((num_in, num_out)) * scale).astype(np.float32)
+    form = op_name.rsplit("PackedLinear", 1)[1]
+    packed = pack(interleave_gate(weight) if "activation" in op.attributes else weight, form)
+    known = {
+        "gamma": (1 + 0.1 * rng.standard_normal(num_in)).astype(np.float32),
+        "weights": packed.weights,
+        "scales": packed.scales,
+        "bias": rng.standard_normal(num_out).astype(np.float32),
+    }
+    attributes: Arrays = {**op.attributes, "num_in": num_in, "num_out": num_out}
+    return {t.name: known[t.name] for t in op.inputs if t.name in known}, attributes
+
+
+def rows_for(op_name: str, num_rows: int, num_in: int, seed: int = 1) -> Arrays:
+    """Random computed inputs [1, rows, num_in]; some numbers are much larger than the others."""
+    rng = np.random.default_rng(seed)
+    names = [t.name for t in OPS[op_name].inputs if t.name in ("x", "residual")]
+    return {n: (rng.standard_normal((1, num_rows, num_in)) ** 3).astype(np.float32) for n in names}
+
+
+def _tensor(name: str, array: Any) -> TensorProto:
+    return helper.make_tensor(name, TYPES[array.dtype.name], array.shape, array.tobytes(), raw=True)
+
+
+def linear_model(op_name: str, constants: Mapping[str, Any], attributes: Mapping[str, Any]) -> ModelProto:
+    """A model of one packed linear whose weights are initializers, with its body attached."""
+    op = OPS[op_name]
+    inputs = [
+        helper.make_tensor_value_info(t.name, TYPES[t.dtype], ["batch", "nodes", attributes["num_in"]])
+        for t in op.inputs
+        if t.name not in constants
+    ]
+    outputs = [helper.make_tensor_value_info(t.name, TYPES[t.dtype], ["batch", "nodes", None]) for t in op.outputs]
+    names = [[t.name for t in side] for side in (op.inputs, op.outputs)]
+    node = helper.make_node(op_name, *names, domain=DOMAIN, **attributes)
+    tensors = [_tensor(name, array) for name, array in constants.items()]
+    opsets = [("", OPSET), (DOMAIN, VERSION), ("com.microsoft", 1)]
+    return helper.make_model(
+        helper.make_graph([node], op_name, inputs, outputs, tensors),
+        opset_imports=[helper.make_opsetid(*opset) for opset in opsets],
+        functions=functions([op_name]),
+        ir_version=11,
+    )
+
+
+def session_of(model: ModelProto, kernels: Path | None, threads: int = 1) -> ort.InferenceSession:
+    """A session with the library, or with the op's body."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    if kernels is not None:
+        options.register_custom_ops_library(str(kernels))
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def twin_of(op_name: str, values: Mapping[str, Any], attributes: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the numpy twin computes."""
+    op = OPS[op_name]
+    return op.twin(*[values[t.name] for t in op.inputs], **attributes)
+
+
+__all__ = [
+    "Arrays",
+    "library",
+    "linear_case",
+    "linear_model",
+    "needs_compiler",
+    "rows_for",
+    "run",
+    "session_of",
+    "twin_of",
+]

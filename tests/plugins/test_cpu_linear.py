@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed linears on the CPU: kernel, body and twin agree; a row has the same bits whatever shares its step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from speccompile.ops.packed_linear import PACKED_LINEARS
+from tests.plugins.cpu_lab import (
+    library,
+    linear_case,
+    linear_model,
+    needs_compiler,
+    rows_for,
+    run,
+    session_of,
+    twin_of,
+)
+
+pytestmark = needs_compiler
+NAMES = [op.name for op in PACKED_LINEARS]
+SIZES = [(1, 2), (33, 70), (128, 96), (257, 34)]  # one, beyond one group and one panel, none of them padded, odd
+NUM_ROWS = (*range(1, 17), 17, 48, 100)
+
+
+def naive(name: str, values: dict, attributes: dict, dtype: type) -> tuple[np.ndarray, ...]:
+    """The formula in one dtype, with the levels of the twin where the form is an integer."""
+    from speccompile.ops.packed_linear import GELU_TANH, SILU, _columns_of, quantize_rows
+    from speccompile.ops.packing import Packed, unpack
+
+    form = name.rsplit("PackedLinear", 1)[1]
+    x, results = values["x"].astype(dtype), []
+    if "gamma" in values:
+        x = x + values["residual"].astype(dtype)
+        results.append(x)
+        mean = np.mean(x * x, axis=-1, keepdims=True, dtype=dtype)
+        x = x / np.sqrt(mean + dtype(attributes["epsilon"])) * values["gamma"].astype(dtype)
+    has_gate = "activation" in attributes
+    weight = unpack(Packed(values["weights"], values.get("scales")), form).astype(dtype)
+    weight = weight[:, _columns_of(attributes["num_out"], has_gate)]
+    if form.startswith("Int"):
+        levels, scales = quantize_rows(x[0].astype(np.float32))
+        x = (levels.astype(dtype) * scales[..., None].astype(dtype)).reshape(1, len(levels), -1)
+    y = np.zeros((*x.shape[:2], weight.shape[1]), dtype)
+    for k in range(x.shape[-1]):
+        y += x[..., k, None] * weight[k]
+    y += values["bias"].astype(dtype)
+    if has_gate:
+        gate, up = np.split(y, 2, axis=-1)
+        kind = attributes["activation"]
+        assert kind in (SILU, GELU_TANH)
+        if kind == SILU:
+            gate = gate / (1 + np.exp(-gate))
+        else:
+            gate = gate * dtype(0.5) * (1 + np.tanh(dtype(np.sqrt(2 / np.pi)) * (gate + dtype(0.044715) * gate**3)))
+        y = gate * up
+    return (y, *results)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("num_in", "num_out"), SIZES)
+def test_kernel_body_and_twin_agree(name: str, num_in: int, num_out: int) -> None:
+    constants, attributes = linear_case(name, num_in, num_out, seed=num_in)
+    feeds = rows_for(name, 5, num_in)
+    for kind in (0, 1, 2) if "activation" in attributes else (None,):
+        if kind is not None:
+            attributes["activation"] = kind
+        model = linear_model(name, constants, attributes)
+        wanted = twin_of(name, {**constants, **feeds}, attributes)
+        for kernels in (library(), None):
+            for got, right in zip(run(session_of(model, kernels), feeds), wanted, strict=True):
+                assert got.shape == right.shape
+                np.testing.assert_allclose(got, right, rtol=0, atol=2e-6 * np.abs(right).max(), err_msg=f"{kernels}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_error_is_at_most_twice_that_of_the_naive_formula(name: str) -> None:
+    constants, attributes = linear_case(name, 515, 130)
+    feeds = rows_for(name, 16, 515)
+    got = run(session_of(linear_model(name, constants, attributes), library()), feeds)
+    values = {**constants, **feeds}
+    exact, simple = (naive(name, values, attributes, dtype) for dtype in (np.float64, np.float32))
+    for mine, plain, right in zip(got, simple, exact, strict=True):
+        allowed = 2 * np.abs(plain - right).max()
+        worst = np.unravel_index(np.abs(mine - right).argmax(), right.shape)
+        assert np.abs(mine - right).max() <= allowed, f"{name} at {worst}: {mine[worst]}, {right[worst]}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name: str) -> None:
+    num_in, num_out = 291, 324  # 10 groups: more than one stretch; several tasks
+    constants, attributes = linear_case(name, num_in, num_out)
+    model = linear_model(name, constants, attributes)
+    sessions = [session_of(model, library(), threads) for threads in (1, 2)]
+    feeds = rows_for(name, max(NUM_ROWS), num_in)
+    alone = [run(sessions[0], {n: a[:, r : r + 1].copy() for n, a in feeds.items()}) for r in range(max(NUM_ROWS))]
+    right = [np.concatenate(rows, axis=1) for rows in zip(*alone, strict=True)]
+    for count in NUM_ROWS:
+        order = np.random.default_rng(count).permutation(max(NUM_ROWS))[:count]
+        for session in sessions:
+            got = run(session, {n: np.ascontiguousarray(a[:, order]) for n, a in feeds.items()})
+            for mine, single in zip(got, right, strict=True):
+                assert np.array_equal(mine.view(np.int32), single[:, order].view(np.int32)), f"{count} rows"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_row(name: str, value: float) -> None:
+    constants, attributes = linear_case(name, 70, 52)
+    session, feeds = session_of(linear_model(name, constants, attributes), library()), rows_for(name, 3, 70)
+    before = run(session, feeds)
+    feeds["x"][0, 1, 5] = value
+    after = run(session, feeds)
+    for clean, dirty in zip(before, after, strict=True):
+        assert not np.isfinite(dirty[0, 1]).all()
+        assert np.array_equal(clean[:, ::2], dirty[:, ::2])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_zeros_and_steps_without_rows(name: str) -> None:
+    constants, attributes = linear_case(name, 70, 52)
+    session = session_of(linear_model(name, constants, attributes), library())
+    zeros = {n: np.zeros((1, 2, 70), np.float32) for n in rows_for(name, 1, 1)}
+    got = run(session, zeros)[0]
+    np.testing.assert_allclose(got, twin_of(name, {**constants, **zeros}, attributes)[0], rtol=2e-6, atol=1e-6)
+    assert run(session, {n: a[:, :0].copy() for n, a in zeros.items()})[0].shape == (1, 0, got.shape[2])
