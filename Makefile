@@ -19,7 +19,7 @@ NVCC           ?= nvcc
 PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp plugins/library.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test fuzz triton-server test-triton test-ray test-deploy lint format golden sweep bench gpu-check docs plugins clean
+.PHONY: help setup demo check unmarked test fuzz triton-server test-triton test-ray test-deploy lint format golden sweep bench gpu-check docs plugins clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,7 +36,10 @@ $(STAMP): pyproject.toml
 demo: setup  ## Build recipes/pycode.yaml, generate live, compare plain with speculative decoding
 	$(BIN)/python examples/demo.py
 
-check: lint  ## Lint, then the tests without a marker: those that need numpy alone (one to two minutes)
+check: setup  ## Lint, and beside it the tests without a marker: those that need numpy alone (about a minute)
+	@$(MAKE) --no-print-directory --jobs=2 lint unmarked
+
+unmarked: setup
 	$(PYTEST) --quiet --unmarked $(ARGS)
 
 test: setup  ## Run all tests, WORKERS=2 at a time (one folder: make test ARGS=tests/core)

@@ -34,6 +34,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "e2e/*",
         "examples/test_eagle_recipe.py",
         "checkpoints/*",
+        "cli/test_doctor.py",
         "doctor/*",
         "export/*",
         "golden/*",

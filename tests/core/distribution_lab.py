@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 from speccompile.core.acceptance import Verdict, accept
 from speccompile.core.sampling import DRAFT_LANE, draw, tree_uniforms, uniforms, warp
@@ -128,6 +127,8 @@ def emit(
 
 def p_value(emitted: np.ndarray, joint: np.ndarray) -> float:
     """Returns chi-square's p of the emitted tokens under their joint distribution; 0 where one has no mass."""
+    from scipy import stats
+
     cells = emitted @ VOCAB ** np.arange(NUM_TOKENS - 1, -1, -1)
     observed, expected = np.bincount(cells, minlength=len(joint)).astype(float), joint * len(emitted)
     if observed[expected == 0].any():

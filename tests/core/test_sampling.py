@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from speccompile.core.sampling import (
     ACCEPT_LANE,
@@ -48,6 +47,8 @@ def test_philox_is_elementwise() -> None:
 
 
 def test_uniforms_are_uniform_and_independent() -> None:
+    from scipy import stats
+
     places = np.arange(20000)[None]
     by_lane = [uniforms([7], places, lane)[0] for lane in (ACCEPT_LANE, TARGET_LANE, DRAFT_LANE, SIBLING_LANE + 1)]
     other_seeds = [uniforms([seed], places, TARGET_LANE)[0] for seed in (8, 7 + 2**32, 2**64 - 1)]

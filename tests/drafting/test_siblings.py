@@ -5,7 +5,6 @@ import itertools
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from speccompile.drafting.siblings import draw_siblings
 
@@ -13,6 +12,8 @@ from speccompile.drafting.siblings import draw_siblings
 @pytest.mark.distribution
 @pytest.mark.parametrize("num", [2, 3])
 def test_siblings_follow_the_distribution_without_replacement(num):
+    from scipy import stats
+
     probs = np.array([0.5, 0.0, 0.3, 0.15, 0.05], np.float32)
     rng = np.random.default_rng(11)
     counts = dict.fromkeys(itertools.permutations((0, 2, 3, 4), num), 0)

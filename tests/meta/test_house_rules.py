@@ -18,6 +18,12 @@ ALL = sorted([*PACKAGE, *(p for top in ("tests", "bench", "examples") for p in (
 NAMED_METHODS = sorted(set(METHODS) - {"none"})
 
 
+@pytest.fixture(scope="module")
+def trees():
+    """Returns {module of the package: its syntax tree}."""
+    return {path: ast.parse(path.read_text()) for path in PACKAGE}
+
+
 def short(paths):
     return [str(path.relative_to(ROOT)) for path in paths]
 
@@ -27,8 +33,8 @@ def test_every_module_begins_with_its_licence():
     assert short(path for path, head in lines.items() if "# SPDX-License-Identifier: Apache-2.0" not in head) == []
 
 
-def test_every_module_of_the_package_says_what_it_is_for():
-    assert short(path for path in PACKAGE if not ast.get_docstring(ast.parse(path.read_text()))) == []
+def test_every_module_of_the_package_says_what_it_is_for(trees):
+    assert short(path for path, tree in trees.items() if not ast.get_docstring(tree)) == []
 
 
 def test_no_module_is_longer_than_400_lines():
@@ -36,10 +42,10 @@ def test_no_module_is_longer_than_400_lines():
     assert {name: size for name, size in sizes.items() if size > 400} == {}
 
 
-def test_there_is_no_relative_import_and_no_blanket_except():
+def test_there_is_no_relative_import_and_no_blanket_except(trees):
     found = []
-    for path in PACKAGE:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
             relative = isinstance(node, ast.ImportFrom) and node.level > 0
             blanket = isinstance(node, ast.ExceptHandler) and (
                 node.type is None

@@ -14,19 +14,26 @@ HEAVY = (
     *("torch", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "safetensors"),
     *("tensorrt", "tensorrt_rtx", "cuda"),
 )
+PUBLIC = sorted(speccompile.__all__)
 COMMANDS = sorted(command.name or "" for command in app.registered_commands)
 SCRIPT = """
 import json, sys
 {statement}
 print("loaded " + json.dumps(sorted({{name.partition(".")[0] for name in sys.modules}})))
 """
-HELP = """
+# Runs the help of every command; a module that one of them loads stays loaded, so the first one is named.
+HELPS = """
+import contextlib, io
 from speccompile.cli.main import main
-sys.argv = {argv!r}
-try:
-    main()
-except SystemExit as stop:
-    assert not stop.code, stop.code
+sys.argv = ["speccompile"]
+pages, loaded = {{}}, {{}}
+for command in {commands!r}:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        code = main([*([command] if command else []), "--help"])
+    pages[command] = (code, text.getvalue())
+    loaded[command] = sorted({{name.partition(".")[0] for name in sys.modules}} & set({heavy!r}))
+print(json.dumps([pages, loaded]))
 """
 
 
@@ -52,9 +59,11 @@ def test_importing_is_light(module):
     assert loaded_by(f"import {module}")[0] & set(HEAVY) == set()
 
 
-@pytest.mark.parametrize("name", sorted(speccompile.__all__))
-def test_public_names_are_there_and_light(name):
-    assert loaded_by(f"from speccompile import {name}")[0] & set(HEAVY) == set()
+def test_public_names_are_there_and_light():
+    """All in one interpreter: what one of them loads is there in the end."""
+    loaded, text = loaded_by("".join(f"from speccompile import {name}; print({name!r})\n" for name in PUBLIC))
+    assert text.split() == PUBLIC
+    assert loaded & set(HEAVY) == set()
 
 
 def test_methods_and_the_layouts_that_they_read_are_light():
@@ -67,16 +76,24 @@ def test_methods_and_the_layouts_that_they_read_are_light():
 
 
 def test_only_public_names_are_listed():
-    assert dir(speccompile) == sorted(speccompile.__all__)
+    assert dir(speccompile) == PUBLIC
     assert {"load", "build", "SamplingParams"} <= set(dir(speccompile))
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         speccompile.lode  # noqa: B018 -- the access is what is tested
 
 
-@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)], ids=lambda a: " ".join(a) or "top")
-def test_help_is_light_and_helps(arguments):
-    loaded, text = loaded_by(HELP.format(argv=["speccompile", *arguments, "--help"]))
-    assert loaded & set(HEAVY) == set()
+@pytest.fixture(scope="module")
+def helps():
+    """Returns {command: (exit code, page)} and {command: heavy modules loaded by then}, of one fresh interpreter."""
+    text = loaded_by(HELPS.format(commands=["", *COMMANDS], heavy=HEAVY))[1]
+    return json.loads(text.splitlines()[-1])
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS], ids=lambda name: name or "top")
+def test_help_is_light_and_helps(helps, command):
+    pages, loaded = helps
+    code, text = pages[command]
+    assert (code, loaded[command]) == (0, [])
     assert "Usage: speccompile" in text
-    for name in [] if arguments else COMMANDS:
+    for name in [] if command else COMMANDS:
         assert name in text

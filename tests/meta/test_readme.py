@@ -3,13 +3,13 @@
 
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+
+from speccompile.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -47,17 +47,12 @@ def test_every_make_target_that_needs_the_venv_sets_up_first():
 @pytest.mark.parametrize(
     "subcommand", ["build", "generate", "serve", "triton", "bench", "inspect", "doctor", "convert"]
 )
-def test_every_option_shown_is_an_option(subcommand):
+def test_every_option_shown_is_an_option(subcommand, capsys, monkeypatch):
     shown = [(page, words) for page, words in commands("speccompile") if words[0] == subcommand]
     assert shown, f"no page shows speccompile {subcommand}"
-    program = str(Path(sys.executable).with_name("speccompile"))
-    text = subprocess.run(
-        [program, subcommand, "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"COLUMNS": "200", "TERM": "dumb"},
-    ).stdout
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([subcommand, "--help"]) == 0
+    text = capsys.readouterr().out
     for page, words in shown:
         for option in (word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)):
             assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), f"{page}: {subcommand} has no {option}"

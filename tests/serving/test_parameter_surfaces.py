@@ -31,8 +31,9 @@ def test_no_surface_names_a_parameter(name):
     """Only its declaration does, and what acts on it."""
     pattern = re.compile(rf"\b{name}\b")
     named = []
-    for path in sorted((ROOT / "speccompile").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    texts = {path: path.read_text() for path in sorted((ROOT / "speccompile").rglob("*.py"))}
+    for path in (path for path, text in texts.items() if pattern.search(text)):
+        for node in ast.walk(ast.parse(texts[path])):
             words = [node.attr] if isinstance(node, ast.Attribute) else [node.id] if isinstance(node, ast.Name) else []
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
                 words = [node.value]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from scipy.stats import chisquare
 
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.runtime.loop import decode
@@ -70,6 +69,8 @@ def check_seeds(make: Callable[[], Lab]) -> None:
 
 def check_dist(lab: Lab, num: int = 1500) -> None:
     """Two tokens after the first follow the target's distribution. p < 1e-4 occurs in one of ten thousand seeds."""
+    from scipy.stats import chisquare
+
     prompt, heat, top_k = [3, 1, 4], 0.9, 4
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     slots = lab.run([prompt] * num, params, 20)

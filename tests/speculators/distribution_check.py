@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-from scipy.stats import chisquare
 
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.runtime.loop import decode
@@ -55,6 +54,8 @@ def decode_many(
 
 def fit_p_value(slots: list[Slot], model: MockLM, heat: Warp) -> float:
     """Returns p of the chi-square test of their first tokens; 0 where one has no mass."""
+    from scipy.stats import chisquare
+
     num, dist = len(slots), exact_dist(model, heat)
     counts = Counter(tuple(slot.tokens[len(PROMPT) : len(PROMPT) + NUM_TOKENS]) for slot in slots)
     if not set(counts) <= set(dist):

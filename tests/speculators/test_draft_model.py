@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scipy.stats import chisquare
 
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
@@ -238,6 +237,8 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
 # chance once in ten thousand choices of them.
 @pytest.mark.parametrize("config", [{"num_draft_tokens": 2}, {}, {"min_confidence": 0.2}, {"drafts": "greedy"}])
 def test_three_sampled_tokens_follow_the_targets_distribution(config):
+    from scipy.stats import chisquare
+
     num, prompt, heat, top_k = 3000, [3, 1, 4], 0.9, 4
     proposer = make_proposer(slots=20, costs=CHEAP, **config)
     verifier = Verifier(MockEngine(TARGET, "target", 20, 96, headroom=9), 96)

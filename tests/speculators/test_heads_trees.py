@@ -5,7 +5,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from scipy.stats import chisquare
 
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext, StepCosts
@@ -96,6 +95,8 @@ def test_sampled_text_depends_on_the_seed_alone(method, tree):
 # Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
 @pytest.mark.parametrize(("method", "tree"), [("medusa", "auto"), ("mlp", "auto"), ("prophet", CHOICES)], ids=str)
 def test_two_sampled_tokens_follow_the_targets_distribution(method, tree):
+    from scipy.stats import chisquare
+
     num, prompt, heat, top_k = 1500, [3, 1, 4], 0.9, 4
     verifier, proposer, _ = make(method, tree, slots=20)
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]

@@ -5,7 +5,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from scipy.stats import chisquare
 
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
@@ -108,6 +107,8 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
 # Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
 @pytest.mark.parametrize(("config", "costs"), [({}, None), ({}, CHEAP), ({"drafts": "greedy"}, CHEAP)])
 def test_three_sampled_tokens_follow_the_targets_distribution(config, costs):
+    from scipy.stats import chisquare
+
     num, prompt, heat, top_k = 3000, [3, 1, 4], 0.9, 4
     verifier, proposer, _ = make(costs, slots=20, **config)
     params = [SamplingParams(max_new_tokens=4, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
@@ -132,6 +133,8 @@ def test_three_sampled_tokens_follow_the_targets_distribution(config, costs):
 @pytest.mark.distribution
 def test_the_distribution_test_notices_the_distributions_of_another_draft():
     """With the heads' distributions shifted by one token the text no longer follows the target."""
+    from scipy.stats import chisquare
+
     num, prompt = 1500, [3, 1, 4]
     verifier, proposer, heads = make(None, slots=20)
     right = heads.run

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from speccompile.cli import serve
+from speccompile.cli.main import main
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Request
 from speccompile.serving.openai.process import Listener, bind, run, url_from_socket
@@ -109,12 +110,10 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path):
     assert "Address already in use" in done.stderr and "Choose another --host or --port." in done.stderr
 
 
-def test_an_address_that_others_reach_needs_a_key_or_is_warned_of(tmp_path):
+def test_an_address_that_others_reach_needs_a_key_or_is_warned_of(tmp_path, capsys):
     def run(*options):
-        command = [PROGRAM, "serve", str(tmp_path / "none"), "--port", "0", *options]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 7, "there is no such bundle"
-        return done.stderr
+        assert main(["serve", str(tmp_path / "none"), "--port", "0", *options]) == 7, "there is no such bundle"
+        return capsys.readouterr().err
 
     assert "warning: 0.0.0.0 is reached from other machines" in run("--host", "0.0.0.0")
     assert "warning" not in run("--host", "0.0.0.0", "--api-key", "secret") + run()
