@@ -4,8 +4,10 @@
 How far to draft is the method's own decision, by its budget (`speccompile.drafting.budget`). A budget has no
 measurements of steps that it never takes: how long plain steps take at this moment, and all that drafts cost. So the
 controller compares, for each batch size: a few steps with drafts and then a few without are timed, and the faster of
-the two is used until the next comparison. A comparison loses tokens, as half of its steps are slower; the next one
-comes when that loss is `MAX_LOSS` of the time in between.
+the two is used until the next comparison. While drafts are in use, all steps count and not only these few: where the
+budget drafts now and then, what a draft costs shows in the steps after it as well, as its weights took the cache from
+the target's. A comparison loses tokens, as half of its steps are slower; the next one comes when that loss is
+`MAX_LOSS` of the time in between.
 
 Only batches whose text does not depend on drafts may have a controller, as its decisions depend on measured times.
 """
@@ -22,7 +24,8 @@ from speccompile.runtime.slots import Slot, Step
 PLAIN, METHOD_DEFAULT = 0, None  # limits of a step: no drafts; as decided by the method's budget
 PROBE_LENGTH = 1  # of chains that measure the cost of drafts where the budget drafts nothing
 TURN = 6  # steps with drafts, and as many without, in a comparison
-MEMORY = 0.99  # per step, weight of the past in the tokens of a step with drafts
+MEMORY = 0.99  # per step, weight of the past in the tokens and the time of a step with drafts
+MAX_STEP = 3.0  # times the mean: other processes may hold up a step for longer, which does not count
 CLOSE = 1.15  # a gain between its inverse and this is compared again at once, for the first `NUM_FIRST` comparisons
 NUM_FIRST = 3
 MAX_LOSS = 0.005  # share of the time that comparisons may lose
@@ -182,7 +185,8 @@ class _Comparison:
     def __init__(self) -> None:
         self.is_on = True
         self.num_steps = self.num_plain = 0
-        self._tokens = self._num_drafting = 0.0  # per sequence in a step with drafts: decaying sums
+        # Decaying sums over the steps that the budget decided: tokens per sequence, steps; seconds, steps of these.
+        self._tokens = self._num_drafting = self._seconds = self._num_timed = 0.0
         self._log_ratio: float | None = None  # log(time of a step with drafts / of a plain one)
         self._num_compared = 0
         self._left = 2 * TURN  # steps until the next comparison ends; its last `TURN` are plain
@@ -225,6 +229,8 @@ class _Comparison:
         if limit is METHOD_DEFAULT:
             self._tokens = MEMORY * self._tokens + tokens
             self._num_drafting = MEMORY * self._num_drafting + 1
+            if not is_first:
+                self._time(step_s + read_s)
         if self._left <= 2 * TURN:
             if not is_first:
                 self._times[is_plain].append(step_s + read_s)
@@ -234,8 +240,16 @@ class _Comparison:
         if self._left == 0:
             self._compare()
 
+    def _time(self, step_s: float) -> None:
+        """Adds the seconds of a step to the mean of the steps with drafts in use."""
+        mean_s = self._seconds / self._num_timed if self._num_timed else step_s
+        self._seconds = MEMORY * self._seconds + min(step_s, MAX_STEP * mean_s)
+        self._num_timed = MEMORY * self._num_timed + 1
+
     def _compare(self) -> None:
         drafting, plain = (_typical(times) for times in self._times)
+        if self.is_on and self._num_timed > TURN:
+            drafting = self._seconds / self._num_timed
         if drafting > 0 and plain > 0 and not self._is_probe:
             found, known = math.log(drafting / plain), self._log_ratio
             self._log_ratio = found if known is None else known + NEW_WEIGHT * (found - known)

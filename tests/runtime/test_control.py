@@ -193,13 +193,37 @@ def run_exactly(controller: Controller, costs: Sequence[float]) -> list[bool]:
 
 
 def test_one_disturbed_comparison_changes_nothing_and_two_do() -> None:
-    """The second comparison, in which drafts do not pay, is repeated at once before the way changes."""
+    """The second comparison, in which drafts seem to pay, is repeated at once before the way changes."""
     settled, compared = 2 * TURN + LEAST_PAUSE, [True] * TURN + [False] * TURN
-    for slow_turns, stays in ((1, True), (2, False)):
-        costs = [1.2] * settled + [4.8] * (2 * TURN * slow_turns) + [1.2] * 100
+    for fast_turns, changes in ((1, False), (2, True)):
+        costs = [3.0] * settled + [0.75] * (2 * TURN * fast_turns) + [3.0] * 100
         drafted = run_exactly(Controller(), costs)
         assert drafted[settled : settled + 4 * TURN] == compared * 2
-        assert drafted[settled + 4 * TURN] is stays
+        assert drafted[settled + 4 * TURN] is changes
+
+
+def test_drafts_made_now_and_then_are_charged_with_the_steps_that_they_slow_down() -> None:
+    """One step of ten drafts, brings a token more, and slows down those after it: 0.82 of plain decoding's speed.
+
+    A comparison has one such step at most, which may as well be one that another process held up.
+    """
+    controller, num_plain = Controller(), 0
+    for at in range(4000):
+        is_plain = controller.plan(slots(1)) == PLAIN
+        num_plain += is_plain
+        kept = 0 if is_plain or at % 10 else 1
+        step_s = 1.0 if is_plain else 4.0 if kept else 1.05
+        step = Step(0, [7] * (1 + kept), kept, kept, False, "", None)
+        controller.observe(slots(1), [step], StepTimes(0.0, step_s, step_s))
+    assert num_plain > 3000
+
+
+def test_a_step_that_was_held_up_between_two_comparisons_does_not_count() -> None:
+    num_before = TURN + LEAST_PAUSE
+    controller = Controller()
+    run_exactly(controller, [1.2] * num_before + [500.0] + [1.2] * (3 * TURN))
+    assert controller.decisions()["1"]["drafts"] is True
+    assert controller.decisions()["1"]["gain"] == pytest.approx(2 / 1.2, rel=0.02)
 
 
 def test_one_long_step_of_a_comparison_does_not_count() -> None:
