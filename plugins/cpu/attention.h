@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cmath>
+#include <optional>
 
 #include "softmax.h"
 
@@ -58,7 +59,6 @@ struct Visibility {
         i64 num_visible;   // nodes that are seen
         i64 num_leading;   // of those, how many are nodes 0, 1, 2, ... without a gap
         const i64* nodes;  // the nodes that are seen, in order
-        i64 num_keys(i64 length) const { return length - first + num_visible; }
     };
     const Node* nodes;  // [batch, nodes]
 };
@@ -167,16 +167,62 @@ class QueryBlock {
         }
     }
 
-    void run() {
-        score_keys();
-        float factors[kQueries];
-        for (int q = 0; q < count_; q++) {
-            const i64 num_keys = nodes_[q]->num_keys(length_);
-            factors[q] = num_keys == 0 ? 0 : 1 / weigh_scores(scores_[q], num_keys, step_.scale, step_.softcap);
+    // The steps, in this order. Past rows come in tiles, which all blocks of a task read while they are in the cache.
+    void start_scores() {
+        for (int q = 0; q < count_; q++) {  // rows that only some windows reach
+            score_rows<1>(row(k_, nodes_[q]->first), own(q), step_.head_dim, &queries_[q], &scores_[q]);
         }
-        mix_values();
+    }
+
+    void score_tile(i64 first, i64 end) {
+        if (!cut(first, end, length_)) return;
+        float* to[kQueries];
+        for (int q = 0; q < count_; q++) to[q] = scores_[q] + (first - nodes_[q]->first);
+        score_rows(count_, row(k_, first), end - first, step_.head_dim, queries_, to);
+    }
+
+    // Key i of a query is its i-th past row, and after those its i-th visible node.
+    void finish_scores() {
+        i64 num_nodes = 0;
         for (int q = 0; q < count_; q++) {
-            for (i64 i = 0; i < step_.head_dim; i++) out_[q][i] = sums_[q][i] * factors[q];
+            const i64 num = nodes_[q]->num_visible, last = num > 0 ? nodes_[q]->nodes[num - 1] + 1 : 0;
+            num_nodes = last > num_nodes ? last : num_nodes;
+        }
+        score_rows(count_, row(k_, length_), num_nodes, step_.head_dim, queries_, tree_scores_);
+        for (int q = 0; q < count_; q++) {
+            float* at = scores_[q] + (length_ - nodes_[q]->first);
+            for (i64 i = 0; i < nodes_[q]->num_visible; i++) at[i] = tree_scores_[q][nodes_[q]->nodes[i]];
+            const i64 num_keys = length_ - nodes_[q]->first + nodes_[q]->num_visible;
+            factors_[q] = num_keys == 0 ? 0 : 1 / weigh_scores(scores_[q], num_keys, step_.scale, step_.softcap);
+        }
+    }
+
+    void start_values() {
+        for (int q = 0; q < count_; q++) {
+            const float* weights = scores_[q];
+            mix_rows<1>(row(v_, nodes_[q]->first), own(q), step_.head_dim, &weights, &sums_[q]);
+        }
+    }
+
+    void mix_tile(i64 first, i64 end) {
+        if (!cut(first, end, length_ + num_leading_)) return;  // the first nodes follow the past rows in the cache
+        const float* weights[kQueries];
+        for (int q = 0; q < count_; q++) weights[q] = scores_[q] + (first - nodes_[q]->first);
+        mix_rows(count_, row(v_, first), end - first, step_.head_dim, weights, sums_);
+    }
+
+    void finish_values() {
+        for (int q = 0; q < count_; q++) {
+            const float* weights = scores_[q] + (length_ - nodes_[q]->first + num_leading_);
+            const i64 *node = nodes_[q]->nodes + num_leading_, *end = nodes_[q]->nodes + nodes_[q]->num_visible;
+            while (node < end) {
+                i64 run = 1;
+                while (node + run < end && node[run] == node[0] + run) run++;
+                mix_rows<1>(row(v_, length_ + node[0]), run, step_.head_dim, &weights, &sums_[q]);
+                weights += run;
+                node += run;
+            }
+            for (i64 i = 0; i < step_.head_dim; i++) out_[q][i] = sums_[q][i] * factors_[q];
         }
     }
 
@@ -184,50 +230,14 @@ class QueryBlock {
     static i64 num_scores(const AttentionStep& step) { return round_up(step.rows + 3, kPartials); }
     static i64 num_tree_scores(const AttentionStep& step) { return round_up(step.nodes + 3, kPartials); }
 
-    // Key i of a query is its i-th past row, and after those its i-th visible node.
-    void score_keys() {
-        const i64 dim = step_.head_dim;
-        float* to[kQueries];
-        for (int q = 0; q < count_; q++) {  // rows that only some windows reach
-            const i64 own = first_ - nodes_[q]->first;
-            score_rows<1>(k_ + nodes_[q]->first * dim, own, dim, &queries_[q], &scores_[q]);
-            to[q] = scores_[q] + own;
-        }
-        score_rows(count_, k_ + first_ * dim, length_ - first_, dim, queries_, to);
-        i64 last = -1;
-        for (int q = 0; q < count_; q++) {
-            const i64 num = nodes_[q]->num_visible;
-            if (num > 0 && nodes_[q]->nodes[num - 1] > last) last = nodes_[q]->nodes[num - 1];
-        }
-        score_rows(count_, k_ + length_ * dim, last + 1, dim, queries_, tree_scores_);
-        for (int q = 0; q < count_; q++) {
-            float* at = scores_[q] + length_ - nodes_[q]->first;
-            for (i64 i = 0; i < nodes_[q]->num_visible; i++) at[i] = tree_scores_[q][nodes_[q]->nodes[i]];
-        }
-    }
-
-    void mix_values() {
-        const i64 dim = step_.head_dim;
-        const float* weights[kQueries];
-        for (int q = 0; q < count_; q++) {
-            const i64 own = first_ - nodes_[q]->first;
-            weights[q] = scores_[q];
-            mix_rows<1>(v_ + nodes_[q]->first * dim, own, dim, &weights[q], &sums_[q]);
-            weights[q] += own;
-        }
-        const i64 common = length_ - first_ + num_leading_;  // the first nodes follow the past rows in the cache
-        mix_rows(count_, v_ + first_ * dim, common, dim, weights, sums_);
-        for (int q = 0; q < count_; q++) {
-            weights[q] += common;
-            const i64 *node = nodes_[q]->nodes + num_leading_, *end = nodes_[q]->nodes + nodes_[q]->num_visible;
-            while (node < end) {
-                i64 run = 1;
-                while (node + run < end && node[run] == node[0] + run) run++;
-                mix_rows<1>(v_ + (length_ + node[0]) * dim, run, dim, &weights[q], &sums_[q]);
-                weights[q] += run;
-                node += run;
-            }
-        }
+    const float* row(const float* cache, i64 index) const { return cache + index * step_.head_dim; }
+    // Past rows that this query sees and another of the block does not.
+    i64 own(int q) const { return first_ - nodes_[q]->first; }
+    // Limits a tile to the rows that all queries of the block see; returns whether there are any.
+    bool cut(i64& first, i64& end, i64 limit) const {
+        first = first > first_ ? first : first_;
+        end = end < limit ? end : limit;
+        return first < end;
     }
 
     const AttentionStep& step_;
@@ -237,14 +247,40 @@ class QueryBlock {
     i64 first_ = 0, num_leading_ = 0;  // past rows from `first_` on and the first nodes are seen by all queries
     const Visibility::Node* nodes_[kQueries];
     float *queries_[kQueries], *sums_[kQueries], *scores_[kQueries], *tree_scores_[kQueries], *out_[kQueries];
+    float factors_[kQueries];
 };
 
-// Attends from queries first ... end - 1 of one kv head, whose rows are in the caches.
+constexpr int kTaskBlocks = 4;
+constexpr i64 kTaskQueries = kTaskBlocks * kQueries;  // queries of a task, where there are so many
+constexpr i64 kTileFloats = 4096;                     // of K or V in a tile: half of a first-level cache
+
+// Floats of scratch memory for a task.
+inline i64 task_floats(const AttentionStep& step) { return kTaskBlocks * QueryBlock::num_floats(step); }
+
+// Attends from queries first ... end - 1, at most `kTaskQueries`, of one kv head, whose rows are in the caches.
 inline void attend(const AttentionStep& step, const Visibility& seen, i64 slot, i64 kv_head, i64 first, i64 end,
                    float* memory) {
-    for (i64 q = first; q < end; q += kQueries) {
-        QueryBlock(step, seen, slot, kv_head, q, q + kQueries < end ? q + kQueries : end, memory).run();
+    std::optional<QueryBlock> blocks[kTaskBlocks];
+    int count = 0;
+    for (i64 q = first; q < end; q += kQueries, count++) {
+        const i64 block_end = q + kQueries < end ? q + kQueries : end;
+        float* own = memory + count * QueryBlock::num_floats(step);
+        blocks[count].emplace(step, seen, slot, kv_head, q, block_end, own);
     }
+    const i64 length = step.lengths[slot], rows = kTileFloats / step.head_dim + 1;
+    const i64 tile = round_up(rows < kScoreRows ? kScoreRows : rows, kScoreRows);
+    for (int i = 0; i < count; i++) blocks[i]->start_scores();
+    for (i64 row = 0; row < length; row += tile) {
+        for (int i = 0; i < count; i++) blocks[i]->score_tile(row, row + tile);
+    }
+    for (int i = 0; i < count; i++) {
+        blocks[i]->finish_scores();
+        blocks[i]->start_values();
+    }
+    for (i64 row = 0; row < length + step.nodes; row += tile) {
+        for (int i = 0; i < count; i++) blocks[i]->mix_tile(row, row + tile);
+    }
+    for (int i = 0; i < count; i++) blocks[i]->finish_values();
 }
 
 }  // namespace speccompile::cpu

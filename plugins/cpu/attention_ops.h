@@ -3,7 +3,6 @@
 #pragma once
 
 #include <atomic>
-#include <new>
 #include <string>
 
 #include "attention.h"
@@ -11,7 +10,6 @@
 
 namespace speccompile::cpu {
 
-constexpr i64 kTaskQueries = 16;  // queries of a task, where there are so many
 constexpr i64 kInlineWork = 64 << 10;  // multiply-adds that are done before another thread has woken up
 constexpr i64 kInlineRows = 32 << 10;  // floats of new rows, alike
 
@@ -59,7 +57,7 @@ inline void check_positions(const AttentionStep& step, const Visibility& seen, i
 
 inline float* block_memory(const AttentionStep& step) {
     thread_local Scratch scratch;
-    return scratch.get<float>(static_cast<std::size_t>(QueryBlock::num_floats(step)));
+    return scratch.get<float>(static_cast<std::size_t>(task_floats(step)));
 }
 
 inline void run_attention(const Context& context, const AttentionStep& step, i64 num_positions) {
