@@ -2,6 +2,7 @@
 // What ONNX Runtime looks for in a custom-op library: it takes all ops of the table below.
 #include <cstdlib>
 
+#include "attention_ops.h"
 #include "kernel.h"
 #include "linear.h"
 
@@ -15,6 +16,7 @@ constexpr int kLeastMajor = 1, kLeastMinor = 17;
 OpTable all_ops() {
     OpTable table;
     add_linear_ops(table);
+    add_attention_ops(table);
     return table;
 }
 

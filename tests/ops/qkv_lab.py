@@ -90,9 +90,9 @@ def random_call(
     return Call(op, inputs, {**op.attributes, **given})
 
 
-def naive(call: Call) -> np.ndarray:
-    """The output [batch, nodes, num_heads * head_dim] in float64, key by key from the definition."""
-    given = {name: np.asarray(value, np.float64) for name, value in call.inputs.items()}
+def naive(call: Call, dtype: type[np.floating[Any]] = np.float64) -> np.ndarray:
+    """The output [batch, nodes, num_heads * head_dim] in one dtype, key by key from the definition."""
+    given = {name: np.asarray(value, dtype) for name, value in call.inputs.items()}
     kinds, dim = call.attributes, call.attributes["head_dim"]
     num_heads, kv_heads, window = kinds["num_heads"], kinds["num_kv_heads"], kinds["window"]
     lengths, mask = call.inputs["lengths"], call.inputs["tree_mask"]
@@ -102,7 +102,7 @@ def naive(call: Call) -> np.ndarray:
 
     def prepared(row: np.ndarray, kind: str, position: int) -> np.ndarray:
         if f"{kind}_gamma" in given:
-            row = row / np.sqrt((row**2).mean() + kinds["epsilon"]) * given[f"{kind}_gamma"]
+            row = row / np.sqrt((row**2).mean() + dtype(kinds["epsilon"])) * given[f"{kind}_gamma"]
         if "cos" not in given:
             return row
         half = given["cos"].shape[1]
@@ -113,7 +113,7 @@ def naive(call: Call) -> np.ndarray:
             turned[a], turned[b] = row[a] * c - row[b] * s, row[b] * c + row[a] * s
         return turned
 
-    out = np.zeros((batch, nodes, num_heads, dim))
+    out = np.zeros((batch, nodes, num_heads, dim), dtype)
     for b, n, h in np.ndindex(batch, nodes, num_heads):
         kv = h * kv_heads // num_heads
         keys = [(given["k_cache"][b, kv, r], given["v_cache"][b, kv, r], r) for r in range(lengths[b])]
@@ -122,8 +122,9 @@ def naive(call: Call) -> np.ndarray:
             keys.append((prepared(k, "k", positions[b, i]), v, positions[b, i]))
         keys = [key for key in keys if window == 0 or positions[b, n] - key[2] < window]
         query = prepared(heads[b, n, h], "q", positions[b, n])
-        scores = np.array([query @ key[0] for key in keys]) * kinds["scale"]
-        scores = kinds["softcap"] * np.tanh(scores / kinds["softcap"]) if kinds["softcap"] else scores
+        scores = np.array([query @ key[0] for key in keys]) * dtype(kinds["scale"])
+        softcap = dtype(kinds["softcap"])
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
         weights = np.exp(scores - scores.max())
         out[b, n, h] = weights @ np.array([key[1] for key in keys]) / weights.sum()
     return out.reshape(batch, nodes, -1)

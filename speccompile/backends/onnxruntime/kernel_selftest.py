@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
+from speccompile.backends.onnxruntime.attention_cases import attention_cases, chain_fault
 from speccompile.backends.onnxruntime.tiny_models import one_node_model
 from speccompile.ops.op import DOMAIN, Op
 from speccompile.ops.packed_linear import PACKED_LINEARS
@@ -84,17 +86,39 @@ def open_case(case: Case, library: str, threads: int = 2) -> ort.InferenceSessio
 def fault_of(case: Case, library: str) -> str | None:
     """Returns what is wrong with the kernel of a case; None where nothing is."""
     session = open_case(case, library)
+    return error_of(case, session) or row_fault(case, session)
+
+
+def error_of(case: Case, session: ort.InferenceSession) -> str | None:
+    """Returns which output is not the twin's; None where all are."""
     got = run(session, case.inputs)
     wanted = case.op.twin(*case.inputs.values(), **case.attributes)
     for spec, mine, theirs in zip(case.op.outputs, got, wanted, strict=True):
         error = np.abs(mine - theirs).max() / np.abs(theirs).max()
         if not error <= TOLERANCE:
             return f"{case.op.name}: {spec.name} differs by {error:.2e} from the twin"
+    return None
+
+
+def row_fault(case: Case, session: ort.InferenceSession) -> str | None:
+    """Returns which row has other bits alone; None where none has."""
+    got = run(session, case.inputs)
     for row in range(NUM_ROWS):
         alone = {n: a[:, row : row + 1].copy() if n in case.by_row else a for n, a in case.inputs.items()}
         for mine, single in zip(got, run(session, alone), strict=True):
             if not np.array_equal(mine[:, row], single[:, 0]):
                 return f"{case.op.name}: row {row} depends on the other rows"
+    return None
+
+
+def attention_fault(library: str) -> str | None:
+    """Returns what is wrong with an attention kernel; None where nothing is."""
+    for op, inputs, attributes in attention_cases():
+        case = Case(op, inputs, attributes, ())
+        session = open_case(case, library)
+        fault = error_of(case, session) or chain_fault(op, partial(run, session), inputs)
+        if fault is not None:
+            return fault
     return None
 
 
@@ -105,6 +129,7 @@ def main() -> None:
         fault = fault_of(case, library)
         if fault is not None:
             sys.exit(fault)
+    sys.exit(attention_fault(library))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of the attention kernels for the self-test, and the test that a chain gives the bits of single steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.specs import LENGTHS, TREE_MASK
+from speccompile.ops.cached_attention import CACHED_ATTENTION
+from speccompile.ops.op import Op
+from speccompile.ops.qkv_attention import QKV_ATTENTION
+
+Arrays = dict[str, NDArray[Any]]
+Run = Callable[[Arrays], list[NDArray[Any]]]  # of one session: inputs by name -> outputs
+NODE_AXIS = {"q": 2, "k": 2, "v": 2, "qkv": 1}  # of the inputs that have one row for each node
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes of a call."""
+
+    batch: int = 2
+    nodes: int = 7
+    num_kv_heads: int = 2
+    group: int = 3
+    head_dim: int = 20
+    max_seq: int = 40
+    rotary_dim: int = 12
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of Q."""
+        return self.num_kv_heads * self.group
+
+
+def attention_inputs(op: Op, sizes: AttentionSizes, rng: np.random.Generator, lengths: NDArray[Any]) -> Arrays:
+    """Returns inputs of a step over chains, with `lengths` [batch] rows in use, for an attention op."""
+    batch, nodes, dim = sizes.batch, sizes.nodes, sizes.head_dim
+    angles = rng.standard_normal((sizes.max_seq, sizes.rotary_dim // 2))
+    shapes = {
+        "qkv": (batch, nodes, (sizes.num_heads + 2 * sizes.num_kv_heads) * dim),
+        "q": (batch, sizes.num_heads, nodes, dim),
+        **dict.fromkeys("kv", (batch, sizes.num_kv_heads, nodes, dim)),
+        **dict.fromkeys(("k_cache", "v_cache"), (batch, sizes.num_kv_heads, sizes.max_seq, dim)),
+        **dict.fromkeys(("q_gamma", "k_gamma"), (dim,)),
+    }
+    given: Arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    given |= {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
+    given[LENGTHS], given["num_rows"] = np.asarray(lengths, np.int64), np.array([sizes.max_seq])
+    given[TREE_MASK] = np.tile(np.tri(nodes, dtype=np.bool_), (batch, 1, 1))
+    return {tensor.name: given[tensor.name] for tensor in op.inputs}
+
+
+def attention_attributes(op: Op, sizes: AttentionSizes, **others: float) -> dict[str, int | float]:
+    """Returns all attributes of a call; `others` replace the defaults."""
+    known = {"num_heads", "num_kv_heads", "head_dim", "rotary_dim"} & set(op.attributes)
+    made = {"scale": sizes.head_dim**-0.5, **{name: getattr(sizes, name) for name in known}, **others}
+    return {**op.attributes, **made}
+
+
+def attention_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
+    """Yields (op, inputs, attributes): every attention op, plainly and with a window and a softcap."""
+    rng, sizes = np.random.default_rng(0), AttentionSizes()
+    for op in (CACHED_ATTENTION, *QKV_ATTENTION.values()):
+        for others in ({}, {"window": 5, "softcap": 2.0}):
+            inputs = attention_inputs(op, sizes, rng, np.array([0, sizes.max_seq - sizes.nodes]))
+            yield op, inputs, attention_attributes(op, sizes, **others)
+
+
+def single_steps(run: Run, inputs: Arrays) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Runs a chain node by node; yields (node, its output [batch, ...])."""
+    caches: Mapping[str, NDArray[Any]] = {name: inputs[name] for name in ("k_cache", "v_cache")}
+    for node in range(inputs[TREE_MASK].shape[1]):
+        step = {n: a.take([node], NODE_AXIS[n]) if n in NODE_AXIS else a for n, a in inputs.items()}
+        step |= {**caches, LENGTHS: inputs[LENGTHS] + node, TREE_MASK: np.ones((len(inputs[LENGTHS]), 1, 1), np.bool_)}
+        out, k_updated, v_updated = run(step)
+        caches = {"k_cache": k_updated, "v_cache": v_updated}
+        yield node, out[:, 0]
+
+
+def chain_fault(op: Op, run: Run, inputs: Arrays) -> str | None:
+    """Returns which node of a chain differs from a single step of it; None where all have equal bits."""
+    whole = run(inputs)[0]
+    for node, alone in single_steps(run, inputs):
+        if not np.array_equal(whole[:, node], alone):
+            return f"{op.name}: node {node} of a chain differs from a single step"
+    return None
