@@ -32,10 +32,6 @@ pytestmark = [needs_compiler, pytest.mark.plan]
 
 OPS = (CACHED_ATTENTION, *QKV_ATTENTION.values())
 NAMES = [op.name for op in OPS]
-    ort_state.Fail,
-    ort_state.RuntimeException,
-    ort_state.InvalidArgument,
-)  # in a step, and when a session is made
 HEAD_DIMS = (1, 2, 6, 16, 20, 64, 80, 128, 256)
 KINDS: list[dict[str, Any]] = [
     {},
