@@ -10,43 +10,62 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from speccompile.passes.attach_blocks import quantised_of
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of, weight_of
 
 BLOCK = 32
 ACCURACY_LEVEL = 4
+MAX_SCALE = np.float32(65504)  # of float16
 
 
-def blocks_from_weight(weight: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Symmetric block quantisation.
+def levels_from_weight(weight: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Symmetric rounding in blocks of 32 along the input.
 
     Args:
         weight: [in, out] float32.
         bits: 4 or 8.
 
     Returns:
+        [in, out] int8 levels and [in / 32 rounded up, out] float16 scales, to which they were rounded before the
+        levels were computed; a scale may be negative.
+    """
+    num_in, num_out = weight.shape
+    padded = np.pad(weight, ((0, -num_in % BLOCK), (0, 0))).reshape(-1, BLOCK, num_out)
+    middle = 1 << (bits - 1)
+    # The value of largest magnitude maps to -middle, the one level without a positive counterpart.
+    index = np.abs(padded).argmax(axis=1, keepdims=True)
+    peak = np.take_along_axis(padded, index, axis=1)
+    scales = np.clip(peak / np.float32(-middle), -MAX_SCALE, MAX_SCALE).astype(np.float16)
+    wide = scales.astype(np.float32)
+    inverse = np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide != 0)
+    levels = np.clip(np.rint(padded * inverse), -middle, middle - 1).astype(np.int8)
+    return levels.reshape(-1, num_out)[:num_in], scales[:, 0]
+
+
+def blocks_from_levels(levels: np.ndarray, scales: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lays quantised weights out as MatMulNBits reads them.
+
+    Args:
+        levels: [in, out] int8.
+        scales: [in / 32 rounded up, out] float16.
+        bits: 4 or 8.
+
+    Returns:
         [out, in / 32 rounded up, 32 * bits / 8] uint8, low nibble first, zero point 2^(bits - 1), and the scales
         [out, blocks] float32.
     """
-    num_in, num_out = weight.shape
-    num_blocks = -(-num_in // BLOCK)
-    padded = np.zeros((num_out, num_blocks * BLOCK), np.float32)
-    padded[:, :num_in] = weight.T
-    rows = padded.reshape(num_out, num_blocks, BLOCK)
-    middle = 1 << (bits - 1)
-    # The value of largest magnitude maps to -middle, the one level without a positive counterpart.
-    index = np.abs(rows).argmax(axis=2, keepdims=True)
-    peak = np.take_along_axis(rows, index, axis=2)
-    scale = (peak / np.float32(-middle)).astype(np.float32)
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
-    levels = np.clip(np.rint(rows * inverse) + middle, 0, 2 * middle - 1).astype(np.uint8)
+    num_in, num_out = levels.shape
+    stored = np.full((num_out, len(scales) * BLOCK), 1 << (bits - 1), np.uint8)
+    stored[:, :num_in] += levels.T.view(np.uint8)  # modulo 256
+    stored = stored.reshape(num_out, len(scales), BLOCK)
     if bits == 4:
-        levels = levels[:, :, 0::2] | (levels[:, :, 1::2] << 4)
-    return np.ascontiguousarray(levels), np.ascontiguousarray(scale[:, :, 0])
+        stored = stored[:, :, 0::2] | (stored[:, :, 1::2] << 4)
+    return np.ascontiguousarray(stored), np.ascontiguousarray(scales.T.astype(np.float32))
 
 
 def quantize_blocks(model: ir.Model, bits: int) -> int:
-    """Quantise every linear with constant weights [in, out]; returns their number."""
+    """Quantise every linear with constant weights [in, out], attached levels first; returns their number."""
     model.opset_imports["com.microsoft"] = 1
     count = 0
     for node in nodes_of(model, "MatMul"):
@@ -54,7 +73,8 @@ def quantize_blocks(model: ir.Model, bits: int) -> int:
         weight = weight_of(value)
         if weight is None or value is None or value.name is None or len(weight.shape) != 2:
             continue
-        levels, scale = blocks_from_weight(weight.numpy(), bits)
+        quantised = quantised_of(weight, bits) or levels_from_weight(weight.numpy(), bits)
+        levels, scale = blocks_from_levels(*quantised, bits)
         num_in, num_out = sizes_of(weight)
         edit = Editor(model, node)
         out = edit.op(

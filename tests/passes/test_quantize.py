@@ -6,8 +6,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from speccompile.errors import PassError
+from speccompile.passes.attach_blocks import attach_blocks
+from speccompile.passes.compensation import Blocks
 from speccompile.passes.edit import Editor
-from speccompile.passes.quantize_blocks import blocks_from_weight, quantize_blocks
+from speccompile.passes.quantize_blocks import blocks_from_levels, levels_from_weight, quantize_blocks
 from speccompile.passes.quantize_int8 import int8_from_weight, quantize_int8
 
 
@@ -77,7 +80,42 @@ def test_int8_weights_round_to_the_nearest_level() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_pad_the_last_block_with_the_zero_point(bits: int) -> None:
     weight = np.random.default_rng(0).standard_normal((40, 3)).astype(np.float32)
-    levels, scale = blocks_from_weight(weight, bits)
+    levels, scale = blocks_from_levels(*levels_from_weight(weight, bits), bits)
     assert levels.shape == (3, 2, 32 * bits // 8) and scale.shape == (3, 2)
     zero = 0x88 if bits == 4 else 0x80
     assert (levels[:, 1, 8 * bits // 8 :] == zero).all()
+
+
+@pytest.mark.parametrize(("bits", "num_in"), [(4, 64), (4, 45), (8, 96)])
+def test_levels_are_the_nearest_to_scales_of_float16(bits: int, num_in: int) -> None:
+    weight = np.random.default_rng(bits).standard_normal((num_in, 9)).astype(np.float32)
+    levels, scales = levels_from_weight(weight, bits)
+    wide = np.repeat(scales.astype(np.float32), 32, axis=0)[:num_in]
+    assert levels.dtype == np.int8 and scales.dtype == np.float16
+    middle = 1 << (bits - 1)
+    np.testing.assert_array_equal(levels, np.clip(np.rint(weight / wide), -middle, middle - 1))
+    assert (np.abs(levels * wide - weight) <= np.abs(wide) * 1.01).all()  # one level more on one side
+
+
+@pytest.mark.parametrize("num_in", [64, 45])
+def test_the_product_takes_weights_that_are_attached(num_in: int) -> None:
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((num_in, 12)).astype(np.float32)
+    levels = rng.integers(-8, 8, (num_in, 12)).astype(np.int8)
+    blocks = Blocks(levels, rng.uniform(-1, 1, (-(-num_in // 32), 12)).astype(np.float16))
+    model = make_linear(weight)
+    assert attach_blocks(model, {"w": blocks}) == 1
+    np.testing.assert_array_equal(model.graph.initializers["w"].const_value.numpy(), blocks.weight())
+    assert quantize_blocks(model, 4) == 1
+    eye = np.eye(num_in, dtype=np.float32)[None]  # 127 / 127 is exact: every row gives a row of the weights
+    got = session_of(model).run(None, {"x": eye})[0][0]
+    np.testing.assert_allclose(got, blocks.weight(), rtol=1e-6)
+
+
+def test_weights_of_another_graph_are_not_attached() -> None:
+    weight = np.ones((64, 12), np.float32)
+    blocks = Blocks(np.ones((64, 11), np.int8), np.ones((2, 11), np.float16))
+    with pytest.raises(PassError, match="no weights w"):
+        attach_blocks(make_linear(weight), {"v": blocks})
+    with pytest.raises(PassError, match=r"w of shape \[64, 11\]"):
+        attach_blocks(make_linear(weight), {"w": blocks})
