@@ -100,9 +100,10 @@ def _order(diagonal: NDArray[np.float64]) -> NDArray[np.int64]:
 def _upper_factor(matrix: NDArray[np.float64]) -> NDArray[np.float64] | None:
     """Returns V with V V^T = matrix, upper triangular; None where it is not positive definite."""
     try:
-        return np.linalg.cholesky(matrix[::-1, ::-1])[::-1, ::-1]
+        upper = np.asarray(np.linalg.cholesky(matrix[::-1, ::-1]), np.float64)[::-1, ::-1]
     except np.linalg.LinAlgError:
         return None
+    return upper
 
 
 def compensated_blocks(weight: Floats, factor: Factor) -> Blocks:
@@ -169,7 +170,8 @@ def best_scales(block: Floats, importance: Floats) -> NDArray[np.float16]:
         is_better = error < least
         np.copyto(best, scale, where=is_better)
         np.copyto(least, error, where=is_better)
-    return best.astype(np.float16)
+    rounded: NDArray[np.float16] = best.astype(np.float16)
+    return rounded
 
 
 def _inverse(scale: Floats) -> Floats:

@@ -58,10 +58,10 @@ def blocks_from_levels(levels: np.ndarray, scales: np.ndarray, bits: int) -> tup
     num_in, num_out = levels.shape
     stored = np.full((num_out, len(scales) * BLOCK), 1 << (bits - 1), np.uint8)
     stored[:, :num_in] += levels.T.view(np.uint8)  # modulo 256
-    stored = stored.reshape(num_out, len(scales), BLOCK)
+    rows: np.ndarray = stored.reshape(num_out, len(scales), BLOCK)
     if bits == 4:
-        stored = stored[:, :, 0::2] | (stored[:, :, 1::2] << 4)
-    return np.ascontiguousarray(stored), np.ascontiguousarray(scales.T.astype(np.float32))
+        rows = rows[:, :, 0::2] | (rows[:, :, 1::2] << 4)
+    return np.ascontiguousarray(rows), np.ascontiguousarray(scales.T.astype(np.float32))
 
 
 def quantize_blocks(model: ir.Model, bits: int) -> int:

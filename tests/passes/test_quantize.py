@@ -107,9 +107,9 @@ def test_the_product_takes_weights_that_are_attached(num_in: int) -> None:
     assert attach_blocks(model, {"w": blocks}) == 1
     np.testing.assert_array_equal(model.graph.initializers["w"].const_value.numpy(), blocks.weight())
     assert quantize_blocks(model, 4) == 1
-    eye = np.eye(num_in, dtype=np.float32)[None]  # 127 / 127 is exact: every row gives a row of the weights
+    eye = np.eye(num_in, dtype=np.float32)[None]  # every row gives a row of the weights
     got = session_of(model).run(None, {"x": eye})[0][0]
-    np.testing.assert_allclose(got, blocks.weight(), rtol=1e-6)
+    np.testing.assert_allclose(got, blocks.weight(), rtol=1e-4, atol=1e-5)
 
 
 def test_weights_of_another_graph_are_not_attached() -> None:
