@@ -64,10 +64,27 @@ def interleave_gate(weight: Array) -> Array:
     return np.concatenate(parts, axis=2).reshape(num_in, -1)
 
 
+def packed_dims(num_in: int, num_out: int, form: str, *, has_gate: bool = False) -> tuple[int, ...]:
+    """Returns the dims of packed weights; with a gate, each half of the columns is padded to a multiple of 16."""
+    columns = -(-num_out // 2 // (COLUMNS // 2)) * COLUMNS if has_gate else num_out
+    panels, rows = -(-columns // COLUMNS), -(-num_in // UNITS[form]) * UNITS[form]
+    inner = {
+        "F32": (rows, COLUMNS),
+        "Bf16": (rows // 2, COLUMNS, 2),
+        "Int8": (rows // GROUP, 8, COLUMNS, 4),
+        "Int4": (rows // GROUP, 4, COLUMNS, 4),
+    }
+    return (panels, *inner[form])
+
+
+def _padded(weight: Array, form: str) -> Array:
+    num_in, num_out = weight.shape
+    return np.pad(weight, ((0, -num_in % UNITS[form]), (0, -num_out % COLUMNS)))
+
+
 def pack(weight: Array, form: str) -> Packed:
     """Packs weights [K, N] float32 (of Bf16: bfloat16 or float32, which is rounded); see the module for the layouts."""
-    num_in, num_out = weight.shape
-    padded = np.pad(weight, ((0, -num_in % UNITS[form]), (0, -num_out % COLUMNS)))
+    padded = _padded(weight, form)
     rows, panels = padded.shape[0], padded.shape[1] // COLUMNS
     if form == "F32":
         return Packed(np.ascontiguousarray(padded.reshape(rows, panels, COLUMNS).transpose(1, 0, 2), np.float32))
@@ -78,6 +95,32 @@ def pack(weight: Array, form: str) -> Packed:
         return Packed(np.ascontiguousarray(pairs.transpose(2, 0, 3, 1)))
     levels, scales = quantize_groups(padded.astype(np.float32, copy=False), form)
     return pack_levels(levels, scales, form)
+
+
+def pack_scales(weight: Array, form: str) -> Array:
+    """Returns the scales of `pack` alone."""
+    groups = (
+        _padded(weight, form)
+        .astype(np.float32, copy=False)
+        .reshape(-1, GROUP, -(-weight.shape[1] // COLUMNS) * COLUMNS)
+    )
+    return _scales_in_panels(group_scales(groups, form))
+
+
+def _scales_in_panels(scales: Array) -> Array:
+    groups, columns = scales.shape
+    return np.ascontiguousarray(scales.reshape(groups, columns // COLUMNS, COLUMNS).transpose(1, 0, 2))
+
+
+def group_scales(groups: Array, form: str) -> Array:
+    """Returns the scales [groups, N] float16 of weights [groups, 32, N] float32; see `quantize_groups`."""
+    most = np.float32(65504)
+    if form == "Int8":
+        scale = np.abs(groups).max(axis=1) / np.float32(127)
+    else:
+        index = np.abs(groups).argmax(axis=1, keepdims=True)
+        scale = np.take_along_axis(groups, index, axis=1)[:, 0] / np.float32(-8)
+    return np.clip(scale, -most, most).astype(np.float16)
 
 
 def quantize_groups(weight: Array, form: str) -> tuple[Array, Array]:
@@ -91,13 +134,9 @@ def quantize_groups(weight: Array, form: str) -> tuple[Array, Array]:
         [K, N] int8 levels and [K / 32, N] float16 scales; a scale may be negative.
     """
     groups = weight.reshape(-1, GROUP, weight.shape[1])
-    index = np.abs(groups).argmax(axis=1, keepdims=True)
-    peak = np.take_along_axis(groups, index, axis=1)
-    most = np.float32(65504)
-    scale = np.abs(peak) / np.float32(127) if form == "Int8" else peak / np.float32(-8)
-    scales = np.clip(scale, -most, most).astype(np.float16)
-    levels = levels_from_groups(groups, scales.astype(np.float32), form)
-    return levels.reshape(weight.shape), scales[:, 0]
+    scales = group_scales(groups, form)
+    levels = levels_from_groups(groups, scales[:, None].astype(np.float32), form)
+    return levels.reshape(weight.shape), scales
 
 
 def levels_from_groups(groups: Array, scales: Array, form: str) -> Array:
@@ -118,7 +157,7 @@ def pack_levels(levels: Array, scales: Array, form: str) -> Packed:
         nibbles = stored.reshape(groups, 4, 2, 4, panels, COLUMNS)
         quads = nibbles[:, :, 0] | (nibbles[:, :, 1] << 4)
     weights = np.ascontiguousarray(quads.transpose(3, 0, 1, 4, 2))
-    return Packed(weights, np.ascontiguousarray(scales.reshape(groups, panels, COLUMNS).transpose(1, 0, 2)))
+    return Packed(weights, _scales_in_panels(scales))
 
 
 def unpack_levels(weights: Array, form: str) -> Array:

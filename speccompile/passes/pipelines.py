@@ -13,6 +13,7 @@ from speccompile.passes.attach_tail import attach_tail
 from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.fold_scale import FOLD_SCALE
+from speccompile.passes.fuse_norm_linears import FUSE_NORM_LINEARS
 from speccompile.passes.half_precision import half_precision_pass
 from speccompile.passes.inline_bodies import INLINE_BODIES
 from speccompile.passes.lint_tensorrt import check_io_pass, lint_pass
@@ -21,6 +22,7 @@ from speccompile.passes.lower_attention_tensorrt import LOWER_ATTENTION_TENSORRT
 from speccompile.passes.lower_cross_attention import LOWER_CROSS_ATTENTION, LOWER_CROSS_ATTENTION_TENSORRT
 from speccompile.passes.merge_heads import MERGE_HEADS
 from speccompile.passes.merge_linears import MERGE_LINEARS
+from speccompile.passes.pack_linears import pack_linears_pass
 from speccompile.passes.pad_integers import PAD_INTEGERS
 from speccompile.passes.quantize_blocks import quantize_blocks_pass
 from speccompile.passes.quantize_int8 import QUANTIZE_INT8
@@ -28,12 +30,18 @@ from speccompile.passes.quantize_qdq import quantize_qdq_pass
 from speccompile.passes.shapes_on_device import SHAPES_ON_DEVICE
 from speccompile.passes.tie_weights import TIE_WEIGHTS
 
+# The form that our CPU kernels compute, where there is a library of them.
+PACKED = "packed"
 # Kernel forms of each weight quantisation on ONNX Runtime's CPU; it is chosen by time and distance
 # to float32, both measured at build time.
 ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
-    "none": {"fp32": ()},
-    "int8": {"rowq8": (QUANTIZE_INT8,), "blocks32": (quantize_blocks_pass(8),)},
-    "int4": {"blocks32": (quantize_blocks_pass(4),)},
+    "none": {"fp32": (), PACKED: (pack_linears_pass("float"), FUSE_NORM_LINEARS)},
+    "int8": {
+        "rowq8": (QUANTIZE_INT8,),
+        "blocks32": (quantize_blocks_pass(8),),
+        PACKED: (pack_linears_pass("int8"), FUSE_NORM_LINEARS),
+    },
+    "int4": {"blocks32": (quantize_blocks_pass(4),), PACKED: (pack_linears_pass("int4"), FUSE_NORM_LINEARS)},
 }
 
 # The passes on CUDA after bodies are attached: without them nodes on the CPU and copies prevent CUDA graphs.

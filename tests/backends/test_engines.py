@@ -9,7 +9,11 @@ import pytest
 from speccompile.core import specs
 from speccompile.errors import RuntimeFault
 
-FORMS = [("none", "fp32"), ("int8", "rowq8"), ("int8", "blocks32"), ("int4", "blocks32")]
+FORMS = [
+    *(("none", "fp32"), ("none", "packed")),
+    *(("int8", "rowq8"), ("int8", "blocks32"), ("int8", "packed")),
+    *(("int4", "blocks32"), ("int4", "packed")),
+]
 TOKENS = np.random.default_rng(7).integers(0, 97, 400)
 
 

@@ -7,12 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speccompile.backends.onnxruntime import fidelity, tune
+from speccompile.backends.onnxruntime import fidelity, kernel_library, tune
 from speccompile.backends.onnxruntime.backend import OnnxRuntimeBackend
-from speccompile.backends.onnxruntime.fidelity import MAX_KL, Distance, choose_form, distance, with_logits
+from speccompile.backends.onnxruntime.fidelity import (
+    MAX_KL,
+    MAX_KL_UNQUANTIZED,
+    Distance,
+    choose_form,
+    distance,
+    with_logits,
+)
+from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import LOGITS, candidate_spec, decoder_spec, verified_spec
 from speccompile.errors import BuildError
 
+FORMS = ("rowq8", "blocks32", *(("packed",) if kernel_library.find_compiler() else ()))
 FAST, SLOW = {"1": 1.0, "4": 1.0}, {"1": 2.0, "4": 3.0}
 
 
@@ -27,6 +36,31 @@ def test_the_fastest_of_the_near_forms_is_taken() -> None:
 def test_where_no_form_is_near_the_nearest_is_taken_however_slow() -> None:
     far, further = Distance(0.01, 0.9), Distance(0.02, 0.9)
     assert choose_form({"coarse": FAST, "fine": SLOW}, {"coarse": further, "fine": far}) == "fine"
+
+
+def test_without_quantisation_a_form_must_be_nearer() -> None:
+    near, far = Distance(MAX_KL_UNQUANTIZED, 1.0), Distance(MAX_KL_UNQUANTIZED * 1.01, 1.0)
+    times = {"fp32": SLOW, "packed": FAST}
+    assert choose_form(times, {"fp32": Distance(0, 1.0), "packed": near}, MAX_KL_UNQUANTIZED) == "packed"
+    assert choose_form(times, {"fp32": Distance(0, 1.0), "packed": far}, MAX_KL_UNQUANTIZED) == "fp32"
+
+
+def test_the_packed_form_of_unquantised_weights_is_within_rounding_of_float32(compiled: Any) -> None:
+    reference, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
+    packed = compiled("onnxruntime", "none", "packed", "target")[0]
+    [found] = fidelity.measure_distances(reference, {"packed": packed}, spec).values()
+    assert found.kl <= 1e-9 and found.top1 == 1.0
+
+
+def test_without_kernels_the_packed_form_is_not_tried(
+    neutral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, dims = neutral
+    monkeypatch.setattr(kernel_library, "find_library", lambda: None)
+    backend = OnnxRuntimeBackend()
+    report = backend.compile(model, verified_spec(decoder_spec("target", dims)), tmp_path)
+    assert report["form"] == "fp32" and report["forms_measured"] == {}
+    assert backend.depends_on(CompileOptions())["cpu_kernels"] is False
 
 
 def test_a_draft_s_form_is_a_matter_of_speed() -> None:
@@ -46,19 +80,19 @@ def test_the_distance_is_the_mean_kl_divergence() -> None:
 def test_forms_of_a_real_graph_are_measured_and_chosen(
     neutral: Any, compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both int8 forms are built, `rowq8` is made to look twice as fast, and the one near float32 is taken."""
+    """All int8 forms are built, `rowq8` is made to look twice as fast, and the one near float32 is taken."""
     model, dims = neutral
     monkeypatch.setattr(tune, "measure_graph", lambda path, spec: {"step_ms": FAST if "rowq8" in str(path) else SLOW})
     spec = verified_spec(decoder_spec("target", dims), keep_logits=True)
     report = OnnxRuntimeBackend().compile(model, spec, tmp_path, quantization="int8")
     distances = report["form_distances"]
-    assert set(distances) == set(report["forms_measured"]) == {"rowq8", "blocks32"}
+    assert set(distances) == set(report["forms_measured"]) == set(FORMS)
     assert 0 < distances["blocks32"]["kl"] < distances["rowq8"]["kl"]
     near = [form for form, row in distances.items() if row["kl"] <= MAX_KL]
     assert report["form"] == ("rowq8" if "rowq8" in near else "blocks32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["graph.onnx", "graph.onnx.data"]
     # As when each is measured separately: only the form differs.
-    one = {form: compiled("onnxruntime", "int8", form, "target")[0] for form in ("rowq8", "blocks32")}
+    one = {form: compiled("onnxruntime", "int8", form, "target")[0] for form in FORMS}
     reference = compiled("onnxruntime", "none", "fp32", "target")[0]
     again = fidelity.measure_distances(reference, one, spec)
     assert {form: row.kl for form, row in again.items()} == {form: row["kl"] for form, row in distances.items()}
@@ -73,7 +107,7 @@ def test_a_target_without_logits_is_measured_with_them_and_written_without(
 
     def measure(reference: Path, forms: Any, spec: Any) -> dict[str, Distance]:
         seen.append(spec)
-        return {"rowq8": Distance(1.0, 0.5), "blocks32": Distance(0.0, 1.0)}
+        return {form: Distance(float(form != "blocks32"), 0.5) for form in FORMS}
 
     monkeypatch.setattr(fidelity, "measure_distances", measure)
     spec = verified_spec(decoder_spec("target", dims))

@@ -74,11 +74,14 @@ class OnnxRuntimeBackend(Backend):
         Raises:
             PassError, BuildError, RecipeError.
         """
+        from speccompile.backends.onnxruntime.kernel_library import find_library
         from speccompile.backends.writing import lower_and_save
-        from speccompile.passes.pipelines import ORT_QUANTIZATION, onnxruntime_table
+        from speccompile.passes.pipelines import ORT_QUANTIZATION, PACKED, onnxruntime_table
 
         del options
-        forms = [form] if form else list(ORT_QUANTIZATION.get(quantization, {quantization: ()}))
+        known = ORT_QUANTIZATION.get(quantization, {quantization: ()})
+        # Without our kernels the packed form runs ONNX Runtime's, as the others do.
+        forms = [form] if form else [f for f in known if f != PACKED or find_library() is not None]
         dest.mkdir(parents=True, exist_ok=True)
         if len(forms) > 1:
             return self._compile_best(model, spec, dest, quantization, forms, progress)
@@ -95,7 +98,13 @@ class OnnxRuntimeBackend(Backend):
         progress: Callable[[str], None] | None,
     ) -> dict[str, Any]:
         """Lowers and measures each form and keeps one: see `compile`."""
-        from speccompile.backends.onnxruntime.fidelity import choose_form, measure_distances, with_logits
+        from speccompile.backends.onnxruntime.fidelity import (
+            MAX_KL,
+            MAX_KL_UNQUANTIZED,
+            choose_form,
+            measure_distances,
+            with_logits,
+        )
         from speccompile.backends.onnxruntime.tune import measure_graph
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.pipelines import onnxruntime_table
@@ -115,7 +124,7 @@ class OnnxRuntimeBackend(Backend):
                 lower_and_save(model, onnxruntime_table(tried, "none", "fp32"), reference, progress)
                 says("distance to float32")
                 distances = measure_distances(reference, files, tried)
-            best = choose_form(step_ms, distances)
+            best = choose_form(step_ms, distances, MAX_KL_UNQUANTIZED if quantization == "none" else MAX_KL)
             if tried == spec:
                 for file in files[best].parent.iterdir():
                     file.rename(dest / file.name)
@@ -133,10 +142,11 @@ class OnnxRuntimeBackend(Backend):
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
         """Returns what else a compiled graph depends on: the machine, as kernel forms are chosen by measuring."""
+        from speccompile.backends.onnxruntime.kernel_library import find_library
         from speccompile.backends.onnxruntime.tune import cpu_name
 
         del options
-        return {"machine": cpu_name()}
+        return {"machine": cpu_name(), "cpu_kernels": find_library() is not None}
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
         """Measure thread counts and step costs of a lowered graph: see `measure_graph`."""

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linears -> PackedLinear or GatedPackedLinear with weights in the layout of the CPU kernels.
+
+A bias that is added to the product is folded in, and so is the gate of a merged gate-and-up projection: Split, an
+activation of one half, and the product with the other. A weight that several linears read is packed once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from speccompile.ops import packing
+from speccompile.ops.packed_linear import GELU_ERF, GELU_TANH, SILU, op_name
+from speccompile.passes.base import Pass
+from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace, sizes_of, weight_of
+from speccompile.passes.match import ints, only_use, operands, replace_tree
+
+Weights = Literal["float", "int8", "int4"]
+_FORMS = {"int8": "Int8", "int4": "Int4"}
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """act(one half of a linear's columns) * the other half.
+
+    Args:
+        last: the product of both halves.
+        activation: as the op's attribute.
+        is_second: the activation reads the second half.
+    """
+
+    last: ir.Node
+    activation: int
+    is_second: bool
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A product with constant weights and what is folded into it."""
+
+    node: ir.Node
+    weight: ir.Value
+    add: ir.Node | None
+    bias: ir.Value | None
+    gate: _Gate | None
+
+    @property
+    def last(self) -> ir.Node:
+        return self.gate.last if self.gate is not None else self.add or self.node
+
+
+def _bias_of(node: ir.Node, num_out: int) -> tuple[ir.Node, ir.Value] | tuple[None, None]:
+    use = only_use(node.outputs[0])
+    if use is not None and use.op_type == "Add" and use.domain == "":
+        for product, bias in operands(use):
+            tensor = weight_of(bias)
+            is_vector = tensor is not None and sizes_of(tensor) == (num_out,) and tensor.dtype == ir.DataType.FLOAT
+            if product is node.outputs[0] and is_vector:
+                return use, bias
+    return None, None
+
+
+def _activation_of(half: ir.Value, other: ir.Value) -> tuple[ir.Node, int] | None:
+    """Returns the Mul of `other` and an activation of `half`, and its kind."""
+    users = [use.node for use in half.uses()]
+    if half.is_graph_output() or any(user.domain != "" for user in users):
+        return None
+    by_type = {user.op_type: user for user in users}
+    if list(by_type) == ["Gelu"] and len(users) == 1:
+        approximate = users[0].attributes.get("approximate")
+        kind = GELU_TANH if approximate is not None and approximate.as_string() == "tanh" else GELU_ERF
+        active = users[0].outputs[0]
+    elif set(by_type) == {"Sigmoid", "Mul"} and len(users) == 2:
+        product = by_type["Mul"]
+        if only_use(by_type["Sigmoid"].outputs[0]) is not product:
+            return None
+        kind, active = SILU, product.outputs[0]
+    else:
+        return None
+    last = only_use(active)
+    if last is None or last.op_type != "Mul" or last.domain != "" or only_use(other) is not last:
+        return None
+    return last, kind
+
+
+def _gate_of(product: ir.Value, num_out: int) -> _Gate | None:
+    split = only_use(product)
+    if split is None or split.op_type != "Split" or split.domain != "" or len(split.outputs) != 2 or num_out % 2:
+        return None
+    axis = split.attributes.get("axis")
+    sizes = ints(split.inputs[1]) if len(split.inputs) > 1 else [num_out // 2] * 2
+    if axis is None or axis.as_int() not in (-1, 2) or sizes != [num_out // 2] * 2:
+        return None
+    first, second = split.outputs
+    for half, other in ((first, second), (second, first)):
+        found = _activation_of(half, other)
+        if found is not None:
+            return _Gate(*found, is_second=half is second)
+    return None
+
+
+def _linears(model: ir.Model) -> list[_Linear]:
+    found = []
+    for node in nodes_of(model, "MatMul"):
+        source, value = node.inputs
+        weight = weight_of(value)
+        if weight is None or value is None or source is None or len(weight.shape) != 2:
+            continue
+        if weight.dtype != ir.DataType.FLOAT or source.dtype not in (None, ir.DataType.FLOAT):
+            continue
+        num_out = sizes_of(weight)[1]
+        add, bias = _bias_of(node, num_out)
+        product = (add or node).outputs[0]
+        found.append(_Linear(node, value, add, bias, _gate_of(product, num_out)))
+    return found
+
+
+def is_bfloat16(weight: np.ndarray) -> bool:
+    """Returns whether every number of a float32 array is one of bfloat16."""
+    return not (np.ascontiguousarray(weight).view(np.uint32) & 0xFFFF).any()
+
+
+class _Packer:
+    """Packs each weight once."""
+
+    def __init__(self, model: ir.Model, weights: Weights) -> None:
+        self.model, self.weights = model, weights
+        self.made: dict[tuple[str, bool, bool], tuple[str, list[ir.Value]]] = {}
+
+    def pack(self, linear: _Linear, edit: Editor) -> tuple[str, list[ir.Value]]:
+        """Returns the form and the constants: weights, and scales where the form has them."""
+        gate = linear.gate
+        key = (str(linear.weight.name), gate is not None, gate is not None and gate.is_second)
+        if key not in self.made:
+            self.made[key] = self._pack(linear, edit)
+        return self.made[key]
+
+    def _pack(self, linear: _Linear, edit: Editor) -> tuple[str, list[ir.Value]]:
+        tensor, gate = linear.weight.const_value, linear.gate
+        assert tensor is not None
+        form = _FORMS.get(self.weights) or ("Bf16" if is_bfloat16(tensor.numpy()) else "F32")
+
+        def arranged() -> np.ndarray:
+            array = tensor.numpy()
+            if gate is None:
+                return array
+            return packing.interleave_gate(_swapped(array) if gate.is_second else array)
+
+        num_in, num_out = sizes_of(tensor)
+        dims = packing.packed_dims(num_in, num_out, form, has_gate=gate is not None)
+        name = f"{linear.weight.name}.packed"
+        dtype = _DTYPES[form]
+        # Lazy: a packed copy exists only while it is written out.
+        lazy = ir.LazyTensor(
+            lambda: ir.tensor(packing.pack(arranged(), form).weights), dtype, ir.Shape(dims), name=name
+        )
+        values = [edit.const(lazy, name)]
+        if packing.is_integer(form):
+            values.append(edit.const(packing.pack_scales(arranged(), form), f"{name}.scales"))
+        return form, values
+
+
+_DTYPES = {
+    "F32": ir.DataType.FLOAT,
+    "Bf16": ir.DataType.BFLOAT16,
+    "Int8": ir.DataType.UINT8,
+    "Int4": ir.DataType.UINT8,
+}
+
+
+def _swapped(array: np.ndarray) -> np.ndarray:
+    """Returns the second half of the columns before the first."""
+    half = array.shape[-1] // 2
+    return np.concatenate([array[..., half:], array[..., :half]], axis=-1)
+
+
+def _bias_value(linear: _Linear, edit: Editor, num_out: int) -> ir.Value:
+    if linear.bias is None:
+        return edit.const(np.zeros(num_out, np.float32), f"zeros.{num_out}")
+    if linear.gate is None or not linear.gate.is_second:
+        return linear.bias
+    tensor = linear.bias.const_value
+    assert tensor is not None
+    return edit.const(_swapped(tensor.numpy()), f"{linear.bias.name}.swapped")
+
+
+def pack_linears(model: ir.Model, weights: Weights) -> int:
+    """Pack every linear with constant weights [in, out].
+
+    Args:
+        model: to be changed in place.
+        weights: float: bfloat16 where every weight is one of its numbers, else float32; int8 or int4: quantised in
+            groups of 32.
+
+    Returns:
+        The number of linears.
+    """
+    linears, packer = _linears(model), _Packer(model, weights)
+    for linear in linears:
+        edit = Editor(model, linear.last)
+        form, constants = packer.pack(linear, edit)
+        assert linear.weight.const_value is not None
+        num_in, num_out = sizes_of(linear.weight.const_value)
+        attributes = {"num_in": num_in, "num_out": num_out}
+        if linear.gate is not None:
+            attributes["activation"] = linear.gate.activation
+        bias = _bias_value(linear, edit, num_out)
+        name = op_name(form, has_gate=linear.gate is not None)
+        out = edit.op(name, linear.node.inputs[0], *constants, bias, domain=OPS_DOMAIN, **attributes)
+        out.shape, out.type = linear.last.outputs[0].shape, linear.last.outputs[0].type
+        replace_tree(linear.last, out) if linear.last is not linear.node else replace(linear.node, out)
+    for linear in linears:
+        for value in (linear.weight, linear.bias):
+            if value is not None and value.name and value.is_initializer() and not list(value.uses()):
+                del model.graph.initializers[value.name]
+    if linears:
+        model.opset_imports["com.microsoft"] = 1  # of the function bodies
+    return len(linears)
+
+
+def pack_linears_pass(weights: Weights) -> Pass:
+    """Returns the pass for these weights."""
+    return Pass(f"pack_linears_{weights}", lambda model: pack_linears(model, weights))
