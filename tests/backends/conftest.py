@@ -3,7 +3,7 @@
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,14 @@ def open_engine(compiled: Callable[..., Any]) -> Opener:
         role: str = "target",
         max_slots: int = 3,
         max_rows: int = MAX_ROWS,
+        tuning: Mapping[str, Any] | None = None,
     ) -> Any:
         path, spec, rollback = compiled(backend, quantization, form, role)
-        settings = {"threads": 1, "log_severity": 2}  # 2: warnings are printed, see the test on copies
+        settings = {
+            "threads": 1,
+            "log_severity": 2,
+            **(tuning or {}),
+        }  # 2: warnings are printed, see the test on copies
         return registry.backend(backend).load(
             path, spec, max_slots=max_slots, max_rows=max_rows, tuning=settings, rollback=rollback
         )

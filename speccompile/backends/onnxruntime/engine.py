@@ -9,8 +9,9 @@ calls `run_with_iobinding`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 from speccompile.backends.base import EngineBase
 from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.backends.onnxruntime.buffers import BoundCache, CacheBuffers, bind_borrowed
+from speccompile.backends.onnxruntime.crowding import Crowding
 from speccompile.backends.onnxruntime.kernel_library import register_kernels
 from speccompile.core import specs
+from speccompile.core.jobs import StepCosts
 from speccompile.core.specs import GraphSpec, updated_cache_name
 from speccompile.errors import BundleError, RuntimeFault
 
@@ -39,6 +42,7 @@ FAULTS = (
     ort_state.NotImplemented,
     ort_state.RuntimeException,
 )
+MAX_FALLBACK_BYTES = 1 << 30  # a second session may copy the weights: larger graphs have none
 MAX_BINDINGS = 512  # shapes seen come from few node counts, batches and buckets; a leak would show here
 
 
@@ -114,6 +118,28 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         self._written = tuple(dict.fromkeys(cache.buffers for cache in self.bound if cache.name in written))
         self._bindings: dict[tuple[int, ...], _Binding] = {}
         self._logits: np.ndarray = np.zeros(0, np.float32)
+        self._crowding: Crowding | None = None
+
+    def fall_back(self, crowding: Crowding, open_single: Callable[[], ort.InferenceSession]) -> None:
+        """Uses a session with one thread where that is faster.
+
+        Args:
+            crowding: decides.
+            open_single: opens a session of the same graph with one thread; called when it is first needed.
+        """
+        self._crowding, self._open_single = crowding, open_single
+        self._sessions: dict[bool, ort.InferenceSession] = {False: self.session}  # by whether it has one thread
+
+    def _observe(self, num_nodes: int, step_s: float) -> None:
+        assert self._crowding is not None
+        was_single = self._crowding.is_single
+        self._crowding.observe(num_nodes, step_s)
+        is_single = self._crowding.is_single
+        if is_single != was_single:
+            if is_single not in self._sessions:
+                self._sessions[is_single] = self._open_single()
+            self.session = self._sessions[is_single]
+            self._bindings.clear()
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
@@ -128,11 +154,15 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
                 self._bindings.clear()
             binding = self._bindings[key] = _Binding(self, sizes, first_slot)
         binding.fill(feeds)
+        start = perf_counter()
         try:
             self.session.run_with_iobinding(binding.io)
         except FAULTS as fault:
             todo = "Send the request again; if that fails too, load the bundle again."
             raise RuntimeFault(f"engine {self.spec.name}", str(fault), "a step that runs", todo) from fault
+        if self._crowding is not None:
+            # Costs are recorded by nodes, or by slots where a graph has no caches.
+            self._observe(sizes["batch"] * (sizes["nodes"] if self.spec.caches else 1), perf_counter() - start)
         return binding.outputs
 
     def output_array(self, spec: specs.TensorSpec, shape: tuple[int, ...]) -> np.ndarray:
@@ -255,7 +285,11 @@ def load_engine(
     session = open_session(path, settings)
     check_io(path, spec, session)
     compactor = open_session(rollback, {**settings, "threads": 1}) if rollback is not None else None
-    return OrtEngine(session, spec, max_slots, max_rows, compactor, owners)
+    engine = OrtEngine(session, spec, max_slots, max_rows, compactor, owners)
+    costs, num_bytes = StepCosts.from_json(settings), sum(file.stat().st_size for file in path.parent.glob("*"))
+    if int(settings.get("threads", 1)) > 1 and costs.ms(1) > 0 and num_bytes <= MAX_FALLBACK_BYTES:
+        engine.fall_back(Crowding(costs, spec.name), lambda: open_session(path, {**settings, "threads": 1}))
+    return engine
 
 
 def check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None:
