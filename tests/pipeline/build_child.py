@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A build in a process of its own, for tests that kill it or take its disk away.
 
-Usage: build_child.py RECIPE DEST CACHE none|kill=N|fsize=BYTES|real=MESSAGE|real-fsize=BYTES
+Usage: build_child.py RECIPE DEST CACHE none|kill=N|fsize=BYTES|real=MESSAGE|real-fsize=BYTES [EXPORTS]
 Prints each progress message with a number. kill=N: SIGKILL at message N. fsize: no file may grow beyond BYTES.
-real: with the real export and backend; SIGKILL at a message.
+real: with the real backend, and the real export of what is not in the folder EXPORTS; SIGKILL at a message.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.errors import SpecCompileError
 from speccompile.pipeline import build
-from tests.pipeline import fakes
+from tests.pipeline import fakes, kept_exports
 
 
 def main() -> int:
-    recipe, dest, cache, how = sys.argv[1:]
+    recipe, dest, cache, how, *exports = sys.argv[1:]
     kind, _, value = how.partition("=")
     if not kind.startswith("real"):
         fakes.install_for_good()
+    for folder in exports:
+        kept_exports.install(setattr, Path(folder))
     if kind.endswith("fsize"):
         fakes.FakeBackend.weights_bytes = 4 * int(value)
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(value), int(value)))

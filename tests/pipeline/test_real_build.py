@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from speccompile.bundling.stage_cache import StageCache
 from speccompile.errors import BuildError, ExportError
 from speccompile.pipeline import build
 from speccompile.runtime.bundle import Bundle, read_bundle
-from tests.pipeline import fakes
+from tests.pipeline import fakes, kept_exports
 
 pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
@@ -45,7 +46,15 @@ def recipe(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundle(folder: Path, recipe: Path) -> Bundle:
+def exports(folder: Path) -> Iterator[Path]:
+    """Returns the folder of what the builds have exported: the pair's graphs are traced once."""
+    with pytest.MonkeyPatch.context() as patch:
+        kept_exports.install(patch.setattr, folder / "exports")
+        yield folder / "exports"
+
+
+@pytest.fixture(scope="module")
+def bundle(folder: Path, recipe: Path, exports: Path) -> Bundle:
     return build(fakes.make_plan(recipe), folder / "out", cache=StageCache(folder / "cache"))
 
 
@@ -74,13 +83,16 @@ def test_quantised_targets_are_exact_on_chains(folder: Path, recipe: Path, bundl
     assert {s["name"] for s in made.manifest["stages"] if s["cached"]} >= {"export draft", "compile draft"}
 
 
-# Every message is killed at in test_interrupted.py, with fakes; here it is the last one with all of torch loaded.
+# Every message is killed at in test_interrupted.py, with fakes; here it is the last one with all of torch loaded,
+# which exports the target alone.
 @pytest.mark.parametrize("stage", ["tune target"])
 def test_a_killed_export_leaves_nothing_and_the_next_build_cleans_up(
-    folder: Path, recipe: Path, bundle: Bundle, stage: str
+    folder: Path, recipe: Path, bundle: Bundle, exports: Path, stage: str
 ) -> None:
     dest, cache = folder / "killed" / "out", folder / f"cache-{stage.replace(':', '')}"
-    command = [sys.executable, str(CHILD), str(recipe), str(dest), str(cache), f"real={stage}"]
+    shutil.copytree(exports / "draft-small", folder / "some-exports/draft-small")
+    some = str(folder / "some-exports")
+    command = [sys.executable, str(CHILD), str(recipe), str(dest), str(cache), f"real={stage}", some]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     assert [p.name for p in dest.parent.iterdir() if not p.name.startswith(".")] == []
@@ -90,9 +102,11 @@ def test_a_killed_export_leaves_nothing_and_the_next_build_cleans_up(
     shutil.rmtree(dest)
 
 
-def test_weights_that_do_not_fit_the_disk_are_a_build_error(folder: Path, recipe: Path) -> None:
-    dest = folder / "full" / "out"
-    command = [sys.executable, str(CHILD), str(recipe), str(dest), str(folder / "cache-full"), "real-fsize=60000"]
+def test_weights_that_do_not_fit_the_disk_are_a_build_error(
+    folder: Path, recipe: Path, bundle: Bundle, exports: Path
+) -> None:
+    dest, how = folder / "full" / "out", "real-fsize=60000"
+    command = [sys.executable, str(CHILD), str(recipe), str(dest), str(folder / "cache-full"), how, str(exports)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == BuildError.exit_code, done.stdout + done.stderr
     assert "BuildError" in done.stdout

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,7 +23,7 @@ from tests.serving.live_server import PROGRAM, live_server
 from tests.serving.mock_service import serving
 
 PATH = "/v1/completions"
-BODY = {"prompt": "class Stack:\n", "max_tokens": 300, "stream": True, "ignore_eos": True}
+BODY = {"prompt": "class Stack:\n", "max_tokens": 200, "stream": True, "ignore_eos": True}
 
 
 def stream(server):
@@ -39,7 +40,7 @@ def run_under_load(chat_bundle, drain_s):
     with live_server(chat_bundle, "--drain-s", drain_s) as server, ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(stream, server) for _ in range(8)]
         while server.metric("active_outputs") < 8:
-            pass
+            time.sleep(0.01)
         code = server.stop()
         ends = [future.result(60)[-1] for future in streams]
         with pytest.raises(ConnectionRefusedError):
