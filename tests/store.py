@@ -2,6 +2,7 @@
 """Results that many tests use, made once a change of what they depend on: on disk, for all workers and later runs.
 
 For tests that use an exported graph or a built bundle. Tests of the exporter and of the build make their own.
+`cheap_stages` is for bundles whose measured times no test looks at.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import speccompile
-from speccompile.bundling.digests import digest_from_sources, versions_from_environment
+from speccompile.bundling.digests import digest_from_package, digest_from_sources, versions_from_environment
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.core.specs import ModelDims
 from speccompile.runtime.bundle import digest_from_json, digests_from_folder
@@ -85,9 +88,11 @@ def export_decoder(source: Path, **options: Any) -> tuple[Any, ModelDims]:
 
 def export(source: Any) -> tuple[Any, Any]:
     """Returns the result of `export` of a `speccompile.core.protocols.GraphSource`."""
-    job, context = source.job, source.context
+    # A backend quantises the exported graph: the graph is the same for all quantizations.
+    job, context = replace(source.job, quantization="none"), source.context
     depends_on = {
         "source": job.source,
+        "method": digest_from_package(job.source.partition(":")[0]),
         "class": f"{type(source).__module__}.{type(source).__qualname__}",
         "job": repr(replace(job, model="", config=None)),
         "context": repr(replace(context, target_job=None)),
@@ -95,6 +100,29 @@ def export(source: Any) -> tuple[Any, Any]:
         "spec": source.spec().json_from_spec(),
     }
     return _graph(depends_on, lambda: source.export(lambda stage: None), lambda d: type(source.dims)(**d))
+
+
+@contextmanager
+def cheap_stages() -> Iterator[None]:
+    """Builds inside take exports from the store, and measure a few steps on one thread in this process.
+
+    A build measures 1.5 s in a child process, three times where other work disturbs it, as the second worker does.
+    """
+    from speccompile.backends import measuring
+    from speccompile.backends.onnxruntime import tune
+    from speccompile.bundling import graphs
+
+    def measure(path: Path, spec: Any, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
+        settings = {"threads": threads or 1, "spinning": "stop"}
+        found = {**settings, **tune._measure(path, spec, settings, others_bytes), tune.WAIT_SHARE: 0.0}
+        return {"cpu": tune.cpu_name(), **found, "tried": [found]}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "SECONDS_PER_SETTING", 0.0)
+        patch.setattr(measuring, "MIN_REPEATS", 2)
+        patch.setattr(tune, "measure_graph", measure)
+        patch.setattr(graphs, "_export", lambda source, log: export(source))
+        yield
 
 
 def _graph(
