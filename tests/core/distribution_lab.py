@@ -38,6 +38,16 @@ SETTINGS = (
     Setting(1.3, 4, 0.9),
 )
 
+
+class FormTree(TokenTree):
+    """Trees of one form in all slots: thousands of slots have the depths of the first one."""
+
+    def depths(self) -> np.ndarray:
+        """See `TokenTree.depths`."""
+        first = TokenTree(self.tokens[:1], self.parents[:1], self.num_nodes[:1])
+        return np.repeat(first.depths(), self.batch, axis=0)
+
+
 Decide = Callable[[TokenTree, np.ndarray, np.ndarray, Setting], Verdict]
 
 
@@ -93,7 +103,7 @@ def propose(
         token = draw(dist, drawn) if sampled else dist.argmax(axis=-1)
         contexts[:, node, 0], contexts[:, node, 1] = contexts[:, parent, 1], token
     parents = np.broadcast_to(np.array(form), (batch, nodes)).copy()
-    return TokenTree.tree(contexts[:, :, 1].copy(), parents, draft_probs=dists if sampled else None), contexts
+    return FormTree.tree(contexts[:, :, 1].copy(), parents, draft_probs=dists if sampled else None), contexts
 
 
 def decide_by_twin(tree: TokenTree, logits: np.ndarray, draws: np.ndarray, setting: Setting) -> Verdict:
