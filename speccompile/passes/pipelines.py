@@ -14,6 +14,7 @@ from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.fold_scale import FOLD_SCALE
 from speccompile.passes.fuse_norm_linears import FUSE_NORM_LINEARS
+from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
 from speccompile.passes.half_precision import half_precision_pass
 from speccompile.passes.inline_bodies import INLINE_BODIES
 from speccompile.passes.lint_tensorrt import check_io_pass, lint_pass
@@ -63,11 +64,14 @@ def onnxruntime_table(spec: GraphSpec, quantization: str, form: str) -> tuple[Pa
     if forms is None or form not in forms:
         known = "; ".join(f"{q}: {', '.join(f)}" for q, f in ORT_QUANTIZATION.items())
         raise RecipeError("quantization", f"{quantization}/{form}", known, "Choose one of these.")
+    # Our kernels take attention as it is, from the merged product of Q, K and V where there is one.
+    has_kernels = form == PACKED
     return (
         attach_tail(spec),
-        LOWER_ATTENTION,
+        *(() if has_kernels else (LOWER_ATTENTION,)),
         *((LOWER_CROSS_ATTENTION,) if spec.borrowed else ()),
         MERGE_LINEARS,
+        *((FUSE_QKV_ATTENTION,) if has_kernels else ()),
         MERGE_HEADS,
         *forms[form],
         SHARE_COMMON,

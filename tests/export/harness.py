@@ -13,11 +13,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx.reference import ReferenceEvaluator
 
+from speccompile.backends.onnxruntime.kernel_library import register_kernels
 from speccompile.core import specs
-from speccompile.ops.registry import reference_ops
+from speccompile.ops.registry import attach_functions, reference_ops
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.edit import OPS_DOMAIN
+from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
 from speccompile.passes.lower_attention import LOWER_ATTENTION
 from speccompile.passes.merge_heads import MERGE_HEADS
 from speccompile.passes.merge_linears import MERGE_LINEARS
@@ -44,7 +46,8 @@ def mask_from_parents(parents: np.ndarray) -> np.ndarray:
 class Decoder:
     """A graph with its caches, and the tokens that each cache row stands for.
 
-    A neutral graph runs under the reference evaluator, a lowered one under ONNX Runtime.
+    A neutral graph runs under the reference evaluator; a lowered one, or one with the bodies of its ops, under ONNX
+    Runtime, with our kernels where `has_kernels`.
     """
 
     model: ir.Model
@@ -52,15 +55,18 @@ class Decoder:
     batch: int
     max_seq: int = 24
     history: list[list[int]] = field(default_factory=list)
+    has_kernels: bool = False
 
     def __post_init__(self) -> None:
         proto = ir.to_proto(self.model)
-        if any(node.domain == OPS_DOMAIN for node in self.model.graph):
+        if any(node.domain == OPS_DOMAIN for node in self.model.graph) and not self.model.functions:
             self.session = ReferenceEvaluator(proto, new_ops=reference_ops())
         else:
             options = ort.SessionOptions()
             options.intra_op_num_threads = 1
             options.log_severity_level = 3  # the caches are copied here, which it warns about
+            if self.has_kernels:
+                register_kernels(options)
             text = proto.SerializeToString()
             self.session = ort.InferenceSession(text, options, providers=["CPUExecutionProvider"])
         shape = (self.batch, self.dims.num_kv_heads, self.max_seq, self.dims.head_dim)
@@ -89,6 +95,14 @@ def lowered(graph: ir.Model) -> ir.Model:
     """The graph as ONNX Runtime gets it, without a tail."""
     work = graph.clone()
     run_pipeline(work, (LOWER_ATTENTION, MERGE_LINEARS, MERGE_HEADS, SHARE_COMMON, REMOVE_DEAD))
+    return work
+
+
+def with_fused_attention(graph: ir.Model) -> ir.Model:
+    """The graph with the attention ops of our CPU kernels and their bodies, without a tail."""
+    work = graph.clone()
+    run_pipeline(work, (MERGE_LINEARS, FUSE_QKV_ATTENTION, SHARE_COMMON, REMOVE_DEAD))
+    attach_functions(work)
     return work
 
 
