@@ -119,10 +119,13 @@ def _barrier_cases() -> Iterator[Case]:
 
 
 def _num_races(library: ctypes.CDLL) -> int:
+    """Returns the races of the first case and order of threads that has any."""
     for case in _barrier_cases():
         for seed in range(3):
             host_lab.verify(library, case, seed=seed)
-    return host_lab.races(library)[1]
+            if num_races := host_lab.races(library)[1]:
+                return num_races
+    return 0
 
 
 def test_no_barrier_is_missing_where_no_mutant_is_chosen(mutated: Path) -> None:
