@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speccompile.backends.onnxruntime import fidelity, kernel_library, tune
+from speccompile.backends.onnxruntime import fidelity, kernel_build, kernel_library, tune
 from speccompile.backends.onnxruntime.backend import OnnxRuntimeBackend
 from speccompile.backends.onnxruntime.fidelity import (
     MAX_KL,
@@ -21,7 +21,7 @@ from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import LOGITS, candidate_spec, decoder_spec, verified_spec
 from speccompile.errors import BuildError
 
-FORMS = ("rowq8", "blocks32", *(("packed",) if kernel_library.find_compiler() else ()))
+FORMS = ("rowq8", "blocks32", *(("packed",) if kernel_build.find_compiler() else ()))
 FAST, SLOW = {"1": 1.0, "4": 1.0}, {"1": 2.0, "4": 3.0}
 
 

@@ -13,7 +13,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from speccompile.backends.onnxruntime import kernel_library
+from speccompile.backends.onnxruntime import kernel_build, kernel_library
 from speccompile.backends.onnxruntime.kernel_selftest import linear_cases, open_case
 from speccompile.backends.onnxruntime.tiny_models import one_node_model
 from speccompile.ops.packed_linear import PACKED_LINEARS
@@ -92,14 +92,50 @@ def test_sources_that_do_not_compile_are_reported(
     assert "error" in caplog.text and list((tmp_path / "kept").iterdir()) == []
 
 
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a wheel's libraries, each of which passes its self-test."""
+    for variant in kernel_build.VARIANTS:
+        (tmp_path / f"{variant.name}.so").write_bytes(b"")
+    monkeypatch.delenv(kernel_library.SWITCH)
+    monkeypatch.setattr(kernel_library, "prebuilt_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_library, "fault_of", lambda path: None)
+    monkeypatch.setattr(kernel_library, "_compiled", lambda: (tmp_path / "compiled.so", ""))
+    monkeypatch.setattr(kernel_library.platform, "machine", lambda: "x86_64")
+    return tmp_path
+
+
+def test_the_best_library_of_a_wheel_is_used_where_the_cpu_has_its_instructions(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best, lesser = kernel_build.VARIANTS
+    for features, has_compiler, expected in (
+        (best.features, True, best.name),
+        (lesser.features, True, "compiled"),
+        (lesser.features, False, lesser.name),
+        (frozenset({"sse2"}), True, "compiled"),
+    ):
+        monkeypatch.setattr(kernel_library, "cpu_features", lambda features=features: features)
+        if not has_compiler:
+            monkeypatch.setattr(kernel_library, "_compiled", lambda: (None, "no C++ compiler"))
+        else:
+            monkeypatch.setattr(kernel_library, "_compiled", lambda: (wheel / "compiled.so", ""))
+        kernel_library.find_library.cache_clear()
+        assert kernel_library.find_library() == wheel / f"{expected}.so"
+
+
+def test_a_checkout_has_no_libraries_of_a_wheel() -> None:
+    assert not kernel_library.prebuilt_folder().exists()
+
+
 def test_the_digest_changes_with_every_source(tmp_path: Path) -> None:
     (tmp_path / "library.cpp").write_text("a")
     (tmp_path / "linear.h").write_text("b")
-    digests = [kernel_library.sources_digest(tmp_path)]
+    digests = [kernel_build.sources_digest(tmp_path)]
     (tmp_path / "linear.h").write_text("c")
-    digests.append(kernel_library.sources_digest(tmp_path))
+    digests.append(kernel_build.sources_digest(tmp_path))
     (tmp_path / "linear.h").rename(tmp_path / "other.h")
-    digests.append(kernel_library.sources_digest(tmp_path))
+    digests.append(kernel_build.sources_digest(tmp_path))
     assert len(set(digests)) == 3
 
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import onnxruntime as ort
 import pytest
 from onnx import ModelProto, TensorProto, helper
 
-from speccompile.backends.onnxruntime import kernel_library
+from speccompile.backends.onnxruntime import kernel_build, kernel_library
 from speccompile.backends.onnxruntime.kernel_selftest import run
 from speccompile.ops.op import DOMAIN, OPSET, VERSION
 from speccompile.ops.packing import interleave_gate, pack
@@ -27,7 +29,7 @@ TYPES = {
 }
 Arrays = dict[str, Any]
 needs_compiler = pytest.mark.skipif(
-    kernel_library.find_compiler() is None, reason="NO C++ COMPILER: the CPU kernels WERE NOT TESTED. Install g++."
+    kernel_build.find_compiler() is None, reason="NO C++ COMPILER: the CPU kernels WERE NOT TESTED. Install g++."
 )
 
 
@@ -37,6 +39,49 @@ def library() -> Path:
     found = kernel_library.find_library()
     assert found is not None
     return found
+
+
+# Options of each instruction set and what they must compile to; "native" is this CPU's.
+VARIANTS = {
+    "native": None,
+    "avx2": ("-march=x86-64-v3",),
+    "avx512-vnni": ("-march=x86-64-v4", "-mavx512vnni"),
+    "portable": ("-march=x86-64",),
+}
+_NEEDS = {variant.name: variant.features for variant in kernel_build.VARIANTS}
+
+
+def can_run(variant: str) -> bool:
+    """Whether this CPU has the instruction set; the native one was chosen for it."""
+    if variant == "native":
+        return True
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    needs = {"avx2": _NEEDS["x86-64-v3"], "avx512-vnni": _NEEDS["avx512-vnni"], "portable": frozenset()}
+    return needs[variant] <= kernel_build.cpu_features()
+
+
+@functools.cache
+def library_for(variant: str) -> Path:
+    """The library compiled for an instruction set, kept between runs of the tests."""
+    flags = VARIANTS[variant]
+    if flags is None:
+        return library()
+    if not can_run(variant):
+        pytest.skip(f"this CPU has no {variant}: its kernels WERE NOT TESTED")
+    sources, compiler = kernel_library.find_sources(), kernel_build.find_compiler()
+    assert sources is not None and compiler is not None
+    path = kernel_library.cache_folder() / f"test-{variant}-{kernel_build.sources_digest(sources)[:16]}.so"
+    if not path.is_file():
+        assert kernel_build.compile_library(sources, path, compiler, flags) is None
+    return path
+
+
+def isa_of(path: Path) -> str:
+    """The name of the instruction set that a library was compiled for."""
+    name = ctypes.CDLL(str(path)).speccompile_kernel_isa
+    name.restype = ctypes.c_char_p
+    return bytes(name()).decode()
 
 
 def linear_case(op_name: str, num_in: int, num_out: int, seed: int = 0, scale: float = 0.05) -> tuple[Arrays, Arrays]:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from speccompile.ops.packed_linear import PACKED_LINEARS
 from tests.plugins.cpu_lab import (
-    library,
+    VARIANTS,
+    isa_of,
+    library_for,
     linear_case,
     linear_model,
     needs_compiler,
@@ -22,6 +26,17 @@ pytestmark = needs_compiler
 NAMES = [op.name for op in PACKED_LINEARS]
 SIZES = [(1, 2), (33, 70), (128, 96), (257, 34)]  # one, beyond one group and one panel, none of them padded, odd
 NUM_ROWS = (*range(1, 17), 17, 48, 100)
+
+
+@pytest.fixture(params=[name for name in VARIANTS if name != "avx512-vnni"])
+def kernels(request: pytest.FixtureRequest) -> Path:
+    """The library for one instruction set."""
+    return library_for(request.param)
+
+
+@pytest.mark.parametrize("variant", ["avx2", "avx512-vnni", "portable"])
+def test_options_choose_the_instruction_set(variant: str) -> None:
+    assert isa_of(library_for(variant)) == variant
 
 
 def naive(name: str, values: dict, attributes: dict, dtype: type) -> tuple[np.ndarray, ...]:
@@ -60,7 +75,7 @@ def naive(name: str, values: dict, attributes: dict, dtype: type) -> tuple[np.nd
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("num_in", "num_out"), SIZES)
-def test_kernel_body_and_twin_agree(name: str, num_in: int, num_out: int) -> None:
+def test_kernel_body_and_twin_agree(name: str, num_in: int, num_out: int, kernels: Path) -> None:
     constants, attributes = linear_case(name, num_in, num_out, seed=num_in)
     feeds = rows_for(name, 5, num_in)
     for kind in (0, 1, 2) if "activation" in attributes else (None,):
@@ -68,17 +83,17 @@ def test_kernel_body_and_twin_agree(name: str, num_in: int, num_out: int) -> Non
             attributes["activation"] = kind
         model = linear_model(name, constants, attributes)
         wanted = twin_of(name, {**constants, **feeds}, attributes)
-        for kernels in (library(), None):
-            for got, right in zip(run(session_of(model, kernels), feeds), wanted, strict=True):
+        for executor in (kernels, None):
+            for got, right in zip(run(session_of(model, executor), feeds), wanted, strict=True):
                 assert got.shape == right.shape
-                np.testing.assert_allclose(got, right, rtol=0, atol=2e-6 * np.abs(right).max(), err_msg=f"{kernels}")
+                np.testing.assert_allclose(got, right, rtol=0, atol=2e-6 * np.abs(right).max(), err_msg=f"{executor}")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_error_is_at_most_twice_that_of_the_naive_formula(name: str) -> None:
+def test_error_is_at_most_twice_that_of_the_naive_formula(name: str, kernels: Path) -> None:
     constants, attributes = linear_case(name, 515, 130)
     feeds = rows_for(name, 16, 515)
-    got = run(session_of(linear_model(name, constants, attributes), library()), feeds)
+    got = run(session_of(linear_model(name, constants, attributes), kernels), feeds)
     values = {**constants, **feeds}
     exact, simple = (naive(name, values, attributes, dtype) for dtype in (np.float64, np.float32))
     for mine, plain, right in zip(got, simple, exact, strict=True):
@@ -88,11 +103,11 @@ def test_error_is_at_most_twice_that_of_the_naive_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name: str) -> None:
+def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name: str, kernels: Path) -> None:
     num_in, num_out = 291, 324  # 10 groups: more than one stretch; several tasks
     constants, attributes = linear_case(name, num_in, num_out)
     model = linear_model(name, constants, attributes)
-    sessions = [session_of(model, library(), threads) for threads in (1, 2)]
+    sessions = [session_of(model, kernels, threads) for threads in (1, 2)]
     feeds = rows_for(name, max(NUM_ROWS), num_in)
     alone = [run(sessions[0], {n: a[:, r : r + 1].copy() for n, a in feeds.items()}) for r in range(max(NUM_ROWS))]
     right = [np.concatenate(rows, axis=1) for rows in zip(*alone, strict=True)]
@@ -106,9 +121,9 @@ def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name: str) -
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_in_its_row(name: str, value: float) -> None:
+def test_what_is_not_finite_stays_in_its_row(name: str, value: float, kernels: Path) -> None:
     constants, attributes = linear_case(name, 70, 52)
-    session, feeds = session_of(linear_model(name, constants, attributes), library()), rows_for(name, 3, 70)
+    session, feeds = session_of(linear_model(name, constants, attributes), kernels), rows_for(name, 3, 70)
     before = run(session, feeds)
     feeds["x"][0, 1, 5] = value
     after = run(session, feeds)
@@ -118,9 +133,9 @@ def test_what_is_not_finite_stays_in_its_row(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_of_zeros_and_steps_without_rows(name: str) -> None:
+def test_rows_of_zeros_and_steps_without_rows(name: str, kernels: Path) -> None:
     constants, attributes = linear_case(name, 70, 52)
-    session = session_of(linear_model(name, constants, attributes), library())
+    session = session_of(linear_model(name, constants, attributes), kernels)
     zeros = {n: np.zeros((1, 2, 70), np.float32) for n in rows_for(name, 1, 1)}
     got = run(session, zeros)[0]
     np.testing.assert_allclose(got, twin_of(name, {**constants, **zeros}, attributes)[0], rtol=2e-6, atol=1e-6)

@@ -2,9 +2,9 @@
 """The library of CPU kernels (`plugins/cpu`): found, compiled for this CPU, tried once, registered in sessions.
 
 ONNX Runtime takes the kernel of a registered library for an op of the domain `speccompile`, and the op's function body
-without one, so a graph runs either way. A library is taken from the package where one fits this CPU, else it is
-compiled and kept in the user's cache folder under the digest of sources, compiler and CPU. Before its first use, a
-child process runs every kernel: a library that crashes or computes wrong numbers is not used.
+without one, so a graph runs either way. The library is compiled for this CPU and kept in the user's cache folder under
+the digest of sources, compiler and CPU; a wheel has compiled ones for common CPUs. Before its first use, a child
+process runs every kernel: a library that crashes or computes wrong numbers is not used.
 """
 
 from __future__ import annotations
@@ -15,31 +15,27 @@ import json
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import onnxruntime as ort
 
+from speccompile.backends.onnxruntime.kernel_build import (
+    FLAGS,
+    VARIANTS,
+    compile_library,
+    cpu_features,
+    find_compiler,
+    native_flags,
+    sources_digest,
+)
+
 _log = logging.getLogger(__name__)
 
 SWITCH = "SPECCOMPILE_CPU_KERNELS"  # off: no library; a folder: where compiled ones are kept
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-ffp-contract=off",
-    "-fno-gnu-unique",
-    "-fPIC",
-    "-shared",
-    "-fvisibility=hidden",
-    "-Wno-psabi",
-)
 SELFTEST = "speccompile.backends.onnxruntime.kernel_selftest"
 _SELFTEST_S = 300  # seconds until a child that hangs is killed; it takes about one
-_COMPILE_S = 600
 
 
 def find_sources() -> Path | None:
@@ -55,62 +51,6 @@ def cache_folder() -> Path:
     if given:
         return Path(given)
     return Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "kernels"
-
-
-def cpu_features() -> frozenset[str]:
-    """Returns the instruction sets that this CPU has, by the kernel's names; empty where it does not list them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    named = (line.partition(":") for line in lines)
-    return frozenset(next((text.split() for key, _, text in named if key.strip() in ("flags", "Features")), []))
-
-
-def find_compiler() -> str | None:
-    """Returns the C++ compiler: $CXX, else c++, g++ or clang++ on the PATH; None where there is none."""
-    given = os.environ.get("CXX")
-    return next((found for name in (given, "c++", "g++", "clang++") if name and (found := shutil.which(name))), None)
-
-
-def native_flags() -> tuple[str, ...]:
-    """Returns the options that compile for this CPU."""
-    return ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
-
-
-def sources_digest(folder: Path) -> str:
-    """Returns the SHA-256 of the sources and their names."""
-    digest = hashlib.sha256()
-    for path in sorted((*folder.glob("*.h"), *folder.glob("*.cpp"))):
-        digest.update(f"{path.name}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def compile_library(sources: Path, dest: Path, compiler: str, target: Sequence[str]) -> str | None:
-    """Compiles the library; about 5 s of CPU time.
-
-    Args:
-        sources: folder of library.cpp.
-        dest: the file to write; it appears when it is complete.
-        compiler: a C++17 compiler.
-        target: options that name the instruction set.
-
-    Returns:
-        None, or why there is no library: the compiler's first errors.
-    """
-    try:
-        dest.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=dest.parent) as scratch:
-            made = Path(scratch) / dest.name
-            command = [compiler, *FLAGS, *target, "-o", str(made), str(sources / "library.cpp")]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_S)
-            if done.returncode != 0:
-                errors = [line for line in done.stderr.splitlines() if "error" in line]
-                return " | ".join(errors[:3])[:500] or f"{compiler} ended with {done.returncode}"
-            made.replace(dest)
-    except (OSError, subprocess.TimeoutExpired) as fault:
-        return f"{compiler}: {fault}"
-    return None
 
 
 def fault_of(library: Path) -> str | None:
@@ -150,6 +90,20 @@ def _run_selftest(library: Path) -> str | None:
     return f"self-test ended with {done.returncode}: {lines[-1] if lines else 'no message'}"[:500]
 
 
+def prebuilt_folder() -> Path:
+    """Returns where a wheel has its compiled libraries; in a checkout there is no such folder."""
+    return Path(__file__).parents[2] / "cpu_kernels"
+
+
+def _prebuilt() -> list[Path]:
+    """Returns the wheel's libraries that this CPU can run, best first."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return []
+    features = cpu_features()
+    files = [prebuilt_folder() / f"{v.name}.so" for v in VARIANTS if v.features <= features]
+    return [file for file in files if file.is_file()]
+
+
 def _compiled() -> tuple[Path | None, str]:
     """Returns the library compiled for this CPU, or None and why there is none."""
     sources, compiler = find_sources(), find_compiler()
@@ -167,12 +121,24 @@ def _compiled() -> tuple[Path | None, str]:
     return path, ""
 
 
+def _candidate() -> tuple[Path | None, str]:
+    """Returns the best library for this CPU, or None and why there is none.
+
+    The best variant of a wheel is as fast as one compiled here; a lesser one is for machines without a compiler.
+    """
+    prebuilt = _prebuilt()
+    if prebuilt and prebuilt[0].stem == VARIANTS[0].name:
+        return prebuilt[0], ""
+    path, fault = _compiled()
+    return (prebuilt[0], "") if path is None and prebuilt else (path, fault)
+
+
 @functools.cache
 def find_library() -> Path | None:
     """Returns the library for this CPU, tried and ready; None where there is none, which is logged once."""
     if os.environ.get(SWITCH, "").lower() == "off":
         return None
-    path, fault = _compiled()
+    path, fault = _candidate()
     if path is not None:
         problem = fault_of(path)
         if problem is None:

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiling the library of CPU kernels; the standard library alone, as the build of the wheel loads this file too."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FLAGS = (
+    *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-gnu-unique"),
+    *("-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi"),
+)
+_COMPILE_S = 600
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The library for CPUs that have certain instruction sets.
+
+    Args:
+        name: of its file in the wheel.
+        flags: options that name the instruction sets.
+        features: names in /proc/cpuinfo of those that the code needs.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    features: frozenset[str]
+
+
+_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
+# Those in the wheel, best first.
+VARIANTS = (
+    Variant(
+        "avx512-vnni",
+        ("-march=x86-64-v4", "-mavx512vnni"),
+        _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"},
+    ),
+    Variant("x86-64-v3", ("-march=x86-64-v3",), _V3),
+)
+
+
+def cpu_features() -> frozenset[str]:
+    """Returns the instruction sets that this CPU has, by the kernel's names; empty where it does not list them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    named = (line.partition(":") for line in lines)
+    return frozenset(next((text.split() for key, _, text in named if key.strip() in ("flags", "Features")), []))
+
+
+def find_compiler() -> str | None:
+    """Returns the C++ compiler: $CXX, else c++, g++ or clang++ on the PATH; None where there is none."""
+    given = os.environ.get("CXX")
+    return next((found for name in (given, "c++", "g++", "clang++") if name and (found := shutil.which(name))), None)
+
+
+def native_flags() -> tuple[str, ...]:
+    """Returns the options that compile for this CPU."""
+    return ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
+
+
+def sources_digest(folder: Path) -> str:
+    """Returns the SHA-256 of the sources and their names."""
+    digest = hashlib.sha256()
+    for path in sorted((*folder.glob("*.h"), *folder.glob("*.cpp"))):
+        digest.update(f"{path.name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def compile_library(sources: Path, dest: Path, compiler: str, target: Sequence[str]) -> str | None:
+    """Compiles the library; about 5 s of CPU time.
+
+    Args:
+        sources: folder of library.cpp.
+        dest: the file to write; it appears when it is complete.
+        compiler: a C++17 compiler.
+        target: options that name the instruction set.
+
+    Returns:
+        None, or why there is no library: the compiler's first errors.
+    """
+    try:
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=dest.parent) as scratch:
+            made = Path(scratch) / dest.name
+            command = [compiler, *FLAGS, *target, "-o", str(made), str(sources / "library.cpp")]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_S)
+            if done.returncode != 0:
+                errors = [line for line in done.stderr.splitlines() if "error" in line]
+                return " | ".join(errors[:3])[:500] or f"{compiler} ended with {done.returncode}"
+            made.replace(dest)
+    except (OSError, subprocess.TimeoutExpired) as fault:
+        return f"{compiler}: {fault}"
+    return None
