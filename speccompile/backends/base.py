@@ -34,6 +34,7 @@ class Backend(ABC):
         devices: values of `engine.device`; the first one is what `auto` means.
         dtypes: of activations and caches; the first one is what `auto` means.
         quantizations: those that `compile` supports.
+        calibrates: quantisations with which a target's weights are chosen over calibration text.
         graph_file: the file of a compiled graph that `load` opens; graphs may share weights where it is ONNX.
         graph_sources: modules of the package, as "backends/writing", that can change a compiled graph: part of the
             cache's key. No engines.
@@ -46,6 +47,7 @@ class Backend(ABC):
     devices: tuple[str, ...] = ("cpu",)
     dtypes: tuple[str, ...] = ("float32",)
     quantizations: tuple[str, ...] = ("none",)
+    calibrates: tuple[str, ...] = ()
     graph_file: str = "graph.onnx"
     graph_sources: tuple[str, ...] = ()
     keeps_logits: bool = False

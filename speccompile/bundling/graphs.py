@@ -11,6 +11,7 @@ from typing import Any
 
 from speccompile.backends.base import Backend
 from speccompile.backends.contention import WAIT_SHARE, is_disturbed
+from speccompile.bundling.calibration import Texts, calibration_of
 from speccompile.bundling.digests import digest_from_package, digest_from_sources, versions_from_environment
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
@@ -42,12 +43,14 @@ class Graph:
         source: of the graph.
         dims: its sizes; after the export with the number of parameters.
         key: digest of everything the compiled graph depends on.
+        calibration: texts over which its weights are quantised, see `CompileOptions`.
     """
 
     job: GraphJob
     source: GraphSource
     dims: Any
     key: str = ""
+    calibration: Texts | None = None
 
     @property
     def is_target(self) -> bool:
@@ -138,7 +141,10 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
         "sources": digest_from_sources((*SOURCES, *backend.graph_sources)),
         "method": digest_from_package(job.source.partition(":")[0], leave_out=NOT_OF_GRAPHS),
     }
-    return Graph(job, source, source.dims, digest_from_json(depends_on))
+    texts = calibration_of(plan, job, source, backend)
+    if texts is not None:
+        depends_on["calibration"] = digest_from_json({"texts": texts})
+    return Graph(job, source, source.dims, digest_from_json(depends_on), texts)
 
 
 def compile_graph(
@@ -158,7 +164,7 @@ def compile_graph(
         with log.stage(f"export {name}"):
             model, dims = _export(graph.source, log)
         with log.stage(f"compile {name}") as stage:
-            options = compile_options(plan, graph.max_rows)
+            options = replace(compile_options(plan, graph.max_rows), calibration=graph.calibration)
             report = backend.compile(
                 model, graph.spec, dest, quantization=graph.job.quantization, options=options, progress=log.step
             )

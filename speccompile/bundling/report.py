@@ -106,10 +106,14 @@ def _graph(name: str, graph: Mapping[str, Any]) -> str:
     if measured := graph.get("forms_measured"):
         rows = [(form, *times.values()) for form, times in measured.items()]
         head = ("kernel form", *(f"{n} nodes, ms" for n in next(iter(measured.values()))))
-        parts += [_table(head, rows), f"<p>Chosen: {_text(graph['form'])}.</p>"]
+        why = ", the fastest of those near float32, or the nearest" if graph.get("form_distances") else ""
+        parts += [_table(head, rows), f"<p>Chosen: {_text(graph['form'])}{why}.</p>"]
     if distances := graph.get("form_distances"):
         rows = [(form, f"{row['kl']:.2e}", f"{row['top1']:.1%}") for form, row in distances.items()]
         parts.append(_table(("kernel form", "KL from float32, nats", "same top token"), rows))
+    if calibration := graph.get("calibration"):
+        told = f"{calibration['num_linears']} linears over {calibration['num_tokens']} tokens"
+        parts.append(f"<p>int4 weights were chosen to keep the outputs of {told}, {_text(calibration['texts'])}.</p>")
     if checks := graph.get("checks"):
         parts.append(f"<p>Checks: {_text(_list(checks))}</p>")
     return "".join(parts)

@@ -91,7 +91,7 @@ def _facts_from_record(path: Path, record: dict[str, Any], files: dict[str, Any]
     folder = str(record.get("file", "")).rpartition("/")[0]
     size = sum(f.get("size_bytes", 0) for name, f in files.items() if name.startswith(f"{folder}/"))
     measured = ("forms_measured", "form_distances", "tuning", "checks", "passes")
-    known = ("role", "file", "model", "dims", "max_rows", "form", *measured)
+    known = ("role", "file", "model", "dims", "max_rows", "form", "quantization", "calibration", *measured)
     return {
         **{key: record[key] for key in known if key in record},
         "size_bytes": size,
@@ -178,6 +178,11 @@ def _print_facts(facts: dict[str, Any]) -> None:
         ops = graph["op_histogram"].get("after", {})
         if ops:
             console.print("operators: " + ", ".join(f"{op} {count}" for op, count in ops.items()))
+        for form, row in graph.get("form_distances", {}).items():
+            mark = " (chosen)" if form == graph.get("form") else ""
+            console.print(f"form {form}{mark}: KL {row['kl']:.2e} nats from float32, same top token {row['top1']:.1%}")
+        if calibration := graph.get("calibration"):
+            console.print(f"int4 weights chosen over {calibration['num_tokens']} tokens, {calibration['texts']}")
         if "plan" in graph:
             print_plan(console, graph["plan"])
 

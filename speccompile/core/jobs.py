@@ -166,6 +166,8 @@ class CompileOptions:
         max_nodes: most nodes of one step that drafts are scored in, the root included.
         backend: the `Config` of the chosen backend, a frozen dataclass of JSON-ready fields; None: its defaults.
         consumes_model: the caller no longer needs the model: its weights may be freed while it is compiled.
+        calibration: texts as token ids, over which a backend that `calibrates` weighs errors of weights; empty: it
+            draws texts from the model itself; None: weights are rounded.
     """
 
     dtype: str = "float32"
@@ -174,6 +176,7 @@ class CompileOptions:
     max_nodes: int = 1
     backend: Any = None
     consumes_model: bool = False
+    calibration: tuple[tuple[int, ...], ...] | None = None
 
     def json_from_options(self) -> dict[str, Any]:
         """Returns a JSON-ready dict."""

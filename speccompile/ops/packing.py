@@ -160,6 +160,17 @@ def pack_levels(levels: Array, scales: Array, form: str) -> Packed:
     return Packed(weights, _scales_in_panels(scales))
 
 
+def padded_levels(levels: Array, scales: Array) -> tuple[Array, Array]:
+    """Returns levels and scales for `pack_levels`, padded with zeros.
+
+    Args:
+        levels: [K, N] int8.
+        scales: [K / 32 rounded up, N] float16.
+    """
+    columns = (0, -levels.shape[1] % COLUMNS)
+    return np.pad(levels, ((0, -len(levels) % GROUP), columns)), np.pad(scales, ((0, 0), columns))
+
+
 def unpack_levels(weights: Array, form: str) -> Array:
     """Returns the levels [K, N] int8 of packed weights, padding included."""
     if form == "Int4":

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from speccompile.ops import packing
 from speccompile.ops.packed_linear import GELU_ERF, GELU_TANH, SILU, op_name
+from speccompile.passes.attach_blocks import quantised_of
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace, sizes_of, weight_of
 from speccompile.passes.match import ints, only_use, operands, replace_tree
@@ -144,23 +145,30 @@ class _Packer:
         assert tensor is not None
         form = _FORMS.get(self.weights) or ("Bf16" if is_bfloat16(tensor.numpy()) else "F32")
 
-        def arranged() -> np.ndarray:
-            array = tensor.numpy()
+        quantised = quantised_of(tensor, bits=4) if form == "Int4" else None
+
+        def arranged(array: np.ndarray) -> np.ndarray:
             if gate is None:
                 return array
             return packing.interleave_gate(_swapped(array) if gate.is_second else array)
+
+        def packed() -> packing.Packed:
+            if quantised is None:
+                return packing.pack(arranged(tensor.numpy()), form)
+            levels, scales = quantised
+            return packing.pack_levels(*packing.padded_levels(arranged(levels), arranged(scales)), form)
 
         num_in, num_out = sizes_of(tensor)
         dims = packing.packed_dims(num_in, num_out, form, has_gate=gate is not None)
         name = f"{linear.weight.name}.packed"
         dtype = _DTYPES[form]
         # Lazy: a packed copy exists only while it is written out.
-        lazy = ir.LazyTensor(
-            lambda: ir.tensor(packing.pack(arranged(), form).weights), dtype, ir.Shape(dims), name=name
-        )
+        lazy = ir.LazyTensor(lambda: ir.tensor(packed().weights), dtype, ir.Shape(dims), name=name)
         values = [edit.const(lazy, name)]
         if packing.is_integer(form):
-            values.append(edit.const(packing.pack_scales(arranged(), form), f"{name}.scales"))
+            scales = packing.pack_scales(arranged(tensor.numpy()), form) if quantised is None else packed().scales
+            assert scales is not None
+            values.append(edit.const(scales, f"{name}.scales"))
         return form, values
 
 

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from speccompile.core.specs import GraphSpec, compacted_cache_name
 from speccompile.errors import RecipeError
+from speccompile.passes.attach_blocks import attach_blocks_pass
 from speccompile.passes.attach_compaction import attach_compaction_pass
 from speccompile.passes.attach_tail import attach_tail
 from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
+from speccompile.passes.compensation import Blocks
 from speccompile.passes.fold_scale import FOLD_SCALE
 from speccompile.passes.fuse_norm_linears import FUSE_NORM_LINEARS
 from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
@@ -49,13 +51,16 @@ ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
 ORT_CUDA_FINISH = (INLINE_BODIES, PAD_INTEGERS, SHAPES_ON_DEVICE, REMOVE_DEAD)
 
 
-def onnxruntime_table(spec: GraphSpec, quantization: str, form: str) -> tuple[Pass, ...]:
+def onnxruntime_table(
+    spec: GraphSpec, quantization: str, form: str, blocks: Mapping[str, Blocks] | None = None
+) -> tuple[Pass, ...]:
     """Returns the passes from a neutral decoder to ONNX Runtime.
 
     Args:
         spec: the graph's inputs and outputs afterwards.
         quantization: none, int8 or int4.
         form: a kernel form of it, a key of `ORT_QUANTIZATION[quantization]`.
+        blocks: for int4: the weights of all linears, quantised over calibration text; None: they are rounded.
 
     Raises:
         RecipeError: no such quantisation or form.
@@ -73,6 +78,7 @@ def onnxruntime_table(spec: GraphSpec, quantization: str, form: str) -> tuple[Pa
         MERGE_LINEARS,
         *((FUSE_QKV_ATTENTION,) if has_kernels else ()),
         MERGE_HEADS,
+        *((attach_blocks_pass(blocks),) if blocks is not None and quantization == "int4" else ()),
         *forms[form],
         SHARE_COMMON,
         REMOVE_DEAD,

@@ -19,7 +19,7 @@ from speccompile.checkpoints.checkpoint import GGUF, GGUF_TODO, hint
 from speccompile.common.json_reader import shown
 from speccompile.core import registry
 from speccompile.errors import RecipeError
-from speccompile.recipe.models import Recipe, recipe_model
+from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS, Recipe, recipe_model
 from speccompile.recipe.training import TrainingSection
 from speccompile.recipe.yaml_text import YamlFault, read_yaml
 from speccompile.runtime.bundle import todo_for_checkpoint
@@ -250,7 +250,7 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 
 def _with_folders(raw: RawRecipe, recipe: Recipe) -> Recipe:
-    changed = {}
+    changed: dict[str, Any] = {}
     for name in ("target", "speculator"):
         section, found = getattr(recipe, name), {}
         for key, find in ((MODEL_KEY, _find_model), (CONFIG_KEY, _find_config)):
@@ -259,6 +259,10 @@ def _with_folders(raw: RawRecipe, recipe: Recipe) -> Recipe:
                 found[key] = find(raw, (name, key), value)
         if found:
             changed[name] = section.model_copy(update=found)
+    target = changed.get("target", recipe.target)
+    if target.calibration not in (AUTO_TEXTS, NO_TEXTS):
+        file = _find_path(raw, ("target", "calibration"), target.calibration)
+        changed["target"] = target.model_copy(update={"calibration": file})
     if recipe.training is not None:
         changed["training"] = _with_paths(raw, recipe.training)
     return recipe.model_copy(update=changed)

@@ -20,7 +20,8 @@ from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.surfaces import sampling_parameters
 from speccompile.recipe.training import TrainingSection
 
-Quantization = Literal["none", "int8", "int4", "fp8"]
+Quantization = Literal["none", "int8", "int4", "fp8", "auto"]
+AUTO_TEXTS, NO_TEXTS = "auto", "none"  # values of target.calibration that are no file
 
 
 class Section(BaseModel):
@@ -38,7 +39,16 @@ class TargetSection(Section):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="Type of activations and caches; 'auto' is the backend's own."
     )
-    quantization: Quantization = Field("none", description="Form of the weights of linear layers.")
+    quantization: Quantization = Field(
+        "none",
+        description="Form of the weights of linear layers; 'auto' keeps the fastest form that is close to float32.",
+    )
+    calibration: str = Field(
+        AUTO_TEXTS,
+        min_length=1,
+        description="Text over which int4 weights are chosen: a text file or JSONL prompts; 'auto' draws it from the "
+        "model, 'none' rounds the weights.",
+    )
     weights: Literal["checkpoint", "random"] = Field(
         "checkpoint", description="'random' builds from config.json alone, for sizing and speed."
     )

@@ -15,10 +15,11 @@ from speccompile.core.jobs import AS_TARGET, DecoderOptions, GraphJob, TargetOut
 from speccompile.core.parameters import parameters
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RecipeError
-from speccompile.recipe.models import EngineSection, Recipe, backend_config
+from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS, EngineSection, Recipe, backend_config
 
 Weights = Literal["checkpoint", "random"]
 TARGET = "target"
+AUTO = "auto"  # the quantisation that a backend chooses by measuring
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class BuildPlan:
         drafts: graphs that the method needs beside the target.
         engine: backend and sizes.
         decoding: defaults of a request.
+        calibration: of the target's weights: "auto", "none" or a file, see the recipe.
     """
 
     target: GraphJob
@@ -86,6 +88,7 @@ class BuildPlan:
     drafts: tuple[GraphJob, ...]
     engine: EnginePlan
     decoding: SamplingParams
+    calibration: str = AUTO_TEXTS
 
     @property
     def jobs(self) -> tuple[GraphJob, ...]:
@@ -100,6 +103,7 @@ class BuildPlan:
                 "config": self.target.config,
                 "dtype": self.dtype,
                 "quantization": self.target.quantization,
+                "calibration": self.calibration,
                 "weights": self.weights,
                 "num_layers": self.target.options.num_layers,
             },
@@ -152,7 +156,8 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
     drafts = tuple(_decided(job, recipe) for job in method.graph_jobs(config))
     backend: Backend = registry.backend(engine.backend)
     engine_plan = _engine_plan(engine, backend)
-    _check_forms(backend, recipe, drafts)
+    _check_forms(backend.for_device(engine_plan.device), recipe, drafts)
+    _check_calibration(backend.for_device(engine_plan.device), recipe)
     return BuildPlan(
         target=_target_job(recipe, method.target_outputs(config), engine_plan.logits),
         weights=recipe.target.weights,
@@ -162,6 +167,7 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         drafts=drafts,
         engine=engine_plan,
         decoding=SamplingParams(**recipe.decoding.model_dump()),
+        calibration=recipe.target.calibration,
     )
 
 
@@ -187,13 +193,23 @@ def _check_forms(backend: Backend, recipe: Recipe, drafts: Sequence[GraphJob]) -
     forms: list[tuple[str, str, tuple[str, ...]]] = [
         ("target.quantization", recipe.target.quantization, backend.quantizations)
     ]
-    forms += [("speculator.quantization", job.quantization, backend.quantizations) for job in drafts]
+    # A form that is measured is chosen for the target, by its distance to float32: a draft has to name its own.
+    named = tuple(name for name in backend.quantizations if name != AUTO)
+    forms += [("speculator.quantization", job.quantization, named) for job in drafts]
     if recipe.target.dtype != "auto":
         forms.append(("target.dtype", recipe.target.dtype, backend.dtypes))
     for where, got, known in forms:
         if got not in known:
             expected = f"one of {', '.join(known)} with engine.backend: {backend.name}"
             raise RecipeError(where, repr(got), expected, "Choose one of these, or another backend.")
+
+
+def _check_calibration(backend: Backend, recipe: Recipe) -> None:
+    """Check that a calibration text is given only to a backend that can use one."""
+    text = recipe.target.calibration
+    if text not in (AUTO_TEXTS, NO_TEXTS) and not backend.calibrates:
+        expected = f"{AUTO_TEXTS} or {NO_TEXTS} with engine.backend: {backend.name}, which quantises without text"
+        raise RecipeError("target.calibration", repr(text), expected, "Leave it out, or choose another backend.")
 
 
 def _target_job(recipe: Recipe, outputs: TargetOutputs, keeps_logits: bool) -> GraphJob:

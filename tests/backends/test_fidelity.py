@@ -41,8 +41,8 @@ def test_where_no_form_is_near_the_nearest_is_taken_however_slow() -> None:
 def test_without_quantisation_a_form_must_be_nearer() -> None:
     near, far = Distance(MAX_KL_UNQUANTIZED, 1.0), Distance(MAX_KL_UNQUANTIZED * 1.01, 1.0)
     times = {"fp32": SLOW, "packed": FAST}
-    assert choose_form(times, {"fp32": Distance(0, 1.0), "packed": near}, MAX_KL_UNQUANTIZED) == "packed"
-    assert choose_form(times, {"fp32": Distance(0, 1.0), "packed": far}, MAX_KL_UNQUANTIZED) == "fp32"
+    assert choose_form(times, {"fp32": Distance(0, 1.0), "packed": near}, {"fp32", "packed"}) == "packed"
+    assert choose_form(times, {"fp32": Distance(0, 1.0), "packed": far}, {"fp32", "packed"}) == "fp32"
 
 
 def test_the_packed_form_of_unquantised_weights_is_within_rounding_of_float32(compiled: Any) -> None:
@@ -61,6 +61,13 @@ def test_without_kernels_the_packed_form_is_not_tried(
     report = backend.compile(model, verified_spec(decoder_spec("target", dims)), tmp_path)
     assert report["form"] == "fp32" and report["forms_measured"] == {}
     assert backend.depends_on(CompileOptions())["cpu_kernels"] is False
+
+
+def test_of_kernels_for_the_same_far_weights_the_fastest_is_taken() -> None:
+    """int4: two kernels differ by the last bits of their sums, and those do not decide."""
+    far, as_far, further = Distance(0.0100, 0.9), Distance(0.0101, 0.9), Distance(0.02, 0.9)
+    distances = {"slow": far, "fast": as_far, "coarse": further}
+    assert choose_form({"slow": SLOW, "fast": FAST, "coarse": {"1": 0.1, "4": 0.1}}, distances) == "fast"
 
 
 def test_a_draft_s_form_is_a_matter_of_speed() -> None:

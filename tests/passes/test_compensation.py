@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The error-compensating quantiser: never worse than rounding, and rounding where nothing can be compensated."""
 
 import numpy as np

@@ -10,8 +10,11 @@ import onnxruntime as ort
 import pytest
 
 from speccompile.ops.registry import attach_functions
+from speccompile.passes.attach_blocks import attach_blocks
+from speccompile.passes.compensation import Blocks
 from speccompile.passes.fuse_norm_linears import fuse_norm_linears
 from speccompile.passes.pack_linears import is_bfloat16, pack_linears
+from speccompile.passes.quantize_blocks import quantize_blocks
 from tests.passes.graphs import graph, ops
 
 RNG = np.random.default_rng(0)
@@ -204,3 +207,19 @@ def test_a_layer_of_two_residuals_becomes_two_nodes() -> None:
     assert pack_linears(after, "float") == 3 and fuse_norm_linears(after) == 2
     assert ops(after) == {"NormGatedPackedLinearF32": 1, "PackedLinearF32": 1, "NormPackedLinearF32": 1}
     check_same(model, after, 1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_attached_levels_are_packed_as_they_are(gated: bool) -> None:
+    """The same weights as MatMulNBits holds, columns of a gate in the order of the panels."""
+    rng = np.random.default_rng(4)
+    blocks = Blocks(rng.integers(-8, 8, (K, N)).astype(np.int8), rng.uniform(-0.1, 0.1, (2, N)).astype(np.float16))
+    body = f"m = MatMul(x, w) a, b = Split<axis = -1, num_outputs = 2>(m) {GATES['silu'][0]}" if gated else PLAIN
+    sizes = f"float[b, t, {N // 2 if gated else N}] y"
+    before, after = (make(body, sizes, w=numbers(K, N)) for _ in range(2))
+    for model in (before, after):
+        assert attach_blocks(model, {"w": blocks}) == 1
+    assert quantize_blocks(before, 4) == 1
+    assert pack_linears(after, "int4") == 1
+    assert ops(after) == [f"{'Gated' if gated else ''}PackedLinearInt4"]
+    check_same(before, after)

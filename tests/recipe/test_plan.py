@@ -101,8 +101,16 @@ def test_dtype_and_device_left_open_are_the_backends_own(tmp_path: Path, backend
 @pytest.mark.parametrize(
     ("overrides", "where", "known"),
     [
-        (("target.quantization=fp8",), "target.quantization", "none, int8, int4 with engine.backend: onnxruntime"),
+        (
+            ("target.quantization=fp8",),
+            "target.quantization",
+            "none, int8, int4, auto with engine.backend: onnxruntime",
+        ),
         (("speculator.quantization=fp8",), "speculator.quantization", "none, int8, int4"),
+        (("speculator.quantization=auto",), "speculator.quantization", "none, int8, int4 with"),
+        (("target.quantization=auto", "engine.backend=tensorrt"), "target.quantization", "int8, int4, fp8 with"),
+        (("target.quantization=auto", "engine.backend=reference"), "target.quantization", "none with"),
+        (("target.quantization=auto", "engine.device=cuda"), "target.quantization", "none, int8, int4 with"),
         (("target.dtype=float16",), "target.dtype", "float32 with"),
         (("target.dtype=float32", "engine.backend=tensorrt"), "target.dtype", "float16, bfloat16"),
     ],
@@ -114,6 +122,26 @@ def test_forms_that_the_backend_does_not_have_are_refused(
         plan(tmp_path, *overrides)
     assert caught.value.where == where
     assert known in caught.value.expected
+
+
+def test_a_calibration_text_is_found_beside_the_recipe_and_kept_in_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a text")
+    made = plan(tmp_path, "target.quantization=int4", "target.calibration=text.txt")
+    assert made.calibration == str(tmp_path / "text.txt") == made.recipe_from_plan()["target"]["calibration"]
+    assert plan(tmp_path).calibration == "auto" and plan(tmp_path, "target.calibration=none").calibration == "none"
+
+
+@pytest.mark.parametrize("engine", ["engine.backend=tensorrt", "engine.backend=reference", "engine.device=cuda"])
+def test_a_calibration_text_is_refused_where_nothing_reads_it(tmp_path: Path, engine: str) -> None:
+    (tmp_path / "text.txt").write_text("a text")
+    with pytest.raises(RecipeError, match="which quantises without text") as caught:
+        plan(tmp_path, "target.calibration=text.txt", engine)
+    assert caught.value.where == "target.calibration"
+
+
+def test_a_calibration_text_that_does_not_exist_is_refused_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"--set target.calibration=no.txt.*which does not exist"):
+        plan(tmp_path, "target.calibration=no.txt")
 
 
 def test_only_the_section_of_the_chosen_backend_is_in_the_recipe_of_a_plan(tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +24,12 @@ class OnnxRuntimeBackend(Backend):
 
     name = "onnxruntime"
     devices: tuple[str, ...] = ("cpu", "cuda")
-    quantizations = ("none", "int8", "int4")
+    quantizations: tuple[str, ...] = ("none", "int8", "int4", "auto")
+    calibrates: tuple[str, ...] = ("int4", "auto")
     graph_file = GRAPH_FILE
     graph_sources: tuple[str, ...] = (
-        *("backends/onnxruntime/backend", "backends/onnxruntime/fidelity", "backends/onnxruntime/tune"),
+        *("backends/onnxruntime/backend", "backends/onnxruntime/forms", "backends/onnxruntime/calibration"),
+        *("backends/onnxruntime/fidelity", "backends/onnxruntime/tune"),
         *("backends/measuring", "backends/writing"),
     )
     # The target's logits as an output: 0.99 to 1.01 times the time of a step without (the example pair's target in
@@ -56,82 +56,41 @@ class OnnxRuntimeBackend(Backend):
         """Lower `model` and write `dest/graph.onnx` with its external data.
 
         Where a quantisation has several kernel forms and none is named, each is lowered and measured: the fastest of
-        those that are close enough to float32 is kept (`fidelity.choose_form`).
+        those that are close enough to float32 is kept (`fidelity.choose_form`). With `auto` the forms of all
+        quantisations are.
 
         Args:
             model: neutral graph from the export; left unchanged.
             spec: inputs and outputs of the lowered graph.
             dest: folder to write to; made when missing.
-            quantization: none, int8 or int4.
+            quantization: none, int8, int4 or auto.
             form: a kernel form, see `speccompile.passes.pipelines.ORT_QUANTIZATION`.
-            options: not read: sizes and profiles are not used here.
+            options: of them `calibration` is read, for int4 targets; sizes and profiles are not used here.
             progress: called with the name of each pass.
 
         Returns:
-            {"form", "forms_measured": {form: step_ms}, "form_distances": {form: {"kl", "top1"}}, "passes": [...],
-            "op_histogram": {"before", "after"}}.
+            {"form", "quantization", "forms_measured": {form: step_ms}, "form_distances": {form: {"kl", "top1"}},
+            "passes": [...], "op_histogram": {"before", "after"}}; with calibration also "calibration" and
+            "peak_rss_bytes".
 
         Raises:
             PassError, BuildError, RecipeError.
         """
-        from speccompile.backends.onnxruntime.kernel_library import find_library
-        from speccompile.backends.writing import lower_and_save
-        from speccompile.passes.pipelines import ORT_QUANTIZATION, PACKED, onnxruntime_table
-
-        del options
-        known = ORT_QUANTIZATION.get(quantization, {quantization: ()})
-        # Without our kernels the packed form runs ONNX Runtime's, as the others do.
-        forms = [form] if form else [f for f in known if f != PACKED or find_library() is not None]
-        dest.mkdir(parents=True, exist_ok=True)
-        if len(forms) > 1:
-            return self._compile_best(model, spec, dest, quantization, forms, progress)
-        report = lower_and_save(model, onnxruntime_table(spec, quantization, forms[0]), dest / GRAPH_FILE, progress)
-        return {"form": forms[0], "forms_measured": {}, "form_distances": {}, **report}
-
-    def _compile_best(
-        self,
-        model: ir.Model,
-        spec: GraphSpec,
-        dest: Path,
-        quantization: str,
-        forms: list[str],
-        progress: Callable[[str], None] | None,
-    ) -> dict[str, Any]:
-        """Lowers and measures each form and keeps one: see `compile`."""
-        from speccompile.backends.onnxruntime.fidelity import (
-            MAX_KL,
-            MAX_KL_UNQUANTIZED,
-            choose_form,
-            measure_distances,
-            with_logits,
-        )
-        from speccompile.backends.onnxruntime.tune import measure_graph
+        from speccompile.backends.onnxruntime.forms import compile_best, forms_of
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.pipelines import onnxruntime_table
 
-        says = progress or (lambda step: None)
+        forms = forms_of(quantization, form)
+        texts = None if options is None else options.calibration
         is_target = any(t.name == NEXT_TOKEN for t in spec.outputs)
-        tried = with_logits(spec) if is_target else spec
-        with tempfile.TemporaryDirectory(dir=dest, prefix="forms-") as scratch:
-            files = {name: Path(scratch) / name / GRAPH_FILE for name in forms}
-            reports, step_ms, distances = {}, {}, {}
-            for name, file in files.items():
-                reports[name] = lower_and_save(model, onnxruntime_table(tried, quantization, name), file, progress)
-                says(f"measure {name}")
-                step_ms[name] = measure_graph(file, tried)["step_ms"]
-            if is_target:
-                reference = Path(scratch) / "reference" / GRAPH_FILE
-                lower_and_save(model, onnxruntime_table(tried, "none", "fp32"), reference, progress)
-                says("distance to float32")
-                distances = measure_distances(reference, files, tried)
-            best = choose_form(step_ms, distances, MAX_KL_UNQUANTIZED if quantization == "none" else MAX_KL)
-            if tried == spec:
-                for file in files[best].parent.iterdir():
-                    file.rename(dest / file.name)
-            else:
-                lower_and_save(model, onnxruntime_table(spec, quantization, best), dest / GRAPH_FILE, progress)
-        found = {name: asdict(row) for name, row in distances.items()}
-        return {"form": best, "forms_measured": step_ms, "form_distances": found, **reports[best]}
+        dest.mkdir(parents=True, exist_ok=True)
+        is_calibrated = is_target and texts is not None and any(f.is_calibrated for f in forms)
+        if len(forms) > 1 or is_calibrated:
+            return compile_best(model, spec, dest / GRAPH_FILE, forms, texts if is_calibrated else None, progress)
+        table = onnxruntime_table(spec, forms[0].quantization, forms[0].kernel)
+        report = lower_and_save(model, table, dest / GRAPH_FILE, progress)
+        chosen = {"form": forms[0].name, "quantization": forms[0].quantization}
+        return {**chosen, "forms_measured": {}, "form_distances": {}, **report}
 
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
         """Write the cache compaction graph of a model to `dest/graph.onnx`; returns its spec."""

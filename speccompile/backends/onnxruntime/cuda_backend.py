@@ -25,6 +25,8 @@ class OrtCudaBackend(OnnxRuntimeBackend):
     """Branch-free bodies, shapes kept on the device, CUDA graphs; see `OnnxRuntimeBackend`."""
 
     devices = ("cuda",)
+    quantizations = ("none", "int8", "int4")
+    calibrates = ()  # int4 weights are rounded: a large target would read its text on the CPU
     graph_sources = (*("backends/onnxruntime/backend", "backends/onnxruntime/cuda_backend", "backends/writing"),)
     keeps_logits = False  # the cost of an output on a GPU was not measured
 

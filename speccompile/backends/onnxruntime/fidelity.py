@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from speccompile.errors import BuildError
 MAX_KL = 5e-4
 # Without quantisation only the order of summation differs: 1e-12 to 1e-9 were measured.
 MAX_KL_UNQUANTIZED = 1e-6
+SAME_WEIGHTS = 1.1  # the largest ratio of the KL divergences of two kernels for the same weights
 NUM_TEXTS, NUM_TOKENS = 4, 64  # number of texts, drawn from the model itself so that no corpus is needed
 SEED = 0
 
@@ -47,19 +48,25 @@ class Distance:
 
 
 def choose_form(
-    step_ms: Mapping[str, Mapping[str, float]], distances: Mapping[str, Distance], max_kl: float = MAX_KL
+    step_ms: Mapping[str, Mapping[str, float]],
+    distances: Mapping[str, Distance],
+    unquantized: Collection[str] = (),
 ) -> str:
-    """Returns the fastest form among those within `max_kl` of float32; where none is, the nearest.
+    """Returns the fastest form among those within `MAX_KL` of float32.
+
+    Where none is, the fastest of the nearest: kernels for the same weights differ by less than `SAME_WEIGHTS`.
 
     Args:
         step_ms: by form: {nodes: milliseconds}. A draft-verify loop alternates between one node and a handful, so
             the product of both counts.
         distances: by form; empty where the graph does not change the text (drafts): then only speed counts.
-        max_kl: mean KL divergence from float32 in nats; `MAX_KL_UNQUANTIZED` where the weights are not quantised.
+        unquantized: forms whose weights are not quantised: their bound is `MAX_KL_UNQUANTIZED`.
     """
-    near = [form for form in step_ms if form not in distances or distances[form].kl <= max_kl]
+    bounds = {form: MAX_KL_UNQUANTIZED if form in unquantized else MAX_KL for form in step_ms}
+    near = [form for form in step_ms if form not in distances or distances[form].kl <= bounds[form]]
     if not near:
-        return min(distances, key=lambda form: distances[form].kl)
+        most = SAME_WEIGHTS * min(row.kl for row in distances.values())
+        near = [form for form in step_ms if distances[form].kl <= most]
     return min(near, key=lambda form: step_ms[form]["1"] * step_ms[form]["4"])
 
 
@@ -131,21 +138,34 @@ def _logits(path: Path, spec: GraphSpec, texts: NDArray[np.int64], prepack: bool
     return result
 
 
-def draw_texts(path: Path, spec: GraphSpec) -> NDArray[np.int64]:
-    """Draws texts from a graph at temperature 1: [NUM_TEXTS, NUM_TOKENS or as many as its caches hold] int64."""
+def draw_texts(
+    path: Path, spec: GraphSpec, num_texts: int = NUM_TEXTS, num_tokens: int = NUM_TOKENS, seed: int = SEED
+) -> NDArray[np.int64]:
+    """Draws texts from a graph at temperature 1.
+
+    Args:
+        path: the lowered graph of a target.
+        spec: its inputs and outputs.
+        num_texts: drawn side by side, from first tokens that lie as far apart as possible in the vocabulary.
+        num_tokens: of each; fewer where the caches hold fewer.
+        seed: of the draws, and of the first tokens.
+
+    Returns:
+        [texts, tokens] int64.
+    """
     from speccompile.backends.onnxruntime.engine import load_engine
 
-    num_tokens = min(NUM_TOKENS, spec.max_rows or NUM_TOKENS)
-    engine = load_engine(path, spec, max_slots=NUM_TEXTS, max_rows=num_tokens, settings={"threads": 0})
-    texts = np.zeros((NUM_TEXTS, num_tokens), np.int64)
-    texts[:, 0] = np.arange(NUM_TEXTS) * spec.vocab_size // NUM_TEXTS
-    rng = np.random.default_rng(SEED)
+    num_tokens = min(num_tokens, spec.max_rows or num_tokens)
+    engine = load_engine(path, spec, max_slots=num_texts, max_rows=num_tokens, settings={"threads": 0})
+    texts = np.zeros((num_texts, num_tokens), np.int64)
+    texts[:, 0] = (np.arange(num_texts) * spec.vocab_size // num_texts + seed) % spec.vocab_size
+    rng = np.random.default_rng(seed)
     for at in range(num_tokens - 1):
         feeds: dict[str, NDArray[Any]] = {
             specs.TOKENS: texts[:, at : at + 1],
-            specs.LENGTHS: np.full(NUM_TEXTS, at, np.int64),
-            specs.TEMPERATURE: np.ones(NUM_TEXTS, np.float32),
-            specs.UNIFORMS: rng.random((NUM_TEXTS, 1, 2), dtype=np.float32),
+            specs.LENGTHS: np.full(num_texts, at, np.int64),
+            specs.TEMPERATURE: np.ones(num_texts, np.float32),
+            specs.UNIFORMS: rng.random((num_texts, 1, 2), dtype=np.float32),
         }
         texts[:, at + 1] = engine.run(feeds)[specs.NEXT_TOKEN]
     return texts

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantises the linears of a target over calibration text: see `passes.compensation`.
+
+Run as a process of its own (`calibrate` starts it): it needs the float32 weights, which stay mapped from their file,
+and the sums of x x^T of the inputs x of linears. These are collected in groups of at most `GROUP_BYTES`, or of one
+input where its sum alone is larger; for each group the text is read again, up to the group's last linear, and its
+linears are quantised before the next. Beside them a thread holds 20 in^2 bytes while it factorises one sum.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.backends.feeds import neutral_value, shape_from_dims
+from speccompile.common.cores import num_usable_cores
+from speccompile.core import specs
+from speccompile.core.specs import GraphSpec, spec_from_json
+from speccompile.errors import BuildError
+from speccompile.passes.compensation import Blocks, compensated_blocks, factor_of
+
+GROUP_BYTES = 2 << 30  # of the sums of a group, float64
+PIECE = 256  # tokens of a text that are read at once
+# Texts that are drawn from the target where none are given; others than those of `fidelity`, with which forms are
+# compared. On the example target twice as many tokens lower KL by 8 %.
+NUM_TEXTS, NUM_TOKENS, SEED = 64, 128, 1
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The quantised linears of a target.
+
+    Args:
+        blocks: by the name of the weights in the graph.
+        num_tokens: of the calibration text.
+        peak_rss_bytes: of the process that quantised them.
+    """
+
+    blocks: Mapping[str, Blocks]
+    num_tokens: int
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product with constant weights.
+
+    Args:
+        weights: name of the initializer.
+        source: name of the value that is multiplied with it.
+        num_in: inputs.
+    """
+
+    weights: str
+    source: str
+    num_in: int
+
+
+def calibrate(graph: Path, spec: GraphSpec, texts: Sequence[Sequence[int]], scratch: Path) -> Calibrated:
+    """Quantises all linears of a lowered float32 graph in a child process.
+
+    Args:
+        graph: of the target, with linears merged.
+        spec: its inputs and outputs.
+        texts: token ids; empty: they are drawn from the graph itself.
+        scratch: a new folder for the quantised weights, which stay mapped from it.
+
+    Raises:
+        BuildError: the child died, or an input of a linear is not finite.
+    """
+    scratch.mkdir()
+    request = {"graph": str(graph), "spec": spec.json_from_spec(), "texts": texts, "scratch": str(scratch)}
+    command = [sys.executable, "-m", "speccompile.backends.onnxruntime.calibration"]
+    # Threads take one linear each: products of one thread do not depend on the number of cores.
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False, env=env)
+    if done.returncode != 0:
+        got = f"exit code {done.returncode}: {done.stderr.strip()[-500:]}"
+        todo = "See the message; target.calibration: none rounds the weights instead."
+        raise BuildError(f"calibration of {spec.name}", got, "quantised weights", todo)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    blocks = {}
+    for index, name in enumerate(answer["weights"]):
+        levels, scales = (np.load(file, mmap_mode="r") for file in _files(scratch, index))
+        blocks[name] = Blocks(levels, scales)
+    return Calibrated(blocks, answer["num_tokens"], answer["peak_rss_bytes"])
+
+
+def _files(scratch: Path, index: int) -> tuple[Path, Path]:
+    return scratch / f"{index}.levels.npy", scratch / f"{index}.scales.npy"
+
+
+def groups_of(linears: Sequence[Linear], limit_bytes: int = GROUP_BYTES) -> list[list[str]]:
+    """Returns the inputs of linears in groups whose sums fit the limit, in the order of the graph."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for source, num_in in {linear.source: linear.num_in for linear in linears}.items():
+        size = 8 * num_in**2
+        if groups[-1] and total + size > limit_bytes:
+            groups.append([])
+            total = 0
+        groups[-1].append(source)
+        total += size
+    return groups
+
+
+class Collector:
+    """Sums x x^T over the inputs x of linears.
+
+    Args:
+        graph: the lowered float32 graph.
+        spec: its inputs and outputs.
+    """
+
+    def __init__(self, graph: Path, spec: GraphSpec) -> None:
+        import onnx_ir as ir
+
+        from speccompile.backends.onnxruntime.engine import open_session
+        from speccompile.passes.attach_blocks import linears_of
+        from speccompile.passes.edit import sizes_of
+
+        model = ir.load(graph)
+        self._spec = spec
+        self._weights = {str(value.name): value.const_value for _, value in linears_of(model)}
+        self.linears = []
+        for node, value in linears_of(model):
+            source, weight = node.inputs[0], value.const_value
+            assert source is not None and weight is not None
+            if not source.is_graph_output():
+                model.graph.outputs.append(source)
+            self.linears.append(Linear(str(value.name), str(source.name), sizes_of(weight)[0]))
+        # Its weights are those in the file of `graph`, beside which it is written.
+        extended = graph.with_name("calibration.onnx")
+        ir.save(model, extended)
+        self._session = open_session(extended, {"threads": num_usable_cores(), "prepack": False})
+
+    def weight(self, name: str) -> NDArray[np.float32]:
+        """Returns weights [in, out], mapped from the file."""
+        tensor = self._weights[name]
+        assert tensor is not None
+        return tensor.numpy()
+
+    def sums(
+        self, sources: Sequence[str], pieces: Sequence[NDArray[np.int64]], pool: ThreadPoolExecutor
+    ) -> dict[str, NDArray[np.float64]]:
+        """Returns [in, in] float64 by input, over all tokens of the pieces.
+
+        Raises:
+            BuildError: an input is not finite.
+        """
+        import onnxruntime
+
+        options = onnxruntime.RunOptions()
+        options.only_execute_path_to_fetches = True
+        totals: dict[str, NDArray[np.float64]] = {}
+
+        def add(source: str, values: NDArray[np.float32]) -> None:
+            rows = values.reshape(-1, values.shape[-1])
+            if not np.isfinite(rows).all():
+                raise BuildError(
+                    f"calibration, {source}", "numbers that are not finite", "finite", "Check the weights."
+                )
+            product = rows.T @ rows
+            if source in totals:
+                totals[source] += product
+            else:
+                totals[source] = product.astype(np.float64)
+
+        for piece in pieces:
+            values = self._session.run(list(sources), self._feeds(piece), options)
+            list(pool.map(add, sources, values))
+        return totals
+
+    def _feeds(self, piece: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        num = len(piece)
+        sizes = {dim: num for tensor in self._spec.inputs for dim in tensor.dims if isinstance(dim, str)}
+        sizes |= {"batch": 1, "draft_vocab": 1}
+        feeds = {t.name: neutral_value(t.name, shape_from_dims(t, sizes), t.dtype) for t in self._spec.inputs}
+        return {**feeds, specs.TOKENS: piece[None]}
+
+
+def pieces_of(texts: Sequence[Sequence[int]], max_rows: int) -> list[NDArray[np.int64]]:
+    """Cuts texts into pieces of at most `PIECE` tokens, or as many as the caches hold where that is less."""
+    length = min(PIECE, max_rows or PIECE)
+    return [np.array(text[i : i + length], np.int64) for text in texts for i in range(0, len(text), length)]
+
+
+def quantise(collector: Collector, pieces: Sequence[NDArray[np.int64]], scratch: Path) -> list[str]:
+    """Quantises all linears and writes them to files; returns the names of their weights, in the order of the files."""
+    names = list(dict.fromkeys(linear.weights for linear in collector.linears))
+    with ThreadPoolExecutor(num_usable_cores()) as pool:
+        for sources in groups_of(collector.linears):
+            sums = collector.sums(sources, pieces, pool)
+
+            def write(source: str, sums: dict[str, NDArray[np.float64]] = sums) -> None:
+                factor = factor_of(sums.pop(source))
+                for name in dict.fromkeys(row.weights for row in collector.linears if row.source == source):
+                    blocks = compensated_blocks(collector.weight(name), factor)
+                    levels, scales = _files(scratch, names.index(name))
+                    np.save(levels, blocks.levels)
+                    np.save(scales, blocks.scales)
+
+            list(pool.map(write, sources))
+    return names
+
+
+def main() -> None:
+    """Child process: a request as JSON on standard input, the result as the last line of standard output."""
+    from speccompile.backends.memory import read_peak_rss
+    from speccompile.backends.onnxruntime.fidelity import draw_texts
+
+    request = json.load(sys.stdin)
+    graph, spec = Path(request["graph"]), spec_from_json(request["spec"])
+    texts = request["texts"] or draw_texts(graph, spec, NUM_TEXTS, NUM_TOKENS, SEED).tolist()
+    pieces = pieces_of(texts, spec.max_rows)
+    names = quantise(Collector(graph, spec), pieces, Path(request["scratch"]))
+    answer = {"weights": names, "num_tokens": sum(map(len, pieces)), "peak_rss_bytes": read_peak_rss()}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowers a graph in several forms of weights and kernels, and keeps one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speccompile.backends.memory import read_peak_rss
+from speccompile.backends.onnxruntime import calibration, fidelity, kernel_library, tune
+from speccompile.backends.writing import lower_and_save
+from speccompile.core.specs import NEXT_TOKEN, GraphSpec
+from speccompile.passes.pipelines import ORT_QUANTIZATION, PACKED, onnxruntime_table
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+AUTO = "auto"  # the quantisation that is chosen by measuring
+_CALIBRATED = "int4"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A quantisation of the weights with kernels for it.
+
+    Args:
+        name: in records; with its quantisation where that is to be chosen too.
+        quantization: none, int8 or int4.
+        kernel: a key of `ORT_QUANTIZATION[quantization]`.
+    """
+
+    name: str
+    quantization: str
+    kernel: str
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether its weights are quantised over calibration text, where there is some."""
+        return self.quantization == _CALIBRATED
+
+
+def forms_of(quantization: str, kernel: str | None = None) -> list[Form]:
+    """Returns the forms to try: those of a quantisation, or of all with `auto`; those of our kernels where they run.
+
+    Args:
+        quantization: none, int8, int4 or auto.
+        kernel: the only one; None: all.
+    """
+    if quantization == AUTO:
+        return [
+            Form(f"{q}/{form.kernel}", q, form.kernel) for q in ORT_QUANTIZATION for form in forms_of(q, kernel=None)
+        ]
+    if kernel is not None:
+        return [Form(kernel, quantization, kernel)]
+    # Without our kernels the packed form runs ONNX Runtime's, as the others do.
+    has_library = kernel_library.find_library() is not None
+    known = ORT_QUANTIZATION.get(quantization, {quantization: ()})
+    return [Form(k, quantization, k) for k in known if k != PACKED or has_library]
+
+
+def compile_best(
+    model: ir.Model,
+    spec: GraphSpec,
+    path: Path,
+    forms: Sequence[Form],
+    texts: Sequence[Sequence[int]] | None,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Lowers each form, measures its speed and a target's distance to float32, and writes one to `path`.
+
+    Args:
+        model: neutral graph; left unchanged.
+        spec: inputs and outputs of the lowered graph.
+        path: the ONNX file.
+        forms: to choose from; one alone is not timed.
+        texts: calibration text of a target as token ids, empty to draw it from the target; None: weights are rounded.
+        progress: called with the name of each step.
+
+    Returns:
+        See `OnnxRuntimeBackend.compile`.
+
+    Raises:
+        PassError, BuildError, RecipeError.
+    """
+    says = progress or (lambda step: None)
+    is_target = any(t.name == NEXT_TOKEN for t in spec.outputs)
+    tried = fidelity.with_logits(spec) if is_target else spec
+    by_name = {form.name: form for form in forms}
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="forms-") as folder:
+        scratch, record = Path(folder), dict[str, Any]()
+        reference, blocks = scratch / "reference" / path.name, None
+        if is_target:
+            lower_and_save(model, onnxruntime_table(tried, "none", "fp32"), reference, progress)
+        if texts is not None:
+            says("calibrate")
+            found = calibration.calibrate(reference, tried, texts, scratch / "blocks")
+            blocks = found.blocks
+            record["calibration"] = {
+                "texts": "given" if texts else "drawn from the target",
+                "num_tokens": found.num_tokens,
+                "num_linears": len(blocks),
+            }
+            record["peak_rss_bytes"] = read_peak_rss() + found.peak_rss_bytes
+        files = {name: scratch / "forms" / name / path.name for name in by_name}
+        reports, step_ms, distances = {}, {}, {}
+        for name, form in by_name.items():
+            table = onnxruntime_table(tried, form.quantization, form.kernel, blocks)
+            reports[name] = lower_and_save(model, table, files[name], progress)
+            if len(forms) > 1:
+                says(f"measure {name}")
+                step_ms[name] = tune.measure_graph(files[name], tried)["step_ms"]
+        if is_target:
+            says("distance to float32")
+            distances = fidelity.measure_distances(reference, files, tried)
+        unquantized = {form.name for form in forms if form.quantization == "none"}
+        best = by_name[fidelity.choose_form(step_ms, distances, unquantized) if len(forms) > 1 else forms[0].name]
+        if tried == spec:
+            for file in files[best.name].parent.iterdir():
+                file.rename(path.parent / file.name)
+        else:
+            lower_and_save(model, onnxruntime_table(spec, best.quantization, best.kernel, blocks), path, progress)
+    record |= {"form": best.name, "quantization": best.quantization, "forms_measured": step_ms}
+    return {**record, "form_distances": {name: asdict(row) for name, row in distances.items()}, **reports[best.name]}
