@@ -221,5 +221,5 @@ def test_attached_levels_are_packed_as_they_are(gated: bool) -> None:
         assert attach_blocks(model, {"w": blocks}) == 1
     assert quantize_blocks(before, 4) == 1
     assert pack_linears(after, "int4") == 1
-    assert ops(after) == [f"{'Gated' if gated else ''}PackedLinearInt4"]
+    assert ops(after) == {f"{'Gated' if gated else ''}PackedLinearInt4": 1}
     check_same(before, after)

@@ -81,6 +81,10 @@ def test_quantised_targets_are_exact_on_chains(folder: Path, recipe: Path, bundl
     made = build(plan, folder / quantization, cache=StageCache(folder / "cache"))
     assert made.graphs["target"]["checks"] == {"num_tokens": 7, "num_equal": 7}
     assert {s["name"] for s in made.manifest["stages"] if s["cached"]} >= {"export draft", "compile draft"}
+    target, report = made.graphs["target"], (made.path / "report.html").read_text()
+    assert target["quantization"] == quantization
+    assert all(row["kl"] > 0 and 0 < row["top1"] <= 1 for row in target["form_distances"].values())
+    assert ("calibration" in target) == ("int4 weights were chosen" in report) == (quantization == "int4")
 
 
 # Every message is killed at in test_interrupted.py, with fakes; here it is the last one with all of torch loaded,
