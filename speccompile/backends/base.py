@@ -232,7 +232,8 @@ class EngineBase(ABC, Generic[RollbackT]):
                 "Build with a larger engine.max_batch_size.",
             )
         if self.spec.caches:
-            rows = int(np.asarray(feeds[specs.LENGTHS]).max()) + sizes["nodes"] + self.spec.rows_written_ahead
+            lengths: list[int] = np.asarray(feeds[specs.LENGTHS]).tolist()  # a reduction would take longer, see Verdict
+            rows = max(lengths) + sizes["nodes"] + self.spec.rows_written_ahead
         if rows > self.max_rows:
             raise RuntimeFault(
                 f"engine {self.spec.name}",

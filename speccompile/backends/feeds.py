@@ -33,11 +33,9 @@ def neutral_value(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 def sizes_from_feeds(spec: GraphSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, int]:
     """Returns the sizes of the dynamic dims of a step, from its feeds (see `Engine.run`)."""
     fed: dict[str, int] = {}
-    for name, dims in spec.dynamic_dims:
-        if name in feeds:
-            shape = feeds[name].shape
-            for axis, dim in dims:
-                fed.setdefault(dim, shape[axis])
+    for name, value in feeds.items():
+        for axis, dim in spec.dynamic_dims.get(name, ()):
+            fed[dim] = value.shape[axis]
     nodes = fed.get("nodes", 1)
     draws = spec.gives_probs and specs.TEMPERATURE in feeds and feeds[specs.TEMPERATURE].any()
     sizes = {

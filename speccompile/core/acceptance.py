@@ -7,7 +7,6 @@ Leviathan et al. 2023 (chains) and Chen et al. 2024, "Sequoia" (siblings drawn w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +23,6 @@ class Dists(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
 class Verdict:
     """What acceptance decided.
 
@@ -33,15 +31,21 @@ class Verdict:
         num_accepted: [batch] int64, accepted draft tokens; the root is not counted.
         next_token: [batch] int64, recovered token after a refusal, bonus token after a whole path; -1 where a row of
             the slot's logits was not finite, and its verdict is void.
+
+    `accepted` and `following` are `num_accepted` and `next_token` as lists: a run of a graph evicts numpy's code from
+    the CPU's caches, after which a comparison or a reduction of an array takes some 40 us.
     """
 
-    path: Ints
-    num_accepted: Ints
-    next_token: Ints
+    __slots__ = ("accepted", "following", "next_token", "num_accepted", "path")
+
+    def __init__(self, path: Ints, num_accepted: Ints, next_token: Ints) -> None:
+        self.path, self.num_accepted, self.next_token = path, num_accepted, next_token
+        self.accepted: list[int] = num_accepted.tolist()
+        self.following: list[int] = next_token.tolist()
 
     def spoilt(self) -> list[int]:
         """Returns the slots whose logits were not finite."""
-        return [] if (self.next_token >= 0).all() else np.flatnonzero(self.next_token < 0).tolist()
+        return [slot for slot, token in enumerate(self.following) if token < 0]
 
     def nodes_kept(self, slot: int) -> list[int]:
         """Returns the nodes of the path of a slot, root included."""

@@ -199,10 +199,9 @@ class GraphSpec:
         return self.draft_vocab or self.vocab_size
 
     @cached_property
-    def dynamic_dims(self) -> tuple[tuple[str, tuple[tuple[int, str], ...]], ...]:
-        """(input, its (axis, dim)s of dynamic size) of the inputs that are no caches."""
-        rows = ((t.name, tuple((i, d) for i, d in enumerate(t.dims) if isinstance(d, str))) for t in self.plain_inputs)
-        return tuple((name, dims) for name, dims in rows if dims)
+    def dynamic_dims(self) -> Mapping[str, tuple[tuple[int, str], ...]]:
+        """By input that is no cache: its (axis, dim)s of dynamic size."""
+        return {t.name: tuple((i, d) for i, d in enumerate(t.dims) if isinstance(d, str)) for t in self.plain_inputs}
 
     def input(self, name: str) -> TensorSpec:
         """Returns the input of that name; KeyError when there is none."""

@@ -149,9 +149,13 @@ class Controller:
 
     def observe(self, slots: Sequence[Slot], steps: Sequence[Step], times: StepTimes) -> None:
         """See `Planner.observe`."""
-        tokens = 1 + sum(step.num_accepted for step in steps) / len(steps)
-        self._reading.decoded(sum(len(step.tokens) for step in steps))
-        num_drafts = sum(step.num_draft_tokens for step in steps)
+        num_accepted = num_drafts = num_emitted = 0
+        for step in steps:
+            num_accepted += step.num_accepted
+            num_drafts += step.num_draft_tokens
+            num_emitted += len(step.tokens)
+        tokens = 1 + num_accepted / len(steps)
+        self._reading.decoded(num_emitted)
         if self._at is None:
             self._is_plain = num_drafts == 0
         else:

@@ -146,8 +146,8 @@ class Verifier:
 
     def commit(self, tree: TokenTree, verdict: Verdict) -> None:
         """Keeps the rows of the accepted paths. A chain needs no copy: it is rolled back by its length."""
-        lengths = self.lengths[: tree.batch]
+        lengths = self.lengths
         if self._compacts and not tree.is_chain and (verdict.path > np.arange(tree.nodes)).any():
-            self.engine.compact(lengths, verdict.path)
-        lengths += verdict.num_accepted
-        lengths += 1
+            self.engine.compact(lengths[: tree.batch], verdict.path)
+        for slot, num_accepted in enumerate(verdict.accepted):
+            lengths[slot] = lengths.item(slot) + num_accepted + 1

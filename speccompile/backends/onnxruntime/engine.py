@@ -47,10 +47,18 @@ MAX_BINDINGS = 512  # shapes seen come from few node counts, batches and buckets
 
 
 class _Binding:
-    """Inputs and outputs of one combination of shapes."""
+    """Inputs and outputs of one combination of shapes.
+
+    Attributes:
+        fed: inputs of the step that it was last chosen for; empty where the choice depends on their values.
+        cost_size: by which the step's cost is recorded: its nodes, or slots where a graph has no caches.
+    """
 
     def __init__(self, engine: OrtEngine, sizes: dict[str, int], first_slot: int) -> None:
         self.io = engine.session.io_binding()
+        self.first_slot, self.fed = first_slot, frozenset[str]()
+        self.cost_size = sizes["batch"] * (sizes["nodes"] if engine.spec.caches else 1)
+        self.views, self.max_length = engine.views(), engine.max_length(sizes["nodes"])
         self.arrays: dict[str, np.ndarray] = {}
         self.neutral: dict[str, np.ndarray] = {}
         self.changed: set[str] = set()
@@ -69,6 +77,18 @@ class _Binding:
             self.io.bind_input(cache.name, "cpu", 0, np.float32, shape, start)
             if cache.name in engine.spec.caches:
                 self.io.bind_output(updated_cache_name(cache.name), "cpu", 0, np.float32, shape, start)
+
+    def fits(self, feeds: Mapping[str, np.ndarray], first_slot: int) -> bool:
+        """Returns whether a step has the inputs and shapes of the one before, and its rows are within the views."""
+        if feeds.keys() != self.fed or first_slot != self.first_slot:
+            return False
+        for name, value in feeds.items():
+            if value.shape != self.arrays[name].shape:
+                return False
+        for buffers, rows in self.views:
+            if buffers.rows != rows:
+                return False
+        return self.max_length is None or max(feeds[specs.LENGTHS].tolist()) <= self.max_length
 
     def fill(self, feeds: Mapping[str, np.ndarray]) -> None:
         """Copy `feeds` in; inputs that were set before and have no feed now become neutral again."""
@@ -117,6 +137,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         written = set(spec.caches)
         self._written = tuple(dict.fromkeys(cache.buffers for cache in self.bound if cache.name in written))
         self._bindings: dict[tuple[int, ...], _Binding] = {}
+        self._last: _Binding | None = None
         self._logits: np.ndarray = np.zeros(0, np.float32)
         self._crowding: Crowding | None = None
 
@@ -139,20 +160,13 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
             if is_single not in self._sessions:
                 self._sessions[is_single] = self._open_single()
             self.session = self._sessions[is_single]
-            self._bindings.clear()
+            self._unbind()
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
-        sizes, rows = self.check_step(feeds, first_slot)
-        if any(rows > buffers.rows for buffers in self._written):
-            self._grow(rows)
-        # Memory never moves, so a binding depends only on the shapes and the rows of each view.
-        key = (*sizes.values(), first_slot, *[buffers.rows for buffers in self._buffers])
-        binding = self._bindings.get(key)
-        if binding is None:
-            if len(self._bindings) >= MAX_BINDINGS:
-                self._bindings.clear()
-            binding = self._bindings[key] = _Binding(self, sizes, first_slot)
+        binding = self._last
+        if binding is None or not binding.fits(feeds, first_slot):
+            binding = self._last = self._binding(feeds, first_slot)
         binding.fill(feeds)
         start = perf_counter()
         try:
@@ -161,9 +175,43 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
             todo = "Send the request again; if that fails too, load the bundle again."
             raise RuntimeFault(f"engine {self.spec.name}", str(fault), "a step that runs", todo) from fault
         if self._crowding is not None:
-            # Costs are recorded by nodes, or by slots where a graph has no caches.
-            self._observe(sizes["batch"] * (sizes["nodes"] if self.spec.caches else 1), perf_counter() - start)
+            self._observe(binding.cost_size, perf_counter() - start)
         return binding.outputs
+
+    def _binding(self, feeds: Mapping[str, np.ndarray], first_slot: int) -> _Binding:
+        """Returns the binding for a step, with caches grown to its rows.
+
+        Raises:
+            RuntimeFault: see `check_step`.
+        """
+        sizes, rows = self.check_step(feeds, first_slot)
+        if any(rows > buffers.rows for buffers in self._written):
+            self._grow(rows)
+        # Memory never moves, so a binding depends only on the shapes and the rows of each view.
+        key = (*sizes.values(), first_slot, *[buffers.rows for buffers in self._buffers])
+        binding = self._bindings.get(key)
+        if binding is None:
+            if len(self._bindings) >= MAX_BINDINGS:
+                self._unbind()
+            binding = self._bindings[key] = _Binding(self, sizes, first_slot)
+        depends_on_values = self.spec.gives_probs and specs.TEMPERATURE in feeds
+        binding.fed = frozenset() if depends_on_values else frozenset(feeds)
+        return binding
+
+    def _unbind(self) -> None:
+        self._bindings.clear()
+        self._last = None
+
+    def views(self) -> tuple[tuple[CacheBuffers, int], ...]:
+        """Returns the memory of the caches, and how many rows of each are in view."""
+        return tuple((buffers, buffers.rows) for buffers in self._buffers)
+
+    def max_length(self, nodes: int) -> int | None:
+        """Returns the longest length of a step of so many nodes within the present views; None: it writes no rows."""
+        if not self._written:
+            return None
+        rows = min(self.max_rows, *(buffers.rows for buffers in self._written))
+        return rows - nodes - self.spec.rows_written_ahead
 
     def output_array(self, spec: specs.TensorSpec, shape: tuple[int, ...]) -> np.ndarray:
         """Returns the array for an output. Logits are large, so all bindings share one array for them."""
@@ -171,14 +219,14 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
             return np.zeros(shape, spec.dtype)
         size = math.prod(shape)
         if size > self._logits.size:
-            self._bindings.clear()
+            self._unbind()
             self._logits = np.zeros(size, spec.dtype)
         return self._logits[:size].reshape(shape)
 
     def _grow(self, rows: int) -> None:
         for buffers in self._written:
             buffers.grow(rows)
-        self._bindings.clear()
+        self._unbind()
 
     @property
     def view_rows(self) -> int:
@@ -188,7 +236,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
     def shrink(self, rows: int) -> None:
         """See `speccompile.core.protocols.Engine.shrink`."""
         if self.caches.shrink(rows):
-            self._bindings.clear()
+            self._unbind()
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""
