@@ -182,7 +182,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
             mark = " (chosen)" if form == graph.get("form") else ""
             console.print(f"form {form}{mark}: KL {row['kl']:.2e} nats from float32, same top token {row['top1']:.1%}")
         if calibration := graph.get("calibration"):
-            console.print(f"int4 weights chosen over {calibration['num_tokens']} tokens, {calibration['texts']}")
+            told = f"{calibration.get('num_tokens')} tokens, {calibration.get('texts')}"
+            console.print(f"int4 weights were chosen over {told}")
         if "plan" in graph:
             print_plan(console, graph["plan"])
 

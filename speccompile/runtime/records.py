@@ -127,6 +127,8 @@ class GraphRecord:
         max_rows: of its caches; 0: not recorded.
         op_histogram: number of its operators by name.
         dims: see `DimsRecord`.
+        form_distances: of quantised forms from float32: `kl` in nats, and `top1`.
+        calibration: of int4 weights: the text over which they were chosen.
     """
 
     file: str = recorded(PATH)
@@ -138,6 +140,10 @@ class GraphRecord:
     max_rows: int = recorded(whole(0), default=0)
     op_histogram: Mapping[str, Any] = recorded(ANY_OBJECT, default_factory=dict)
     dims: DimsRecord = recorded(rule_from_record(DimsRecord), default=DimsRecord())
+    form_distances: Mapping[str, Any] = recorded(map_of(an_object(kl=TIME, top1=TIME)), default_factory=dict)
+    calibration: Mapping[str, Any] = recorded(
+        an_object(may_texts=TEXT, may_num_tokens=whole(0), may_num_linears=whole(0)), default_factory=dict
+    )
 
     def graph_spec(self) -> GraphSpec:
         """Returns the inputs and outputs."""
