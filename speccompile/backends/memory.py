@@ -20,6 +20,15 @@ def read_peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
 
+def available_memory() -> int:
+    """Returns the bytes that processes can take without swapping; 0 where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 def read_memory(key: str, pid: int | str = "self") -> int | None:
     """Returns a line of /proc/PID/status in bytes, e.g. VmRSS or RssAnon; None without such a process or line."""
     with contextlib.suppress(OSError):

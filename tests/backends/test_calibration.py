@@ -88,9 +88,20 @@ def test_groups_hold_at_most_the_limit_or_one_input() -> None:
         Linear("d", "z", 30),
         Linear("e", "w", 5),
     ]
-    assert groups_of(linears) == [["x", "y", "z", "w"]]
-    assert groups_of(linears, 1600) == [["x", "y"], ["z"], ["w"]]
+    assert groups_of(linears, calibration.group_bytes()) == [["x", "y", "z", "w"]]
+    assert groups_of(linears, 800) == [["x", "y"], ["z"], ["w"]]
     assert groups_of(linears, 1) == [["x"], ["y"], ["z"], ["w"]]
+
+
+def test_a_group_takes_half_of_the_available_memory_and_some_where_that_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "available_memory", lambda: 100 << 30)
+    assert calibration.group_bytes() == 50 << 30
+    monkeypatch.setattr(calibration, "available_memory", lambda: 0)
+    assert calibration.group_bytes() == calibration.MIN_GROUP_BYTES
+    monkeypatch.undo()
+    assert 0 < calibration.available_memory() < 1 << 50
 
 
 def test_texts_are_cut_to_what_the_caches_hold() -> None:

@@ -2,9 +2,10 @@
 """Quantises the linears of a target over calibration text: see `passes.compensation`.
 
 Run as a process of its own (`calibrate` starts it): it needs the float32 weights, which stay mapped from their file,
-and the sums of x x^T of the inputs x of linears. These are collected in groups of at most `GROUP_BYTES`, or of one
-input where its sum alone is larger; for each group the text is read again, up to the group's last linear, and its
-linears are quantised before the next. Beside them a thread holds 20 in^2 bytes while it factorises one sum.
+and the sums of x x^T of the inputs x of linears. These are collected in groups of at most half of the memory that is
+available, or `MIN_GROUP_BYTES` where that is more, or of one input where its sum alone is larger. For each group the
+text is read again, up to the group's last linear, and its linears are quantised before the next. Beside the sums a
+thread holds 20 in^2 bytes while it factorises one.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.backends.feeds import neutral_value, shape_from_dims
+from speccompile.backends.memory import available_memory, read_peak_rss
 from speccompile.common.cores import num_usable_cores
 from speccompile.core import specs
 from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.errors import BuildError
 from speccompile.passes.compensation import Blocks, compensated_blocks, factor_of
 
-GROUP_BYTES = 2 << 30  # of the sums of a group, float64
+MIN_GROUP_BYTES = 2 << 30  # of the sums of a group
+_SUM_BYTES = 4  # float32: the damping is far above its rounding
 PIECE = 256  # tokens of a text that are read at once
 # Texts that are drawn from the target where none are given; others than those of `fidelity`, with which forms are
 # compared. On the example target twice as many tokens lower KL by 8 %.
@@ -100,12 +103,17 @@ def _files(scratch: Path, index: int) -> tuple[Path, Path]:
     return scratch / f"{index}.levels.npy", scratch / f"{index}.scales.npy"
 
 
-def groups_of(linears: Sequence[Linear], limit_bytes: int = GROUP_BYTES) -> list[list[str]]:
+def group_bytes() -> int:
+    """Returns the bytes that the sums of a group may take."""
+    return max(MIN_GROUP_BYTES, available_memory() // 2)
+
+
+def groups_of(linears: Sequence[Linear], limit_bytes: int) -> list[list[str]]:
     """Returns the inputs of linears in groups whose sums fit the limit, in the order of the graph."""
     groups: list[list[str]] = [[]]
     total = 0
     for source, num_in in {linear.source: linear.num_in for linear in linears}.items():
-        size = 8 * num_in**2
+        size = _SUM_BYTES * num_in**2
         if groups[-1] and total + size > limit_bytes:
             groups.append([])
             total = 0
@@ -152,8 +160,8 @@ class Collector:
 
     def sums(
         self, sources: Sequence[str], pieces: Sequence[NDArray[np.int64]], pool: ThreadPoolExecutor
-    ) -> dict[str, NDArray[np.float64]]:
-        """Returns [in, in] float64 by input, over all tokens of the pieces.
+    ) -> dict[str, NDArray[np.float32]]:
+        """Returns [in, in] float32 by input, over all tokens of the pieces.
 
         Raises:
             BuildError: an input is not finite.
@@ -162,7 +170,7 @@ class Collector:
 
         options = onnxruntime.RunOptions()
         options.only_execute_path_to_fetches = True
-        totals: dict[str, NDArray[np.float64]] = {}
+        totals: dict[str, NDArray[np.float32]] = {}
 
         def add(source: str, values: NDArray[np.float32]) -> None:
             rows = values.reshape(-1, values.shape[-1])
@@ -174,7 +182,7 @@ class Collector:
             if source in totals:
                 totals[source] += product
             else:
-                totals[source] = product.astype(np.float64)
+                totals[source] = product
 
         for piece in pieces:
             values = self._session.run(list(sources), self._feeds(piece), options)
@@ -199,10 +207,10 @@ def quantise(collector: Collector, pieces: Sequence[NDArray[np.int64]], scratch:
     """Quantises all linears and writes them to files; returns the names of their weights, in the order of the files."""
     names = list(dict.fromkeys(linear.weights for linear in collector.linears))
     with ThreadPoolExecutor(num_usable_cores()) as pool:
-        for sources in groups_of(collector.linears):
+        for sources in groups_of(collector.linears, group_bytes()):
             sums = collector.sums(sources, pieces, pool)
 
-            def write(source: str, sums: dict[str, NDArray[np.float64]] = sums) -> None:
+            def write(source: str, sums: dict[str, NDArray[np.float32]] = sums) -> None:
                 factor = factor_of(sums.pop(source))
                 for name in dict.fromkeys(row.weights for row in collector.linears if row.source == source):
                     blocks = compensated_blocks(collector.weight(name), factor)
@@ -216,7 +224,6 @@ def quantise(collector: Collector, pieces: Sequence[NDArray[np.int64]], scratch:
 
 def main() -> None:
     """Child process: a request as JSON on standard input, the result as the last line of standard output."""
-    from speccompile.backends.memory import read_peak_rss
     from speccompile.backends.onnxruntime.fidelity import draw_texts
 
     request = json.load(sys.stdin)
