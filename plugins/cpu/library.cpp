@@ -3,8 +3,11 @@
 #include <cstdlib>
 
 #include "attention_ops.h"
+#include "draft_ops.h"
 #include "kernel.h"
 #include "linear.h"
+#include "rollback.h"
+#include "verify_ops.h"
 
 namespace speccompile::cpu {
 namespace {
@@ -17,6 +20,9 @@ OpTable all_ops() {
     OpTable table;
     add_linear_ops(table);
     add_attention_ops(table);
+    add_verify_ops(table);
+    add_draft_ops(table);
+    add_rollback_op(table);
     return table;
 }
 

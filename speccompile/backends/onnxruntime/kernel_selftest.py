@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 from speccompile.backends.onnxruntime.attention_cases import attention_cases, chain_fault
+from speccompile.backends.onnxruntime.tail_cases import integers_differ, tail_cases
 from speccompile.backends.onnxruntime.tiny_models import one_node_model
 from speccompile.ops.op import DOMAIN, Op
 from speccompile.ops.packed_linear import PACKED_LINEARS
@@ -94,7 +95,9 @@ def error_of(case: Case, session: ort.InferenceSession) -> str | None:
     got = run(session, case.inputs)
     wanted = case.op.twin(*case.inputs.values(), **case.attributes)
     for spec, mine, theirs in zip(case.op.outputs, got, wanted, strict=True):
-        error = np.abs(mine - theirs).max() / np.abs(theirs).max()
+        if mine.shape != theirs.shape or integers_differ(mine, theirs):
+            return f"{case.op.name}: {spec.name} is not the twin's"
+        error = np.abs(mine - theirs).max() / max(np.abs(theirs).max(), 1e-30)
         if not error <= TOLERANCE:
             return f"{case.op.name}: {spec.name} differs by {error:.2e} from the twin"
     return None
@@ -122,6 +125,12 @@ def attention_fault(library: str) -> str | None:
     return None
 
 
+def tail_fault(library: str) -> str | None:
+    """Returns what is wrong with a kernel of a tail; None where nothing is."""
+    cases = (Case(*call, by_row=()) for call in tail_cases())
+    return next(filter(None, (error_of(case, open_case(case, library)) for case in cases)), None)
+
+
 def main() -> None:
     """Runs every case; the first fault is the last line of standard error."""
     library = sys.argv[1]
@@ -129,7 +138,7 @@ def main() -> None:
         fault = fault_of(case, library)
         if fault is not None:
             sys.exit(fault)
-    sys.exit(attention_fault(library))
+    sys.exit(attention_fault(library) or tail_fault(library))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// The acceptance rule on the logits of a slot: one walk from the root, which reads only the rows that it reaches.
+#pragma once
+
+#include "warp.h"
+
+namespace speccompile::cpu {
+
+// The scored tree of a slot; logits, tokens and uniforms by node.
+struct Slot {
+    i64 nodes, vocab;
+    const float* logits;       // [nodes, vocab]
+    const i64* tokens;         // [nodes]
+    const i64* parents;        // [nodes]; that of the root is not read, and none is used as an index
+    const float* draft_probs;  // [nodes, vocab]; nullptr: deterministic drafts
+    const float* uniforms;     // [nodes, 2]: accept draw, draw at the node
+    Warp warp;
+
+    const float* row(i64 node) const { return logits + node * vocab; }
+    float accept_draw(i64 node) const { return uniforms[2 * node]; }
+    float node_draw(i64 node) const { return uniforms[2 * node + 1]; }
+};
+
+// Where a slot's verdict is written.
+struct Verdict {
+    i64 *path, *num_accepted, *next_token;
+};
+
+// Subtracts a draft distribution from the target's; the target's own stays where nothing is left.
+inline void subtract(Weights& weights, const float* draft, RowMemory& memory) {
+    const Float total = broadcast(static_cast<float>(weights.total));
+    Weights left{memory.spare, memory.spare_sums, weights.vocab, 0};
+    for (i64 chunk = 0; chunk < num_chunks(weights.vocab); chunk++) {
+        const i64 at = chunk * kChunk, count = chunk_size(weights.vocab, chunk);
+        alignas(64) float own[kPartials], drafted[kPartials];
+        Float sums[kParts];
+        for (Float& sum : sums) sum = zero();
+        for (i64 i = 0; i < count; i += kPartials) {
+            const float* from = group_of(weights.values + at + i, count - i, 0.f, own);
+            const float* by = group_of(draft + at + i, count - i, 0.f, drafted);
+            float* to = from == own ? own : left.values + at + i;
+            for (int part = 0; part < kParts; part++) {
+                const Float prob = div(load(from + part * kLanes), total);
+                const Float rest = max(sub(prob, load(by + part * kLanes)), zero());
+                store(to + part * kLanes, rest);
+                sums[part] = add(sums[part], rest);
+            }
+            if (to == own) std::memcpy(left.values + at + i, own, static_cast<std::size_t>(count - i) * sizeof(float));
+        }
+        left.sums[chunk] = sum_partials(sums);
+    }
+    left.add_up();
+    if (!(left.total > 0)) return;
+    std::swap(memory.values, memory.spare);
+    std::swap(memory.sums, memory.spare_sums);
+    weights = left;
+}
+
+// The token is drawn first, and the child that has it is kept. `choose` returns a node's token.
+template <class Choose>
+void walk_tokens(const Slot& slot, const Verdict& verdict, const Choose& choose) {
+    i64 last = 0, length = 1, drawn = choose(0);
+    for (i64 node = 1; node < slot.nodes; node++) {
+        if (slot.parents[node] != last || slot.tokens[node] != drawn) continue;
+        verdict.path[length++] = last = node;
+        drawn = choose(node);
+    }
+    *verdict.num_accepted = length - 1;
+    *verdict.next_token = drawn;
+}
+
+// Drafts were drawn from distributions: a child is kept with probability target / draft.
+inline void walk_probs(const Slot& slot, const Verdict& verdict, const Context* context, RowMemory memory) {
+    i64 last = 0, length = 1;
+    Weights weights = warp_row(context, slot.row(0), slot.vocab, slot.warp, memory);
+    for (i64 node = 1; node < slot.nodes; node++) {
+        if (slot.parents[node] != last) continue;
+        const float* draft = slot.draft_probs + node * slot.vocab;
+        const i64 token = slot.tokens[node];
+        if (slot.accept_draw(node) * draft[token] < weights.prob(token)) {
+            verdict.path[length++] = last = node;
+            weights = warp_row(context, slot.row(node), slot.vocab, slot.warp, memory);
+        } else {
+            subtract(weights, draft, memory);
+        }
+    }
+    *verdict.num_accepted = length - 1;
+    *verdict.next_token = draw(weights, slot.node_draw(last));
+}
+
+// As above where the target's distribution is one-hot, and stays so after a refusal.
+inline void walk_greedy_probs(const Slot& slot, const Verdict& verdict) {
+    i64 last = 0, length = 1, best = first_greatest(slot.row(0), slot.vocab).index;
+    for (i64 node = 1; node < slot.nodes; node++) {
+        if (slot.parents[node] != last) continue;
+        const i64 token = slot.tokens[node];
+        const float target = token == best ? 1.f : 0.f;
+        if (!(slot.accept_draw(node) * slot.draft_probs[node * slot.vocab + token] < target)) continue;
+        verdict.path[length++] = last = node;
+        best = first_greatest(slot.row(node), slot.vocab).index;
+    }
+    *verdict.num_accepted = length - 1;
+    *verdict.next_token = best;
+}
+
+// Decides a slot; `floats` is memory of row_memory_size. Where `context` is given, long rows are read by several threads.
+inline void verify_slot(const Slot& slot, const Verdict& verdict, const Context* context, float* floats) {
+    for (i64 node = 0; node < slot.nodes; node++) verdict.path[node] = node == 0 ? 0 : -1;
+    if (!slot.warp.is_hot()) {
+        if (slot.draft_probs != nullptr) return walk_greedy_probs(slot, verdict);
+        return walk_tokens(slot, verdict, [&](i64 node) { return first_greatest(slot.row(node), slot.vocab).index; });
+    }
+    const RowMemory memory = row_memory(floats, slot.vocab);
+    if (slot.draft_probs != nullptr) return walk_probs(slot, verdict, context, memory);
+    walk_tokens(slot, verdict, [&](i64 node) {
+        return draw(warp_row(context, slot.row(node), slot.vocab, slot.warp, memory), slot.node_draw(node));
+    });
+}
+
+}  // namespace speccompile::cpu
