@@ -9,7 +9,7 @@
 namespace speccompile::cpu {
 
 // Divides the weights by their sum, in place.
-inline void normalise(Weights& weights) {
+inline void normalise(RowWeights& weights) {
     const Float total = broadcast(static_cast<float>(weights.total));
     alignas(64) float memory[kPartials];
     for (i64 i = 0; i < weights.vocab; i += kPartials) {
@@ -50,7 +50,7 @@ struct SampleToken {
             const Best best = first_greatest(row, vocab);
             i64 token = best.index;
             if (warp.is_hot()) {
-                Weights weights = warp_row(inner, row, vocab, warp, memory);
+                RowWeights weights = warp_row(inner, row, vocab, warp, memory);
                 token = draw(weights, uniforms.data<float>()[slot]);
                 normalise(weights);
             } else {
@@ -89,7 +89,7 @@ struct NodeProbs {
             float* to = probs + row * vocab;
             const Warp warp = warps[row / nodes];
             if (warp.is_hot()) {
-                Weights weights = warp_row(inner, from, vocab, warp, row_memory(floats, vocab, to));
+                RowWeights weights = warp_row(inner, from, vocab, warp, row_memory(floats, vocab, to));
                 normalise(weights);
             } else {
                 std::memset(to, 0, static_cast<std::size_t>(vocab) * sizeof(float));

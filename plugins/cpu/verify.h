@@ -27,9 +27,9 @@ struct Verdict {
 };
 
 // Subtracts a draft distribution from the target's; the target's own stays where nothing is left.
-inline void subtract(Weights& weights, const float* draft, RowMemory& memory) {
+inline void subtract(RowWeights& weights, const float* draft, RowMemory& memory) {
     const Float total = broadcast(static_cast<float>(weights.total));
-    Weights left{memory.spare, memory.spare_sums, weights.vocab, 0};
+    RowWeights left{memory.spare, memory.spare_sums, weights.vocab, 0};
     for (i64 chunk = 0; chunk < num_chunks(weights.vocab); chunk++) {
         const i64 at = chunk * kChunk, count = chunk_size(weights.vocab, chunk);
         alignas(64) float own[kPartials], drafted[kPartials];
@@ -72,7 +72,7 @@ void walk_tokens(const Slot& slot, const Verdict& verdict, const Choose& choose)
 // Drafts were drawn from distributions: a child is kept with probability target / draft.
 inline void walk_probs(const Slot& slot, const Verdict& verdict, const Context* context, RowMemory memory) {
     i64 last = 0, length = 1;
-    Weights weights = warp_row(context, slot.row(0), slot.vocab, slot.warp, memory);
+    RowWeights weights = warp_row(context, slot.row(0), slot.vocab, slot.warp, memory);
     for (i64 node = 1; node < slot.nodes; node++) {
         if (slot.parents[node] != last) continue;
         const float* draft = slot.draft_probs + node * slot.vocab;

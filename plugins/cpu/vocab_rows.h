@@ -85,7 +85,7 @@ inline Best first_greatest(const float* row, i64 vocab) {
 }
 
 // The weights of a row's entries. They need not sum to 1.
-struct Weights {
+struct RowWeights {
     float* values;  // [vocab]
     float* sums;    // [chunks]
     i64 vocab;
@@ -127,7 +127,7 @@ inline float weigh_chunk(const float* logits, i64 count, const Scale& scale, flo
     return sum_partials(sums);
 }
 
-inline void weigh(const Context* context, const float* logits, const Scale& scale, Weights& weights) {
+inline void weigh(const Context* context, const float* logits, const Scale& scale, RowWeights& weights) {
     for_chunks(context, weights.vocab, [&](i64 begin, i64 end) {
         for (i64 chunk = begin; chunk < end; chunk++) {
             const i64 at = chunk * kChunk;
@@ -145,14 +145,14 @@ inline double sum_weights(const Context* context, const float* logits, i64 vocab
             sums[chunk] = weigh_chunk<false>(logits + chunk * kChunk, count, {1.f, top, kNothing}, nullptr);
         }
     });
-    Weights weights{nullptr, sums, vocab, 0};
+    RowWeights weights{nullptr, sums, vocab, 0};
     weights.add_up();
     return weights.total;
 }
 
 // The first entry whose cumulative weight exceeds uniform * total. Rounding never yields an entry without weight; 0
 // where no entry has any, which NaN alone does.
-inline i64 draw(const Weights& weights, float uniform) {
+inline i64 draw(const RowWeights& weights, float uniform) {
     const double bound = static_cast<double>(uniform) * weights.total;
     double upto = 0;
     i64 chunk = -1;

@@ -102,7 +102,7 @@ inline Edge find_edge(float* candidates, i64 count, double goal) {
 }
 
 // Sets the weights outside the nucleus to 0.
-inline void cut_nucleus(Weights& weights, float top_p, float* spare) {
+inline void cut_nucleus(RowWeights& weights, float top_p, float* spare) {
     if (!(weights.total > 0)) return;  // NaN
     const i64 chunks = num_chunks(weights.vocab);
     const double goal = std::max(static_cast<double>(top_p) * weights.total, std::numeric_limits<double>::min());
@@ -152,8 +152,8 @@ inline void cut_nucleus(Weights& weights, float top_p, float* spare) {
 }
 
 // The weights of a row of a slot that is not greedy.
-inline Weights warp_row(const Context* context, const float* logits, i64 vocab, const Warp& warp, const RowMemory& memory) {
-    Weights weights{memory.values, memory.sums, vocab, 0};
+inline RowWeights warp_row(const Context* context, const float* logits, i64 vocab, const Warp& warp, const RowMemory& memory) {
+    RowWeights weights{memory.values, memory.sums, vocab, 0};
     // Quotients fall and rise with logits, so tops and thresholds are those of the logits, divided.
     float top = kNothing;
     for_chunks(context, vocab, [&](i64 begin, i64 end) {

@@ -7,16 +7,26 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime as ort
 import pytest
 
-from speccompile.backends.onnxruntime import kernel_build, kernel_library
-from speccompile.backends.onnxruntime.kernel_selftest import linear_cases, open_case
+from speccompile.backends.onnxruntime import kernel_build, kernel_library, kernel_selftest
+from speccompile.backends.onnxruntime.kernel_selftest import linear_cases, open_case, tail_fault
+from speccompile.backends.onnxruntime.tail_cases import tail_cases
 from speccompile.backends.onnxruntime.tiny_models import one_node_model
+from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
+from speccompile.ops.finite_token import FINITE_TOKEN
+from speccompile.ops.kv_rollback import KV_ROLLBACK
+from speccompile.ops.op import Op
 from speccompile.ops.packed_linear import PACKED_LINEARS
+from speccompile.ops.sample_token import SAMPLE_TOKEN
+from speccompile.ops.spec_verify import SPEC_VERIFY
+from tests.ops.op_lab import is_at_boundary
 from tests.plugins.cpu_lab import library, needs_compiler
 
 CRASH = 'extern "C" __attribute__((visibility("default"))) void* RegisterCustomOps(void*, void*) { __builtin_trap(); }'
@@ -145,6 +155,35 @@ def test_the_self_test_runs_every_linear_and_reports_a_wrong_one() -> None:
     assert [case.op for case in linear_cases()] == list(PACKED_LINEARS)
     child = [sys.executable, "-m", kernel_library.SELFTEST, str(library())]
     assert subprocess.run(child, check=False).returncode == 0
+
+
+def test_the_self_test_calls_every_kernel_of_a_tail_far_from_ties() -> None:
+    """Rounding on another CPU must not change an integer."""
+    cases = list(tail_cases())
+    kernels = (SPEC_VERIFY, FINITE_TOKEN, SAMPLE_TOKEN, TOP_TOKENS, NODE_PROBS_OP, KV_ROLLBACK)
+    assert {op.name for op, _, _ in cases} == {op.name for op in kernels}
+    for op, inputs, _ in cases:
+        assert op is not SPEC_VERIFY or not is_at_boundary(inputs)
+
+
+@pytest.mark.plan
+@needs_compiler
+def test_a_wrong_kernel_of_a_tail_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it is the twin that is wrong."""
+    assert tail_fault(str(library())) is None
+    calls = [(op, inputs, attributes) for op, inputs, attributes in tail_cases() if op in (SPEC_VERIFY, NODE_PROBS_OP)]
+    wrong: list[tuple[Op, int]] = [(SPEC_VERIFY, 1), (SPEC_VERIFY, 2), (NODE_PROBS_OP, 0)]
+    for op, output in wrong:
+
+        def twin(*inputs: Any, op: Op = op, output: int = output) -> tuple[Any, ...]:
+            made = list(op.twin(*inputs))
+            made[output] = made[output].copy()
+            made[output].flat[-1] += 1
+            return tuple(made)
+
+        changed = [(replace(op, twin=twin), *rest) for other, *rest in calls if other is op]
+        monkeypatch.setattr(kernel_selftest, "tail_cases", lambda changed=changed: iter(changed))
+        assert f"{op.name}: {op.outputs[output].name}" in str(tail_fault(str(library())))
 
 
 @pytest.mark.plan

@@ -14,7 +14,7 @@ from speccompile.core.sampling import warp
 from speccompile.ops.candidates import node_probs, top_tokens
 from speccompile.ops.sample_token import sample_token
 from tests.ops.op_lab import Case, model_of, same
-from tests.plugins.cpu_lab import library, needs_compiler, session_of
+from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_of
 from tests.plugins.verify_cases import LAST_DRAW, distort
 
 pytestmark = [needs_compiler, pytest.mark.plan]
@@ -54,10 +54,11 @@ def assert_dists(got: np.ndarray, wanted: np.ndarray) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [1, 2, 16, 97, 1000, 8192])
-def test_distributions_of_nodes(vocab: int, kind: str) -> None:
+@pytest.mark.parametrize("variant", ["native", "avx2", "portable"])
+def test_distributions_of_nodes(vocab: int, kind: str, variant: str) -> None:
     rng = np.random.default_rng(vocab)
     feeds = {"logits": logits_of(rng, len(WARPS), 2, vocab, kind), **warp_columns(WARPS)}
-    session = open_op("NodeProbs")
+    session = session_of(model_of("NodeProbs"), library_for(variant))
     [got] = session.run(None, feeds)
     [wanted] = node_probs(**feeds)
     assert_dists(got, wanted)
@@ -121,7 +122,7 @@ def test_sampled_tokens(vocab: int, kind: str, warps: list[tuple[float, int, flo
     feeds["uniforms"][::3], feeds["uniforms"][1::5] = 0, LAST_DRAW
     session = open_op("SampleToken")
     token, confidence, probs = session.run(None, feeds)
-    wanted, sure, dists = sample_token(**feeds)
+    wanted, _, dists = sample_token(**feeds)
     assert (token.dtype, confidence.dtype) == (np.int64, np.float32)
     assert_dists(probs, dists)
     near = [
@@ -134,7 +135,9 @@ def test_sampled_tokens(vocab: int, kind: str, warps: list[tuple[float, int, flo
     if probs.shape[-1] > 1:
         assert (np.take_along_axis(probs, token[:, None], axis=-1) > 0).all()
     exact = node_probs(feeds["logits"], np.ones(len(warps)), np.zeros(len(warps), np.int64), np.ones(len(warps)))[0]
-    np.testing.assert_allclose(confidence, np.take_along_axis(exact[:, 0], token[:, None], axis=1)[:, 0], atol=TOLERANCE)
+    np.testing.assert_allclose(
+        confidence, np.take_along_axis(exact[:, 0], token[:, None], axis=1)[:, 0], atol=TOLERANCE
+    )
     for slot in range(0, len(warps), 7):
         alone = session.run(None, {n: a[slot : slot + 1] for n, a in feeds.items()})
         assert same(alone[:2], [token[slot : slot + 1], confidence[slot : slot + 1]])
@@ -177,7 +180,9 @@ def test_rows_that_are_not_finite_give_tokens_of_the_vocabulary(value: float, fr
     logits = np.where(rng.random((5, 1, 700)) < fraction, value, rng.normal(size=(5, 1, 700))).astype(np.float32)
     columns = warp_columns([(1.0, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.5), (1.0, 600, 0.5), (0.0, 0, 1.0)])
     candidates, _ = open_op("TopTokens", num_candidates=64).run(None, {"logits": logits})
-    token, _, _ = open_op("SampleToken").run(None, {"logits": logits, "uniforms": np.full(5, 0.5, np.float32), **columns})
+    token, _, _ = open_op("SampleToken").run(
+        None, {"logits": logits, "uniforms": np.full(5, 0.5, np.float32), **columns}
+    )
     for tokens in (candidates, token):
         assert (tokens >= 0).all() and (tokens < 700).all()
     open_op("NodeProbs").run(None, {"logits": logits, **columns})

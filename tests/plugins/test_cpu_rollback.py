@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU kernel of KVRollback moves the rows of an accepted path as the numpy twin does, in place where it is bound so."""
+"""The CPU kernel of KVRollback moves the rows of an accepted path as the numpy twin does, bound caches in place."""
 
 from __future__ import annotations
 

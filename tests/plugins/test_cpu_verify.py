@@ -19,14 +19,14 @@ from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, Setting, emit, ex
 from tests.ops.op_lab import Case, model_of, same, verify_case
 from tests.ops.test_finite_token import VALUES, case_of
 from tests.plugins.cases import assert_same, wide_case
-from tests.plugins.cpu_lab import library, needs_compiler, session_of
+from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_of
 from tests.plugins.verify_cases import KINDS, WARP_CASES, one_warp_case, warp_case
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 
 
-def open_op(name: str, threads: int = 1, **attributes: int) -> ort.InferenceSession:
-    return session_of(model_of(name, **attributes), library(), threads)
+def open_op(name: str, threads: int = 1) -> ort.InferenceSession:
+    return session_of(model_of(name), library(), threads)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,9 @@ def part(case: Case, slots: Sequence[int]) -> Case:
 
 
 @pytest.mark.parametrize("vocab", [2, 5, 64, 97, 300, 1300])
-def test_random_cases_are_decided_as_by_the_twin(session: ort.InferenceSession, vocab: int) -> None:
-    rng = np.random.default_rng(vocab)
+@pytest.mark.parametrize("variant", ["native", "avx2", "portable"])
+def test_random_cases_are_decided_as_by_the_twin(variant: str, vocab: int) -> None:
+    session, rng = session_of(model_of("SpecVerify"), library_for(variant)), np.random.default_rng(vocab)
     num_excused = num_accepted = 0
     for number in range(96):
         heat, is_chain, has_probs = KINDS[number % len(KINDS)]
@@ -136,9 +137,7 @@ def test_a_draft_is_refused_where_the_draw_meets_the_bound(session: ort.Inferenc
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-25, 2.0**-65])
 @pytest.mark.parametrize("has_probs", [False, True])
-def test_the_lowest_temperatures_are_greedy(
-    session: ort.InferenceSession, temperature: float, has_probs: bool
-) -> None:
+def test_the_lowest_temperatures_are_greedy(session: ort.InferenceSession, temperature: float, has_probs: bool) -> None:
     case = verify_case(np.random.default_rng(3), 97, is_chain=False, has_probs=has_probs, heat="greedy")
     case["logits"] = (case["logits"] * 100).astype(np.float32)
     cold = {**case, "temperature": np.full(len(case["tokens"]), temperature, np.float32)}
@@ -184,9 +183,7 @@ def test_deterministic_drafts_do_not_change_the_text(session: ort.InferenceSessi
 # A parent is compared, never an index; a token is one only where drafts have distributions.
 @pytest.mark.parametrize("value", [-1, 97, 1 << 40, -(1 << 63), (1 << 63) - 1])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_hostile_trees_read_nothing_outside(
-    session: ort.InferenceSession, value: int, temperature: float
-) -> None:
+def test_hostile_trees_read_nothing_outside(session: ort.InferenceSession, value: int, temperature: float) -> None:
     case = one_warp_case(np.random.default_rng(1), 97, 2, 4, temperature=temperature)
     case["parents"][:] = [-1, 0, 1, 2]
     case["parents"][1, 1:] = max(value, 4) if value > 0 else value
@@ -251,7 +248,9 @@ def test_rows_that_are_not_finite_still_give_a_token_of_the_vocabulary(
 ) -> None:
     """FiniteToken replaces it; nothing is read or written outside, and no search runs on."""
     for heat, fraction, cut in itertools.product((0.0, 1.0), (0.5, 1.0), (0, 3)):
-        case = one_warp_case(np.random.default_rng(1), 700, 4, 3, temperature=heat, top_k=cut, top_p=0.7 if cut else 1.0)
+        case = one_warp_case(
+            np.random.default_rng(1), 700, 4, 3, temperature=heat, top_k=cut, top_p=0.7 if cut else 1.0
+        )
         case["logits"][np.random.default_rng(2).random(case["logits"].shape) < fraction] = value
         if has_probs:
             case["draft_probs"] = np.full((4, 3, 700), 1 / 700, np.float32)
