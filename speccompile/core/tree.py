@@ -86,9 +86,12 @@ class TokenTree:
         return cls(tokens, parents, num_nodes, draft_probs, True)
 
     @classmethod
-    def roots(cls, tokens: Ints) -> TokenTree:
+    def roots(cls, tokens: Ints | Sequence[int]) -> TokenTree:
         """Returns the tree without drafts of each slot; tokens: [batch] int64. This is plain decoding."""
-        return cls.chain(tokens[:, None])
+        roots = np.empty((len(tokens), 1), dtype=np.int64)  # filled one by one: of a list, it takes twice as long
+        for slot, token in enumerate(tokens):
+            roots[slot, 0] = token
+        return cls.chain(roots)
 
     @classmethod
     def tree(

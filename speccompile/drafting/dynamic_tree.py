@@ -70,7 +70,7 @@ class TreeGrower:
         known = estimates(slots)
         accepted = sum(known[place].accepted_length for place in able) / len(slots)
         if not able or not self.budget.begins(accepted, len(slots)):
-            return TokenTree.roots(np.array([slot.tokens[-1] for slot in slots], dtype=np.int64))
+            return TokenTree.roots([slot.tokens[-1] for slot in slots])
         trees = [Candidates.from_root(slot.tokens[-1]) for slot in slots]
         limits = [slot.max_drafts if rooms[place] >= 0 else 0 for place, slot in enumerate(slots)]
         spent_ms = self._grow(batch, trees, able, [min(r, n - 1) for r, n in zip(rooms, limits, strict=True)])

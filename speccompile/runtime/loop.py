@@ -105,7 +105,7 @@ def run_step(
         slot.plan(verifier.max_seq_len, bound)
         is_plain = is_plain and not slot.max_drafts
     slots.is_forced = bool(limit) or is_forced
-    tree = _roots(slots) if is_plain else proposer.propose(slots)
+    tree = slots.roots() if is_plain else proposer.propose(slots)
     proposed_s = perf_counter()
     tree, verdict = verifier.score_finite(tree, slots)
     scored_s = perf_counter()
@@ -123,13 +123,6 @@ def run_step(
     for slot in slots.slots:
         slot.stats.add_times(now_s, now_s - start_s, engine_s)
     return Round(tree, verdict, steps, StepTimes(proposed_s - start_s, scored_s - proposed_s, now_s - start_s))
-
-
-def _roots(slots: Slots) -> TokenTree:
-    roots = np.empty((len(slots.slots), 1), np.int64)  # filled one by one: of a list, it takes twice as long
-    for place, slot in enumerate(slots.slots):
-        roots[place, 0] = slot.tokens[-1]
-    return TokenTree.chain(roots)
 
 
 def _seconds(engines: tuple[TimedEngine, ...]) -> float:

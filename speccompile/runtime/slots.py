@@ -232,13 +232,14 @@ class Slots:
         self.is_forced = False  # see `Batch.is_forced`
         self.processed: list[int] = []  # slot indices of sequences that need logits processors
         self._warp: dict[str, NDArray[Any]] = {}
+        self._roots: TokenTree | None = None
 
     def changed(self) -> None:
         """Recomputes what depends on the sequences and their slots. Called after every change of `slots`."""
         params = [slot.sampling for slot in self.slots]
         self.is_greedy = all(p.is_greedy for p in params)
         self.processed = [place for place, p in enumerate(params) if p.needs_logits]
-        self._warp = {}
+        self._warp, self._roots = {}, None
         if not self.is_greedy:
             temperature, top_k, top_p = warp_inputs(params)
             self._warp = {TEMPERATURE: temperature}
@@ -246,6 +247,14 @@ class Slots:
                 self._warp[TOP_K] = top_k
             if (top_p < 1).any():
                 self._warp[TOP_P] = top_p
+
+    def roots(self) -> TokenTree:
+        """Returns the tree of the roots alone; its arrays are valid until the next call."""
+        if self._roots is None or self._roots.batch != len(self.slots):
+            self._roots = TokenTree.chain(np.zeros((len(self.slots), 1), dtype=np.int64))
+        for place, slot in enumerate(self.slots):
+            self._roots.tokens[place, 0] = slot.tokens[-1]
+        return self._roots
 
     @property
     def may_draw(self) -> bool:

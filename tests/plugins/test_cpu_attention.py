@@ -26,7 +26,7 @@ from speccompile.ops.op import Op
 from speccompile.ops.qkv_attention import QKV_ATTENTION
 from tests.ops.op_lab import model_of
 from tests.ops.qkv_lab import Call, Sizes, naive, random_call, tree_mask
-from tests.plugins.cpu_lab import library, needs_compiler, session_of
+from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_of
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 
@@ -44,8 +44,11 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def open_op(op: Op, threads: int = 1, **attributes: Any) -> ort.InferenceSession:
-    return session_of(model_of(op.name, **attributes), library(), threads)
+VARIANTS = ("native", "avx2", "portable")  # instruction sets
+
+
+def open_op(op: Op, threads: int = 1, variant: str = "native", **attributes: Any) -> ort.InferenceSession:
+    return session_of(model_of(op.name, **attributes), library_for(variant), threads)
 
 
 def calls_of(kind: dict[str, Any]) -> list[Call]:
@@ -61,27 +64,28 @@ def calls_of(kind: dict[str, Any]) -> list[Call]:
     return calls
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_error_is_at_most_twice_the_formulas_own(kind: dict[str, Any]) -> None:
+def test_error_is_at_most_twice_the_formulas_own(kind: dict[str, Any], variant: str) -> None:
     calls = calls_of(kind)
     exact = [naive(call) for call in calls]
     bound = 2 * max(np.abs(naive(c, np.float32) - e).max() for c, e in zip(calls, exact, strict=True))
     for call, wanted in zip(calls, exact, strict=True):
-        got = run(open_op(call.op, 2, **call.attributes), call.inputs)
+        got = run(open_op(call.op, 2, variant, **call.attributes), call.inputs)
         errors = np.abs(got[0] - wanted)
         assert errors.max() <= bound, (call.attributes, np.argwhere(errors > bound)[0], errors.max(), bound)
         for new, twin in zip(got[1:], call.twin()[1:], strict=True):
             np.testing.assert_allclose(new, twin, atol=2.0**-21)
 
 
-@pytest.mark.parametrize("window", [0, 3, 9])
+@pytest.mark.parametrize(("window", "variant"), [(0, "native"), (3, "avx2"), (9, "native"), (5, "portable")])
 @pytest.mark.parametrize("op", OPS, ids=NAMES)
-def test_chains_of_every_length_give_the_bits_of_single_steps(op: Op, window: int) -> None:
+def test_chains_of_every_length_give_the_bits_of_single_steps(op: Op, window: int, variant: str) -> None:
     for head_dim, nodes in ((20, 16), (64, 17), (8, 100)):
         sizes = AttentionSizes(nodes=nodes, head_dim=head_dim, rotary_dim=head_dim // 2 // 2 * 2, max_seq=230)
         rng = np.random.default_rng(nodes)
         inputs = attention_inputs(op, sizes, rng, np.array([0, sizes.max_seq - nodes]))
-        session = open_op(op, **attention_attributes(op, sizes, window=window))
+        session = open_op(op, 1, variant, **attention_attributes(op, sizes, window=window))
         assert chain_fault(op, partial(run, session), inputs) is None
 
 

@@ -84,3 +84,15 @@ def test_drafts_are_bounded_by_the_limit_and_the_room(max_new_tokens, max_seq_le
     slot = Slot(0, [1, 2, 3, 4], SamplingParams(max_new_tokens=max_new_tokens), frozenset(), None)
     slot.plan(max_seq_len)
     assert slot.max_drafts == max_drafts
+
+
+def test_roots_are_the_last_tokens_of_the_present_sequences(slots):
+    for sequence in slots.slots:
+        sequence.tokens.append(100 + sequence.index)
+    assert slots.roots().tokens.tolist() == [[100], [101], [102]]
+    slots.slots[0].tokens.append(7)
+    tree = slots.roots()
+    assert tree.tokens.tolist() == [[7], [101], [102]] and tree.is_chain and tree.num_nodes.tolist() == [1, 1, 1]
+    slots.slots.pop(1)
+    slots.changed()
+    assert slots.roots().tokens.tolist() == [[7], [102]]

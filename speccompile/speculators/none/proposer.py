@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Outputs, Slot, StepTimes
 from speccompile.core.tree import Ints, TokenTree
@@ -28,7 +26,7 @@ class NoneProposer:
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns trees of the roots alone."""
-        return TokenTree.roots(np.array([slot.tokens[-1] for slot in batch.slots], dtype=np.int64))
+        return TokenTree.roots([slot.tokens[-1] for slot in batch.slots])
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Nothing to keep."""
