@@ -7,6 +7,7 @@ TRITON_VENV ?= .venv-triton
 BUNDLE ?= bundles/pycode
 ARGS   ?=
 WORKERS ?= 2
+PEERS  ?=
 # One thread a worker. Bytecode is kept even where the environment says no: tests start many children.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
@@ -19,7 +20,7 @@ NVCC           ?= nvcc
 PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp plugins/library.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check unmarked test fuzz triton-server test-triton test-ray test-deploy lint format golden sweep bench gpu-check docs plugins clean
+.PHONY: help setup demo check unmarked test fuzz triton-server test-triton test-ray test-deploy lint format golden sweep bench peers gpu-check docs plugins clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +84,9 @@ sweep: setup  ## Export every causal model type of transformers at tiny size; wr
 
 bench: $(BUNDLE)/manifest.json  ## Plain, speculative and transformers, interleaved, on examples/prompts.jsonl
 	$(BIN)/speccompile bench $(BUNDLE) --prompts examples/prompts.jsonl $(ARGS)
+
+peers:  ## Make an environment for each engine to compare with, under build/peers (PEERS="openvino llama.cpp"; minutes)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) bench/peers/install.py --again $(PEERS)
 
 bundles/%/manifest.json: recipes/%.yaml | setup
 	$(BIN)/speccompile build $< -o $(@D)

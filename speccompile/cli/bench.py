@@ -15,11 +15,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 import speccompile
+from speccompile.cli.bench_peers import ENVIRONMENTS, PEERS, PRECISIONS
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.prompts import check_results, read_requests, write_results
 from speccompile.errors import RuntimeFault
 
 if TYPE_CHECKING:
+    from speccompile.cli.bench_peers import Peer
     from speccompile.runtime.bundle import Bundle
 
 MODES = ("plain", "speculative", "transformers", "transformers-assisted")
@@ -43,17 +45,31 @@ def bench_command(
         int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of every mode; as measured by default.")
     ] = None,
     method: Annotated[str | None, typer.Option(help="Another speculation method than the recipe's.")] = None,
-    assistant_tokens: Annotated[int, typer.Option(min=1, help="Draft length of transformers-assisted.")] = 4,
+    assistant_tokens: Annotated[
+        int, typer.Option(min=1, help="Draft length of transformers-assisted and of the peers.")
+    ] = 4,
+    peers: Annotated[
+        str | None, typer.Option(help=f"Also other engines on the same checkpoint: `all` or some of {','.join(PEERS)}.")
+    ] = None,
+    peer_precisions: Annotated[
+        str | None, typer.Option(help=f"Of {','.join(PRECISIONS)}; the bundle's own by default.")
+    ] = None,
+    also: Annotated[
+        str | None, typer.Option(help="More speculation methods of ours, comma-separated, a process each.")
+    ] = None,
+    peers_dir: Annotated[Path, typer.Option(help="Where `make peers` made their environments.")] = ENVIRONMENTS,
 ) -> None:
     """Measure greedy decoding at batch 1.
 
     Plain and speculative decoding share an engine, every other mode has a process of its own; they take turns prompt by
     prompt, and a process that waits is stopped. Sampling fields of the prompts are not used.
     """
+    from speccompile.cli.bench_peers import read_peers
     from speccompile.cli.bench_rounds import open_workers, run_rounds, summary_from_runs
     from speccompile.runtime.bundle import read_bundle
 
     check_results(json_out)
+    installed, left_out = read_peers(peers, peers_dir) if peers else ([], {})
     threads = usable_threads(threads)
     requests = read_requests(prompts, limit)
     opened = read_bundle(bundle)
@@ -63,15 +79,23 @@ def bench_command(
     shared = [mode for mode in chosen if not mode.startswith("transformers")]
     groups = ([shared] if shared else []) + [[mode] for mode in chosen if mode not in shared]
     jobs = [_job(modes, opened, method, num_threads, ids, max_new_tokens, assistant_tokens) for modes in groups]
+    base = _job([], opened, None, num_threads, ids, max_new_tokens, assistant_tokens)
+    more = [name.strip() for name in (also or "").split(",") if name.strip()]
+    jobs += [{**base, "modes": ["speculative"], "method": name, "prefix": f"{name} "} for name in more]
+    if peers:
+        jobs += _jobs_of_peers(base, opened, installed, peer_precisions, peers_dir, left_out)
     environment = _environment(opened, num_threads, threads, len(ids), max_new_tokens, repeats, assistant_tokens)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         loading = bar.add_task("load", total=None)
-        with open_workers(jobs) as workers:
+        with open_workers(jobs, lambda job, error: left_out.update({job["prefix"].strip(): str(error)})) as workers:
             bar.remove_task(loading)
-            task = bar.add_task("measure", total=len(chosen) * len(ids) * repeats)
+            num_modes = sum(len(worker.modes) for worker in workers)
+            task = bar.add_task("measure", total=num_modes * len(ids) * repeats)
             runs = run_rounds(workers, len(ids), repeats, lambda mode: bar.advance(task))
     environment["load_average_after"] = _load_average()
-    report = {"environment": environment, **summary_from_runs(runs)}
+    report = {"environment": environment, **summary_from_runs(runs, opened.eos_token_ids)}
+    if peers:
+        report["peers"] = _peers_report(report["modes"], opened, method, installed, left_out)
     if json_out is not None:
         write_results(json_out, report)
     _print_report(Console(stderr=json_out is not None and str(json_out) == "-"), report)
@@ -139,6 +163,38 @@ def _job(
     }
 
 
+def _jobs_of_peers(
+    base: dict[str, Any],
+    bundle: Bundle,
+    installed: list[Peer],
+    precisions: str | None,
+    folder: Path,
+    left_out: dict[str, str],
+) -> list[dict[str, Any]]:
+    from speccompile.cli.bench_peers import peer_jobs, read_precisions
+
+    target = bundle.recipe.target
+    if target.weights != "checkpoint" or target.model is None or not Path(target.model).is_dir():
+        got = f"no trained checkpoint at {target.model}"
+        todo = "Put the checkpoint where it was at the build, or leave --peers out."
+        raise RuntimeFault("--peers", got, "the folder that the bundle was built from", todo)
+    return peer_jobs(installed, read_precisions(precisions, bundle), base, folder / "models", left_out)
+
+
+def _peers_report(
+    modes: dict[str, Any], bundle: Bundle, method: str | None, installed: list[Peer], left_out: dict[str, str]
+) -> dict[str, Any]:
+    from speccompile.cli.bench_peers import comparison_rows, precision_from_bundle
+
+    precision = precision_from_bundle(bundle)
+    return {
+        "precision": precision,
+        "rows": comparison_rows(modes, method or bundle.recipe.method, precision, installed),
+        "versions": {peer.name: dict(peer.versions) for peer in installed},
+        "left_out": left_out,
+    }
+
+
 def _environment(
     bundle: Bundle,
     threads: int,
@@ -197,5 +253,11 @@ def _print_report(console: Console, report: dict[str, Any]) -> None:
             "" if outside is None else f"{100 * outside:.1f} %",
         )
     console.print(table)
+    if "peers" in report:
+        from speccompile.cli.bench_peers import markdown_from_rows
+
+        console.print(markdown_from_rows(report["peers"]["rows"]), markup=False, highlight=False, soft_wrap=True)
+        for name, reason in report["peers"]["left_out"].items():
+            console.print(f"left out: {name}: {reason}", style="yellow", markup=False, highlight=False)
     for name, ratio in report["ratios"].items():
         console.print(f"{name:<38} x{ratio:.2f}", highlight=False)

@@ -16,6 +16,7 @@ from typing import Any
 
 from speccompile.errors import RuntimeFault
 
+REFERENCES = ("transformers", "transformers fp32 plain", "plain")  # whose texts are right, the first that was run
 Runs = dict[str, list[list[dict[str, Any]]]]  # by mode: rounds of one result a prompt
 
 
@@ -23,22 +24,32 @@ class Worker:
     """A process of modes. Between its turns it is stopped, so that threads which spin cost the others nothing.
 
     Args:
-        job: see `bench_worker`.
+        job: see `bench_worker`. Three keys are read here: `prefix` stands before the names of its modes in results;
+            `command` runs another program that talks as `bench_worker` does; `environment` is that program's.
+
+    Raises:
+        RuntimeFault: the process cannot load its model.
     """
 
     def __init__(self, job: Mapping[str, Any]) -> None:
-        self.modes: list[str] = list(job["modes"])
+        self._prefix: str = job.get("prefix", "")
+        self.modes: list[str] = [self._prefix + mode for mode in job["modes"]]
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "speccompile.cli.bench_worker"],
+            job.get("command", [sys.executable, "-m", "speccompile.cli.bench_worker"]),
+            env=job.get("environment"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
             encoding="utf-8",
         )
-        self._send(json.dumps(job))
-        self._receive()
+        self._send(json.dumps({key: value for key, value in job.items() if key not in ("command", "environment")}))
+        try:
+            self._receive()
+        except RuntimeFault:
+            self.close()
+            raise
         self._pause(True)
 
     def run(self, mode: str, prompt: int) -> dict[str, Any]:
@@ -48,7 +59,7 @@ class Worker:
             RuntimeFault: the process has died; the end of what it printed is in the message.
         """
         self._pause(False)
-        self._send(json.dumps([mode, prompt]))
+        self._send(json.dumps([mode.removeprefix(self._prefix), prompt]))
         result = self._receive()
         self._pause(True)
         return result
@@ -85,16 +96,27 @@ class Worker:
 
 
 @contextlib.contextmanager
-def open_workers(jobs: Sequence[Mapping[str, Any]]) -> Iterator[list[Worker]]:
+def open_workers(
+    jobs: Sequence[Mapping[str, Any]], leave_out: Callable[[Mapping[str, Any], RuntimeFault], None] | None = None
+) -> Iterator[list[Worker]]:
     """Start the processes one after another; all are ended in the end.
 
+    Args:
+        jobs: one a process; see `Worker`.
+        leave_out: told of a job with `optional: true` that cannot load, which is then left out.
+
     Raises:
-        RuntimeFault: one of them cannot load its model.
+        RuntimeFault: another of them cannot load its model.
     """
     workers: list[Worker] = []
     try:
         for job in jobs:
-            workers.append(Worker(job))
+            try:
+                workers.append(Worker(job))
+            except RuntimeFault as error:
+                if leave_out is None or not job.get("optional", False):
+                    raise
+                leave_out(job, error)
         yield workers
     finally:
         for worker in workers:
@@ -118,15 +140,16 @@ def run_rounds(
     return runs
 
 
-def summary_from_runs(runs: Runs) -> dict[str, Any]:
+def summary_from_runs(runs: Runs, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
     """Returns the modes' figures and their ratios.
 
     `tokens_per_s` is decoding alone, the prompt's own time taken out, as medians over rounds; the figure with it is
     `tokens_per_s_with_prefill`. `exact`: all tokens equal those of transformers' greedy decoding, or of plain
-    decoding where transformers was not run.
+    decoding where transformers was not run. An end token of `eos_token_ids` does not count: some engines leave it out.
     """
-    oracle = next((mode for mode in ("transformers", "plain") if mode in runs), None)
-    modes = {mode: _mode(rounds, oracle and runs[oracle][0], oracle) for mode, rounds in runs.items()}
+    oracle = next((mode for mode in REFERENCES if mode in runs), None)
+    truth = None if oracle is None else [_text(result, eos_token_ids) for result in runs[oracle][0]]
+    modes = {mode: _mode(rounds, truth, oracle, eos_token_ids) for mode, rounds in runs.items()}
     ratios = {}
     order = [m for m in ("speculative", "plain", "transformers-assisted", "transformers") if m in modes]
     for at, mode in enumerate(order):
@@ -136,7 +159,14 @@ def summary_from_runs(runs: Runs) -> dict[str, Any]:
     return {"modes": modes, "ratios": ratios}
 
 
-def _mode(rounds: list[list[dict[str, Any]]], truth: list[dict[str, Any]] | None, oracle: str | None) -> dict[str, Any]:
+def _text(result: Mapping[str, Any], eos_token_ids: Sequence[int]) -> list[int]:
+    tokens: list[int] = result["tokens"]
+    return tokens[:-1] if tokens and tokens[-1] in eos_token_ids else tokens
+
+
+def _mode(
+    rounds: list[list[dict[str, Any]]], truth: list[list[int]] | None, oracle: str | None, eos_token_ids: Sequence[int]
+) -> dict[str, Any]:
     results = [result for results in rounds for result in results]
     speeds, speeds_with_prefill = [], []
     for one in rounds:
@@ -146,8 +176,9 @@ def _mode(rounds: list[list[dict[str, Any]]], truth: list[dict[str, Any]] | None
         speeds.append(num / max(total_s - prefill_s, 1e-9))
         speeds_with_prefill.append(num / max(total_s, 1e-9))
     steps = sum(result["num_steps"] for result in results)
-    wanted = None if truth is None else [result["tokens"] for result in truth]
-    same = [] if wanted is None else [a["tokens"] == b for one in rounds for a, b in zip(one, wanted, strict=True)]
+    same = []
+    if truth is not None:
+        same = [_text(a, eos_token_ids) == b for one in rounds for a, b in zip(one, truth, strict=True)]
     outside = [result["outside_s"] for result in results]
     decode_s = sum(result["total_s"] - result["prefill_s"] for result in results)
     return {

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other engines in a benchmark: their environments, their forms of a checkpoint, their jobs, and the table.
+
+`make peers` leaves a folder for each peer with a `peer.json`: {"python", "worker", "forms", "versions"}, or
+{"failed": reason}. A peer's code runs in that environment alone, in processes of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from speccompile.errors import BuildError, RuntimeFault
+
+if TYPE_CHECKING:
+    from speccompile.runtime.bundle import Bundle
+
+PEERS = ("openvino", "ort-genai", "llama.cpp", "transformers")
+PRECISIONS = ("fp32", "16bit", "int8", "int4")
+ENVIRONMENTS = Path("build/peers")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An installed peer.
+
+    Args:
+        name: one of PEERS.
+        python: the interpreter of its environment.
+        worker: the script that runs there; see bench/peers/peer_process.py.
+        forms: by precision, {"name": the peer's own name, "modes": [mode]}; modes are `plain` and speculation methods.
+        needs_draft: modes that need a draft model.
+        versions: of its packages.
+    """
+
+    name: str
+    python: str
+    worker: str
+    forms: Mapping[str, Mapping[str, Any]]
+    needs_draft: Sequence[str]
+    versions: Mapping[str, str]
+
+
+def read_peers(wanted: str, folder: Path) -> tuple[list[Peer], dict[str, str]]:
+    """Returns the installed ones of a comma-separated list, and the reasons of those that could not be installed.
+
+    Args:
+        wanted: names, or `all`: those that `make peers` tried.
+        folder: where the environments are.
+
+    Raises:
+        RuntimeFault: a name is unknown or given twice, or a peer has no environment.
+    """
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    if names == ["all"]:
+        names = [name for name in PEERS if (folder / name / "peer.json").is_file()] or list(PEERS)
+    if not names or len(set(names)) < len(names) or any(name not in PEERS for name in names):
+        expected = f"`all`, or some of {', '.join(PEERS)}, each once"
+        raise RuntimeFault("--peers", repr(wanted), expected, "Correct the option.")
+    peers, left_out = [], {}
+    for name in names:
+        found = _read(name, folder / name / "peer.json")
+        if "failed" in found:
+            left_out[name] = f"could not be installed: {found['failed']}"
+        else:
+            peers.append(
+                Peer(name, found["python"], found["worker"], found["forms"], found["needs_draft"], found["versions"])
+            )
+    return peers, left_out
+
+
+def _read(name: str, file: Path) -> dict[str, Any]:
+    todo = f"Run `make peers` (or `make peers PEERS={name}`) in a checkout of speccompile, or leave the peer out."
+    if not file.is_file():
+        where = f"--peers {name}"
+        raise RuntimeFault(where, f"no environment in {file.parent}", "one that `make peers` made", todo)
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if "failed" not in found and not (Path(found["python"]).exists() and Path(found["worker"]).is_file()):
+        raise RuntimeFault(str(file), "an environment or a worker that is gone", "both as they were made", todo)
+    return found
+
+
+def precision_from_bundle(bundle: Bundle) -> str:
+    """Returns the precision of a bundle's target, one of PRECISIONS, by what its weights are stored in."""
+    quantization = bundle.manifest["recipe"]["target"].get("quantization", "none")
+    if quantization in PRECISIONS:
+        return str(quantization)
+    if bundle.graphs["target"].get("form") in (None, "fp32"):
+        return "fp32"
+    config = Path(bundle.recipe.target.model or "") / "config.json"
+    stored = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    is_half = stored.get("dtype", stored.get("torch_dtype")) in ("bfloat16", "float16")
+    return "16bit" if is_half else "fp32"
+
+
+def read_precisions(wanted: str | None, bundle: Bundle) -> list[str]:
+    """Returns the precisions of a comma-separated list, or the bundle's own where there is none.
+
+    Raises:
+        RuntimeFault: one of them is unknown.
+    """
+    chosen = [name.strip() for name in (wanted or precision_from_bundle(bundle)).split(",") if name.strip()]
+    if not chosen or any(name not in PRECISIONS for name in chosen):
+        expected = f"some of {', '.join(PRECISIONS)}"
+        raise RuntimeFault("--peer-precisions", repr(wanted), expected, "Correct the option.")
+    return list(dict.fromkeys(chosen))
+
+
+def peer_environment(threads: int) -> dict[str, str]:
+    """Returns the environment variables of a peer's process: this one's, without Python's paths and the network."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return {**kept, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def convert_checkpoint(peer: Peer, precision: str, checkpoint: Path, models: Path) -> Path:
+    """Returns a checkpoint in a peer's format: converted by the peer's tools, once for each of its versions.
+
+    Args:
+        peer: an installed peer.
+        precision: one of its forms.
+        checkpoint: a folder in Hugging Face's layout.
+        models: where converted models are kept.
+
+    Raises:
+        BuildError: the conversion failed; the end of what it printed is in the message.
+    """
+    files = sorted(file for file in checkpoint.iterdir() if file.is_file())
+    facts = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    worker = hashlib.sha256(Path(peer.worker).read_bytes()).hexdigest()
+    key = json.dumps([str(checkpoint.resolve()), facts, dict(peer.versions), worker])
+    name = f"{checkpoint.name}-{peer.name}-{precision}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    dest = models / name
+    if not dest.exists():
+        models.mkdir(parents=True, exist_ok=True)
+        made = models / f".{name}.{os.getpid()}"
+        command = [peer.python, peer.worker, "convert", str(checkpoint), str(made), precision]
+        done = subprocess.run(
+            command, env=peer_environment(os.cpu_count() or 1), capture_output=True, text=True, errors="replace"
+        )
+        if done.returncode or not made.exists():
+            shutil.rmtree(made, ignore_errors=True)
+            got = f"exit code {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}"
+            where = f"{peer.name} {precision}, conversion of {checkpoint}"
+            raise BuildError(where, got, f"a model in {peer.name}'s format", "See the message, or leave the peer out.")
+        if dest.exists():  # another run was faster
+            shutil.rmtree(made)
+        else:
+            made.rename(dest)
+    return dest
+
+
+def peer_jobs(
+    peers: Sequence[Peer], precisions: Sequence[str], job: Mapping[str, Any], models: Path, left_out: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Returns a job for each form of each peer; what cannot be converted goes to `left_out` with its reason.
+
+    Args:
+        peers: installed peers.
+        precisions: of their forms, in this order; a peer without one is named in `left_out`.
+        job: of the bundle's own modes; see `bench_worker`. `target` and `draft` are folders of checkpoints or None.
+        models: where converted models are kept.
+        left_out: reasons by peer and precision; grows.
+    """
+    jobs = []
+    for precision in precisions:
+        for peer in peers:
+            name = f"{peer.name} {precision}"
+            if precision not in peer.forms:
+                left_out[name] = "the peer has no such form"
+                continue
+            modes = list(peer.forms[precision]["modes"])
+            if job["draft"] is None:
+                modes = [mode for mode in modes if mode not in peer.needs_draft]
+            try:
+                target = convert_checkpoint(peer, precision, Path(job["target"]), models)
+                draft = None
+                if set(modes) & set(peer.needs_draft):
+                    draft = str(convert_checkpoint(peer, precision, Path(job["draft"]), models))
+            except BuildError as error:
+                left_out[name] = str(error)
+                continue
+            own = {"modes": modes, "prefix": f"{name} ", "form": precision, "target": str(target), "draft": draft}
+            process = {"command": [peer.python, peer.worker], "environment": peer_environment(job["threads"])}
+            draft_tokens = {"draft_tokens": job["assistant_tokens"], "optional": True}
+            jobs.append({**job, **own, **process, **draft_tokens})
+    return jobs
+
+
+def comparison_rows(
+    modes: Mapping[str, Mapping[str, Any]], method: str, precision: str, peers: Sequence[Peer]
+) -> list[dict[str, Any]]:
+    """Returns the rows of the table: engine, precision, form, mode, speed, its ratio to ours, share of equal texts.
+
+    Args:
+        modes: of a report; see `summary_from_runs`.
+        method: the speculation method whose figures are those of `speculative`.
+        precision: the bundle's.
+        peers: whose modes are called `<peer> <precision> <mode>`.
+    """
+    rows: list[dict[str, Any]] = []
+    for name, mode in modes.items():
+        peer = next((p for p in peers if name.startswith(f"{p.name} ")), None)
+        if peer is not None:
+            form, kind = name.removeprefix(f"{peer.name} ").split(" ", 1)
+            row: dict[str, Any] = {
+                "engine": peer.name,
+                "precision": form,
+                "form": str(peer.forms[form]["name"]),
+                "mode": kind,
+            }
+        elif name in ("transformers", "transformers-assisted"):
+            kind = "plain" if name == "transformers" else "assisted"
+            row = {"engine": "transformers, here", "precision": "fp32", "form": "fp32", "mode": kind}
+        else:  # plain, speculative, or "<method> speculative"
+            kind = method if name == "speculative" else name.removesuffix(" speculative")
+            row = {"engine": "speccompile", "precision": precision, "form": precision, "mode": kind}
+        figures = {key: mode[key] for key in ("tokens_per_s", "tokens_per_s_all", "exact_share", "peak_rss_bytes")}
+        rows.append({**row, **figures})
+    ours = {row["mode"]: row["tokens_per_s_all"] for row in rows if row["engine"] == "speccompile"}
+    for row in rows:
+        mine = ours.get(row["mode"]) if row["precision"] == precision else None
+        pairs = [] if mine is None else list(zip(row["tokens_per_s_all"], mine, strict=True))
+        row["of_ours"] = median(a / b for a, b in pairs) if pairs else None
+    return sorted(rows, key=lambda row: (PRECISIONS.index(row["precision"]), row["engine"] != "speccompile"))
+
+
+def markdown_from_rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a Markdown table of `comparison_rows`."""
+    lines = [
+        "| engine | precision | form | mode | tokens/s | of ours | texts equal to fp32's |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["engine"], row["precision"], row["form"], row["mode"], f"{row['tokens_per_s']:.1f}"]
+        cells.append("" if row["of_ours"] is None else f"{row['of_ours']:.2f}")
+        cells.append("" if row["exact_share"] is None else f"{100 * row['exact_share']:.0f} %")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
