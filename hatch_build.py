@@ -15,6 +15,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 BUILD = "speccompile/backends/onnxruntime/kernel_build.py"
 
+STATIC = ("-static-libstdc++", "-static-libgcc")  # whose versions differ between machines
+
 
 def load_module(path: Path) -> ModuleType:
     """Returns the module of a file, whose package cannot be imported here: its dependencies are not installed."""
@@ -43,7 +45,7 @@ class KernelBuildHook(BuildHookInterface[Any]):
         self._scratch = tempfile.TemporaryDirectory()
         for variant in build.VARIANTS:
             made = Path(self._scratch.name) / f"{variant.name}.so"
-            fault = build.compile_library(root / "plugins/cpu", made, compiler, variant.flags)
+            fault = build.compile_library(root / "plugins/cpu", made, compiler, (*variant.flags, *STATIC))
             if fault is not None:
                 self.app.display_warning(f"no CPU kernels for {variant.name}: {fault}")
                 continue

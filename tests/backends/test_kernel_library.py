@@ -134,6 +134,17 @@ def test_the_best_library_of_a_wheel_is_used_where_the_cpu_has_its_instructions(
         assert kernel_library.find_library() == wheel / f"{expected}.so"
 
 
+def test_a_library_that_fails_gives_way_to_the_next(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best, lesser = kernel_build.VARIANTS
+    monkeypatch.setattr(kernel_library, "cpu_features", lambda: best.features)
+    failing = {best.name}
+    monkeypatch.setattr(kernel_library, "fault_of", lambda path: "no" if path.stem in failing else None)
+    assert kernel_library.find_library() == wheel / "compiled.so"
+    failing.add("compiled")
+    kernel_library.find_library.cache_clear()
+    assert kernel_library.find_library() == wheel / f"{lesser.name}.so"
+
+
 def test_a_checkout_has_no_libraries_of_a_wheel() -> None:
     assert not kernel_library.prebuilt_folder().exists()
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import re
 import subprocess
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from speccompile.backends.onnxruntime import kernel_build
 from speccompile.backends.tensorrt import kernels, launches
 from speccompile.backends.tensorrt.plugin_names import KV_ROLLBACK, PLUGIN_OPS, SPEC_VERIFY
 from speccompile.errors import BuildError
@@ -210,5 +212,9 @@ def test_the_wheel_carries_the_sources() -> None:
     with tempfile.TemporaryDirectory() as folder:
         wheel = Path(folder) / hatchling.build_wheel(folder)
         names = set(zipfile.ZipFile(wheel).namelist())
+        libraries = {f"speccompile/cpu_kernels/{variant.name}.so" for variant in kernel_build.VARIANTS}
+        has_libraries = platform.machine() == "x86_64" and kernel_build.find_compiler() is not None
+        assert libraries & names == (libraries if has_libraries else set())
+        assert wheel.name.endswith("-py3-none-linux_x86_64.whl" if has_libraries else "-py3-none-any.whl")
     wanted = {p.relative_to(kernels.find_sources()) for p in kernels.find_sources().rglob("*.cuh")}
     assert {f"speccompile/plugin_sources/{name}" for name in wanted} <= names

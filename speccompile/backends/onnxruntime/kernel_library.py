@@ -17,6 +17,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnxruntime as ort
@@ -121,16 +122,18 @@ def _compiled() -> tuple[Path | None, str]:
     return path, ""
 
 
-def _candidate() -> tuple[Path | None, str]:
-    """Returns the best library for this CPU, or None and why there is none.
+def _candidates() -> Iterator[tuple[Path | None, str]]:
+    """Yields libraries, the best first, and in place of a missing one why it is missing.
 
     The best variant of a wheel is as fast as one compiled here; a lesser one is for machines without a compiler.
     """
     prebuilt = _prebuilt()
-    if prebuilt and prebuilt[0].stem == VARIANTS[0].name:
-        return prebuilt[0], ""
-    path, fault = _compiled()
-    return (prebuilt[0], "") if path is None and prebuilt else (path, fault)
+    is_best = bool(prebuilt) and prebuilt[0].stem == VARIANTS[0].name
+    if is_best:
+        yield prebuilt[0], ""
+    yield _compiled()
+    for file in prebuilt[1:] if is_best else prebuilt:
+        yield file, ""
 
 
 @functools.cache
@@ -138,13 +141,13 @@ def find_library() -> Path | None:
     """Returns the library for this CPU, tried and ready; None where there is none, which is logged once."""
     if os.environ.get(SWITCH, "").lower() == "off":
         return None
-    path, fault = _candidate()
-    if path is not None:
-        problem = fault_of(path)
-        if problem is None:
+    faults = []
+    for path, fault in _candidates():
+        problem = fault if path is None else fault_of(path)
+        if path is not None and problem is None:
             return path
-        fault = f"{path.name}: {problem}"
-    _log.warning("no CPU kernels (%s): ONNX Runtime's own are used, which are slower", fault)
+        faults.append(f"{path.name}: {problem}" if path is not None else problem)
+    _log.warning("no CPU kernels (%s): ONNX Runtime's own are used, which are slower", "; ".join(map(str, faults)))
     return None
 
 
