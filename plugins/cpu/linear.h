@@ -30,7 +30,13 @@ void multiply_panel(const Activations& x, std::int64_t first_row, int num_rows, 
         for (int block = 0; block < num_blocks; block++) {
             const int begin = num_rows * block / num_blocks, end = num_rows * (block + 1) / num_blocks;
             const std::int64_t row = first_row + begin;
-            Stretch stretch{x, panel, unit, std::min(units, unit + step), block == 0 ? kPrefetch : 0, sums + begin * kColumns};
+            Stretch stretch{x, panel, unit, std::min(units, unit + step), {kPrefetch, kPrefetch}, sums + begin * kColumns};
+            if (num_blocks > 1) {
+                // The first two blocks fetch half of the next stretch each, so that memory is busy during both.
+                constexpr std::ptrdiff_t kNext = Form::kStretch * Form::kUnit * kColumns * Form::kBitsPerWeight / 8;
+                stretch.ahead[0] = block == 0 ? kNext : 0;
+                stretch.ahead[1] = block == 1 ? kNext : 0;
+            }
             if constexpr (Form::kIsInteger) {
                 stretch.rows.levels += row * x.stride;
                 stretch.rows.scales += row * (x.stride / kGroup);

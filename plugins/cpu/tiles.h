@@ -20,6 +20,9 @@ constexpr int kColumns = 32;
 constexpr int kGroup = 32;        // k with one scale
 constexpr int kPrefetch = 3072;   // bytes ahead of the weights being read
 
+// Which of the two cache lines of a step of K holds a column: every form has 4 bytes a column and step.
+constexpr int line_of(int column) { return column / 16; }
+
 // The left side of a product: float32 rows, or levels of rows with a scale and an offset per group of 32.
 struct Activations {
     const float* values = nullptr;         // [rows, stride]
@@ -34,12 +37,28 @@ struct Weights {
     const std::uint16_t* scales = nullptr;  // float16 [panels, groups, 32]; integer forms
 };
 
+// Where the weights are prefetched from: pointers of their own, so that the compiler addresses every line by a constant
+// distance and spends no registers on sums.
+struct Fetch {
+    const char* lines[2];
+    Fetch(const char* weights, const std::ptrdiff_t (&ahead)[2]) : lines{weights + ahead[0], weights + ahead[1]} {
+        __asm__("" : "+r"(lines[0]), "+r"(lines[1]));
+    }
+    // `bytes` after the weights that it was made for; `column` is the first of the vector.
+    void at(std::ptrdiff_t bytes, int column) const { prefetch(lines[line_of(column)] + bytes + column * 4); }
+    void advance(std::ptrdiff_t bytes) {
+        lines[0] += bytes;
+        lines[1] += bytes;
+    }
+};
+
 // What one call of a tile works on: activations from its first row on, the weights of its panel.
 struct Stretch {
     Activations rows;
     Weights panel;
     int begin, end;   // units of K
-    int ahead;        // bytes to prefetch ahead
+    // Bytes to prefetch ahead of the even and of the odd cache lines; each step of K has two. 0: nothing new.
+    std::ptrdiff_t ahead[2];
     float* sums;      // [Rows, 32]
 };
 
@@ -50,7 +69,7 @@ struct FormF32 {
     static constexpr abi::ElementType kWeightType = abi::kFloat;
     static constexpr std::int64_t kBitsPerWeight = 32;
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride, kColumns}; }
-    static constexpr int kUnit = 1, kMaxRows = kFloatRows, kStretch = 128;
+    static constexpr int kUnit = 1, kMaxRows = kFloatRows, kStretch = 64;
     static constexpr bool kIsInteger = false;
 
     template <int Rows>
@@ -59,14 +78,15 @@ struct FormF32 {
         for (int column = 0; column < kColumns; column += kVectors * kLanes) {
             const float* w = static_cast<const float*>(s.panel.values) + static_cast<std::ptrdiff_t>(s.begin) * kColumns + column;
             const float* x = s.rows.values;
+            Fetch fetch(reinterpret_cast<const char*>(w - column), s.ahead);
             Float sum[Rows][kVectors];
             for (int r = 0; r < Rows; r++) {
                 for (int v = 0; v < kVectors; v++) sum[r][v] = load(s.sums + r * kColumns + column + v * kLanes);
             }
-            for (std::ptrdiff_t k = s.begin; k < s.end; k++, w += kColumns) {
+            for (std::ptrdiff_t k = s.begin; k < s.end; k++, w += kColumns, fetch.advance(kColumns * 4)) {
                 Float b[kVectors];
                 for (int v = 0; v < kVectors; v++) {
-                    prefetch(reinterpret_cast<const char*>(w + v * kLanes) + s.ahead);
+                    fetch.at(0, column + v * kLanes);
                     b[v] = load(w + v * kLanes);
                 }
                 for (int r = 0; r < Rows; r++) {
@@ -87,7 +107,7 @@ struct FormBf16 {
     static constexpr abi::ElementType kWeightType = abi::kBfloat16;
     static constexpr std::int64_t kBitsPerWeight = 16;
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / 2, kColumns, 2}; }
-    static constexpr int kUnit = 2, kMaxRows = kPairRows, kStretch = 128;
+    static constexpr int kUnit = 2, kMaxRows = kPairRows, kStretch = 64;
     static constexpr bool kIsInteger = false;
 
     template <int Rows>
@@ -96,14 +116,15 @@ struct FormBf16 {
         for (int column = 0; column < kColumns; column += kVectors * kLanes) {
             const char* w = static_cast<const char*>(s.panel.values) + (static_cast<std::ptrdiff_t>(s.begin) * kColumns + column) * 4;
             const float* x = s.rows.values;
+            Fetch fetch(w - column * 4, s.ahead);
             Float sum[Rows][kVectors];
             for (int r = 0; r < Rows; r++) {
                 for (int v = 0; v < kVectors; v++) sum[r][v] = load(s.sums + r * kColumns + column + v * kLanes);
             }
-            for (std::ptrdiff_t pair = s.begin; pair < s.end; pair++, w += kColumns * 4) {
+            for (std::ptrdiff_t pair = s.begin; pair < s.end; pair++, w += kColumns * 4, fetch.advance(kColumns * 4)) {
                 Float first[kVectors], second[kVectors];
                 for (int v = 0; v < kVectors; v++) {
-                    prefetch(w + v * kLanes * 4 + s.ahead);
+                    fetch.at(0, column + v * kLanes);
                     const Int both = load_bits(w + v * kLanes * 4);
                     first[v] = first_of_pair(both);
                     second[v] = second_of_pair(both);
@@ -133,16 +154,17 @@ struct FormInteger {
     static constexpr std::ptrdiff_t kGroupBytes = kSteps * kColumns * 4;
 
     template <int Rows>
-    static void add_group(const Stretch& s, const char* w, std::ptrdiff_t group, QuadSum (&sum)[Rows][kIntVectors]) {
+    static void add_group(const Stretch& s, const char* w, const Fetch& fetch, int column, std::ptrdiff_t group, QuadSum (&sum)[Rows][kIntVectors]) {
         const std::int8_t* levels = s.rows.levels + group * kGroup;
         for (int r = 0; r < Rows; r++) {
-            for (int v = 0; v < kIntVectors; v++) sum[r][v] = start_sum();
+            const std::int32_t offset = s.rows.offsets[r * (s.rows.stride / kGroup) + group];
+            for (int v = 0; v < kIntVectors; v++) sum[r][v] = start_sum(offset);
         }
         for (int step = 0; step < kSteps; step++, w += kColumns * 4) {
             if constexpr (IsInt4) {
                 Quad low[kIntVectors], high[kIntVectors];
                 for (int v = 0; v < kIntVectors; v++) {
-                    prefetch(w + v * kLanes * 4 + s.ahead);
+                    fetch.at(step * kColumns * 4, column + v * kLanes);
                     const Int bytes = load_bits(w + v * kLanes * 4);
                     low[v] = low_nibbles(bytes);
                     high[v] = high_nibbles(bytes);
@@ -156,7 +178,7 @@ struct FormInteger {
             } else {
                 Quad quad[kIntVectors];
                 for (int v = 0; v < kIntVectors; v++) {
-                    prefetch(w + v * kLanes * 4 + s.ahead);
+                    fetch.at(step * kColumns * 4, column + v * kLanes);
                     quad[v] = quad_from_bytes(load_bits(w + v * kLanes * 4));
                 }
                 for (int r = 0; r < Rows; r++) {
@@ -171,20 +193,23 @@ struct FormInteger {
     static void tile(const Stretch& s) {
         const std::ptrdiff_t groups = s.rows.stride / kGroup;
         constexpr int kWidth = kIntVectors * kLanes;
-        constexpr bool kKeeps = kWidth == kColumns;  // all columns at once: the float sums stay in registers
+        // All columns at once and few rows: the float sums stay in registers.
+        constexpr bool kKeeps = kWidth == kColumns && Rows <= kKeptRows;
         Float kept[Rows][kIntVectors];
         if (kKeeps) {
             for (int r = 0; r < Rows; r++) {
                 for (int v = 0; v < kIntVectors; v++) kept[r][v] = load(s.sums + r * kColumns + v * kLanes);
             }
         }
-        for (std::ptrdiff_t group = s.begin; group < s.end; group++) {
+        Fetch fetch(static_cast<const char*>(s.panel.values) + s.begin * kGroupBytes, s.ahead);
+        const std::ptrdiff_t ahead_of_scales = s.ahead[0] / (kGroupBytes / 64);
+        for (std::ptrdiff_t group = s.begin; group < s.end; group++, fetch.advance(kGroupBytes)) {
             const char* w = static_cast<const char*>(s.panel.values) + group * kGroupBytes;
             const std::uint16_t* half = s.panel.scales + group * kColumns;
-            prefetch(reinterpret_cast<const char*>(half) + s.ahead / 8);
+            prefetch(reinterpret_cast<const char*>(half) + ahead_of_scales);
             for (int column = 0; column < kColumns; column += kWidth) {
                 QuadSum sum[Rows][kIntVectors];
-                add_group<Rows>(s, w + column * 4, group, sum);
+                add_group<Rows>(s, w + column * 4, fetch, column, group, sum);
                 for (int v = 0; v < kIntVectors; v++) {
                     const Float scale = load_half(half + column + v * kLanes);
                     for (int r = 0; r < Rows; r++) {

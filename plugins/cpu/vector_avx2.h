@@ -76,7 +76,7 @@ inline Float float_from_sum(Int sum, std::int32_t offset) {
 #ifdef SPECCOMPILE_DOT_BYTES
 using Quad = Int;
 using QuadSum = Int;
-inline QuadSum start_sum() { return _mm256_setzero_si256(); }
+inline QuadSum start_sum(std::int32_t offset) { return _mm256_set1_epi32(offset); }
 inline Quad quad_from_bytes(Int bytes) { return bytes; }
 inline Quad low_nibbles(Int bytes) { return nibbles_of(bytes); }
 inline Quad high_nibbles(Int bytes) { return nibbles_of(_mm256_srli_epi16(bytes, 4)); }
@@ -88,8 +88,8 @@ inline void add_bytes(QuadSum& sum, Quad weights, QuadLevels levels) {
 #endif
 }
 inline void add_nibbles(QuadSum& sum, Quad weights, QuadLevels levels) { add_bytes(sum, weights, levels); }
-inline Float end_bytes(QuadSum sum, std::int32_t offset) { return float_from_sum(sum, offset); }
-inline Float end_nibbles(QuadSum sum, std::int32_t offset) { return float_from_sum(sum, offset); }
+inline Float end_bytes(QuadSum sum, std::int32_t) { return _mm256_cvtepi32_ps(sum); }
+inline Float end_nibbles(QuadSum sum, std::int32_t) { return _mm256_cvtepi32_ps(sum); }
 #else
 // vpmaddubsw saturates at 16 bits, so a byte is split into nibbles: a sum of two products of 15 * 127 in 8 quads is at
 // most 30480, which fits. The halves are added with weights 1 and 16 when the group ends.
@@ -99,7 +99,7 @@ struct Quad {
 struct QuadSum {
     Int low, high;
 };
-inline QuadSum start_sum() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline QuadSum start_sum(std::int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline Quad quad_from_bytes(Int bytes) { return {nibbles_of(bytes), nibbles_of(_mm256_srli_epi16(bytes, 4))}; }
 inline Quad low_nibbles(Int bytes) { return {nibbles_of(bytes), Int{}}; }
 inline Quad high_nibbles(Int bytes) { return {nibbles_of(_mm256_srli_epi16(bytes, 4)), Int{}}; }
@@ -142,9 +142,9 @@ inline void store_int8(std::int8_t* p, Int a) {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
 }
 
-// Rows and vectors of columns that one tile keeps in registers.
+// Rows and vectors of columns of one tile; of integer forms with at most kKeptRows rows the float sums are in registers.
 constexpr int kFloatRows = 6, kFloatVectors = 2;
 constexpr int kPairRows = 4, kPairVectors = 2;
-constexpr int kIntRows = 4, kIntVectors = 1;
+constexpr int kIntRows = 4, kIntVectors = 1, kKeptRows = 0;
 
 }  // namespace speccompile::cpu

@@ -51,7 +51,7 @@ inline Float load_half(const std::uint16_t* p) {
 // Sums of u8 * s8 in quads of k. A Quad holds the weights of a quad for kLanes columns.
 using Quad = Int;
 using QuadSum = Int;
-inline QuadSum start_sum() { return _mm512_setzero_si512(); }
+inline QuadSum start_sum(std::int32_t offset) { return _mm512_set1_epi32(offset); }
 inline Quad quad_from_bytes(Int bytes) { return bytes; }
 inline Quad low_nibbles(Int bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
 inline Quad high_nibbles(Int bytes) { return _mm512_and_si512(_mm512_srli_epi16(bytes, 4), _mm512_set1_epi8(15)); }
@@ -65,10 +65,8 @@ inline QuadLevels broadcast_quad(const std::int8_t* p) {
 }
 inline void add_bytes(QuadSum& sum, Quad weights, QuadLevels levels) { sum = _mm512_dpbusd_epi32(sum, weights, levels.value); }
 inline void add_nibbles(QuadSum& sum, Quad weights, QuadLevels levels) { add_bytes(sum, weights, levels); }
-inline Float end_bytes(QuadSum sum, std::int32_t offset) {
-    return _mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(offset)));
-}
-inline Float end_nibbles(QuadSum sum, std::int32_t offset) { return end_bytes(sum, offset); }
+inline Float end_bytes(QuadSum sum, std::int32_t) { return _mm512_cvtepi32_ps(sum); }
+inline Float end_nibbles(QuadSum sum, std::int32_t) { return _mm512_cvtepi32_ps(sum); }
 
 // Integers for quantisation.
 inline Int abs_bits(Float a) { return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(INT32_MAX)); }
@@ -82,9 +80,9 @@ inline void store_int8(std::int8_t* p, Int a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
 }
 
-// Rows and vectors of columns that one tile keeps in registers.
+// Rows and vectors of columns of one tile; of integer forms with at most kKeptRows rows the float sums are in registers.
 constexpr int kFloatRows = 12, kFloatVectors = 2;
 constexpr int kPairRows = 10, kPairVectors = 2;
-constexpr int kIntRows = 6, kIntVectors = 2;
+constexpr int kIntRows = 8, kIntVectors = 2, kKeptRows = 6;
 
 }  // namespace speccompile::cpu

@@ -88,7 +88,7 @@ using QuadSum = Int;
 struct QuadLevels {
     Words even, odd;
 };
-inline QuadSum start_sum() { return broadcast_int(0); }
+inline QuadSum start_sum(std::int32_t offset) { return broadcast_int(offset); }
 inline Quad quad_from_bytes(Int bytes) {
     const UInt raw = bits_as<UInt>(bytes);
     return {bits_as<Words>(raw & 0x00ff00ffu), bits_as<Words>((raw >> 8) & 0x00ff00ffu)};
@@ -112,8 +112,8 @@ inline void add_bytes(QuadSum& sum, Quad weights, QuadLevels levels) {
 inline void add_nibbles(QuadSum& sum, Quad weights, QuadLevels levels) {
     sum = sum + add_halves(weights.even * levels.even + weights.odd * levels.odd);
 }
-inline Float end_bytes(QuadSum sum, std::int32_t offset) { return __builtin_convertvector(sum + offset, Float); }
-inline Float end_nibbles(QuadSum sum, std::int32_t offset) { return end_bytes(sum, offset); }
+inline Float end_bytes(QuadSum sum, std::int32_t) { return __builtin_convertvector(sum, Float); }
+inline Float end_nibbles(QuadSum sum, std::int32_t) { return __builtin_convertvector(sum, Float); }
 
 // Integers for quantisation.
 inline Int abs_bits(Float a) { return bits_as<Int>(a) & broadcast_int(INT32_MAX); }
@@ -133,9 +133,9 @@ inline void store_int8(std::int8_t* p, Int a) {
     for (int lane = 0; lane < kLanes; lane++) p[lane] = static_cast<std::int8_t>(a[lane]);
 }
 
-// Rows and vectors of columns that one tile keeps in registers.
+// Rows and vectors of columns of one tile; of integer forms with at most kKeptRows rows the float sums are in registers.
 constexpr int kFloatRows = 2, kFloatVectors = 4;
 constexpr int kPairRows = 2, kPairVectors = 2;
-constexpr int kIntRows = 2, kIntVectors = 2;
+constexpr int kIntRows = 2, kIntVectors = 2, kKeptRows = 0;
 
 }  // namespace speccompile::cpu

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speccompile.backends.onnxruntime import fidelity, kernel_build, kernel_library, tune
+from speccompile.backends.onnxruntime import fidelity, kernel_library, tune
 from speccompile.backends.onnxruntime.backend import OnnxRuntimeBackend
 from speccompile.backends.onnxruntime.fidelity import (
     MAX_KL,
@@ -17,11 +17,12 @@ from speccompile.backends.onnxruntime.fidelity import (
     distance,
     with_logits,
 )
+from speccompile.backends.onnxruntime.forms import forms_of
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import LOGITS, candidate_spec, decoder_spec, verified_spec
 from speccompile.errors import BuildError
 
-FORMS = ("rowq8", "blocks32", *(("packed",) if kernel_build.find_compiler() else ()))
+FORMS = ("rowq8", "blocks32")  # of int8 without our kernels
 FAST, SLOW = {"1": 1.0, "4": 1.0}, {"1": 2.0, "4": 3.0}
 
 
@@ -50,6 +51,15 @@ def test_the_packed_form_of_unquantised_weights_is_within_rounding_of_float32(co
     packed = compiled("onnxruntime", "none", "packed", "target")[0]
     [found] = fidelity.measure_distances(reference, {"packed": packed}, spec).values()
     assert found.kl <= 1e-9 and found.top1 == 1.0
+
+
+def test_the_packed_form_replaces_the_one_with_a_scale_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    for library, expected in ((Path("lib.so"), ["blocks32", "packed"]), (None, ["rowq8", "blocks32"])):
+        monkeypatch.setattr(kernel_library, "find_library", lambda library=library: library)
+        assert [form.kernel for form in forms_of("int8")] == expected
+        assert [form.kernel for form in forms_of("none")] == ["fp32", "packed"][: 2 if library else 1]
+        assert [form.kernel for form in forms_of("int4")] == ["blocks32", "packed"][: 2 if library else 1]
+        assert [form.name for form in forms_of("int8", "rowq8")] == ["rowq8"]
 
 
 def test_without_kernels_the_packed_form_is_not_tried(
@@ -87,8 +97,9 @@ def test_the_distance_is_the_mean_kl_divergence() -> None:
 def test_forms_of_a_real_graph_are_measured_and_chosen(
     neutral: Any, compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All int8 forms are built, `rowq8` is made to look twice as fast, and the one near float32 is taken."""
+    """Both int8 forms are built, `rowq8` is made to look twice as fast, and the one near float32 is taken."""
     model, dims = neutral
+    monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     monkeypatch.setattr(tune, "measure_graph", lambda path, spec: {"step_ms": FAST if "rowq8" in str(path) else SLOW})
     spec = verified_spec(decoder_spec("target", dims), keep_logits=True)
     report = OnnxRuntimeBackend().compile(model, spec, tmp_path, quantization="int8")
@@ -109,6 +120,7 @@ def test_a_target_without_logits_is_measured_with_them_and_written_without(
     neutral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, dims = neutral
+    monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     seen: list[Any] = []
     monkeypatch.setattr(tune, "measure_graph", lambda path, spec: {"step_ms": FAST})
 
@@ -127,6 +139,7 @@ def test_a_target_without_logits_is_measured_with_them_and_written_without(
 
 def test_a_draft_is_not_compared(neutral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, dims = neutral
+    monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     monkeypatch.setattr(tune, "measure_graph", lambda path, spec: {"step_ms": FAST if "rowq8" in str(path) else SLOW})
     monkeypatch.setattr(fidelity, "measure_distances", None)
     spec = candidate_spec(decoder_spec("draft", dims), 1, dists=True)
