@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from speccompile.core import specs
+from speccompile.core.tree import TokenTree
 from speccompile.errors import RuntimeFault
+from tests.plugins.cpu_lab import needs_compiler
 
 FORMS = [
     *(("none", "fp32"), ("none", "packed")),
@@ -53,6 +55,21 @@ def test_a_slot_has_the_same_bits_in_any_batch_and_bucket(open_engine: Any, quan
         alone.reset()
         alone.run(feed(prompt, 0))
         np.testing.assert_array_equal(alone.run(feed(tokens[slot], lengths[slot]))[specs.LOGITS][0], together[slot])
+
+
+@needs_compiler
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_a_path_of_a_tree_has_the_bits_of_a_chain_in_our_kernels(open_engine: Any, quantization: str) -> None:
+    engine = open_engine(quantization=quantization, form="packed")
+    parents, path = [-1, 0, 0, 2, 1, 2, 3, 3, 4, 7], [0, 2, 3, 7, 9]
+    mask = TokenTree.tree(TOKENS[None, :10], [parents]).mask()
+    for length in (0, 5, 130):
+        if length:
+            engine.run(feed(TOKENS[100 : 100 + length], 0))
+        chain = engine.run(feed(TOKENS[path], length))[specs.LOGITS].copy()
+        tree = {specs.TREE_MASK: mask, specs.PARENTS: np.array([parents])}
+        got = engine.run(feed(TOKENS[:10], length, **tree))[specs.LOGITS]
+        np.testing.assert_array_equal(got[0, path], chain[0])
 
 
 def test_caches_are_never_copied(open_engine: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +160,30 @@ def test_draft_engine_gives_its_argmax_and_its_probability(open_engine: Any) -> 
         probs /= probs.sum()
         assert out[specs.CANDIDATES][0, 0, 0] == probs.argmax()
         np.testing.assert_allclose(out[specs.CANDIDATE_PROBS][0, 0, 0], probs.max(), rtol=1e-4)
+
+
+def test_a_step_like_the_one_before_is_checked_again(open_engine: Any) -> None:
+    """Steps of the same inputs and shapes reuse a binding; what else it depends on may have changed."""
+    engine, other = open_engine(max_slots=2, max_rows=300), open_engine(max_slots=2, max_rows=300)
+    text = TOKENS[:140]
+    for start in range(0, 140, 4):  # the view grows after 128 rows
+        grown = engine.run(feed(text[start : start + 4], start))[specs.LOGITS].copy()
+    other.run(feed(text[:136], 0))
+    np.testing.assert_array_equal(grown, other.run(feed(text[136:], 136))[specs.LOGITS])
+    for wrong in (300, 1 << 40):
+        with pytest.raises(RuntimeFault, match=r"cache rows.*at most 300"):
+            engine.run(feed(text[136:], wrong))
+    np.testing.assert_array_equal(engine.run(feed(text[136:], 136))[specs.LOGITS], grown)
+    one = engine.run(feed(text[136:], 136, scored_nodes=np.array([[2]])))[specs.LOGITS].copy()
+    np.testing.assert_array_equal(one[0, 0], grown[0, 2])
+    assert engine.run(feed(text[136:], 136))[specs.LOGITS].shape == grown.shape
+    engine.run(feed(TOKENS[200:204], 0), first_slot=1)
+    np.testing.assert_array_equal(engine.run(feed(text[136:], 136))[specs.LOGITS], grown)
+    engine.shrink(100)
+    engine.run(feed(text[:100], 0))
+    np.testing.assert_array_equal(
+        engine.run(feed(text[100:104], 100))[specs.LOGITS], other.run(feed(text[100:104], 100))[specs.LOGITS]
+    )
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "reference"])
