@@ -16,6 +16,11 @@ is quantised at
 which adds d_k (t_k - q_k)^2 to the error. So no inverse is computed, and the sums over earlier blocks are one product
 of matrices for each block. Blocks are taken in the order of their importance, the sum of H's diagonal over their
 inputs, and so are the inputs of a block: what matters most is rounded while most can still compensate it.
+
+For an LM head an error of a token's logit matters where the token is likely, so that each output has a Hessian of its
+own, with inputs weighed by the token's probability. It is taken as C + m m^T: m the mean input under these weights, C
+the scatter around the means, the same for all outputs. The factor of such a sum follows from that of C: method C1 of
+Gill, Golub, Murray and Saunders, "Methods for modifying matrix factorizations", 1974.
 """
 
 from __future__ import annotations
@@ -106,24 +111,54 @@ def _upper_factor(matrix: NDArray[np.float64]) -> NDArray[np.float64] | None:
     return upper
 
 
-def compensated_blocks(weight: Floats, factor: Factor) -> Blocks:
+def compensated_blocks(weight: Floats, factor: Factor, means: Floats | None = None) -> Blocks:
     """Quantises the weights of a linear; each output on its own.
 
     Args:
         weight: [in, out].
         factor: of the sum of x x^T over the linear's inputs.
+        means: [in, out] m, where the Hessian of an output is the factor's plus m m^T; None: 0.
     """
     num_in, num_out = weight.shape
     levels = np.empty((num_in, num_out), np.int8)
     scales = np.empty((-(-num_in // BLOCK), num_out), np.float16)
+    inverse = None if means is None else np.linalg.inv(factor.lower.T)
     for start in range(0, num_out, COLUMNS):
         columns = slice(start, start + COLUMNS)
         part = np.ascontiguousarray(weight[:, columns], np.float32)
-        levels[:, columns], scales[:, columns] = _compensate(part, factor)
+        own = None
+        if means is not None and inverse is not None:
+            own = Means.of(np.asarray(inverse @ means[factor.order, columns], np.float32), factor.pivots)
+        levels[:, columns], scales[:, columns] = _compensate(part, factor, own)
     return Blocks(levels, scales)
 
 
-def _compensate(weight: Floats, factor: Factor) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+@dataclass
+class Means:
+    """What the means of some outputs add to the goals of their weights.
+
+    Args:
+        solved: [in, out] U^-1 m.
+        gains: [in, out] by which the projected error so far shifts a goal.
+        projected: [out] m^T times the errors of the inputs so far.
+    """
+
+    solved: Floats
+    gains: Floats
+    projected: Floats
+
+    @classmethod
+    def of(cls, solved: Floats, pivots: Floats) -> Means:
+        """Returns them before the first input, for U^-1 m [in, out] and d [in]."""
+        gains, rest = np.empty_like(solved), np.ones(solved.shape[1], np.float32)
+        for k in reversed(range(len(solved))):
+            pivot = pivots[k] + rest * solved[k] ** 2
+            gains[k] = rest * solved[k] / pivot
+            rest = rest * pivots[k] / pivot
+        return cls(solved, gains, np.zeros_like(rest))
+
+
+def _compensate(weight: Floats, factor: Factor, means: Means | None) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
     num_in, num_out = weight.shape
     levels = np.empty((num_in, num_out), np.int8)
     scales = np.empty((-(-num_in // BLOCK), num_out), np.float16)
@@ -131,16 +166,21 @@ def _compensate(weight: Floats, factor: Factor) -> tuple[NDArray[np.int8], NDArr
     while first < num_in:
         index = int(factor.order[first]) // BLOCK
         end = first + min(BLOCK, num_in - index * BLOCK)
-        goals = weight[first:end] + factor.lower[first:end, :first] @ errors[:first]
+        kept = weight[first:end] + factor.lower[first:end, :first] @ errors[:first]
+        goals = kept if means is None else kept + means.gains[first:end] * means.projected
         scales[index] = best_scales(goals, factor.pivots[first:end])
         scale = scales[index].astype(np.float32)
         inverse = _inverse(scale)
         for k in range(first, end):
-            goal = goals[k - first] + factor.lower[k, first:k] @ errors[first:k]
+            goal = own = kept[k - first] + factor.lower[k, first:k] @ errors[first:k]
+            if means is not None:
+                goal = own + means.gains[k] * means.projected
             level = np.rint(goal * inverse)
             np.clip(level, LEAST, MOST, out=level)
             levels[factor.order[k]] = level
             errors[k] = weight[k] - level * scale
+            if means is not None:  # this input's row of U^T, times the errors
+                means.projected += means.solved[k] * (errors[k] + own - weight[k])
         first = end
     return levels, scales
 

@@ -139,3 +139,30 @@ def test_the_factor_is_that_of_the_damped_hessian() -> None:
     rebuilt = factor.lower.T.astype(np.float64) * factor.pivots @ factor.lower
     damped = full + DAMPING * np.trace(full) / 70 * np.eye(70)
     np.testing.assert_allclose(rebuilt, damped[np.ix_(factor.order, factor.order)], rtol=1e-4, atol=1e-3 * full.max())
+
+
+def test_means_of_zero_change_nothing() -> None:
+    inputs, weight = correlated(300, 96, 20), weights(96, 20, 21)
+    factor = factor_of(hessian(inputs))
+    plain, same = compensated_blocks(weight, factor), compensated_blocks(weight, factor, np.zeros_like(weight))
+    np.testing.assert_array_equal(plain.levels, same.levels)
+
+
+def test_an_output_with_a_mean_is_quantised_for_its_own_hessian() -> None:
+    """As if its whole Hessian were factorised, up to the order of inputs, which that of the means decides too."""
+    inputs = correlated(400, 64, 22)
+    weight, means = weights(64, 40, 23), np.random.default_rng(24).standard_normal((64, 40)).astype(np.float32) * 30
+    factor = factor_of(hessian(inputs))
+    found, plain = compensated_blocks(weight, factor, means), compensated_blocks(weight, factor)
+
+    def own_errors(blocks: Blocks) -> Array:
+        wrong = blocks.weight().astype(np.float64) - weight
+        return np.einsum("kn,kn->n", wrong, hessian(inputs) @ wrong) + np.square((means * wrong).sum(axis=0))
+
+    direct = [
+        compensated_blocks(weight[:, [n]], factor_of(hessian(inputs) + np.outer(means[:, n], means[:, n])))
+        for n in range(40)
+    ]
+    levels, scales = (np.concatenate([getattr(row, name) for row in direct], axis=1) for name in ("levels", "scales"))
+    assert own_errors(found).sum() < 0.9 * own_errors(plain).sum()
+    assert own_errors(found).sum() < 1.1 * own_errors(Blocks(levels, scales)).sum()

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,12 @@ from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.errors import BuildError
 from speccompile.passes.compensation import Blocks, compensated_blocks, factor_of
 
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
 MIN_GROUP_BYTES = 2 << 30  # of the sums of a group
 _SUM_BYTES = 4  # float32: the damping is far above its rounding
+_ELEMENTWISE = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})  # between an LM head and its logits
 PIECE = 256  # tokens of a text that are read at once
 # Texts that are drawn from the target where none are given; others than those of `fidelity`, with which forms are
 # compared. On the example target twice as many tokens lower KL by 8 %.
@@ -147,10 +151,25 @@ class Collector:
             if not source.is_graph_output():
                 model.graph.outputs.append(source)
             self.linears.append(Linear(str(value.name), str(source.name), sizes_of(weight)[0]))
+        self.head = self._find_head(model)
+        self._likely = self._mass = np.zeros(0, np.float32)
         # Its weights are those in the file of `graph`, beside which it is written.
         extended = graph.with_name("calibration.onnx")
         ir.save(model, extended)
         self._session = open_session(extended, {"threads": num_usable_cores(), "prepack": False})
+
+    def _find_head(self, model: ir.Model) -> Linear | None:
+        """Returns the linear whose output becomes the logits by elementwise operators; None: there is none."""
+        value = next((v for v in model.graph.outputs if v.name == specs.LOGITS), None)
+        node = None if value is None else value.producer()
+        while node is not None and node.op_type in _ELEMENTWISE:
+            computed = [v for v in node.inputs if v is not None and v.producer() is not None]
+            node = computed[0].producer() if len(computed) == 1 else None
+        if node is None or node.op_type != "MatMul":
+            return None
+        source, weights = (str(v.name) for v in node.inputs if v is not None)
+        readers = [linear for linear in self.linears if source == linear.source]
+        return readers[0] if [linear.weights for linear in readers] == [weights] else None
 
     def weight(self, name: str) -> NDArray[np.float32]:
         """Returns weights [in, out], mapped from the file."""
@@ -184,10 +203,30 @@ class Collector:
             else:
                 totals[source] = product
 
+        has_head = self.head is not None and self.head.source in sources
         for piece in pieces:
-            values = self._session.run(list(sources), self._feeds(piece), options)
-            list(pool.map(add, sources, values))
+            wanted = [*sources, specs.LOGITS] if has_head else list(sources)
+            values = dict(zip(wanted, self._session.run(wanted, self._feeds(piece), options), strict=True))
+            if self.head is not None and has_head:
+                self._add_likely(values[self.head.source][0], values.pop(specs.LOGITS)[0])
+            list(pool.map(add, values.keys(), values.values()))
         return totals
+
+    def _add_likely(self, rows: NDArray[np.float32], logits: NDArray[np.float32]) -> None:
+        """Adds inputs of the head [tokens, in], weighed by the probability of each output [tokens, out]."""
+        probs = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        probs /= probs.sum(axis=-1, keepdims=True)
+        if not self._mass.size:
+            self._mass = np.zeros(probs.shape[1], np.float32)
+            self._likely = np.zeros((rows.shape[1], probs.shape[1]), np.float32)
+        self._mass += probs.sum(axis=0)
+        self._likely += rows.T @ probs
+
+    def split_head(self, total: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Returns the head's scatter [in, in] around its means, a token, and the means [in, out], from its sum."""
+        means = np.asarray(self._likely / np.maximum(self._mass, 1e-6), np.float32)
+        scatter = total - (means * self._mass) @ means.T
+        return np.asarray(scatter / max(float(self._mass.sum()), 1.0), np.float32), means
 
     def _feeds(self, piece: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         num = len(piece)
@@ -211,9 +250,12 @@ def quantise(collector: Collector, pieces: Sequence[NDArray[np.int64]], scratch:
             sums = collector.sums(sources, pieces, pool)
 
             def write(source: str, sums: dict[str, NDArray[np.float32]] = sums) -> None:
-                factor = factor_of(sums.pop(source))
+                total, means = sums.pop(source), None
+                if collector.head is not None and collector.head.source == source:
+                    total, means = collector.split_head(total)
+                factor = factor_of(total)
                 for name in dict.fromkeys(row.weights for row in collector.linears if row.source == source):
-                    blocks = compensated_blocks(collector.weight(name), factor)
+                    blocks = compensated_blocks(collector.weight(name), factor, means)
                     levels, scales = _files(scratch, names.index(name))
                     np.save(levels, blocks.levels)
                     np.save(scales, blocks.scales)
