@@ -117,11 +117,12 @@ class NgramProposer:
             _draft(slot.tokens, position, min(length, self.max_drafts, slot.max_drafts))
             for slot, (position, _), length in zip(slots, found, lengths, strict=True)
         ]
-        if len(rows) == 1:
-            return TokenTree.chain(np.array(rows, dtype=np.int64))
         tokens = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
         for place, row in enumerate(rows):
-            tokens[place, : len(row)] = row
+            for node, token in enumerate(row):  # one by one: of a list, it takes twice as long
+                tokens[place, node] = token
+        if len(rows) == 1:
+            return TokenTree.chain(tokens)
         return TokenTree.chain(tokens, np.array([len(row) for row in rows], dtype=np.int64))
 
     def _draft_lengths(self, states: Sequence[NgramState]) -> list[int]:
