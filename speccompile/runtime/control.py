@@ -137,7 +137,7 @@ class Controller:
 
     def plan(self, slots: Sequence[Slot]) -> int | None:
         """See `Planner.plan`."""
-        asked = {slot.speculation for slot in slots}
+        asked = [slot.speculation for slot in slots]
         if "auto" not in asked:
             self._at = None
             return METHOD_DEFAULT

@@ -56,7 +56,7 @@ def decode(
             proposer.observe(round_.tree.batch, round_.tree.nodes, round_.times)
             planner.observe(active, steps, round_.times)
         yield steps
-        if any(step.finish_reason is not None for step in steps):
+        if [step for step in steps if step.finish_reason is not None]:
             retire(verifier, proposer, slots, steps)
             admit(verifier, proposer, slots)
 
@@ -98,8 +98,7 @@ def run_step(
     """
     start_s, engine_s = perf_counter(), _seconds(engines)
     # A method's budget may draft nothing; sequences with `on` get drafts nevertheless.
-    is_forced = not limit and any(slot.speculation == "on" for slot in slots.slots)
-    is_plain = True
+    is_forced, is_plain = not limit and "on" in [slot.speculation for slot in slots.slots], True
     for slot in slots.slots:
         bound = FORCED_LENGTH if is_forced and (limit is None or slot.speculation == "on") else limit
         slot.plan(verifier.max_seq_len, bound)

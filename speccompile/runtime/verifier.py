@@ -47,6 +47,7 @@ class Verifier:
         self.cache = CacheRows(engine, self.lengths)
         self.outputs: Outputs = {}
         self._compacts = not engine.compacts_in_step
+        self._lengths_of: dict[int, Ints] = {}  # by batch size: a view of `lengths`, made once
 
     def may_draft(self, where: str, params: SamplingParams) -> bool:
         """Returns whether drafts may be scored for a request.
@@ -106,7 +107,10 @@ class Verifier:
     def score(self, tree: TokenTree, slots: Slots) -> Verdict:
         """Scores a tree with one forward; the verdict's arrays are valid until the next one."""
         batch, nodes = tree.tokens.shape
-        feeds: dict[str, NDArray[Any]] = {TOKENS: tree.tokens, LENGTHS: self.lengths[:batch]}
+        lengths = self._lengths_of.get(batch)
+        if lengths is None:
+            lengths = self._lengths_of[batch] = self.lengths[:batch]
+        feeds: dict[str, NDArray[Any]] = {TOKENS: tree.tokens, LENGTHS: lengths}
         if not tree.is_chain:
             feeds[TREE_MASK], feeds[PARENTS] = tree.mask(), tree.parents
         elif tree.parents is not chain_parents(batch, nodes):
@@ -139,7 +143,7 @@ class Verifier:
             The tree that was scored last, and its verdict, which is spoilt where a root's logits are not finite.
         """
         verdict = self.score(tree, slots)
-        if tree.nodes > 1 and (spoilt := verdict.spoilt()):
+        if (spoilt := verdict.spoilt()) and tree.nodes > 1:
             tree = tree.without_drafts(spoilt)
             verdict = self.score(tree, slots)
         return tree, verdict
