@@ -131,7 +131,10 @@ struct FiniteToken {
         expect_dims(kName, "next_token", tokens.dims, Dims{batch});
         i64* finite = context.output<i64>(0, Dims{batch});
         // NaN and infinity persist in a sum; minus infinity masks a token.
-        const auto is_finite = [&](i64 row) { return sum_of(logits.data<float>() + row * vocab, vocab) < kLargest; };
+        const auto is_finite = [&](i64 row) {
+            const float sum = sum_of(logits.data<float>() + row * vocab, vocab);
+            return sum < kLargest;
+        };
         thread_local Scratch scratch;
         std::uint8_t* held = scratch.get<std::uint8_t>(static_cast<std::size_t>(batch * nodes));
         const auto task = [&](std::size_t row) { held[row] = is_finite(static_cast<i64>(row)); };
@@ -141,8 +144,8 @@ struct FiniteToken {
             for (i64 row = 0; row < batch * nodes; row++) task(static_cast<std::size_t>(row));
         }
         for (i64 slot = 0; slot < batch; slot++) {
-            const std::uint8_t* first = held + slot * nodes;
-            finite[slot] = std::all_of(first, first + nodes, [](std::uint8_t is) { return is != 0; }) ? tokens.data<i64>()[slot] : -1;
+            const std::uint8_t *first = held + slot * nodes, *end = first + nodes;
+            finite[slot] = std::find(first, end, 0) == end ? tokens.data<i64>()[slot] : -1;
         }
     }
 };

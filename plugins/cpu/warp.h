@@ -5,6 +5,7 @@
 // reaches it. Both look for candidates in few chunks and select among them without sorting.
 #pragma once
 
+#include <cmath>
 #include <functional>
 
 #include "vocab_rows.h"
@@ -101,31 +102,89 @@ inline Edge find_edge(float* candidates, i64 count, double goal) {
     }
 }
 
+constexpr int kBounds = 4;  // of weights, that one pass adds up
+
+// The mass of the weights from each bound on. Chunks whose sum is below the least bound have none.
+inline void masses_from(const RowWeights& weights, const float (&bounds)[kBounds], double (&masses)[kBounds]) {
+    constexpr i64 kAdded = 16;  // chunks that float32 sums run over
+    const i64 chunks = num_chunks(weights.vocab);
+    std::fill(masses, masses + kBounds, 0.0);
+    for (i64 first = 0; first < chunks; first += kAdded) {
+        Float sums[kBounds][kParts];
+        for (auto& parts : sums) {
+            for (Float& part : parts) part = zero();
+        }
+        for (i64 chunk = first; chunk < std::min(chunks, first + kAdded); chunk++) {
+            if (weights.sums[chunk] < bounds[0]) continue;
+            const float* values = weights.values + chunk * kChunk;
+            const i64 count = chunk_size(weights.vocab, chunk);
+            alignas(64) float memory[kPartials];
+            for (i64 i = 0; i < count; i += kPartials) {
+                const float* from = group_of(values + i, count - i, 0.f, memory);
+                for (int part = 0; part < kParts; part++) {
+                    const Float value = load(from + part * kLanes);
+                    for (int k = 0; k < kBounds; k++) {
+                        sums[k][part] = add(sums[k][part], select_less(value, broadcast(bounds[k]), zero(), value));
+                    }
+                }
+            }
+        }
+        for (int k = 0; k < kBounds; k++) masses[k] += static_cast<double>(sum_partials(sums[k]));
+    }
+}
+
+// Weights between which the edge of a nucleus is: those from `high` on have a mass of `above`, less than the goal.
+struct Bracket {
+    float low, high;
+    double above;
+};
+
+// Narrows the bracket to a few percent: entries within it are few, and only these are selected among.
+inline Bracket find_bracket(const RowWeights& weights, float top_p, double goal) {
+    // Entries below `low` have less than half of what the nucleus leaves.
+    const double rest = (1.0 - std::max(0.0, static_cast<double>(top_p))) * weights.total / static_cast<double>(weights.vocab) / 2;
+    Bracket found{std::max(static_cast<float>(rest), std::numeric_limits<float>::denorm_min()), 2.f, 0};
+    for (int pass = 0; pass < 6 && found.high > found.low * 1.03f; pass++) {
+        float bounds[kBounds];
+        double masses[kBounds];
+        const double step = std::pow(static_cast<double>(found.high) / static_cast<double>(found.low), 1.0 / (kBounds + 1));
+        double bound = static_cast<double>(found.low);
+        for (float& next : bounds) next = static_cast<float>(bound *= step);
+        masses_from(weights, bounds, masses);
+        for (int k = kBounds - 1; k >= 0; k--) {
+            if (masses[k] >= goal) {
+                found.low = std::max(found.low, bounds[k]);
+                break;
+            }
+            found.high = bounds[k], found.above = masses[k];
+        }
+    }
+    return found;
+}
+
+// The edge of the nucleus of a row with mass; `spare` [vocab] is overwritten.
+inline Edge nucleus_edge(const RowWeights& weights, float top_p, float* spare) {
+    const double goal = std::max(static_cast<double>(top_p) * weights.total, std::numeric_limits<double>::min());
+    const Bracket bracket = find_bracket(weights, top_p, goal);
+    i64 found = 0;
+    for (i64 chunk = 0; chunk < num_chunks(weights.vocab); chunk++) {
+        if (weights.sums[chunk] < bracket.low) continue;
+        const i64 start = chunk * kChunk, end = start + chunk_size(weights.vocab, chunk);
+        for (i64 i = start; i < end; i++) {
+            const float weight = weights.values[i];
+            spare[found] = weight;
+            found += static_cast<int>(weight >= bracket.low) & static_cast<int>(weight < bracket.high);
+        }
+    }
+    if (found == 0) return {bracket.low, 0, true};  // top_p is 1 but for rounding
+    return find_edge(spare, found, goal - bracket.above);
+}
+
 // Sets the weights outside the nucleus to 0.
 inline void cut_nucleus(RowWeights& weights, float top_p, float* spare) {
     if (!(weights.total > 0)) return;  // NaN
     const i64 chunks = num_chunks(weights.vocab);
-    const double goal = std::max(static_cast<double>(top_p) * weights.total, std::numeric_limits<double>::min());
-    i64 found = 0;
-    double mass = 0;
-    // Most nuclei are among few large weights.
-    for (float limit : {0.03125f, 2e-3f, 1e-5f, std::numeric_limits<float>::denorm_min()}) {
-        found = 0, mass = 0;
-        for (i64 chunk = 0; chunk < chunks; chunk++) {
-            if (weights.sums[chunk] < limit) continue;
-            const i64 start = chunk * kChunk, end = start + chunk_size(weights.vocab, chunk);
-            for (i64 i = start; i < end; i++) {
-                const float weight = weights.values[i];
-                const bool is_candidate = weight >= limit;
-                spare[found] = weight;
-                found += is_candidate;
-                mass += is_candidate ? static_cast<double>(weight) : 0;
-            }
-        }
-        if (mass >= goal) break;
-    }
-    if (found == 0) return;
-    const Edge edge = find_edge(spare, found, goal);
+    const Edge edge = nucleus_edge(weights, top_p, spare);
     const Float least = broadcast(edge.weight);
     i64 ties = 0;
     for (i64 chunk = 0; chunk < chunks; chunk++) {

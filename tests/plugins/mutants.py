@@ -15,7 +15,10 @@ from pathlib import Path
 
 from tests.plugins import host_lab
 
-_CHOICE = "#pragma once\n// The wrong form that runs; 0: none.\n" + 'extern "C" { inline int host_mutant = 0; }\n'
+_CHOICE = """#pragma once
+// The wrong form that runs; 0: none.
+extern "C" { inline __attribute__((visibility("default"), used)) int host_mutant = 0; }
+"""
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,19 @@ class Swap:
 Mutants = Mapping[str, tuple[Swap, ...]]
 
 
-def write_mutants(tree: Path, mutants: Mutants) -> None:
-    """Copies plugins/ to the new folder `tree`, with every mutant in it; their numbers count from 1."""
+def write_mutants(tree: Path, mutants: Mutants, header: str = "common.cuh") -> None:
+    """Copies plugins/ to the new folder `tree`, with every mutant in it; their numbers count from 1.
+
+    Args:
+        tree: the new folder.
+        mutants: by name.
+        header: under plugins/, included by every source that has a mutant.
+    """
     shutil.copytree(host_lab.PLUGINS, tree)
     (tree / "host/mutant.h").write_text(_CHOICE)
-    common = tree / "common.cuh"
-    common.write_text(common.read_text().replace("#pragma once\n", '#pragma once\n#include "host/mutant.h"\n', 1))
+    common = tree / header
+    include = f'#pragma once\n#include "{"../" * header.count("/")}host/mutant.h"\n'
+    common.write_text(common.read_text().replace("#pragma once\n", include, 1))
     numbered = [(number, swap) for number, swaps in enumerate(mutants.values(), 1) for swap in swaps]
     for name in sorted({swap.file for _, swap in numbered}):
         text = (tree / name).read_text()

@@ -98,6 +98,22 @@ def test_ties_at_the_edges_are_kept_as_by_the_twin() -> None:
     assert np.flatnonzero(session.run(None, equal)[0]).tolist() == list(range(500))
 
 
+def test_cuts_out_of_range_keep_the_greatest_token_or_all() -> None:
+    logits = np.random.default_rng(0).normal(size=(1, 1, 1000)).astype(np.float32)
+    session = open_op("NodeProbs")
+    for top_k, top_p, kept in (
+        (0, 0.0, 1),
+        (0, -1e30, 1),
+        (0, np.nan, 1000),
+        (0, 2.0, 1000),
+        (-(1 << 63), 1.0, 1000),
+        ((1 << 63) - 1, 1.0, 1000),
+        (3, 0.0, 1),
+    ):
+        [got] = session.run(None, {"logits": logits, **warp_columns([(1.0, top_k, top_p)])})
+        assert (got > 0).sum() == kept and abs(got.sum() - 1) < 1e-5 and got.argmax() == logits.argmax()
+
+
 def test_greedy_batches_need_no_distributions() -> None:
     columns = warp_columns([(0.0, 0, 1.0)] * 3)
     logits = np.zeros((3, 4, 97), np.float32)

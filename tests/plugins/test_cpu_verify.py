@@ -20,7 +20,7 @@ from tests.ops.op_lab import Case, model_of, same, verify_case
 from tests.ops.test_finite_token import VALUES, case_of
 from tests.plugins.cases import assert_same, wide_case
 from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_of
-from tests.plugins.verify_cases import KINDS, WARP_CASES, one_warp_case, warp_case
+from tests.plugins.verify_cases import KINDS, WARP_CASES, empty_residual_case, one_warp_case, warp_case
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 
@@ -109,20 +109,8 @@ def test_an_unread_parent_of_the_root(session: ort.InferenceSession) -> None:
 
 
 def test_nothing_is_left_of_a_target_equal_to_its_draft(session: ort.InferenceSession) -> None:
-    """One-hot target and draft, with a candidate outside both: refused, and the target's token follows."""
-    logits = np.full((1, 3, 5), -50, np.float32)
-    logits[0, :, 2] = 50
-    case = {
-        "logits": logits,
-        "tokens": np.array([[0, 1, 3]]),
-        "parents": np.array([[-1, 0, 0]]),
-        "draft_probs": np.eye(5, dtype=np.float32)[[[2, 2, 2]]],
-        "uniforms": np.full((1, 3, 2), 0.999999, np.float32),
-        "temperature": np.array([1.0], np.float32),
-        "top_k": np.array([1]),
-        "top_p": np.array([1.0], np.float32),
-    }
-    assert [o.tolist() for o in session.run(None, case)] == [[[0, -1, -1]], [0], [2]]
+    """Both candidates are refused, and the target's token follows."""
+    assert [o.tolist() for o in session.run(None, empty_residual_case())] == [[[0, -1, -1]], [0], [2]]
 
 
 def test_a_draft_is_refused_where_the_draw_meets_the_bound(session: ort.InferenceSession) -> None:

@@ -93,3 +93,27 @@ def warp_case(vocab: int, kind: str, has_probs: bool) -> Case:
         mixed = 0.5 * probs + 0.5 * rng.dirichlet(np.ones(vocab), probs.shape[:2])
         case["draft_probs"] = mixed.astype(np.float32)
     return case
+
+
+def empty_residual_case() -> Case:
+    """One-hot target and draft distributions, equal, with candidates outside both."""
+    logits = np.full((1, 3, 5), -50, np.float32)
+    logits[0, :, 2] = 50
+    return {
+        "logits": logits,
+        "tokens": np.array([[0, 1, 3]]),
+        "parents": np.array([[-1, 0, 0]]),
+        "draft_probs": np.eye(5, dtype=np.float32)[[[2, 2, 2]]],
+        "uniforms": np.full((1, 3, 2), LAST_DRAW, np.float32),
+        "temperature": np.array([1.0], np.float32),
+        "top_k": np.array([1]),
+        "top_p": np.array([1.0], np.float32),
+    }
+
+
+def late_draws_case(vocab: int = 256) -> Case:
+    """The greatest draw from rows whose second half is masked; in some, float32 sums exceed the entries'."""
+    case = one_warp_case(np.random.default_rng(5), vocab, 64, 1, temperature=1.0)
+    case["logits"][..., vocab // 2 :] = -np.inf
+    case["uniforms"][:] = LAST_DRAW
+    return case
