@@ -14,6 +14,7 @@ namespace speccompile::cpu {
 
 constexpr int kHalf = kColumns / 2;               // columns of gate and of up in a panel
 constexpr std::int64_t kChunkRows = 96;           // rows whose sums are kept at once, 12 KB
+constexpr int kLonger = 2;                        // stretches at once of more than two blocks of rows
 constexpr std::int64_t kTaskBytes = 96 * 1024;    // of weights, at least
 constexpr std::int64_t kParallelValues = 16384;   // activations from which rows are prepared in parallel
 
@@ -25,7 +26,8 @@ void multiply_panel(const Activations& x, std::int64_t first_row, int num_rows, 
     const int units = static_cast<int>(x.stride / Form::kUnit);
     const int num_blocks = (num_rows + Form::kMaxRows - 1) / Form::kMaxRows;
     // The next block of rows finds a stretch of the weights in the first-level cache.
-    const int step = num_blocks == 1 ? units : Form::kStretch;
+    // Many blocks amortise a longer one, whose sums are written back less often.
+    const int step = num_blocks == 1 ? units : num_blocks == 2 ? Form::kStretch : kLonger * Form::kStretch;
     for (int unit = 0; unit < units; unit += step) {
         for (int block = 0; block < num_blocks; block++) {
             const int begin = num_rows * block / num_blocks, end = num_rows * (block + 1) / num_blocks;
@@ -33,9 +35,9 @@ void multiply_panel(const Activations& x, std::int64_t first_row, int num_rows, 
             Stretch stretch{x, panel, unit, std::min(units, unit + step), {kPrefetch, kPrefetch}, sums + begin * kColumns};
             if (num_blocks > 1) {
                 // The first two blocks fetch half of the next stretch each, so that memory is busy during both.
-                constexpr std::ptrdiff_t kNext = Form::kStretch * Form::kUnit * kColumns * Form::kBitsPerWeight / 8;
-                stretch.ahead[0] = block == 0 ? kNext : 0;
-                stretch.ahead[1] = block == 1 ? kNext : 0;
+                const std::ptrdiff_t next = step * Form::kUnit * kColumns * Form::kBitsPerWeight / 8;
+                stretch.ahead[0] = block == 0 ? next : 0;
+                stretch.ahead[1] = block == 1 ? next : 0;
             }
             if constexpr (Form::kIsInteger) {
                 stretch.rows.levels += row * x.stride;
