@@ -27,7 +27,9 @@ void multiply_panel(const Activations& x, std::int64_t first_row, int num_rows, 
     const int num_blocks = (num_rows + Form::kMaxRows - 1) / Form::kMaxRows;
     // The next block of rows finds a stretch of the weights in the first-level cache.
     // Many blocks amortise a longer one, whose sums are written back less often.
-    const int step = num_blocks == 1 ? units : num_blocks == 2 ? Form::kStretch : kLonger * Form::kStretch;
+    // So does the next pass over the columns, where registers do not hold them all.
+    const bool is_one_pass = num_blocks == 1 && Form::kWidth == kColumns;
+    const int step = is_one_pass ? units : num_blocks <= 2 ? Form::kStretch : kLonger * Form::kStretch;
     for (int unit = 0; unit < units; unit += step) {
         for (int block = 0; block < num_blocks; block++) {
             const int begin = num_rows * block / num_blocks, end = num_rows * (block + 1) / num_blocks;

@@ -70,6 +70,7 @@ struct FormF32 {
     static constexpr std::int64_t kBitsPerWeight = 32;
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride, kColumns}; }
     static constexpr int kUnit = 1, kMaxRows = kFloatRows, kStretch = 64;
+    static constexpr int kWidth = kFloatVectors * kLanes;  // columns of one pass over the weights
     static constexpr bool kIsInteger = false;
 
     template <int Rows>
@@ -108,6 +109,7 @@ struct FormBf16 {
     static constexpr std::int64_t kBitsPerWeight = 16;
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / 2, kColumns, 2}; }
     static constexpr int kUnit = 2, kMaxRows = kPairRows, kStretch = 64;
+    static constexpr int kWidth = kPairVectors * kLanes;
     static constexpr bool kIsInteger = false;
 
     template <int Rows>
@@ -148,6 +150,7 @@ struct FormBf16 {
 template <bool IsInt4>
 struct FormInteger {
     static constexpr int kUnit = kGroup, kMaxRows = kIntRows, kStretch = 8;
+    static constexpr int kWidth = kColumns;
     static constexpr bool kIsInteger = true;
     static constexpr int kZero = IsInt4 ? 8 : 128;
     static constexpr int kSteps = IsInt4 ? 4 : 8;                     // of 128 bytes a group
@@ -192,9 +195,9 @@ struct FormInteger {
     template <int Rows>
     static void tile(const Stretch& s) {
         const std::ptrdiff_t groups = s.rows.stride / kGroup;
-        constexpr int kWidth = kIntVectors * kLanes;
+        constexpr int kTileWidth = kIntVectors * kLanes;
         // All columns at once and few rows: the float sums stay in registers.
-        constexpr bool kKeeps = kWidth == kColumns && Rows <= kKeptRows;
+        constexpr bool kKeeps = kTileWidth == kColumns && Rows <= kKeptRows;
         Float kept[Rows][kIntVectors];
         if (kKeeps) {
             for (int r = 0; r < Rows; r++) {
@@ -207,7 +210,7 @@ struct FormInteger {
             const char* w = static_cast<const char*>(s.panel.values) + group * kGroupBytes;
             const std::uint16_t* half = s.panel.scales + group * kColumns;
             prefetch(reinterpret_cast<const char*>(half) + ahead_of_scales);
-            for (int column = 0; column < kColumns; column += kWidth) {
+            for (int column = 0; column < kColumns; column += kTileWidth) {
                 QuadSum sum[Rows][kIntVectors];
                 add_group<Rows>(s, w + column * 4, fetch, column, group, sum);
                 for (int v = 0; v < kIntVectors; v++) {
