@@ -30,6 +30,11 @@ WORKERS = {
 # torch without CUDA is a tenth of the size; pip prefers it where this index has it.
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 
+# llama-cpp-python's own option: without its library for images.
+BUILD_OPTIONS = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
+# Required by optimum-intel, not for texts; built for another torch than this one, it keeps transformers from loading.
+UNUSED = {"openvino": ["torchvision"]}
+
 
 def _run(command: Sequence[str], log: Path) -> str:
     """Runs `command`; returns its standard output. What it prints otherwise goes to `log`.
@@ -37,7 +42,7 @@ def _run(command: Sequence[str], log: Path) -> str:
     Raises:
         SystemExit: it failed; the end of the log is the reason.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**BUILD_OPTIONS, **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}}
     with log.open("a", encoding="utf-8") as errors:
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
         errors.write(done.stdout)
@@ -60,6 +65,8 @@ def install(name: str, folder: Path) -> dict[str, Any]:
         venv.create(folder, with_pip=True)
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary"]
     _run([*pip, "--extra-index-url", CPU_TORCH, "-r", str(HERE / "requirements" / f"{name}.txt")], log)
+    for package in UNUSED.get(name, []):
+        _run([str(python), "-m", "pip", "uninstall", "--yes", package], log)
     worker = HERE / WORKERS[name]
     described = json.loads(_run([str(python), str(worker), "describe"], log))
     return {"python": str(python.absolute()), "worker": str(worker), **described}

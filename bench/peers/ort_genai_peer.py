@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def load(job: Job) -> dict[str, Decode]:
             params.set_search_options(do_sample=False, max_length=len(prompt) + max_new_tokens)
             generator, steps = og.Generator(model, params), Steps()
             generator.append_tokens(np.array([prompt], dtype=np.int32))
+            steps.prompt_end = time.perf_counter()  # a round's tokens come one by one: the first takes the round's time
             while not generator.is_done():
                 generator.generate_next_token()
                 steps.add(generator.get_next_tokens())

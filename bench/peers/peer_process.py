@@ -33,10 +33,12 @@ class Steps:
     Args:
         tokens: new token ids.
         times: seconds of `time.perf_counter`, one a step, the first after the prompt's own.
+        prompt_end: when the prompt had been computed, where the peer says so.
     """
 
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    prompt_end: float | None = None
 
     def add(self, tokens: Sequence[int]) -> None:
         """Append the tokens of a step that has just ended."""
@@ -74,10 +76,11 @@ def _result(steps: Steps, start: float, end: float, eos_token_ids: Sequence[int]
     later_s = steps.times[-1] - steps.times[0]
     # The first step holds the prompt; what it costs beyond the mean of the others is the prefill.
     num_later = max(len(steps.times) - 1, 1)
+    prefill_s = first_s - later_s / num_later if steps.prompt_end is None else steps.prompt_end - start
     return {
         "tokens": tokens,
         "total_s": end - start,
-        "prefill_s": max(first_s - later_s / num_later, 0.0),
+        "prefill_s": max(prefill_s, 0.0),
         "num_steps": len(steps.times),
         "num_accepted": max(len(tokens) - len(steps.times), 0),
         "outside_s": None,
