@@ -58,11 +58,12 @@ def markdown_from_reports(reports: Sequence[Report]) -> str:
     parts = []
     for report in reports:
         env, peers = report["environment"], report["peers"]
-        versions = {**env["versions"], **{k: v for found in peers["versions"].values() for k, v in found.items()}}
+        versions = [(name, *item) for name, found in peers["versions"].items() for item in found.items()]
+        own = [("here", *item) for item in env["versions"].items()]
         parts.append(
             f"{env['bundle']} ({peers['precision']}), {env['cpu']}, {env['threads']} threads, {env['num_prompts']} "
             f"prompts, {env['max_new_tokens']} new tokens, medians of {env['repeats']} interleaved rounds; "
-            f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n"
+            f"{', '.join(f'{name} {version} ({where})' for where, name, version in own + versions)}.\n"
         )
         parts.append(markdown_from_rows(peers["rows"]))
         parts += [f"Left out: {name}: {' '.join(reason.split())}\n" for name, reason in peers["left_out"].items()]

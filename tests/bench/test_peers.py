@@ -122,7 +122,7 @@ def report(precision):
 def test_a_comparison_names_machine_versions_and_what_is_left_out():
     text = module("compare").markdown_from_reports([report("fp32"), report("int8")])
     assert "b (fp32), C, 2 threads, 3 prompts, 4 new tokens, medians of 5 interleaved rounds" in text
-    assert "openvino-genai 1" in text and "Left out: llama.cpp: no compiler" in text
+    assert "speccompile 0 (here), openvino-genai 1 (openvino)." in text and "Left out: llama.cpp: no compiler" in text
     assert text.count("| speccompile | int8 | F | draft_model | 20.0 |") == 1
 
 
