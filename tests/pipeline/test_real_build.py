@@ -71,8 +71,10 @@ def test_the_bundle_is_whole_and_its_chain_is_exact(bundle: Bundle) -> None:
 
 def test_the_report_shows_the_graphs(bundle: Bundle) -> None:
     report = (bundle.path / "report.html").read_text()
-    for word in ("big · draft_model", "compile target", "TensorScatter", "graphs/draft/graph.onnx.data", "threads"):
+    for word in ("big · draft_model", "compile target", "graphs/draft/graph.onnx.data", "threads"):
         assert word in report
+    # The operators of the form that was the faster one here.
+    assert ("QkvAttention" if bundle.graphs["target"]["form"] == "packed" else "TensorScatter") in report
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
