@@ -199,7 +199,10 @@ def test_quantised_heads_run_and_are_near(quantization, near, tmp_path):
     feeds = make_feeds(3, hot=False)
     sure = wanted_from(weights, "plain", feeds)[1][:, 0]
     np.testing.assert_allclose(engine.run(feeds)[specs.CONFIDENCES][:, 0], sure, rtol=near)
-    assert any("MatMul" in op and "com.microsoft" in op for op in report["op_histogram"]["after"])
+    linears = (
+        f"speccompile::PackedLinear{quantization.capitalize()}" if report["form"] == "packed" else "com.microsoft::"
+    )
+    assert any(op.startswith(linears) for op in report["op_histogram"]["after"])
 
 
 def test_fewer_heads_than_the_checkpoint_has_draft_its_first_tokens(tmp_path):
