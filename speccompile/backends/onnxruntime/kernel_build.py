@@ -77,7 +77,7 @@ def sources_digest(folder: Path) -> str:
 
 
 def compile_library(sources: Path, dest: Path, compiler: str, target: Sequence[str]) -> str | None:
-    """Compiles the library; about 5 s of CPU time.
+    """Compiles the library; about 14 s of CPU time.
 
     Args:
         sources: folder of library.cpp.
