@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from speccompile.core.acceptance import Verdict, accept
 from speccompile.core.sampling import DRAFT_LANE, draw, tree_uniforms, uniforms, warp
 from speccompile.core.tree import TokenTree
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
 
 VOCAB = 5
 NUM_TOKENS = 3
@@ -108,6 +112,27 @@ def propose(
 
 def decide_by_twin(tree: TokenTree, logits: np.ndarray, draws: np.ndarray, setting: Setting) -> Verdict:
     return accept(tree, warped(logits, setting), draws)
+
+
+def decide_by_session(session: ort.InferenceSession) -> Decide:
+    """Returns the decision of SpecVerify in a session, with the arguments of `decide_by_twin`."""
+
+    def decide(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
+        batch, nodes = tree.tokens.shape
+        dists = np.zeros((batch, nodes, 1), np.float32) if tree.draft_probs is None else tree.draft_probs
+        feeds = {
+            "logits": logits,
+            "tokens": tree.tokens,
+            "parents": tree.parents,
+            "draft_probs": dists,
+            "uniforms": uniforms,
+            "temperature": np.full(batch, setting.temperature, np.float32),
+            "top_k": np.full(batch, setting.top_k, np.int64),
+            "top_p": np.full(batch, setting.top_p, np.float32),
+        }
+        return Verdict(*session.run(None, feeds))
+
+    return decide
 
 
 def emit(

@@ -10,12 +10,18 @@ import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
-from speccompile.core.acceptance import Verdict
-from speccompile.core.tree import TokenTree
 from speccompile.ops.op import DOMAIN
 from speccompile.ops.registry import OPS
 from speccompile.ops.spec_verify import spec_verify
-from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, Setting, emit, exact_joint, p_value
+from tests.core.distribution_lab import (
+    CHAIN,
+    SETTINGS,
+    TREE,
+    decide_by_session,
+    emit,
+    exact_joint,
+    p_value,
+)
 from tests.ops.op_lab import is_at_boundary, model_of, same, session_of, verify_case
 from tests.ops.tensorrt.lab import body_model
 
@@ -145,25 +151,6 @@ def test_a_slot_does_not_depend_on_its_batch(session: ort.InferenceSession) -> N
             assert same(alone, [o[slot : slot + 1] for o in together])
 
 
-def _decide(session: ort.InferenceSession):  # type: ignore[no-untyped-def]
-    def decide(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
-        batch, nodes = tree.tokens.shape
-        dists = np.zeros((batch, nodes, 1), np.float32) if tree.draft_probs is None else tree.draft_probs
-        feeds = {
-            "logits": logits,
-            "tokens": tree.tokens,
-            "parents": tree.parents,
-            "draft_probs": dists,
-            "uniforms": uniforms,
-            "temperature": np.full(batch, setting.temperature, np.float32),
-            "top_k": np.full(batch, setting.top_k, np.int64),
-            "top_p": np.full(batch, setting.top_p, np.float32),
-        }
-        return Verdict(*session.run(None, feeds))
-
-    return decide
-
-
 @pytest.mark.distribution
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize(
@@ -172,15 +159,15 @@ def _decide(session: ort.InferenceSession):  # type: ignore[no-untyped-def]
     ids=["plain", "greedy chain", "chain", "tree", "top-k"],
 )
 def test_emitted_tokens_follow_the_target(session, form, sampled, setting) -> None:  # type: ignore[no-untyped-def]
-    emitted = emit(form, sampled, setting, BATCH, _decide(session))
+    emitted = emit(form, sampled, setting, BATCH, decide_by_session(session))
     assert p_value(emitted, exact_joint(setting)) > 1e-3
 
 
 @pytest.mark.distribution
 def test_deterministic_drafts_do_not_change_the_text(session: ort.InferenceSession) -> None:
-    plain = emit((-1,), False, SETTINGS[4], BATCH, _decide(session))
+    plain = emit((-1,), False, SETTINGS[4], BATCH, decide_by_session(session))
     for form in (CHAIN, TREE):
-        np.testing.assert_array_equal(emit(form, False, SETTINGS[4], BATCH, _decide(session)), plain)
+        np.testing.assert_array_equal(emit(form, False, SETTINGS[4], BATCH, decide_by_session(session)), plain)
 
 
 MUTANTS = {
@@ -244,7 +231,7 @@ def test_a_mutated_body_is_noticed(mutant: str) -> None:
     place = [f.name for f in model.functions].index(name)
     model.functions[place].CopyFrom(onnx.parser.parse_function(text.replace(right, wrong)))
     setting = SETTINGS[4]
-    emitted = emit(form, True, setting, BATCH, _decide(session_of(model)))
+    emitted = emit(form, True, setting, BATCH, decide_by_session(session_of(model)))
     assert p_value(emitted, exact_joint(setting)) < 1e-6
 
 

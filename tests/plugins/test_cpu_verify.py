@@ -11,11 +11,18 @@ import onnxruntime as ort
 import pytest
 
 from speccompile.backends.onnxruntime.engine import FAULTS
-from speccompile.core.acceptance import Verdict
-from speccompile.core.tree import TokenTree
 from speccompile.ops.finite_token import finite_token
 from speccompile.ops.spec_verify import spec_verify
-from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, Setting, emit, exact_joint, p_value
+from tests.core.distribution_lab import (
+    CHAIN,
+    SETTINGS,
+    TREE,
+    Setting,
+    decide_by_session,
+    emit,
+    exact_joint,
+    p_value,
+)
 from tests.ops.op_lab import Case, model_of, same, verify_case
 from tests.ops.test_finite_token import VALUES, case_of
 from tests.plugins.cases import assert_same, wide_case
@@ -133,40 +140,21 @@ def test_the_lowest_temperatures_are_greedy(session: ort.InferenceSession, tempe
     assert same(session.run(None, cold), spec_verify(**cold))
 
 
-def _decide(session: ort.InferenceSession):  # type: ignore[no-untyped-def]
-    def decide(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
-        batch, nodes = tree.tokens.shape
-        dists = np.zeros((batch, nodes, 1), np.float32) if tree.draft_probs is None else tree.draft_probs
-        feeds = {
-            "logits": logits,
-            "tokens": tree.tokens,
-            "parents": tree.parents,
-            "draft_probs": dists,
-            "uniforms": uniforms,
-            "temperature": np.full(batch, setting.temperature, np.float32),
-            "top_k": np.full(batch, setting.top_k, np.int64),
-            "top_p": np.full(batch, setting.top_p, np.float32),
-        }
-        return Verdict(*session.run(None, feeds))
-
-    return decide
-
-
 @pytest.mark.distribution
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize(("form", "sampled"), [(CHAIN, True), (TREE, True), (TREE, False)], ids=str)
 def test_emitted_tokens_follow_the_target(
     session: ort.InferenceSession, form: tuple[int, ...], sampled: bool, setting: Setting
 ) -> None:
-    emitted = emit(form, sampled, setting, 20000, _decide(session))
+    emitted = emit(form, sampled, setting, 20000, decide_by_session(session))
     assert p_value(emitted, exact_joint(setting)) > 1e-3
 
 
 @pytest.mark.distribution
 def test_deterministic_drafts_do_not_change_the_text(session: ort.InferenceSession) -> None:
-    plain = emit((-1,), False, SETTINGS[4], 20000, _decide(session))
+    plain = emit((-1,), False, SETTINGS[4], 20000, decide_by_session(session))
     for form in (CHAIN, TREE):
-        np.testing.assert_array_equal(emit(form, False, SETTINGS[4], 20000, _decide(session)), plain)
+        np.testing.assert_array_equal(emit(form, False, SETTINGS[4], 20000, decide_by_session(session)), plain)
 
 
 # A parent is compared, never an index; a token is one only where drafts have distributions.

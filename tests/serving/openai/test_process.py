@@ -23,7 +23,7 @@ from tests.serving.live_server import PROGRAM, live_server
 from tests.serving.mock_service import serving
 
 PATH = "/v1/completions"
-BODY = {"prompt": "class Stack:\n", "max_tokens": 200, "stream": True, "ignore_eos": True}
+BODY = {"prompt": "class Stack:\n", "max_tokens": 400, "stream": True, "ignore_eos": True}
 
 
 def stream(server):
@@ -40,6 +40,7 @@ def run_under_load(chat_bundle, drain_s):
     with live_server(chat_bundle, "--drain-s", drain_s) as server, ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(stream, server) for _ in range(8)]
         while server.metric("active_outputs") < 8:
+            assert not any(future.done() for future in streams), "a stream ended before the last one began"
             time.sleep(0.01)
         code = server.stop()
         ends = [future.result(60)[-1] for future in streams]
