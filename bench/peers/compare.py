@@ -46,7 +46,7 @@ def measure(bundle: str, peers: str, options: Sequence[str]) -> Report:
             str(file),
             *options,
         ]
-        code = subprocess.run([*command, "--json", str(file), *options], check=False).returncode
+        code = subprocess.run(command, check=False).returncode
         if code:
             raise SystemExit(code)
         report: Report = json.loads(file.read_text(encoding="utf-8"))

@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 import venv
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,16 @@ def _run(command: Sequence[str], log: Path) -> str:
     return done.stdout
 
 
+def _index_options() -> list[str]:
+    """Returns pip's options for torch without CUDA: none where its index is out of reach, as pip tries for minutes."""
+    try:
+        with urllib.request.urlopen(f"{CPU_TORCH}/torch/", timeout=10):
+            return ["--extra-index-url", CPU_TORCH]
+    except OSError as error:
+        print(f"{CPU_TORCH}: {error}; torch comes from pip's own index")
+        return []
+
+
 def install(name: str, folder: Path) -> dict[str, Any]:
     """Returns what peer.json says of the environment that is now in `folder`.
 
@@ -64,7 +75,7 @@ def install(name: str, folder: Path) -> dict[str, Any]:
     if not python.exists():
         venv.create(folder, with_pip=True)
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary"]
-    _run([*pip, "--extra-index-url", CPU_TORCH, "-r", str(HERE / "requirements" / f"{name}.txt")], log)
+    _run([*pip, *_index_options(), "-r", str(HERE / "requirements" / f"{name}.txt")], log)
     for package in UNUSED.get(name, []):
         _run([str(python), "-m", "pip", "uninstall", "--yes", package], log)
     worker = HERE / WORKERS[name]
