@@ -120,6 +120,31 @@ def _size(path: Path, config: Mapping[str, Any], field: str) -> int:
     return size
 
 
+def stated_size(
+    source: Path,
+    config: Mapping[str, Any],
+    key: str,
+    todo: str = "Download the file again.",
+    default: int | None = None,
+) -> int:
+    """Returns a size that a config states under one key.
+
+    Args:
+        source: the checkpoint's folder, for the message.
+        config: its object.
+        key: of the size.
+        todo: what to do, for the message.
+        default: where it is missing, null or 0; None: there must be one.
+
+    Raises:
+        CheckpointError: no positive integer of at most `MAX_SIZE`.
+    """
+    if (size := whole_number(config.get(key) or default, 1, MAX_SIZE)) is None:
+        where = f"{source / 'config.json'} ({key})"
+        raise CheckpointError(where, shown(config.get(key)), "a positive integer", todo)
+    return size
+
+
 def optional_size(where: str, config: Mapping[str, Any], keys: Sequence[str], default: int) -> int:
     """Returns a size that may be missing or null in a config.
 

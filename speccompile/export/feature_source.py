@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.checkpoints.families import check_config
-from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
-from speccompile.checkpoints.target_tables import digests_from_target
-from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, open_files
+from speccompile.checkpoints.tensor_files import open_files
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
-from speccompile.core.specs import ModelDims
-from speccompile.doctor.doctor import check_speculator, open_known
+from speccompile.doctor.doctor import open_known
 from speccompile.doctor.layouts import Format
-from speccompile.errors import CheckpointError, RecipeError
+from speccompile.errors import CheckpointError
 from speccompile.export.checks import check_candidates
+from speccompile.export.speculator_source import SpeculatorSource, check_agreement
 from speccompile.graph_kinds.features import FeatureDims
 
 if TYPE_CHECKING:
@@ -26,8 +24,8 @@ if TYPE_CHECKING:
 _NESTED = "transformer_layer_config"
 
 
-class FeatureSource:
-    """The part of `core.protocols.GraphSource` that does not depend on the method.
+class FeatureSource(SpeculatorSource):
+    """The part of `core.protocols.GraphSource` that methods whose drafts read features share.
 
     Args:
         job: the speculator.
@@ -38,46 +36,26 @@ class FeatureSource:
         RecipeError: the sizes do not match the target's.
     """
 
-    role = "draft"
-    has_tokenizer = False
-    shares_weights = False
-    formats: Sequence[Format] = ()
     num_streams = 1  # target states per position
-    needs_tables = True  # of the target
+    needs_tables = True
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
-        self.job, self.context = job, context
-        self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
-        self.config = config_of(self.folder, self.formats, has_weights=context.weights == "checkpoint")
+        super().__init__(job, context)
+        method = self.formats[0].method
+        self.config = config_of(self.folder, self.formats, has_weights=not self.is_random)
         _check_window(self.folder, read_config(self.folder))
-        check_config({**self.config, "model_type": self.formats[0].method}, context.max_seq_len)
-        assert context.target is not None
+        check_config({**self.config, "model_type": method}, context.max_seq_len)
         self.max_rows = context.max_seq_len
-        self.dims = dims_from_config(self.folder, self.config, self.formats[0].method, context.max_seq_len)
-        self._check_sizes(context.target)
-
-    def _check_sizes(self, target: ModelDims) -> None:
-        where, sizes = f"speculator: {self.job.model}", self.dims
-        todo = "Choose the speculator that was trained for this target; `speccompile doctor --target` compares them."
-        if sizes.target_hidden_size != target.hidden_size:
-            got = f"target states of {sizes.target_hidden_size}"
-            raise RecipeError(where, got, f"{target.hidden_size}, the target's hidden size", todo)
-        if sizes.vocab_size != target.vocab_size:
-            got = f"a vocabulary of {sizes.vocab_size} tokens"
-            raise RecipeError(where, got, f"{target.vocab_size}, as the target has", todo)
+        self.dims: FeatureDims = dims_from_config(self.folder, self.config, method, context.max_seq_len)
+        agreement = (
+            ("target states of {}", self.dims.target_hidden_size, self.target.hidden_size),
+            ("a vocabulary of {} tokens", self.dims.vocab_size, self.target.vocab_size),
+        )
+        check_agreement(job.model, agreement)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
         """See `speccompile.export.checks.check_candidates`."""
         return check_candidates(engine)
-
-    def check(self) -> None:
-        """Checks every key and shape, from the files' headers."""
-        check_speculator(self.folder, self.formats, self.context.target)
-
-    def digests(self) -> dict[str, str]:
-        """Returns the digests of config and weights, and of the target's tables where they are used."""
-        own = digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
-        return own | (digests_from_target(self.context) if self.needs_tables else {})
 
 
 def _check_window(folder: Path, config: Mapping[str, Any]) -> None:
@@ -124,11 +102,7 @@ def dims_from_config(folder: Path, config: Mapping[str, Any], model_type: str, m
     """
 
     def size(name: str, default: int | None = None) -> int:
-        value = config.get(name) or default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            where = f"{folder / 'config.json'} ({name})"
-            raise CheckpointError(where, repr(config.get(name)), "a positive integer", "Complete config.json.")
-        return value
+        return stated_size(folder, config, name, "Complete config.json.", default)
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     return FeatureDims(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
 from speccompile.cli.main import main
-from speccompile.doctor.doctor import examine
+from speccompile.doctor.doctor import examine, read_speculator
 from tests.checkpoints import checkpoint_lab as lab
 from tests.export.eagle3_reference import target_logits
 
@@ -31,9 +31,7 @@ PAIRS = [
 
 
 def read_ours(method: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    found: tuple[dict[str, Any], dict[str, torch.Tensor]]
-    found = importlib.import_module(f"speccompile.speculators.{method}.checkpoint").read(folder)
-    return found
+    return read_speculator(folder, importlib.import_module(f"speccompile.speculators.{method}.checkpoint").FORMATS)
 
 
 def run(*words: object) -> int:

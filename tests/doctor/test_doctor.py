@@ -19,7 +19,7 @@ from speccompile.checkpoints.tensor_files import TensorFiles
 from speccompile.core import registry
 from speccompile.core.registry import load_formats
 from speccompile.doctor import doctor
-from speccompile.doctor.doctor import examine
+from speccompile.doctor.doctor import examine, read_speculator
 from speccompile.doctor.findings import Report
 from speccompile.errors import CheckpointError
 from speccompile.training_contract import TargetParts
@@ -258,13 +258,13 @@ def test_a_folder_in_shards(tmp_path: Path, target: Path) -> None:
 
 
 def test_a_method_refuses_with_a_hint_at_the_doctor(tmp_path: Path) -> None:
-    from speccompile.speculators.medusa.checkpoint import read
+    from speccompile.speculators.medusa.checkpoint import FORMATS
 
     folder = lab.medusa_ours(tmp_path)
     lab.set_config(folder, medusa_num_heads=2)
     lab.edit(folder, lambda held: held.pop("0.0.linear.weight"))
     with pytest.raises(CheckpointError, match=r"`speccompile doctor .*` lists every finding \(1 more\)"):
-        read(folder)
+        read_speculator(folder, FORMATS)
 
 
 # What training writes for a draft model is a language model, which has no layout here.

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.core.jobs import CandidateOptions, WeightCounts
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
-from speccompile.doctor.doctor import read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
@@ -23,7 +21,6 @@ from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    import torch
 
 _LAYER = "layers.{layer}"
 _FIRST_NORM = "layers.0.input_layernorm.weight"
@@ -95,11 +92,6 @@ FORMATS = (
 )
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Returns config and weights in our layout; see `doctor.doctor.read_speculator`."""
-    return read_speculator(folder, FORMATS)
-
-
 class DraftSource(FeatureSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `CandidateOptions`."""
 
@@ -123,7 +115,6 @@ class DraftSource(FeatureSource):
         from speccompile.speculators.eagle.model import make_body
 
         progress("load weights")
-        weights = None if self.context.weights == "random" else read(self.folder)[1]
-        body = make_body(self.config, self.dims, weights, read_tables(self.context).lm_head)
+        body = make_body(self.config, self.dims, self.read_weights(), read_tables(self.context).lm_head)
         graph = export_feature_draft(body, self.spec(), self.max_rows, progress)
         return graph, replace(self.dims, num_params=sum(p.numel() for p in body.parameters()))

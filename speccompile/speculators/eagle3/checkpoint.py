@@ -26,7 +26,6 @@ from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
-from speccompile.doctor.doctor import read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
@@ -44,7 +43,6 @@ from speccompile.speculators.eagle3.speculators_config import (
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    import torch
 
     from speccompile.speculators.eagle3.config import DraftOptions
 
@@ -241,11 +239,6 @@ FORMATS = (
 )
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Returns config and weights in our layout; see `doctor.doctor.read_speculator`."""
-    return read_speculator(folder, FORMATS)
-
-
 def layers_of_target(
     model: str, config: str | None, asked: Sequence[int] | None, num_layers: int, weights: str
 ) -> tuple[int, ...]:
@@ -320,8 +313,7 @@ class _Eagle3Source(FeatureSource):
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
-        assert context.target is not None
-        num, asked = context.target.num_layers, job.options.layers
+        num, asked = self.target.num_layers, job.options.layers
         layers = layers_of_target(job.model, job.config, asked, num, context.weights)
         self.dims: FeatureDims = replace(self.dims, layers=layers)
         nested = read_config(self.folder).get("eagle_config")
@@ -330,17 +322,13 @@ class _Eagle3Source(FeatureSource):
             todo = "This variant reads the last state alone and is not supported."
             raise CheckpointError(where, "false", "true: three states are fused", todo)
 
-    def _weights(self, progress: Callable[[str], None]) -> dict[str, torch.Tensor] | None:
-        progress("load weights")
-        return None if self.context.weights == "random" else read(self.folder)[1]
-
 
 class DraftSource(_Eagle3Source):
     """See `speccompile.core.protocols.GraphSource`. The job has `DraftOptions`."""
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
-        self.needs_tables = context.weights == "random" or not holds(self.folder, EMBEDDINGS)
+        self.needs_tables = self.is_random or not holds(self.folder, EMBEDDINGS)
 
     def counts(self) -> WeightCounts | None:
         """Returns the weight counts of these sizes."""
@@ -358,7 +346,8 @@ class DraftSource(_Eagle3Source):
         from speccompile.export.feature_draft import export_feature_draft
         from speccompile.speculators.eagle3.model import make_body
 
-        weights = self._weights(progress)
+        progress("load weights")
+        weights = self.read_weights()
         embeddings: Any = read_tables(self.context).embeddings if self.needs_tables else None
         body = make_body(self.config, self.dims, weights, embeddings)
         graph = export_feature_draft(body, self.spec(), self.max_rows, progress)
@@ -393,6 +382,7 @@ class FusionSource(_Eagle3Source):
         from speccompile.export.feature_draft import export_fusion
         from speccompile.speculators.eagle3.model import make_fusion
 
-        fusion = make_fusion(self.config, self.dims, self._weights(progress))
+        progress("load weights")
+        fusion = make_fusion(self.config, self.dims, self.read_weights())
         graph = export_fusion(fusion, self.spec(), progress)
         return graph, replace(self.dims, num_params=sum(p.numel() for p in fusion.parameters()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
@@ -21,14 +21,13 @@ from speccompile.doctor.doctor import check_speculator, read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Target, finding
-from speccompile.errors import CheckpointError, RecipeError
+from speccompile.errors import RecipeError
 from speccompile.export.checks import check_candidates
 from speccompile.export.decoder_source import WEIGHT_FILES, DecoderSource
 from speccompile.graph_kinds.borrowed import sharing_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    import torch
 
     from speccompile.speculators.early_exit.config import ExitOptions
 
@@ -72,11 +71,6 @@ FORMATS = (
         config=_config,
     ),
 )
-
-
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Returns config and weights in our layout; see `doctor.doctor.read_speculator`."""
-    return read_speculator(folder, FORMATS)
 
 
 @dataclass(frozen=True)
@@ -163,7 +157,8 @@ class ExitSource:
 
         dims, head = self.dims, None
         if self.head_folder is not None:
-            weights = None if self.context.weights == "random" else read(self.head_folder)[1]
+            is_random = self.context.weights == "random"
+            weights = None if is_random else read_speculator(self.head_folder, FORMATS)[1]
             sizes = ExitSizes(dims.hidden_size, dims.vocab_size, dims.num_layers, dims.adapter_size, dims.rms_norm_eps)
             head = make_head(sizes, weights)
 
@@ -183,10 +178,7 @@ def _read_head(folder: Path, target: ModelDims) -> dict[str, Any]:
     """
     config = read_config(folder)
     for name in ("hidden_size", "vocab_size", "num_exit_layers", "intermediate_size"):
-        value = config.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            where = f"{folder / 'config.json'} ({name})"
-            raise CheckpointError(where, repr(value), "a positive integer", "Give the folder of an early-exit head.")
+        stated_size(folder, config, name, "Give the folder of an early-exit head.")
     for name, want in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if config[name] != want:
             todo = "Choose the head that was trained for this target."

@@ -13,24 +13,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config
-from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
-from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
+from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, ModelDims, cache_names, candidate_spec, decoder_spec
 from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
-from speccompile.doctor.doctor import check_speculator, read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag, lookup
-from speccompile.errors import CheckpointError, RecipeError
+from speccompile.errors import CheckpointError
 from speccompile.export.checks import check_candidates
+from speccompile.export.speculator_source import SpeculatorSource, check_agreement
 from speccompile.graph_kinds.borrowed import reading_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    import torch
 
 _LAYER, _OVER = "model.layers.{layer}", (("layer", "num_layers", 0),)
 PUBLISHED_THETA = 10000.0  # of the queries' positions, whatever the target's is
@@ -163,11 +160,6 @@ FORMATS = (
 )
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Returns config and weights in our layout; see `doctor.doctor.read_speculator`."""
-    return read_speculator(folder, FORMATS)
-
-
 @dataclass(frozen=True)
 class GlideDims(ModelDims):
     """Sizes of a drafter; the fields before are those of its self-attention, and `max_positions` is the target's.
@@ -222,7 +214,7 @@ def read_sizes(folder: Path, target: ModelDims) -> GlideDims:
     """
     path, config = folder / "config.json", read_config(folder)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    hidden, inner, layers, heads, vocab = (_size(path, config, name) for name in names)
+    hidden, inner, layers, heads, vocab = (stated_size(folder, config, name) for name in names)
     for name, plain in (("attention_bias", False), ("mlp_bias", False), ("rope_scaling", None)):
         if config.get(name, plain) not in (plain, None):
             todo = "Train it without, or report its config."
@@ -260,14 +252,7 @@ def stated_target(path: Path) -> tuple[int | None, int | None]:
     return config.get("large_hidden_size"), config.get("large_num_attention_heads")
 
 
-def _size(path: Path, config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{path} ({name})", repr(value), "a positive integer", "Download the file again.")
-    return value
-
-
-class GlideSource:
+class GlideSource(SpeculatorSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `CandidateOptions`.
 
     Args:
@@ -275,48 +260,21 @@ class GlideSource:
         context: the target's sizes must be those that it was trained for.
     """
 
-    role = "draft"
-    has_tokenizer = False
-    shares_weights = False
+    formats = FORMATS
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
-        self.job, self.context = job, context
+        super().__init__(job, context)
         self.options: CandidateOptions = job.options
-        assert context.target is not None
-        self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
-        self.dims: GlideDims = read_sizes(self.folder, context.target)
+        self.dims: GlideDims = read_sizes(self.folder, self.target)
         # As many as the target has: its rows are read in place.
-        self.max_rows = min(context.max_seq_len, context.target.max_positions)
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
-        target, where = self.context.target, f"speculator: {self.job.model}"
-        assert target is not None
-        hidden, heads = stated_target(self.folder)
-        todo = "Choose the drafter that was trained for this target; `speccompile doctor --target` compares them."
-        for got, want, what in (
-            (self.dims.vocab_size, target.vocab_size, "a vocabulary"),
-            (hidden, target.hidden_size, "a target's hidden size"),
-            (heads, target.num_heads, "a number of the target's heads"),
-        ):
-            if got is not None and got != want and not (self._is_random and what != "a vocabulary"):
-                raise RecipeError(where, f"{what} of {got}", f"{want}, as the target has", todo)
-
-    @property
-    def _is_random(self) -> bool:
-        return self.context.weights == "random"
-
-    def check(self) -> None:
-        """Checks every key and shape by the files' headers."""
-        check_speculator(self.folder, FORMATS, self.context.target)
-
-    def digests(self) -> dict[str, str]:
-        """Returns the digests of config and weights."""
-        return digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
-
-    def counts(self) -> WeightCounts | None:
-        """Returns the weight counts of these sizes."""
-        return self.dims.counts()
+        self.max_rows = min(context.max_seq_len, self.target.max_positions)
+        hidden, heads = (None, None) if self.is_random else stated_target(self.folder)
+        agreement = (
+            ("a vocabulary of {}", self.dims.vocab_size, self.target.vocab_size),
+            ("a target's hidden size of {}", hidden, self.target.hidden_size),
+            ("a number of the target's heads of {}", heads, self.target.num_heads),
+        )
+        check_agreement(job.model, agreement, made="the drafter that was trained")
 
     def spec(self) -> GraphSpec:
         """Returns the inputs and outputs of the graph."""
@@ -324,8 +282,7 @@ class GlideSource:
         return candidate_spec(self._plain_spec(), num, self.options.gives_probs)
 
     def _plain_spec(self) -> GraphSpec:
-        assert self.context.target is not None
-        return replace(self.dims.decoder_spec(self.job.name, self.context.target), max_rows=self.max_rows)
+        return replace(self.dims.decoder_spec(self.job.name, self.target), max_rows=self.max_rows)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
         """See `speccompile.export.checks.check_candidates`."""
@@ -337,10 +294,7 @@ class GlideSource:
         from speccompile.speculators.glide.model import make_drafter, sizes_from_dims
 
         progress("load weights")
-        assert self.context.target is not None
-        weights = None if self._is_random else read(self.folder)[1]
         # Padding comes after the last row that a sequence may use.
         num_positions = self.max_rows + self.context.max_draft_nodes + 1
-        sizes = sizes_from_dims(self.dims, self.context.target)
-        graph = export_cached_draft(make_drafter(sizes, weights, num_positions), self._plain_spec(), progress)
-        return graph, with_params(self.dims)
+        drafter = make_drafter(sizes_from_dims(self.dims, self.target), self.read_weights(), num_positions)
+        return export_cached_draft(drafter, self._plain_spec(), progress), with_params(self.dims)

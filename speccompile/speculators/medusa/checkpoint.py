@@ -14,23 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_config
-from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
-from speccompile.checkpoints.target_tables import digests_from_target, read_tables
-from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
+from speccompile.checkpoints.target_tables import read_tables
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, ModelDims
-from speccompile.doctor.doctor import check_speculator, open_known, read_speculator
+from speccompile.doctor.doctor import open_known
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_head_candidates
+from speccompile.export.speculator_source import SpeculatorSource, check_agreement
 from speccompile.graph_kinds.heads import candidate_heads_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    import torch
 
     from speccompile.speculators.medusa.config import HeadsOptions
 
@@ -202,11 +200,6 @@ FORMATS = (
 )
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Returns config and weights in our layout; see `doctor.doctor.read_speculator`."""
-    return read_speculator(folder, FORMATS)
-
-
 _HEADS, _LAYERS = ("medusa_num_heads", "num_heads"), ("medusa_num_layers", "num_hidden_layers")
 
 
@@ -290,7 +283,7 @@ def _first(config: dict[str, Any], names: tuple[str, ...]) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
-class HeadsSource:
+class HeadsSource(SpeculatorSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `HeadsOptions`.
 
     Args:
@@ -299,60 +292,36 @@ class HeadsSource:
     """
 
     role = "heads"
-    max_rows = 0
-    has_tokenizer = False
-    shares_weights = False
+    formats = FORMATS
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
-        self.job, self.context = job, context
+        super().__init__(job, context)
         options: HeadsOptions = job.options
-        self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
-        assert context.target is not None
-        # Published configs state a wrong number of heads; a number in the recipe overrides it.
-        self.num_heads = options.num_heads
         self.dims: GraphSizes = read_sizes(
             self.folder,
-            context.target,
-            has_weights=context.weights == "checkpoint",
-            num_drafts=self.num_heads,
-            num_candidates=min(options.num_candidates, context.target.vocab_size),
+            self.target,
+            has_weights=not self.is_random,
+            num_drafts=options.num_heads,
+            num_candidates=min(options.num_candidates, self.target.vocab_size),
         )
+        self.needs_tables = self.dims.uses_target_lm_head
+        if options.num_heads is not None:  # published configs state a wrong number; the recipe overrides it
+            self.overrides = {"medusa_num_heads": self.dims.num_heads}
         self._check_sizes(options.least_heads)
 
     def _check_sizes(self, least_heads: int) -> None:
-        sizes, target = self.dims, self.context.target
-        assert target is not None
-        where = f"speculator: {self.job.model}"
-        todo = "Choose the heads that were trained for this target; `speccompile doctor --target` compares them."
-        if sizes.hidden_size != target.hidden_size:
-            expected = f"{target.hidden_size}, as the target has"
-            raise RecipeError(where, f"a hidden size of {sizes.hidden_size}", expected, todo)
-        if sizes.vocab_size != target.vocab_size:
-            expected = f"{target.vocab_size}, as the target has"
-            raise RecipeError(where, f"a vocabulary of {sizes.vocab_size} tokens", expected, todo)
-        held = f"the heads of {self.job.model}"
+        sizes, target, model = self.dims, self.target, self.job.model
+        agreement = (
+            ("a hidden size of {}", sizes.hidden_size, target.hidden_size),
+            ("a vocabulary of {} tokens", sizes.vocab_size, target.vocab_size),
+        )
+        check_agreement(model, agreement, made="the heads that were trained")
         if sizes.num_drafts > sizes.num_heads:
-            expected = f"at most {sizes.num_heads}, {held}"
+            expected = f"at most {sizes.num_heads}, the heads of {model}"
             raise RecipeError("speculator.num_heads", str(sizes.num_drafts), expected, "Lower it.")
         if least_heads > sizes.num_drafts:
-            expected = f"a depth of at most {sizes.num_drafts}, {held}"
+            expected = f"a depth of at most {sizes.num_drafts}, the heads of {model}"
             raise RecipeError("speculator.tree", f"a depth of {least_heads}", expected, "Leave the deeper nodes out.")
-
-    def _overrides(self) -> dict[str, int]:
-        return {} if self.num_heads is None else {"medusa_num_heads": self.dims.num_heads}
-
-    def check(self) -> None:
-        """Checks every key and shape by the files' headers."""
-        check_speculator(self.folder, FORMATS, overrides=self._overrides())
-
-    def digests(self) -> dict[str, str]:
-        """Returns the digests of config and weights, and of the target's where the heads end in its LM head."""
-        own = digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
-        return {**own, **digests_from_target(self.context)} if self.dims.uses_target_lm_head else own
-
-    def counts(self) -> WeightCounts | None:
-        """Returns the weight counts of these sizes."""
-        return self.dims.counts()
 
     def spec(self) -> GraphSpec:
         """Returns the inputs and outputs of the graph."""
@@ -368,8 +337,7 @@ class HeadsSource:
         from speccompile.speculators.medusa.model import make_drafter
 
         progress("load weights")
-        is_random = self.context.weights == "random"
-        weights = None if is_random else read_speculator(self.folder, FORMATS, overrides=self._overrides())[1]
-        lm_head = read_tables(self.context).lm_head if self.dims.uses_target_lm_head else None
-        graph = export_heads(make_drafter(self.dims, weights, lm_head), self.spec(), progress)
+        lm_head = read_tables(self.context).lm_head if self.needs_tables else None
+        drafter = make_drafter(self.dims, self.read_weights(), lm_head)
+        graph = export_heads(drafter, self.spec(), progress)
         return graph, replace(self.dims, num_params=self.dims.counts().num_params)

@@ -12,23 +12,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config
-from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
-from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
+from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, heads_spec
-from speccompile.doctor.doctor import check_speculator, read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_heads
+from speccompile.export.speculator_source import SpeculatorSource, check_agreement, check_room
 from speccompile.graph_kinds.heads import DraftForm
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    import torch
 
 MODEL_TYPE = "mlp_speculator"
 PREFIX = "speculator."
@@ -108,8 +105,8 @@ def read_sizes(folder: Path, num_drafts: int | None = None) -> HeadsSizes:
     if kind != MODEL_TYPE:
         todo = "Give the speculator's own checkpoint, not the target's."
         raise CheckpointError(f"{path} (model_type)", repr(kind), repr(MODEL_TYPE), todo)
-    sizes = {name: _size(path, config, name) for name in ("emb_dim", "vocab_size", "n_predict")}
-    inner = _size(path, {**config, "inner_dim": config.get("inner_dim") or sizes["emb_dim"]}, "inner_dim")
+    sizes = {name: stated_size(folder, config, name) for name in ("emb_dim", "vocab_size", "n_predict")}
+    inner = stated_size(folder, config, "inner_dim", default=sizes["emb_dim"])
     flags = {name: _flag(path, config, name) for name in ("tie_weights", "scale_input")}
     if flags["tie_weights"] and sizes["n_predict"] < 2:
         raise CheckpointError(f"{path} (n_predict)", "1 with tie_weights", "at least 2", "Download the file again.")
@@ -123,13 +120,6 @@ def read_sizes(folder: Path, num_drafts: int | None = None) -> HeadsSizes:
         is_tied=flags["tie_weights"],
         scales_input=flags["scale_input"],
     )
-
-
-def _size(path: Path, config: dict[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{path} ({name})", repr(value), "a positive integer", "Download the file again.")
-    return value
 
 
 def _flag(path: Path, config: dict[str, Any], name: str) -> bool:
@@ -244,12 +234,7 @@ FORMATS = (
 )
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Returns config and weights in our layout, without the prefix; see `doctor.doctor.read_speculator`."""
-    return read_speculator(folder, FORMATS)
-
-
-class HeadsSource:
+class HeadsSource(SpeculatorSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `FormOptions`.
 
     Args:
@@ -258,51 +243,29 @@ class HeadsSource:
     """
 
     role = "heads"
-    max_rows = 0
-    has_tokenizer = False
-    shares_weights = False
+    formats = FORMATS
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
-        self.job, self.context = job, context
-        self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
+        super().__init__(job, context)
         sizes = read_sizes(self.folder)
         self.form = DraftForm.from_options(job.options, sizes.num_heads)
         self.dims: HeadsSizes = replace(sizes, num_drafts=self.form.depth)
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        sizes, target, room = self.dims, self.context.target, self.context.max_draft_nodes
-        assert target is not None
-        where = f"speculator: {self.job.model}"
-        todo = "Choose the speculator that was trained for this target; `speccompile doctor --target` compares them."
-        if sizes.hidden_size != target.hidden_size:
-            expected = f"{target.hidden_size}, as the target has"
-            raise RecipeError(where, f"a hidden size of {sizes.hidden_size}", expected, todo)
-        if sizes.vocab_size != target.vocab_size:
-            expected = f"{target.vocab_size}, as the target has"
-            raise RecipeError(where, f"a vocabulary of {sizes.vocab_size} tokens", expected, todo)
+        sizes, target = self.dims, self.target
+        agreement = (
+            ("a hidden size of {}", sizes.hidden_size, target.hidden_size),
+            ("a vocabulary of {} tokens", sizes.vocab_size, target.vocab_size),
+        )
+        check_agreement(self.job.model, agreement)
         if sizes.num_drafts > sizes.num_heads:
             expected = f"at most {sizes.num_heads}, the heads of {self.job.model}"
             if self.form.choices:
-                raise RecipeError(
-                    "speculator.tree", f"a depth of {sizes.num_drafts}", expected, "Take deeper nodes out."
-                )
+                got, todo = f"a depth of {sizes.num_drafts}", "Take deeper nodes out."
+                raise RecipeError("speculator.tree", got, expected, todo)
             raise RecipeError("speculator.num_draft_tokens", str(sizes.num_drafts), expected, "Lower it.")
-        if sizes.num_drafts > room:
-            todo = "Raise it, or use fewer heads with speculator.num_draft_tokens."
-            raise RecipeError("engine.max_draft_nodes", str(room), f"at least {sizes.num_drafts}, one a head", todo)
-
-    def check(self) -> None:
-        """Checks every key and shape by the files' headers."""
-        check_speculator(self.folder, FORMATS)
-
-    def digests(self) -> dict[str, str]:
-        """Returns the digests of config and weights."""
-        return digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
-
-    def counts(self) -> WeightCounts | None:
-        """Returns the weight counts of these sizes."""
-        return self.dims.counts()
+        check_room(sizes.num_drafts, self.context)
 
     def spec(self) -> GraphSpec:
         """Returns the inputs and outputs of the graph."""
@@ -319,7 +282,7 @@ class HeadsSource:
         from speccompile.speculators.mlp.model import MlpExpander, heads_from_weights, random_heads
 
         progress("load weights")
-        is_random = self.context.weights == "random"
-        heads = random_heads(self.dims) if is_random else heads_from_weights(self.dims, read(self.folder)[1])
+        weights = self.read_weights()
+        heads = random_heads(self.dims) if weights is None else heads_from_weights(self.dims, weights)
         graph = export_heads(drafter_from_form(MlpExpander(heads), self.form), self.spec(), progress)
         return graph, replace(self.dims, num_params=self.dims.counts().num_params)

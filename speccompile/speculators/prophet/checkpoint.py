@@ -14,24 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_config
-from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
-from speccompile.checkpoints.target_tables import digests_from_target, read_tables
-from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
+from speccompile.checkpoints.target_tables import read_tables
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.decoder_rows import decoder_rows, decoder_sizes, derive_decoder
-from speccompile.doctor.doctor import check_speculator, read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
-from speccompile.errors import CheckpointError, RecipeError
+from speccompile.errors import CheckpointError
 from speccompile.export.checks import check_heads
+from speccompile.export.speculator_source import SpeculatorSource, check_agreement, check_room
 from speccompile.graph_kinds.heads import DraftForm
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-    import torch
 
 MODEL_TYPE = "prophet"
 
@@ -98,11 +95,6 @@ FORMATS = (
 )
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Returns config and weights in our layout; see `doctor.doctor.read_speculator`."""
-    return read_speculator(folder, FORMATS)
-
-
 @dataclass(frozen=True)
 class GraphSizes:
     """Sizes as config.json has them, see `heads.ProphetSizes`; and `num_params`, parameters in the graph."""
@@ -152,7 +144,7 @@ def read_sizes(folder: Path) -> GraphSizes:
     return GraphSizes(**{name: config[name] for name in names})
 
 
-class ProphetSource:
+class ProphetSource(SpeculatorSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `FormOptions`.
 
     Args:
@@ -161,44 +153,20 @@ class ProphetSource:
     """
 
     role = "heads"
-    max_rows = 0
-    has_tokenizer = False
-    shares_weights = False
+    formats = FORMATS
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
-        self.job, self.context = job, context
-        self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
+        super().__init__(job, context)
         self.dims: GraphSizes = read_sizes(self.folder)
+        self.needs_tables = self.dims.uses_target_embeddings
         self.form = DraftForm.from_options(job.options, context.max_draft_nodes)
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
-        sizes, target, room = self.dims, self.context.target, self.context.max_draft_nodes
-        assert target is not None
-        where = f"speculator: {self.job.model}"
-        todo = "Choose the speculator that was trained for this target; `speccompile doctor --target` compares them."
-        if sizes.target_hidden_size != target.hidden_size:
-            expected = f"{target.hidden_size}, as the target has"
-            raise RecipeError(where, f"a target of hidden size {sizes.target_hidden_size}", expected, todo)
-        if sizes.vocab_size != target.vocab_size:
-            expected = f"{target.vocab_size}, as the target has"
-            raise RecipeError(where, f"a vocabulary of {sizes.vocab_size} tokens", expected, todo)
-        if self.form.depth > room:
-            todo = "Raise it, or draft fewer tokens."
-            raise RecipeError("engine.max_draft_nodes", str(room), f"at least {self.form.depth}", todo)
-
-    def check(self) -> None:
-        """Checks every key and shape by the files' headers."""
-        check_speculator(self.folder, FORMATS, self.context.target)
-
-    def digests(self) -> dict[str, str]:
-        """Returns the digests of config and weights, and of the target's where its tables are used."""
-        own = digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
-        return {**own, **digests_from_target(self.context)} if self.dims.uses_target_embeddings else own
-
-    def counts(self) -> WeightCounts | None:
-        """Returns the weight counts of these sizes."""
-        return self.dims.counts()
+        sizes, target = self.dims, self.target
+        agreement = (
+            ("a target of hidden size {}", sizes.target_hidden_size, target.hidden_size),
+            ("a vocabulary of {} tokens", sizes.vocab_size, target.vocab_size),
+        )
+        check_agreement(job.model, agreement)
+        check_room(self.form.depth, context)
 
     def spec(self) -> GraphSpec:
         """Returns the inputs and outputs of the graph."""
@@ -215,8 +183,8 @@ class ProphetSource:
         from speccompile.speculators.prophet.model import make_expander, sizes_from_config
 
         progress("load weights")
-        weights = None if self.context.weights == "random" else read(self.folder)[1]
-        tables = read_tables(self.context) if self.dims.uses_target_embeddings else None
+        weights = self.read_weights()
+        tables = read_tables(self.context) if self.needs_tables else None
         expander = make_expander(sizes_from_config(asdict(self.dims)), weights, tables)
         graph = export_heads(drafter_from_form(expander, self.form), self.spec(), progress)
         return graph, replace(self.dims, num_params=self.dims.counts().num_params)

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from speccompile.checkpoints.checkpoint import read_config
-from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
-from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
+from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.probes import probe_inputs
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import LENGTHS, TREE_MASK, GraphSpec, TensorSpec, updated_cache_name
-from speccompile.doctor.doctor import check_speculator, read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding
-from speccompile.errors import BuildError, CheckpointError, RecipeError
+from speccompile.errors import BuildError
+from speccompile.export.speculator_source import SpeculatorSource, check_agreement
 from tests.plugin_methods.block_drafter.proposer import ANCHOR, ANCHOR_NODE, BLOCK, FEATURES
 
 if TYPE_CHECKING:
@@ -119,7 +117,7 @@ class BlockDims:
         )
 
 
-class BlockSource:
+class BlockSource(SpeculatorSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `BlockOptions`.
 
     Args:
@@ -128,35 +126,19 @@ class BlockSource:
     """
 
     role = "block drafter"
-    has_tokenizer = False
-    shares_weights = False
+    formats = FORMATS
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
-        self.job, self.context, self.max_rows = job, context, context.max_seq_len
-        self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
-        config, target = read_config(self.folder), context.target
-        assert target is not None
-        names = ("hidden_size", "head_dim", "vocab_size", "block_size")
-        if missing := [name for name in names if not isinstance(config.get(name), int)]:
-            where = f"{self.folder / 'config.json'} ({missing[0]})"
-            raise CheckpointError(where, repr(config.get(missing[0])), "a positive integer", "Complete config.json.")
-        sizes = [config[name] for name in names]
+        super().__init__(job, context)
+        self.max_rows = context.max_seq_len
+        config, names = read_config(self.folder), ("hidden_size", "head_dim", "vocab_size", "block_size")
+        sizes = [stated_size(self.folder, config, name, "Complete config.json.") for name in names]
         self.dims = BlockDims(*sizes, job.options.block_size or sizes[-1])
-        for got, want, what in (
-            (self.dims.hidden_size, target.hidden_size, "a hidden size"),
-            (self.dims.vocab_size, target.vocab_size, "a vocabulary"),
-        ):
-            if got != want:
-                todo = "Choose the drafter that was trained for this target."
-                raise RecipeError(f"speculator: {job.model}", f"{what} of {got}", f"{want}, as the target has", todo)
-
-    def check(self) -> None:
-        """Checks every key and shape by the files' headers."""
-        check_speculator(self.folder, FORMATS, self.context.target)
-
-    def digests(self) -> dict[str, str]:
-        """Returns the digests of config and weights."""
-        return digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
+        agreement = (
+            ("a hidden size of {}", self.dims.hidden_size, self.target.hidden_size),
+            ("a vocabulary of {}", self.dims.vocab_size, self.target.vocab_size),
+        )
+        check_agreement(job.model, agreement)
 
     def counts(self) -> WeightCounts | None:
         """Returns the weight counts of these sizes."""
@@ -183,8 +165,7 @@ class BlockSource:
         from tests.plugin_methods.block_drafter.model import make_drafter
 
         progress("load weights")
-        weights = None if self.context.weights == "random" else read_speculator(self.folder, FORMATS)[1]
-        graph = export_cached_draft(make_drafter(self.dims, weights), self.spec(), progress)
+        graph = export_cached_draft(make_drafter(self.dims, self.read_weights()), self.spec(), progress)
         counts = self.counts()
         assert counts is not None
         return graph, replace(self.dims, num_params=counts.num_params)

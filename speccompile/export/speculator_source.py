@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the graph sources of speculators with files of their own share: folder, agreement with the target. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.target_tables import digests_from_target
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
+from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.doctor.doctor import check_speculator, read_speculator
+from speccompile.doctor.layouts import Format
+from speccompile.errors import RecipeError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SpeculatorSource:
+    """The part of `core.protocols.GraphSource` that does not depend on the method.
+
+    A method's source sets `dims` and `formats`, and adds `spec`, `export` and `check_compiled`.
+
+    Args:
+        job: the speculator.
+        context: with the sizes of its target.
+    """
+
+    role = "draft"
+    max_rows = 0
+    has_tokenizer = False
+    shares_weights = False
+    dims: Any
+    formats: Sequence[Format] = ()  # the method's layouts on disk
+    needs_tables = False  # of the target: its embeddings or its LM head are copied into the graph
+    overrides: Mapping[str, Any] | None = None  # instead of values of its config.json
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        assert context.target is not None
+        self.job, self.context, self.target = job, context, context.target
+        self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether weights are made, not read."""
+        return self.context.weights == "random"
+
+    def read_weights(self) -> dict[str, torch.Tensor] | None:
+        """Returns the tensors by the names of our layout; None where weights are random.
+
+        Raises:
+            CheckpointError: see `doctor.doctor.read_speculator`.
+        """
+        return None if self.is_random else read_speculator(self.folder, self.formats, overrides=self.overrides)[1]
+
+    def check(self) -> None:
+        """Checks every key and shape by the files' headers."""
+        check_speculator(self.folder, self.formats, self.context.target, overrides=self.overrides)
+
+    def digests(self) -> dict[str, str]:
+        """Returns the digests of config and weights, and of the target's where its tables are used."""
+        own = digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
+        return own | (digests_from_target(self.context) if self.needs_tables else {})
+
+    def counts(self) -> WeightCounts | None:
+        """Returns the weight counts of these sizes."""
+        counts: WeightCounts = self.dims.counts()
+        return counts
+
+
+def check_agreement(
+    model: str, sizes: Sequence[tuple[str, int | None, int]], made: str = "the speculator that was trained"
+) -> None:
+    """Checks that the sizes for which a speculator was made are those of its target.
+
+    Args:
+        model: of the speculator.
+        sizes: (text with a place for the number, as "a hidden size of {}"; the speculator's size, None where it states
+            none; the target's).
+        made: what to choose, for the message.
+
+    Raises:
+        RecipeError: a size is not the target's.
+    """
+    for text, size, wanted in sizes:
+        if size is not None and size != wanted:
+            todo = f"Choose {made} for this target; `speccompile doctor --target` compares them."
+            raise RecipeError(f"speculator: {model}", text.format(size), f"{wanted}, as the target has", todo)
+
+
+def check_room(depth: int, context: SourceContext) -> None:
+    """Checks that a step may score every draft token of the longest path.
+
+    Args:
+        depth: draft tokens on the longest path.
+        context: with `max_draft_nodes`.
+
+    Raises:
+        RecipeError: it may not.
+    """
+    if depth > context.max_draft_nodes:
+        expected = f"at least {depth}, the tokens on the longest path of a draft"
+        todo = "Raise it, or draft fewer tokens with speculator.num_draft_tokens."
+        raise RecipeError("engine.max_draft_nodes", str(context.max_draft_nodes), expected, todo)
