@@ -109,6 +109,7 @@ class Slot(Protocol):
     sampling: SamplingParams
     max_drafts: int  # draft tokens on one path that this step may use: limits and room in the cache
     draft_state: Any  # the proposer's own state: set by `start` and `resume`, not read elsewhere
+    has_draft: bool  # False: the draft has not read its prompt, so it never drafts; nothing is kept for it
 
 
 class Batch(Protocol):
@@ -163,6 +164,8 @@ class Proposer(Protocol):
     engines stay with their slot: the runtime moves, exchanges and copies those that `caches` names.
     """
 
+    # `prefill` runs the draft, which costs time.
+    reads_prompts: bool
     # It reads missed tokens before it drafts: it needs no `prefill`.
     catches_up: bool
 

@@ -23,6 +23,7 @@ from speccompile.drafting.step_costs import OnlineCosts
 
 TYPICAL_MEMORY = 0.95  # weight of the past in the size of a typical tree
 
+PLAIN_STEPS = 8  # the first of a row of plain steps correct the costs, and then one of so many
 FIRST_KEPT = 0.75  # see `Budget.goes_on`; on the high side, so that deep trees are tried
 
 
@@ -65,6 +66,7 @@ class Budget:
         self._kept, self._last_reach = FIRST_KEPT, 0.0  # share of `reach` that an expansion keeps, see `goes_on`
         self._most_runs = float(max_depth if num_runs is None else num_runs)
         self._recorded_ms = 0.0  # of the current step's draft runs
+        self._num_plain = 0  # steps since the last one with drafts
 
     def recorded(self) -> Budget:
         """Returns a budget of whole trees with the same bounds, whose costs stay those recorded in the bundle."""
@@ -208,7 +210,9 @@ class Budget:
             times: of the step.
         """
         recorded_ms, self._recorded_ms = self._recorded_ms, 0.0
-        if self._learns:
+        self._num_plain = 0 if num_nodes > 1 or recorded_ms else self._num_plain + 1
+        # Many plain steps in a row are all alike, and learning takes time.
+        if self._learns and (self._num_plain <= PLAIN_STEPS or self._num_plain % PLAIN_STEPS == 0):
             self.costs.observe(num_slots, num_nodes, recorded_ms, times)
 
 

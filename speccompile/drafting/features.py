@@ -47,6 +47,8 @@ class PendingFeatures:
             nodes: [num] int64, nodes to copy, in order.
         """
         state: DraftState = sequence.draft_state
+        if not len(nodes):
+            return
         state.states.append(tuple(np.asarray(outputs[name])[place, nodes] for name in self._names))
         state.num_states += len(nodes)
         if state.num_states >= MAX_STATES:
@@ -62,7 +64,7 @@ class PendingFeatures:
         state.states, state.num_states = [], 0
 
     def keep(self, slots: Sequence[Slot], verdict: Verdict, outputs: Outputs) -> None:
-        """Adds the features of the accepted paths of a step, the roots included.
+        """Adds the features of the accepted paths of a step, the roots included; none of sequences without a draft.
 
         Args:
             slots: of the batch.
@@ -71,7 +73,7 @@ class PendingFeatures:
         """
         self._live, self._slots, self._path = outputs, list(slots), np.maximum(verdict.path, 0)
         for slot, num in zip(slots, verdict.num_accepted.tolist(), strict=True):
-            slot.draft_state.num_live = 1 + num
+            slot.draft_state.num_live = 1 + num if slot.has_draft else 0
 
     def count(self, sequence: Slot) -> int:
         """Returns the number of pending rows of a sequence."""

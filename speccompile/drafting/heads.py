@@ -51,7 +51,7 @@ class HeadsProposer:
         RecipeError: the engine was built for another tree.
     """
 
-    catches_up = False
+    reads_prompts, catches_up = False, False
     caches = ()
 
     def __init__(

@@ -74,7 +74,9 @@ class Planner(Protocol):
         ...
 
     def expects_drafts(self, num_active: int) -> bool:
-        """Returns whether a new sequence will probably draft; otherwise the draft need not read its prompt.
+        """Returns whether a new sequence will probably draft, or is needed for a comparison.
+
+        Otherwise the draft does not read its prompt; see `Slot.has_draft`.
 
         Args:
             num_active: sequences that will decode, the new one included.
@@ -137,18 +139,34 @@ class Controller:
 
     def plan(self, slots: Sequence[Slot]) -> int | None:
         """See `Planner.plan`."""
-        asked = [slot.speculation for slot in slots]
-        if "auto" not in asked:
+        num_auto = num_ready = 0
+        is_forced = False
+        for slot in slots:
+            if slot.speculation == "auto":
+                num_auto += 1
+                num_ready += slot.has_draft
+            elif slot.speculation == "on":
+                is_forced = True
+        if not num_auto:
             self._at = None
             return METHOD_DEFAULT
-        key = (bucket_of(len(slots)), "on" in asked)
-        self._at = self._sizes.get(key) or self._sizes.setdefault(key, _Comparison())
-        limit = self._at.next_limit
+        key = (bucket_of(len(slots)), is_forced)
+        at = self._sizes.get(key) or self._sizes.setdefault(key, _Comparison())
+        # A comparison waits for a batch whose sequences all have a draft; drafts need at least one that has.
+        if num_ready < num_auto and (at.is_comparing or (at.is_on and not num_ready)):
+            self._at = None
+            return METHOD_DEFAULT if at.is_on and num_ready else PLAIN
+        self._at, limit = at, at.next_limit
         self._is_plain = limit == PLAIN
         return limit
 
     def observe(self, slots: Sequence[Slot], steps: Sequence[Step], times: StepTimes) -> None:
         """See `Planner.observe`."""
+        if self._at is not None and self._at.is_resting:
+            self._at.rest()
+            self._reading.decoded(len(steps))
+            self._was_plain = True
+            return
         num_accepted = num_drafts = num_emitted = 0
         for step in steps:
             num_accepted += step.num_accepted
@@ -173,7 +191,7 @@ class Controller:
     def expects_drafts(self, num_active: int) -> bool:
         """See `Planner.expects_drafts`."""
         known = self._sizes.get((bucket_of(num_active), False))
-        return known is None or known.is_on
+        return known is None or known.is_on or known.is_comparing
 
     def decisions(self) -> dict[str, Any]:
         """Returns by batch size whether drafts are on, and the measured gain: tokens/s over plain tokens/s."""
@@ -207,9 +225,25 @@ class _Comparison:
         return self._tokens / self._num_drafting / math.exp(self._log_ratio)
 
     @property
+    def is_comparing(self) -> bool:
+        """Whether the next step is part of a comparison."""
+        return self._left <= 2 * TURN
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the next step is plain and only counted: drafts are off until the next comparison."""
+        return not (self.is_on or self.is_comparing)
+
+    def rest(self) -> None:
+        """Counts such a step."""
+        self.num_steps += 1
+        self.num_plain += 1
+        self._left -= 1
+
+    @property
     def next_limit(self) -> int | None:
         """The limit of the next step."""
-        if self._left > 2 * TURN:
+        if not self.is_comparing:
             return METHOD_DEFAULT if self.is_on else PLAIN
         if self._left <= TURN:
             return PLAIN
@@ -235,7 +269,7 @@ class _Comparison:
             self._num_drafting = MEMORY * self._num_drafting + 1
             if not is_first:
                 self._time(step_s + read_s)
-        if self._left <= 2 * TURN:
+        if self.is_comparing:
             if not is_first:
                 self._times[is_plain].append(step_s + read_s)
             self._spent[is_plain].append(step_s + read_s)
@@ -308,7 +342,7 @@ class _Reading:
             self._timed_s += draft_s
 
     def decoded(self, num_tokens: int) -> None:
-        fade = READING_MEMORY**num_tokens
+        fade = READING_MEMORY if num_tokens == 1 else READING_MEMORY**num_tokens
         self._num_decoded = fade * self._num_decoded + num_tokens
         self._num_read *= fade
 

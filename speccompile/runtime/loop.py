@@ -45,7 +45,7 @@ def decode(
     Yields:
         One step for each active sequence, by slot.
     """
-    admit(verifier, proposer, slots)
+    admit(verifier, proposer, slots, planner)
     while slots.slots:
         # Where drafts are drawn the text depends on them, so a planner, which uses measured times, must not decide.
         active = None if planner is None or slots.may_draw else list(slots.slots)
@@ -57,8 +57,8 @@ def decode(
             planner.observe(active, steps, round_.times)
         yield steps
         if [step for step in steps if step.finish_reason is not None]:
-            retire(verifier, proposer, slots, steps)
-            admit(verifier, proposer, slots)
+            retire(verifier, proposer, slots, steps, planner)
+            admit(verifier, proposer, slots, planner)
 
 
 FORCED_LENGTH = 4  # of chains, and depth of trees, where a request forces drafts and the planner gives no length
@@ -99,20 +99,22 @@ def run_step(
     start_s, engine_s = perf_counter(), _seconds(engines)
     # A method's budget may draft nothing; sequences with `on` get drafts nevertheless.
     is_forced, is_plain = not limit and "on" in [slot.speculation for slot in slots.slots], True
+    has_draft = False
     for slot in slots.slots:
         bound = FORCED_LENGTH if is_forced and (limit is None or slot.speculation == "on") else limit
         slot.plan(verifier.max_seq_len, bound)
         is_plain = is_plain and not slot.max_drafts
+        has_draft = has_draft or slot.has_draft
     slots.is_forced = bool(limit) or is_forced
     tree = slots.roots() if is_plain else proposer.propose(slots)
     proposed_s = perf_counter()
     tree, verdict = verifier.score_finite(tree, slots)
     scored_s = perf_counter()
     verifier.commit(tree, verdict)
-    if is_plain:
-        proposer.skip(slots, verdict, verifier.outputs)
-    else:
+    if not is_plain:
         proposer.commit(slots, tree, verdict, verifier.outputs)
+    elif has_draft:
+        proposer.skip(slots, verdict, verifier.outputs)
     for place in verdict.spoilt():
         for engine in engines or (verifier.engine,):
             engine.clear_slot(place)
@@ -160,22 +162,24 @@ def emit(tree: TokenTree, verdict: Verdict, slots: Slots) -> list[Step]:
     return steps
 
 
-def admit(verifier: Verifier, proposer: Proposer, slots: Slots) -> None:
+def admit(verifier: Verifier, proposer: Proposer, slots: Slots, planner: Planner | None = None) -> None:
     """Gives free slots to waiting sequences and reads their prompts."""
     if not slots.waiting or len(slots.slots) == slots.max_slots:
         return
     while slots.waiting and len(slots.slots) < slots.max_slots:
-        _start_sequence(verifier, proposer, slots, len(slots.slots))
+        _start_sequence(verifier, proposer, slots, len(slots.slots), planner)
     slots.changed()
 
 
-def retire(verifier: Verifier, proposer: Proposer, slots: Slots, steps: list[Step]) -> None:
+def retire(
+    verifier: Verifier, proposer: Proposer, slots: Slots, steps: list[Step], planner: Planner | None = None
+) -> None:
     """Frees the slots of finished sequences: the next waiting one, or else the last active one, takes each."""
     for place in reversed(range(len(steps))):
         if steps[place].finish_reason is None:
             continue
         if slots.waiting:
-            _start_sequence(verifier, proposer, slots, place)
+            _start_sequence(verifier, proposer, slots, place, planner)
             continue
         last = len(slots.slots) - 1
         if place < last:
@@ -186,12 +190,40 @@ def retire(verifier: Verifier, proposer: Proposer, slots: Slots, steps: list[Ste
     slots.changed()
 
 
-def _start_sequence(verifier: Verifier, proposer: Proposer, slots: Slots, place: int) -> None:
+def needs_draft(proposer: Proposer, planner: Planner | None, slots: Slots, slot: Slot) -> bool:
+    """Returns whether the draft reads the prompt of a new sequence, and sets `has_draft`.
+
+    A draft that cannot read a prompt later has no part in a sequence for which no drafts are expected: neither its
+    prompt nor its steps cost more than plain decoding's.
+
+    Args:
+        proposer: the drafts.
+        planner: of the batch; None: drafts are expected.
+        slots: the batch that the sequence will join.
+        slot: the sequence.
+    """
+    is_drawn = not (slots.is_invariant or slot.sampling.is_greedy)  # its text depends on drafts: no clock may decide
+    is_free = slot.speculation == "auto" and not is_drawn
+    is_expected = planner is None or not is_free or planner.expects_drafts(len(slots.slots) + 1)
+    is_expected = is_expected and slot.may_draft and slot.speculation != "off"
+    slot.has_draft = is_expected or proposer.catches_up or not proposer.reads_prompts
+    return is_expected or not proposer.reads_prompts
+
+
+def _start_sequence(
+    verifier: Verifier, proposer: Proposer, slots: Slots, place: int, planner: Planner | None = None
+) -> None:
     slot = slots.waiting.popleft()
     slot.stats.start_s = perf_counter()
+    reads, draft_s = needs_draft(proposer, planner, slots, slot), 0.0
     proposer.start(place, slot)
     for tokens, start, outputs in verifier.prefill(place, slot.tokens):
-        proposer.prefill(place, slot, tokens, start, outputs)
+        if reads:
+            start_s = perf_counter()
+            proposer.prefill(place, slot, tokens, start, outputs)
+            draft_s += perf_counter() - start_s
+    if planner:
+        planner.read(slot.num_prompt - 1, draft_s if reads and proposer.reads_prompts else None)
     slot.stats.prefill_s = perf_counter() - slot.stats.start_s
     slots.slots[place : place + 1] = [slot]
 

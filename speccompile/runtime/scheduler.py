@@ -16,7 +16,7 @@ from speccompile.runtime.control import FixedLength, Planner
 from speccompile.runtime.counters import Counters
 from speccompile.runtime.faults import FAULTS, NotFinite, text_from_fault
 from speccompile.runtime.handles import RequestHandle, RequestOutput, trace_step
-from speccompile.runtime.loop import Round, run_step
+from speccompile.runtime.loop import Round, needs_draft, run_step
 from speccompile.runtime.prefixes import MIN_SHARED
 from speccompile.runtime.requests import StepOutput
 from speccompile.runtime.slot_allocator import SlotAllocator
@@ -59,7 +59,7 @@ class Scheduler:
         self._clock = clock
         self._broken: BaseException | None = None
         self._last_read: RequestOutput | None = None  # the one whose prompt is being read, or was read last
-        self._catches_up = engine.proposer.catches_up
+        self._draft_reads = False  # the prompt that is being read
         self._handles: dict[int, RequestHandle] = {}  # open ones
         self._deadlines: list[tuple[float, int]] = []  # a heap of (when, number of the request handle)
         engine.reset()
@@ -134,6 +134,7 @@ class Scheduler:
         self._last_read = output
         output.started_s = output.slot.stats.start_s = output.slot.stats.end_s = self._clock()
         self._stop_waiting(output.handle)
+        self._draft_reads = needs_draft(self.engine.proposer, self.planner, self.slots, output.slot)
         output.num_reused = self.allocator.open(output)
         counters = self.counters
         counters.num_prompts += 1
@@ -161,13 +162,12 @@ class Scheduler:
             if NEXT_TOKEN in outputs and outputs[NEXT_TOKEN][0] < 0:
                 self._clear(slot)
                 raise NotFinite(start + nodes.shape[1])
-            draft_s = None
-            if not self._catches_up or self.planner.expects_drafts(len(self.allocator.active) + 1):
-                draft_start_s = perf_counter()
+            draft_start_s = perf_counter()
+            if self._draft_reads:
                 proposer.prefill(slot, output.slot, nodes, start, outputs)
-                draft_s = perf_counter() - draft_start_s
+            draft_s = perf_counter() - draft_start_s
             num = nodes.shape[1]
-            self.planner.read(num, draft_s if self._catches_up else None)
+            self.planner.read(num, draft_s if self._draft_reads and proposer.reads_prompts else None)
             self.counters.num_prefill_tokens += num
         if start + num == len(tokens) - 1:
             allocator.join()

@@ -59,7 +59,7 @@ class SlotAllocator:
                     self.kept.use(source)
                 for cache in self.caches:
                     cache.copy(source, front, num)
-        if num:
+        if num and output.slot.has_draft:
             num = self.proposer.resume(front, output.slot, num)
         else:
             self.proposer.start(front, output.slot)
@@ -67,10 +67,14 @@ class SlotAllocator:
         return num
 
     def _held(self) -> list[tuple[int, list[int]]]:
-        """Returns slot indices with the tokens in the target's cache: kept ones first, as they can be taken over."""
+        """Returns slot indices with the tokens in the target's cache; of equal matches the first is used.
+
+        Kept ones come first, as they can be taken over, the last one used before the others: with drafts off for a
+        while, older ones may lack the draft's rows.
+        """
         lengths = self.verifier.lengths
         decoding = [(slot, output.slot.tokens[: lengths[slot]]) for slot, output in enumerate(self.active)]
-        return [*self.kept.items(), *decoding]
+        return [*reversed(list(self.kept.items())), *decoding]
 
     def _may_take(self, source: int, num: int) -> bool:
         """Returns whether to take over a cache instead of copying it: little is lost, or it would be dropped anyway."""

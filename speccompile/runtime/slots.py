@@ -106,6 +106,7 @@ class Slot:
     __slots__ = (
         "draft_state",
         "error",
+        "has_draft",
         "index",
         "logits_processor",
         "max_drafts",
@@ -132,6 +133,7 @@ class Slot:
         self.room = 0
         self.max_drafts = 0
         self.may_draft = True  # False: the target would compact its caches by another verdict
+        self.has_draft = True  # see the protocol
         self.speculation: Speculation = "auto"
         self.logits_processor: LogitsProcessor | None = None  # made at its first verdict, if it needs logits
         self.stats = SlotStats(0.0)
@@ -146,7 +148,7 @@ class Slot:
         """
         self.room = max_seq_len - len(self.tokens)  # rows left once the root has its own
         num_left = self.num_prompt + self.sampling.max_new_tokens - len(self.tokens)
-        is_plain = self.speculation == "off" or not self.may_draft
+        is_plain = self.speculation == "off" or not (self.may_draft and self.has_draft)
         self.max_drafts = 0 if is_plain else min(num_left - 1, self.room)
         if limit is not None and (limit > 0 or self.speculation == "auto"):
             self.max_drafts = min(self.max_drafts, limit)

@@ -30,7 +30,7 @@ def make(outputs):
 
 
 def sequences(num):
-    return [SimpleNamespace(draft_state=DraftState(None)) for _ in range(num)]
+    return [SimpleNamespace(draft_state=DraftState(None), has_draft=True) for _ in range(num)]
 
 
 def keep(pending, slots, outputs, paths):

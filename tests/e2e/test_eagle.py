@@ -13,6 +13,10 @@ from scipy.stats import chisquare
 from speccompile.core import registry
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams, warp
+from speccompile.runtime.control import FixedLength
+from speccompile.runtime.handles import RequestHandle, open_outputs
+from speccompile.runtime.requests import Request
+from speccompile.runtime.scheduler import Scheduler
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 
@@ -161,6 +165,73 @@ def test_features_wait_while_nothing_is_drafted(engines):
     paused = engine.generate([prompts()[0]], greedy(24)[:1])[0]
     assert paused.tokens == steady.tokens
     assert paused.stats["num_steps"] < 24 and paused.stats["num_accepted"] == 24 - paused.stats["num_steps"] > 0
+
+
+class SomeExpected(FixedLength):
+    """Every other new sequence has no draft."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+
+    def expects_drafts(self, num_active):
+        self.num_asked += 1
+        return self.num_asked % 2 == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tree", ["chain", "fixed"])
+def test_sequences_without_a_draft_decode_beside_those_with_one(engines, plain, method, tree):
+    engine = load(engines, method, "onnxruntime", **TREES[tree])
+    engine.controller = SomeExpected()
+    for batch_size in (1, 3, 8):
+        fast = engine.generate(prompts(), greedy(24), batch_size=batch_size)
+        assert tokens(fast) == plain[24]
+        drafted = [r.stats["num_draft_tokens"] > 0 for r in fast]
+        assert 0 < sum(drafted) < len(drafted)
+
+
+def test_a_scheduler_reads_no_prompt_with_a_draft_that_will_not_draft(engines, plain):
+    engine = load(engines, "eagle3", "onnxruntime", **TREES["chain"])
+    scheduler = Scheduler(engine, FixedLength(0), keep_prefixes=True)
+    done, handles = {}, []
+    drafts = [part.engine for part in engine.engines[1:]]
+    runs = [draft.run for draft in drafts]
+    try:
+        for draft in drafts:
+            draft.run = None  # would be called in vain
+        for num, (prompt, params) in enumerate(zip(prompts(), greedy(24), strict=True)):
+            handles.append(RequestHandle(Request(prompt, params), num, 0.0, None, lambda step_output: None))
+            open_outputs(handles[-1], engine, "auto")
+            scheduler.add(handles[-1])
+        while scheduler.has_work:
+            for handle, step_output in scheduler.step():
+                done.setdefault(handle.number, []).extend(step_output.tokens)
+    finally:
+        for draft, run in zip(drafts, runs, strict=True):
+            draft.run = run
+    assert [done[num] for num in range(len(handles))] == plain[24]
+
+
+def test_a_prompt_whose_prefix_was_read_without_a_draft_is_read_anew_by_one(engines):
+    engine = load(engines, "eagle3", "onnxruntime", **TREES["chain"])
+    planner = FixedLength(0)
+    prompt, params = [17] * 9 + 2 * prompts()[0], SamplingParams(max_new_tokens=20)
+    [right] = tokens(engine.generate([prompt], params, speculative=False))
+    scheduler, texts, reused = Scheduler(engine, planner), [], []
+    for num, limit in enumerate((0, 0, None, None)):
+        planner.limit = limit
+        handle = RequestHandle(Request(prompt, params), num, 0.0, None, lambda step_output: None)
+        open_outputs(handle, engine, "auto")
+        scheduler.add(handle)
+        outputs = []
+        while scheduler.has_work:
+            outputs += [step_output for _, step_output in scheduler.step()]
+        texts.append([token for step_output in outputs for token in step_output.tokens])
+        reused.append(outputs[-1].stats["num_reused_tokens"])
+        assert (outputs[-1].stats["num_draft_tokens"] > 0) == (limit is None)
+    assert texts == [right] * 4
+    assert reused[0] == reused[2] == 0 and reused[1] > reused[3] > 0
 
 
 def shifted(tree):

@@ -315,6 +315,51 @@ def test_the_first_drafts_after_steps_that_were_told_to_be_plain_do_not_count() 
     assert controller.decisions()["1"]["gain"] == pytest.approx(2 / 1.2)
 
 
+def with_drafts(*have: bool) -> list[Slot]:
+    made = [Slot(i, [1], SamplingParams(), frozenset(), None) for i in range(len(have))]
+    for slot, has_draft in zip(made, have, strict=True):
+        slot.has_draft = has_draft
+    return made
+
+
+def step_of(controller: Controller, active: list[Slot], slow: float = 2.0) -> int | None:
+    """Runs a step in which drafts bring a token where they are made, in `slow` times a plain step's time."""
+    limit = controller.plan(active)
+    kept = [int(limit != PLAIN and slot.has_draft) for slot in active]
+    steps = [Step(i, [7] * (1 + num), num, num, False, "", None) for i, num in enumerate(kept)]
+    controller.observe(active, steps, StepTimes(0.0, 1.0, slow if any(kept) else 1.0))
+    return limit
+
+
+def test_a_comparison_waits_until_every_sequence_has_a_draft() -> None:
+    controller, unread, read = Controller(), with_drafts(False, False), with_drafts(True, True)
+    while controller.expects_drafts(2):
+        step_of(controller, read, slow=4.0)
+    num_plain = 0
+    while not controller.expects_drafts(2):  # drafts are off: new sequences do without
+        assert step_of(controller, unread) == PLAIN
+        num_plain += 1
+    assert num_plain >= LEAST_PAUSE  # steps count whether there is a draft or not
+    before = controller.decisions()
+    for active in (unread, with_drafts(True, False)):
+        for _ in range(3 * TURN):
+            assert step_of(controller, active, slow=1.0) == PLAIN
+    assert controller.decisions() == before and controller.expects_drafts(2)
+    assert [step_of(controller, read, slow=4.0) for _ in range(2 * TURN)] == [None] * TURN + [PLAIN] * TURN
+    assert not controller.expects_drafts(2)
+
+
+def test_drafts_in_use_are_not_judged_by_steps_that_have_none() -> None:
+    controller, mixed = Controller(), with_drafts(True, False)
+    for _ in range(2 * TURN):
+        step_of(controller, with_drafts(True, True), slow=1.1)
+    assert controller.expects_drafts(2)
+    before = controller.decisions()
+    assert [step_of(controller, with_drafts(False, False)) for _ in range(50)] == [PLAIN] * 50
+    assert controller.decisions() == before
+    assert [step_of(controller, mixed, slow=1.1) for _ in range(10)] == [None] * 10
+
+
 def test_batch_sizes_are_looked_at_together_the_more_the_larger() -> None:
     tops = [bucket_of(batch) for batch in range(1, 65)]
     assert tops[:8] == list(range(1, 9))

@@ -205,6 +205,7 @@ class Alternating(FixedLength):
     """Plain steps and steps with drafts in turn; notes what it saw."""
 
     def __init__(self):
+        super().__init__()
         self.seen = []
 
     def plan(self, slots):

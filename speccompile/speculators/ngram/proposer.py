@@ -76,7 +76,7 @@ class NgramState:
 class NgramProposer:
     """See `speccompile.core.protocols.Proposer`. Drafts are deterministic."""
 
-    catches_up = True
+    reads_prompts, catches_up = False, True
     caches = ()
 
     def __init__(self, config: NgramConfig, context: MethodContext) -> None:

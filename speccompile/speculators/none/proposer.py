@@ -11,7 +11,7 @@ from speccompile.core.tree import Ints, TokenTree
 class NoneProposer:
     """See `speccompile.core.protocols.Proposer`."""
 
-    catches_up = True
+    reads_prompts, catches_up = False, True
     caches = ()
 
     def start(self, slot: int, sequence: Slot) -> None:

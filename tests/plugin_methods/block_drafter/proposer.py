@@ -36,7 +36,7 @@ class BlockProposer:
         max_rows: cache rows that a sequence may use.
     """
 
-    catches_up = False
+    reads_prompts, catches_up = True, False
 
     def __init__(self, engine: Engine, max_drafts: int, max_rows: int) -> None:
         self.engine, self.max_rows = engine, max_rows
@@ -90,6 +90,8 @@ class BlockProposer:
         """Keeps the features of the accepted nodes, the root's included."""
         hidden = np.asarray(outputs[HIDDEN])
         for place, slot in enumerate(batch.slots):
+            if not slot.has_draft:
+                continue
             self._add(slot, hidden[place, verdict.nodes_kept(place)])
             if len(slot.draft_state.pending) > self.max_drafts + 2:  # nothing was drafted for some steps
                 self._flush(place, slot)
