@@ -48,7 +48,7 @@ def decode(
     admit(verifier, proposer, slots, planner)
     while slots.slots:
         # Where drafts are drawn the text depends on them, so a planner, which uses measured times, must not decide.
-        active = None if planner is None or slots.may_draw else list(slots.slots)
+        active = None if planner is None or slots.may_draw else slots.slots
         limit = planner.plan(active) if planner and active else None
         round_ = run_step(verifier, proposer, slots, engines, limit)
         steps = round_.steps
