@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merge linears that read the same input into one MatMul and a Split: QKV, gate and up.
 
-One matrix product has one quantisation of its input and one synchronisation of threads.
+One matrix product has one quantisation of its input and one synchronisation of threads. Where a graph runs the same
+layers several times, as heads that draft a chain do, all runs read one merged weight; a run that needs only some of
+its parts computes all of them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
@@ -14,24 +17,64 @@ import onnx_ir as ir
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import Editor, sizes_of, weight_of
 
+_Weights = tuple[ir.Value, ...]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Linears of one input, and all weights of the merged product, of which some may have no linear here."""
+
+    source: ir.Value
+    nodes: dict[ir.Value, ir.Node]  # by weight
+    weights: _Weights
+
 
 def merge_linears(model: ir.Model) -> int:
     """Merge MatMuls with weights [in, out] that share their input, and their biases; returns the number of groups."""
-    groups: dict[ir.Value, list[ir.Node]] = defaultdict(list)
+    by_source: dict[ir.Value, dict[ir.Value, ir.Node]] = defaultdict(dict)
     for node in model.graph:
-        if node.op_type == "MatMul" and node.domain == "" and _is_own_weight(node.inputs[1]):
-            source = node.inputs[0]
-            assert source is not None
-            groups[source].append(node)
-    shared = [(source, nodes) for source, nodes in groups.items() if len(nodes) > 1]
-    for source, nodes in shared:
-        _merge(model, source, nodes)
-    return len(shared)
+        source, weight = (*node.inputs, None, None)[:2]
+        if node.op_type == "MatMul" and node.domain == "" and source is not None and _is_weight(weight):
+            assert weight is not None
+            by_source[source][weight] = node
+    merged = _merged_weights(by_source)
+    groups = [_Group(s, nodes, w) for s, nodes in by_source.items() if (w := merged.get(frozenset(nodes))) is not None]
+    merger = _Merger(model)
+    for group in groups:
+        merger.merge(group)
+    merger.remove_unused()
+    return len(groups)
 
 
-def _is_own_weight(value: ir.Value | None) -> bool:
+def _is_weight(value: ir.Value | None) -> bool:
     weight = weight_of(value)
-    return weight is not None and value is not None and len(weight.shape) == 2 and len(list(value.uses())) == 1
+    if weight is None or value is None or len(weight.shape) != 2:
+        return False
+    return all(use.node.op_type == "MatMul" and use.idx == 1 for use in value.uses())
+
+
+def _merged_weights(by_source: dict[ir.Value, dict[ir.Value, ir.Node]]) -> dict[frozenset[ir.Value], _Weights]:
+    """Returns the weights of the merged product by those that an input is multiplied with.
+
+    Weights that other linears need in another company, or alone, are taken out of their groups: they would be copied.
+    """
+    while True:
+        chosen: dict[frozenset[ir.Value], _Weights] = {}
+        for nodes in sorted(by_source.values(), key=len, reverse=True):
+            known = frozenset(nodes)
+            chosen[known] = next((w for group, w in chosen.items() if known <= group), tuple(nodes))
+        merged = {known: whole for known, whole in chosen.items() if len(known) > 1}
+        homes: dict[ir.Value, set[_Weights]] = defaultdict(set)
+        for known, whole in merged.items():
+            for weight in known:
+                homes[weight].add(whole)
+        alone = {weight for known in chosen if len(known) == 1 for weight in known}
+        unfit = alone & homes.keys() or {weight for weight, found in homes.items() if len(found) > 1}
+        if not unfit:
+            return merged
+        for nodes in by_source.values():
+            for weight in unfit & nodes.keys():
+                del nodes[weight]
 
 
 def _bias_of(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
@@ -45,41 +88,60 @@ def _bias_of(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
     return (add, bias) if bias is not None and tensor is not None and len(tensor.shape) == 1 else None
 
 
-def _merge(model: ir.Model, source: ir.Value, nodes: list[ir.Node]) -> None:
-    edit = Editor(model, nodes[0])
-    weights = [n.inputs[1] for n in nodes if n.inputs[1] is not None]
-    product = edit.op("MatMul", source, _concatenated(edit, weights, axis=1))
-    product.type = nodes[0].outputs[0].type
-    biases = [_bias_of(n) for n in nodes]
-    ends, dead = [n.outputs[0] for n in nodes], list(nodes)
-    adds = [b for b in biases if b is not None]
-    if len(adds) == len(nodes):
-        product = edit.op("Add", product, _concatenated(edit, [bias for _, bias in adds], axis=0))
-        ends, dead = [add.outputs[0] for add, _ in adds], [add for add, _ in adds] + dead
-    sizes = [sizes_of(w.const_value)[1] for w in weights if w.const_value is not None]
-    product.type = ends[0].type
-    parts = edit.op("Split", product, edit.ints(sizes), axis=-1, num_outputs=len(sizes))
-    for end, part in zip(ends, parts, strict=True):
-        part.type, part.shape = end.type, end.shape
-        end.replace_all_uses_with(part)
-    for node in dead:
-        model.graph.remove(node, safe=True)
-    for value in dict.fromkeys([*weights, *(bias for _, bias in adds)]):  # biases of zeros may be one value
-        if value.name is not None and not list(value.uses()):
-            del model.graph.initializers[value.name]
+@dataclass
+class _Merger:
+    """Merges groups; values that are concatenated several times are concatenated once."""
 
+    model: ir.Model
+    made: dict[tuple[_Weights, int], ir.Value] = field(default_factory=dict)
 
-def _concatenated(edit: Editor, values: list[ir.Value], axis: int) -> ir.Value:
-    """Returns an initializer of the concatenated values; lazy, so the copy exists only while it is written out."""
-    tensors = [v.const_value for v in values if v.const_value is not None]
-    shape = list(sizes_of(tensors[0]))
-    shape[axis] = sum(sizes_of(t)[axis] for t in tensors)
-    name = "+".join(str(v.name) for v in values)
+    def merge(self, group: _Group) -> None:
+        nodes = list(group.nodes.values())
+        edit = Editor(self.model, nodes[0])
+        product = edit.op("MatMul", group.source, self._concatenated(edit, group.weights, axis=1))
+        product.type = nodes[0].outputs[0].type
+        biases = {weight: _bias_of(node) for weight, node in group.nodes.items()}
+        ends, dead = {weight: node.outputs[0] for weight, node in group.nodes.items()}, nodes
+        adds = {weight: found for weight, found in biases.items() if found is not None}
+        if len(adds) == len(group.weights):
+            parts = tuple(adds[weight][1] for weight in group.weights)
+            product = edit.op("Add", product, self._concatenated(edit, parts, axis=0))
+            ends, dead = {w: add.outputs[0] for w, (add, _) in adds.items()}, [add for add, _ in adds.values()] + dead
+        sizes = [sizes_of(w.const_value)[1] for w in group.weights if w.const_value is not None]
+        product.type = next(iter(ends.values())).type
+        outputs = edit.op("Split", product, edit.ints(sizes), axis=-1, num_outputs=len(sizes))
+        for weight, size, part in zip(group.weights, sizes, outputs, strict=True):
+            end = ends.get(weight)
+            part.type = product.type
+            if end is not None:
+                part.shape = end.shape
+                end.replace_all_uses_with(part)
+            elif (known := nodes[0].outputs[0].shape) is not None:
+                part.shape = ir.Shape([*known.dims[:-1], size])
+        for node in dead:
+            self.model.graph.remove(node, safe=True)
 
-    def concat() -> ir.TensorProtocol:
-        return ir.tensor(np.concatenate([t.numpy() for t in tensors], axis=axis))
+    def remove_unused(self) -> None:
+        """Remove the values that were concatenated and have no other reader."""
+        for values, _ in self.made:
+            for value in dict.fromkeys(values):  # biases of zeros may be one value
+                if value.name in self.model.graph.initializers and not value.uses():
+                    del self.model.graph.initializers[str(value.name)]
 
-    return edit.const(ir.LazyTensor(concat, tensors[0].dtype, ir.Shape(shape), name=name), name)
+    def _concatenated(self, edit: Editor, values: _Weights, axis: int) -> ir.Value:
+        """Returns an initializer of the concatenated values; lazy, so the copy exists only while it is written out."""
+        if (values, axis) in self.made:
+            return self.made[values, axis]
+        tensors = [v.const_value for v in values if v.const_value is not None]
+        shape = list(sizes_of(tensors[0]))
+        shape[axis] = sum(sizes_of(t)[axis] for t in tensors)
+        name = "+".join(str(v.name) for v in values)
+
+        def concat() -> ir.TensorProtocol:
+            return ir.tensor(np.concatenate([t.numpy() for t in tensors], axis=axis))
+
+        self.made[values, axis] = edit.const(ir.LazyTensor(concat, tensors[0].dtype, ir.Shape(shape), name=name), name)
+        return self.made[values, axis]
 
 
 MERGE_LINEARS = Pass("merge_linears", merge_linears)

@@ -15,6 +15,7 @@ from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.compensation import Blocks
 from speccompile.passes.fold_scale import FOLD_SCALE
+from speccompile.passes.fuse_growing_attention import FUSE_GROWING_ATTENTION
 from speccompile.passes.fuse_norm_linears import FUSE_NORM_LINEARS
 from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
 from speccompile.passes.half_precision import half_precision_pass
@@ -76,7 +77,7 @@ def onnxruntime_table(
         *(() if has_kernels else (LOWER_ATTENTION,)),
         *((LOWER_CROSS_ATTENTION,) if spec.borrowed else ()),
         MERGE_LINEARS,
-        *((FUSE_QKV_ATTENTION,) if has_kernels else ()),
+        *((FUSE_QKV_ATTENTION, FUSE_GROWING_ATTENTION) if has_kernels else ()),
         MERGE_HEADS,
         *((attach_blocks_pass(blocks),) if blocks is not None and quantization == "int4" else ()),
         *forms[form],

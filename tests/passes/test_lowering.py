@@ -161,6 +161,33 @@ def test_linears_of_different_inputs_or_shared_weights_are_left_alone() -> None:
     assert histogram_from_model(model) == {"MatMul": 3}
 
 
+def test_layers_that_run_several_times_share_one_merged_weight() -> None:
+    """Steps of a chain: the first needs no queries, and its product has them nevertheless; one weight is used alone."""
+    rng = np.random.default_rng(0)
+    model = empty_model()
+    edit = Editor(model)
+    sizes = {"k": 2, "v": 2, "q": 6, "o": 3}
+    weights = {n: edit.const(rng.standard_normal((4, size)).astype(np.float32), n) for n, size in sizes.items()}
+    biases = {n: edit.const(rng.standard_normal(size).astype(np.float32), f"b{n}") for n, size in sizes.items()}
+    for step, names in enumerate(("kvo", "qkv", "vkq", "o")):
+        x = add_input(model, f"x{step}", ["batch", "nodes", 4], "float32")
+        for name in names:
+            product = edit.op("MatMul", x, weights[name])
+            product.shape = ir.Shape(["batch", "nodes", sizes[name]])
+            total = edit.op("Add", product, biases[name])
+            add_output(model, edit.op("Identity", total), f"{name}{step}", ["batch", "nodes", sizes[name]])
+    feeds = {f"x{i}": rng.standard_normal((2, 3, 4)).astype(np.float32) for i in range(4)}
+    before = run(model, feeds)
+    assert merge_linears(model) == 3
+    counts = histogram_from_model(model)
+    assert counts["MatMul"] == 5 and counts["Split"] == 3
+    merged = [v for v in model.graph.initializers.values() if v.shape is not None and tuple(v.shape) == (4, 10)]
+    assert len(merged) == 1 and len(merged[0].uses()) == 3
+    assert not {"q", "k", "v"} & model.graph.initializers.keys()
+    for got, wanted in zip(run(model, feeds), before, strict=True):
+        assert np.abs(got - wanted).max() < 1e-5
+
+
 def test_heads_that_are_used_elsewhere_are_left_alone() -> None:
     model = projection_model(bias=False)
     merge_linears(model)
