@@ -87,6 +87,14 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_disks() -> Iterator[None]:
+    """Files of tests need not outlive a power cut: a build waits for the disk 30 times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def real_wait_share() -> Iterator[float]:
     """Lets measurements beside other work count, as another worker always runs: else each is taken three times.
 

@@ -7,6 +7,7 @@ The keys of a speculator and of a backend are not listed here: they are the fiel
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -159,7 +160,12 @@ def speculator_section(method: str) -> type[Section]:
     Raises:
         RecipeError: there is no such method.
     """
-    config = registry.method(method).Config
+    return _speculator_section(method, registry.method(method).Config)
+
+
+# Sections are kept by the classes that declare them: pydantic takes 30 ms to make those of one recipe.
+@functools.cache
+def _speculator_section(method: str, config: type[Any]) -> type[Section]:
     hints = typing.get_type_hints(config)
     fields: dict[str, Any] = {"method": (Literal[method], Field(description="The method's name."))}
     for field in dataclasses.fields(config):
@@ -179,8 +185,11 @@ def backend_section(name: str) -> type[Section] | None:
         RecipeError: there is no such backend.
     """
     config = registry.backend(name).Config
-    if config is None:
-        return None
+    return None if config is None else _backend_section(name, config)
+
+
+@functools.cache
+def _backend_section(name: str, config: type[Any]) -> type[Section]:
     declared = {key: rule for key, rule in parameters(config).items() if not rule.beside_section}
     section: type[Section] = _section(f"{name}_engine", config.__doc__, _declared_fields(config, declared))
     return section
@@ -192,10 +201,16 @@ def engine_section(*plugins: str) -> type[EngineSection]:
     Args:
         plugins: names of further backends, of other packages.
     """
+    names = dict.fromkeys((*registry.BACKENDS, *plugins))
+    return _engine_section(tuple((name, registry.backend(name).Config) for name in names))
+
+
+@functools.cache
+def _engine_section(configs: tuple[tuple[str, type[Any] | None], ...]) -> type[EngineSection]:
     fields: dict[str, Any] = {}
-    for name in dict.fromkeys((*registry.BACKENDS, *plugins)):
-        config, section = registry.backend(name).Config, backend_section(name)
-        if section is not None:
+    for name, config in configs:
+        if config is not None:
+            section = _backend_section(name, config)
             beside = {key: rule for key, rule in parameters(config).items() if rule.beside_section}
             fields |= _declared_fields(config, beside)
             fields[name] = section, Field(default_factory=section, description=section.__doc__)
@@ -219,8 +234,11 @@ def backend_config(config: type[Any], values: Mapping[str, Any]) -> Any:
 
 def recipe_model(method: str, *plugins: str) -> type[Recipe]:
     """Returns `Recipe` with the sections of the backends and of one method; see `engine_section`."""
-    section: Any = speculator_section(method)
-    engine: Any = engine_section(*plugins)
+    return _recipe_model(method, speculator_section(method), engine_section(*plugins))
+
+
+@functools.cache
+def _recipe_model(method: str, section: Any, engine: Any) -> type[Recipe]:
     required = any(field.is_required() for name, field in section.model_fields.items() if name != "method")
     default = Field() if required else Field(default_factory=lambda: section(method=method))
     return create_model(

@@ -30,7 +30,17 @@ class YamlFault(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as a string; here it is the number that JSON and Python see."""
+    """YAML 1.1 reads 1e-3 as a string; here it is the number that JSON and Python see. It stops beyond MAX_DEPTH."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise YamlFault(f"values nested more than {MAX_DEPTH} deep", self.line + 1)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}

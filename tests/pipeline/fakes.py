@@ -6,6 +6,7 @@ The pipeline, the cache, the atomic folders and the manifest are the real ones.
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.backends.base import Backend
+from speccompile.bundling import graphs, manifest
 from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core import registry, specs
 from speccompile.core.jobs import CompileOptions
@@ -26,6 +28,7 @@ from speccompile.recipe import BuildPlan, Device, load_recipe, resolve
 
 VOCAB = 32
 BACKEND = "onnxruntime"  # the name the fake takes, so that recipes need no other
+_git_sha = functools.cache(manifest.git_sha)
 
 
 class CountingEngine:
@@ -107,6 +110,8 @@ def install(set_attribute: Callable[[Any, str, Any], None], set_module: Callable
     here.FakeBackend = FakeBackend  # type: ignore[attr-defined]
     set_module(here.__name__, here)
     set_attribute(registry, "BACKENDS", {BACKEND: f"{here.__name__}:FakeBackend"})
+    set_attribute(manifest, "git_sha", _git_sha)
+    set_attribute(graphs, "gc", types.SimpleNamespace(collect=lambda: 0))  # their graphs are small
     return exported
 
 

@@ -22,7 +22,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("target: {model: \x7f}", "r.yaml", "special characters"),
         (BOMB + "target: {model: x}", "r.yaml:", "more than 10000 values"),
         ("target: &t [*t]", "r.yaml:1", "nested more than 32"),
-        ("[" * 100_000, "r.yaml", "nested more than 32"),
+        ("[" * 100_000, "r.yaml:1", "nested more than 32"),
         ("target: {model: " + "[" * 40 + "]" * 40 + "}", "r.yaml:1", "nested more than 32"),
         ("x: 2001-99-99", "r.yaml", "cannot be read"),
         ("#" * 300_000, "r.yaml", "300000 characters"),
