@@ -108,7 +108,7 @@ class MockEngine:
         batch, nodes = tokens.shape
         if lengths.max() + nodes > self.max_rows or first_slot + batch > self.max_slots:
             raise RuntimeFault(self.role, f"{lengths.max() + nodes} rows", f"at most {self.max_rows}", "")
-        mask = feeds.get(TREE_MASK, chain_mask(batch, nodes))
+        mask = feeds[TREE_MASK] if TREE_MASK in feeds else chain_mask(batch, nodes)
         positions = lengths[:, None] + mask.sum(axis=-1) - 1
         assert positions.max() < self.max_seq_len, "a position that the model does not know"
         scored = feeds.get(SCORED_NODES)
@@ -130,17 +130,17 @@ class MockEngine:
     def _tail(self, feeds, tokens, logits, scored):
         batch, nodes = tokens.shape
         heat = feeds.get(TEMPERATURE, np.zeros(batch, dtype=np.float32))
-        probs = warp(logits, heat, feeds.get(TOP_K, np.zeros(batch, dtype=np.int64)), feeds.get(TOP_P, np.ones(batch)))
+        rules = heat, feeds.get(TOP_K, np.zeros(batch, dtype=np.int64)), feeds.get(TOP_P, np.ones(batch))
         if self.role == "draft":
             candidates, sure = top_tokens(logits, num_candidates=self.spec.num_candidates)
-            dists = probs if heat.any() else np.zeros((*logits.shape[:2], 1), np.float32)
+            dists = warp(logits, *rules) if heat.any() else np.zeros((*logits.shape[:2], 1), np.float32)
             return {CANDIDATES: candidates, CANDIDATE_PROBS: sure.copy(), NODE_PROBS: dists.copy()}
         parents = feeds.get(PARENTS, chain_parents(batch, nodes))
         if scored.shape[1] < nodes:
             tokens, parents = (np.take_along_axis(x, scored, axis=1) for x in (tokens, parents))
         tree = TokenTree(tokens, parents, np.full(batch, nodes), feeds.get(DRAFT_PROBS))
         draws = feeds.get(UNIFORMS, np.zeros((*tokens.shape, 2), dtype=np.float32))
-        verdict = accept(tree, probs, draws)
+        verdict = accept(tree, warp(logits, *rules), draws)
         (following,) = finite_token(logits, verdict.next_token)
         return {PATH: verdict.path, NUM_ACCEPTED: verdict.num_accepted, NEXT_TOKEN: following, LOGITS: logits}
 

@@ -58,6 +58,9 @@ def warp(logits: Floats, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayL
     vocab = logits.shape[-1]
     # Scaled in float32, so that a tie made by rounding is a tie for every backend.
     is_hot = heat >= np.float32(COLDEST)
+    one_hot: Floats = (np.arange(vocab) == logits.argmax(axis=-1)[..., None]).astype(np.float32)
+    if not is_hot.any():
+        return one_hot
     scaled = (logits / np.where(is_hot, heat, np.float32(1))).astype(np.float64)
     if np.any(keep_num > 0):
         falling = -np.sort(-scaled, axis=-1)
@@ -72,7 +75,6 @@ def warp(logits: Floats, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayL
         falling = np.where((mass < 1) & (before >= mass), 0.0, falling)
         np.put_along_axis(probs, order, falling, axis=-1)
         probs /= probs.sum(axis=-1, keepdims=True)
-    one_hot = np.arange(vocab) == logits.argmax(axis=-1)[..., None]
     warped: Floats = np.where(is_hot, probs, one_hot).astype(np.float32)
     return warped
 

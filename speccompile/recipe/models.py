@@ -160,7 +160,8 @@ def speculator_section(method: str) -> type[Section]:
     Raises:
         RecipeError: there is no such method.
     """
-    return _speculator_section(method, registry.method(method).Config)
+    config: Any = registry.method(method).Config
+    return _speculator_section(method, config)
 
 
 # Sections are kept by the classes that declare them: pydantic takes 30 ms to make those of one recipe.
@@ -206,7 +207,7 @@ def engine_section(*plugins: str) -> type[EngineSection]:
 
 
 @functools.cache
-def _engine_section(configs: tuple[tuple[str, type[Any] | None], ...]) -> type[EngineSection]:
+def _engine_section(configs: tuple[tuple[str, Any], ...]) -> type[EngineSection]:
     fields: dict[str, Any] = {}
     for name, config in configs:
         if config is not None:
