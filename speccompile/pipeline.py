@@ -98,7 +98,7 @@ def _check_checkpoints(plan: BuildPlan, backend: Backend, log: StageLog) -> list
         log.step(job.name)
         graphs.append(graph := find_graph(plan, job, target.dims, backend))
         if graph.source.has_tokenizer:
-            may_differ = bool(getattr(plan.speculator, "allow_tokenizer_mismatch", False))
+            may_differ = registry.method(plan.method).allows_tokenizer_mismatch(plan.speculator)
             sides = ((target.source.folder, target.dims), (graph.source.folder, graph.dims))
             check_same_tokenizer(job.name, *sides, may_differ=may_differ)
     return graphs

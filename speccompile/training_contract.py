@@ -6,10 +6,12 @@ Tensors are torch's; they are typed as Any, as importing this module needs no to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from speccompile.errors import RecipeError
 
 Tensor = Any
 
@@ -136,3 +138,18 @@ class Trainer(Protocol):
             CheckpointError: `start` does not hold what `config` says.
         """
         ...
+
+
+def check_positive(config: Any, names: Sequence[str]) -> None:
+    """Checks fields of a method's `TrainingConfig`.
+
+    Args:
+        config: the dataclass, which a recipe gives as `training.heads`.
+        names: of whole numbers that are at least 1.
+
+    Raises:
+        RecipeError: one of them is less.
+    """
+    for name in names:
+        if (value := getattr(config, name)) < 1:
+            raise RecipeError(f"training.heads.{name}", f"{value}", "1 or more", "Raise it.")

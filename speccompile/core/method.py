@@ -39,6 +39,10 @@ class Method:
         """Returns the graphs it needs besides the target: by default none."""
         return ()
 
+    def allows_tokenizer_mismatch(self, config: Any) -> bool:
+        """Whether graphs with a tokenizer of their own are built although it is not the target's: by default not."""
+        return False
+
     def make_proposer(self, config: Any, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
         """Returns the proposer over loaded engines.
 

@@ -15,24 +15,11 @@ from speccompile.core.tree import TokenTree
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
 from tests import store
+from tests.backends.conftest import CONFIG
 
 NUM_STEPS, SLOTS, ROWS = 200, 2, 1000
 # Sums of 64 float32 terms in another order; a wrong row differs by about the values themselves, see the last test.
 TOLERANCE = 1e-4
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": True,
-}
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7]]
 
 

@@ -84,6 +84,22 @@ def _sibling_dists(rng: np.random.Generator, tokens: np.ndarray, parents: np.nda
     return dists
 
 
+def zero_residual_case(has_probs: bool) -> Case:
+    """A call of SpecVerify: a one-hot target and a draft distribution equal to it, with a draft outside both."""
+    logits = np.full((1, 3, 5), -50, np.float32)
+    logits[0, :, 2] = 50
+    return {
+        "logits": logits,
+        "tokens": np.array([[0, 1, 3]]),
+        "parents": np.array([[-1, 0, 0]]),
+        "draft_probs": np.eye(5, dtype=np.float32)[[[2, 2, 2]]] if has_probs else np.zeros((1, 3, 1), np.float32),
+        "uniforms": np.full((1, 3, 2), 0.999999, np.float32),
+        "temperature": np.array([1.0], np.float32),
+        "top_k": np.array([1]),
+        "top_p": np.array([1.0], np.float32),
+    }
+
+
 def verify_case(rng: np.random.Generator, vocab: int, *, is_chain: bool, has_probs: bool, heat: str) -> Case:
     """A random call of SpecVerify; `heat` is greedy, sampled or mixed."""
     batch, nodes = int(rng.integers(1, 9)), int(rng.integers(1, 10))

@@ -22,7 +22,7 @@ from tests.core.distribution_lab import (
     exact_joint,
     p_value,
 )
-from tests.ops.op_lab import is_at_boundary, model_of, same, session_of, verify_case
+from tests.ops.op_lab import is_at_boundary, model_of, same, session_of, verify_case, zero_residual_case
 from tests.ops.tensorrt.lab import body_model
 
 VOCABS = (5, 64, 97, 300)  # 300 is more than is sorted at first
@@ -100,19 +100,7 @@ def test_prefill_leaves_a_parent_at_the_root(session: ort.InferenceSession) -> N
 
 @pytest.mark.parametrize("has_probs", [True, False])
 def test_zero_residual_mass(session: ort.InferenceSession, has_probs: bool) -> None:
-    """A one-hot target and a draft distribution equal to it, with a draft outside both."""
-    logits = np.full((1, 3, 5), -50, np.float32)
-    logits[0, :, 2] = 50
-    case = {
-        "logits": logits,
-        "tokens": np.array([[0, 1, 3]]),
-        "parents": np.array([[-1, 0, 0]]),
-        "draft_probs": np.eye(5, dtype=np.float32)[[[2, 2, 2]]] if has_probs else np.zeros((1, 3, 1), np.float32),
-        "uniforms": np.full((1, 3, 2), 0.999999, np.float32),
-        "temperature": np.array([1.0], np.float32),
-        "top_k": np.array([1]),
-        "top_p": np.array([1.0], np.float32),
-    }
+    case = zero_residual_case(has_probs)
     assert [o.tolist() for o in session.run(None, case)] == [[[0, -1, -1]], [0], [2]]
 
 

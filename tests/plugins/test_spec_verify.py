@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speccompile.ops.spec_verify import spec_verify
-from tests.ops.op_lab import same, verify_case
+from tests.ops.op_lab import same, verify_case, zero_residual_case
 from tests.plugins import host_lab
 from tests.plugins.cases import CHAIN, TREE, as_dtype, assert_same, in_dtype, wide_case
 
@@ -73,19 +73,7 @@ def test_batches(batch: int, vocab: int) -> None:
 
 @pytest.mark.parametrize("has_probs", [True, False])
 def test_zero_residual_mass(has_probs: bool) -> None:
-    """A one-hot target and a draft distribution equal to it, with a draft outside both."""
-    logits = np.full((1, 3, 5), -50, np.float32)
-    logits[0, :, 2] = 50
-    case = {
-        "logits": logits,
-        "tokens": np.array([[0, 1, 3]]),
-        "parents": np.array([[-1, 0, 0]]),
-        "draft_probs": np.eye(5, dtype=np.float32)[[[2, 2, 2]]] if has_probs else np.zeros((1, 3, 1), np.float32),
-        "uniforms": np.full((1, 3, 2), 0.999999, np.float32),
-        "temperature": np.array([1.0], np.float32),
-        "top_k": np.array([1]),
-        "top_p": np.array([1.0], np.float32),
-    }
+    case = zero_residual_case(has_probs)
     for is_single in (False, True):
         outputs = host_lab.verify(host_lab.kernels(), case, is_single=is_single)
         assert [o.tolist() for o in outputs] == [[[0, -1, -1]], [0], [2]]

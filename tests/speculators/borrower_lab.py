@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from speccompile.core.sampling import SamplingParams, warp
+from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
 from tests.mock_lm import VOCAB, MockEngine, MockLM
+from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value
 
 MAX_SEQ = 64
 TARGET = MockLM(seed=21, sharpness=1.2)
@@ -69,22 +69,9 @@ def check_seeds(make: Callable[[], Lab]) -> None:
 
 def check_dist(lab: Lab, num: int = 1500) -> None:
     """Two tokens after the first follow the target's distribution. p < 1e-4 occurs in one of ten thousand seeds."""
-    from scipy.stats import chisquare
-
-    prompt, heat, top_k = [3, 1, 4], 0.9, 4
+    prompt, heat, top_k = list(PROMPT), 0.9, 4
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     slots = lab.run([prompt] * num, params, 20)
-    expected = {(): float(num)}
-    for _ in range(2):
-        dists = {p: warp(TARGET.logits(np.array([*prompt, *p]))[None], [heat], [top_k], [1.0])[0] for p in expected}
-        expected = {
-            (*p, int(t)): mass * float(dists[p][t]) for p, mass in expected.items() for t in np.flatnonzero(dists[p])
-        }
-    counts = Counter(tuple(slot.tokens[3:5]) for slot in slots)
-    assert set(counts) <= set(expected)
-    common = [path for path, mass in expected.items() if mass >= 8]
-    rest = num - sum(expected[path] for path in common)
-    got = [*(counts[path] for path in common), num - sum(counts[path] for path in common)]
-    assert chisquare(got, [*(expected[path] for path in common), rest], sum_check=False).pvalue > 1e-4
+    assert fit_p_value(slots, TARGET, (heat, top_k, 1.0), num_tokens=2) > LEAST
     accepted = sum(slot.stats.json_from_stats()["num_accepted"] for slot in slots)
     assert accepted > 0.1 * num

@@ -23,10 +23,10 @@ Warp = tuple[float, int, float]  # temperature, top_k, top_p
 WARPS: tuple[Warp, ...] = ((0.9, 4, 1.0), (0.5, 0, 0.9), (1.5, 3, 1.0), (1.0, 0, 0.6))
 
 
-def exact_dist(model: MockLM, heat: Warp) -> dict[tuple[int, ...], float]:
-    """Returns the probability of every text of NUM_TOKENS after PROMPT."""
+def exact_dist(model: MockLM, heat: Warp, num_tokens: int = NUM_TOKENS) -> dict[tuple[int, ...], float]:
+    """Returns the probability of every text of `num_tokens` after PROMPT."""
     dist: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(NUM_TOKENS):
+    for _ in range(num_tokens):
         rows = {
             path: warp(model.logits(np.array([*PROMPT, *path]))[None], *([part] for part in heat))[0] for path in dist
         }
@@ -52,12 +52,12 @@ def decode_many(
     return waiting
 
 
-def fit_p_value(slots: list[Slot], model: MockLM, heat: Warp) -> float:
-    """Returns p of the chi-square test of their first tokens; 0 where one has no mass."""
+def fit_p_value(slots: list[Slot], model: MockLM, heat: Warp, num_tokens: int = NUM_TOKENS) -> float:
+    """Returns p of the chi-square test of the first `num_tokens` after PROMPT; 0 where one has no mass."""
     from scipy.stats import chisquare
 
-    num, dist = len(slots), exact_dist(model, heat)
-    counts = Counter(tuple(slot.tokens[len(PROMPT) : len(PROMPT) + NUM_TOKENS]) for slot in slots)
+    num, dist = len(slots), exact_dist(model, heat, num_tokens)
+    counts = Counter(tuple(slot.tokens[len(PROMPT) : len(PROMPT) + num_tokens]) for slot in slots)
     if not set(counts) <= set(dist):
         return 0.0
     common = [path for path, mass in dist.items() if mass * num >= 8]

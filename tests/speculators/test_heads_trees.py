@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees that heads draft in one run: whatever they draft, the text is the target's own, greedy or sampled."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext, StepCosts
-from speccompile.core.sampling import SamplingParams, warp
+from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import HIDDEN, START_NODES
 from speccompile.graph_kinds.heads import DraftForm, FormOptions
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
 from tests.mock_lm import VOCAB, MockLM
+from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value
 from tests.speculators.hidden_lm import MockCandidateHeads, MockTarget, MockTreeHeads, OnDevice
 
 TARGET = MockLM(seed=21, sharpness=1.2)
@@ -95,24 +94,11 @@ def test_sampled_text_depends_on_the_seed_alone(method, tree):
 # Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
 @pytest.mark.parametrize(("method", "tree"), [("medusa", "auto"), ("mlp", "auto"), ("prophet", CHOICES)], ids=str)
 def test_two_sampled_tokens_follow_the_targets_distribution(method, tree):
-    from scipy.stats import chisquare
-
-    num, prompt, heat, top_k = 1500, [3, 1, 4], 0.9, 4
+    num, prompt, heat, top_k = 1500, list(PROMPT), 0.9, 4
     verifier, proposer, _ = make(method, tree, slots=20)
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     slots = run(verifier, proposer, [prompt] * num, params, 20)
-    expected = {(): float(num)}
-    for _ in range(2):
-        dists = {p: warp(TARGET.logits(np.array([*prompt, *p]))[None], [heat], [top_k], [1.0])[0] for p in expected}
-        expected = {
-            (*p, int(t)): mass * float(dists[p][t]) for p, mass in expected.items() for t in np.flatnonzero(dists[p])
-        }
-    counts = Counter(tuple(slot.tokens[3:5]) for slot in slots)
-    assert set(counts) <= set(expected)
-    common = [path for path, mass in expected.items() if mass >= 8]
-    rest = num - sum(expected[path] for path in common)
-    got = [*(counts[path] for path in common), num - sum(counts[path] for path in common)]
-    assert chisquare(got, [*(expected[path] for path in common), rest], sum_check=False).pvalue > 1e-4
+    assert fit_p_value(slots, TARGET, (heat, top_k, 1.0), num_tokens=2) > LEAST
     assert accepted(slots) > 0.2 * num
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting with heads on the target's hidden state: whatever they draft, the text is the target's."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
@@ -15,6 +13,7 @@ from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.mlp.config import HEADS, MlpMethod
 from speccompile.speculators.mlp.config import MlpConfig as Config
 from tests.mock_lm import VOCAB, MockLM
+from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value
 from tests.speculators.hidden_lm import MockHeads, MockTarget, OnDevice
 
 TARGET = MockLM(seed=21, sharpness=1.2)
@@ -107,24 +106,11 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
 # Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
 @pytest.mark.parametrize(("config", "costs"), [({}, None), ({}, CHEAP), ({"drafts": "greedy"}, CHEAP)])
 def test_three_sampled_tokens_follow_the_targets_distribution(config, costs):
-    from scipy.stats import chisquare
-
-    num, prompt, heat, top_k = 3000, [3, 1, 4], 0.9, 4
+    num, prompt, heat, top_k = 3000, list(PROMPT), 0.9, 4
     verifier, proposer, _ = make(costs, slots=20, **config)
     params = [SamplingParams(max_new_tokens=4, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     slots = run(verifier, proposer, [prompt] * num, params, 20)
-    expected = {(): float(num)}
-    for _ in range(3):
-        dists = {p: warp(TARGET.logits(np.array([*prompt, *p]))[None], [heat], [top_k], [1.0])[0] for p in expected}
-        expected = {
-            (*p, int(t)): mass * float(dists[p][t]) for p, mass in expected.items() for t in np.flatnonzero(dists[p])
-        }
-    counts = Counter(tuple(slot.tokens[3:6]) for slot in slots)
-    assert set(counts) <= set(expected)
-    common = [path for path, mass in expected.items() if mass >= 8]
-    rest = num - sum(expected[path] for path in common)
-    got = [*(counts[path] for path in common), num - sum(counts[path] for path in common)]
-    assert chisquare(got, [*(expected[path] for path in common), rest], sum_check=False).pvalue > 1e-4
+    assert fit_p_value(slots, TARGET, (heat, top_k, 1.0)) > LEAST
     drafts = sum(slot.stats.num_draft_tokens for slot in slots)
     accepted = sum(slot.stats.json_from_stats()["num_accepted"] for slot in slots)
     assert num < drafts and 0.2 * drafts < accepted < drafts

@@ -16,20 +16,10 @@ from typing import Any, NoReturn
 from speccompile.backends.cuda.device import Device
 from speccompile.backends.cuda.profile import Profile
 from speccompile.backends.tensorrt.import_helper import text_from_lines
-from speccompile.backends.tensorrt.variants import Variant
+from speccompile.backends.tensorrt.variants import DTYPE_NAMES, Variant
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BundleError, RuntimeFault
 
-# TensorRT's names of the dtypes that specs use.
-_DTYPES = {
-    "FLOAT": "float32",
-    "HALF": "float16",
-    "BF16": "bfloat16",
-    "INT64": "int64",
-    "INT32": "int32",
-    "INT8": "int8",
-    "BOOL": "bool",
-}
 _HEAD_BYTES = 1 << 20
 
 
@@ -170,7 +160,7 @@ def _check_io(path: Path, spec: GraphSpec, variant: Variant, engine: Any) -> Non
         raise BundleError(str(path), f"tensors {differing}", "those of the manifest", todo)
     for tensor in (*spec.inputs, *spec.outputs):
         dtype = engine.get_tensor_dtype(tensor.name)
-        got = _DTYPES.get(str(dtype.name), str(dtype.name))
+        got = DTYPE_NAMES.get(str(dtype.name), str(dtype.name))
         shape = tuple(int(n) for n in engine.get_tensor_shape(tensor.name))
         fits = len(shape) == len(tensor.dims) and all(
             n == dim if isinstance(dim, int) else n >= -1 for n, dim in zip(shape, tensor.dims, strict=True)

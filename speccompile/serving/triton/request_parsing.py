@@ -195,7 +195,7 @@ def _prompt(row: _Row) -> str | list[int]:
         got = "neither" if text is None else "both"
         raise RuntimeFault(f"{TEXT_INPUT.name}, {INPUT_IDS.name}", got, "one of the two", "Correct the request.")
     if text is not None:
-        return _text(_one(row, TEXT_INPUT.name), TEXT_INPUT.name)
+        return text_from_value(_one(row, TEXT_INPUT.name), TEXT_INPUT.name)
     assert ids is not None
     tokens = [int(i) for i in ids.reshape(-1)]
     if INPUT_LENGTHS.name in row:
@@ -212,7 +212,12 @@ def _prompt_text(prompt: str | Sequence[int], tokenizer: Decoder | None) -> str:
     return "" if tokenizer is None else tokenizer.decode(prompt)
 
 
-def _text(value: Any, name: str) -> str:
+def text_from_value(value: Any, name: str) -> str:
+    """Returns an element of one of Triton's arrays of bytes as text.
+
+    Raises:
+        RuntimeFault: it is not UTF-8; `name` is the tensor's.
+    """
     try:
         return value.decode("utf-8") if isinstance(value, bytes) else str(value)
     except UnicodeDecodeError as fault:
@@ -227,7 +232,7 @@ def _ends(end_id: int, eos_token_ids: Collection[int]) -> dict[str, Any]:
 
 def _texts(row: _Row, name: str) -> tuple[str, ...]:
     """Returns each text once, without the empty ones, which old clients send."""
-    words = [_text(word, name) for word in row[name].reshape(-1)]
+    words = [text_from_value(word, name) for word in row[name].reshape(-1)]
     return tuple(dict.fromkeys(word for word in words if word))
 
 
@@ -241,7 +246,7 @@ def _joined(words: Sequence[str], lists: Sequence[list[int]], tokenizer: Decoder
 
 def _speculation(row: _Row, default: str) -> str:
     if "speculation" in row:
-        return _text(_one(row, "speculation"), "speculation")
+        return text_from_value(_one(row, "speculation"), "speculation")
     if "num_draft_tokens" in row:
         return "on" if int(_one(row, "num_draft_tokens")) > 0 else "off"
     return default

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from speccompile.errors import RuntimeFault, SpecCompileError
 from speccompile.serving.triton.contract import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS, Tensor
 from speccompile.serving.triton.probe import check_tensors
+from speccompile.serving.triton.request_parsing import text_from_value
 from speccompile.serving.triton.settings import settings_from_args
 from speccompile.serving.triton.trtllm_compat import Arrays, lists_from_words
 
@@ -104,7 +105,7 @@ def preprocess(row: Row, tokenizer: Tokenizer) -> Results:
     Raises:
         RuntimeFault: it is not UTF-8, or weights and words of a bias are not as many.
     """
-    ids = tokenizer.encode(_text(row["QUERY"].reshape(-1)[0], "QUERY")).ids
+    ids = tokenizer.encode(text_from_value(row["QUERY"].reshape(-1)[0], "QUERY")).ids
     return {
         "INPUT_ID": np.array(ids, dtype=np.int32),
         "REQUEST_INPUT_LEN": np.array([len(ids)], dtype=np.int32),
@@ -127,14 +128,14 @@ def postprocess(row: Row, tokenizer: Tokenizer) -> Results:
 
 
 def _words(row: Row, name: str, tokenizer: Tokenizer) -> list[list[int]]:
-    words = [_text(word, name) for word in row[name].reshape(-1)] if name in row else []
+    words = [text_from_value(word, name) for word in row[name].reshape(-1)] if name in row else []
     return [list(tokenizer.encode(word, add_special_tokens=False).ids) for word in words if word]
 
 
 def _bias(row: Row, tokenizer: Tokenizer) -> NDArray[np.float32]:
     """Returns [vocab], the weight of a word at each of its tokens; [1], a zero, where there is none."""
     name = "EMBEDDING_BIAS_WORDS"
-    words = [_text(word, name) for word in row[name].reshape(-1)] if name in row else []
+    words = [text_from_value(word, name) for word in row[name].reshape(-1)] if name in row else []
     weights = row["EMBEDDING_BIAS_WEIGHTS"].reshape(-1).tolist() if "EMBEDDING_BIAS_WEIGHTS" in row else []
     if not any(words):
         return np.zeros(1, dtype=np.float32)
@@ -145,10 +146,3 @@ def _bias(row: Row, tokenizer: Tokenizer) -> NDArray[np.float32]:
     for word, weight in zip(words, weights, strict=True):
         bias[list(tokenizer.encode(word, add_special_tokens=False).ids)] += weight
     return bias
-
-
-def _text(value: Any, name: str) -> str:
-    try:
-        return value.decode("utf-8") if isinstance(value, bytes) else str(value)
-    except UnicodeDecodeError as fault:
-        raise RuntimeFault(name, f"byte {fault.start} is not UTF-8", "text in UTF-8", "Encode it as UTF-8.") from fault

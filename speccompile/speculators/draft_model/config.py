@@ -14,6 +14,7 @@ from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.kv_cache import DraftCache
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
+from speccompile.training_contract import check_positive
 
 DRAFT = "draft"  # the graph's name in the bundle
 
@@ -93,9 +94,7 @@ class DraftModelTraining:
     chain: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size", "chain"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"training.heads.{name}", f"{getattr(self, name)}", "1 or more", "Raise it.")
+        check_positive(self, ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size", "chain"))
         if self.num_heads % self.num_kv_heads or (not self.head_dim and self.hidden_size % self.num_heads):
             got = f"{self.num_heads} heads, {self.num_kv_heads} key heads, hidden size {self.hidden_size}"
             raise RecipeError("training.heads.num_heads", got, "sizes that divide one another", "Correct the recipe.")
@@ -113,6 +112,10 @@ class DraftModelMethod(Method):
         """Returns the draft's graph."""
         options = DecoderOptions(candidates=CandidateOptions(config.candidates_needed, config.has_probs))
         return (GraphJob(DRAFT, config.model, config.quantization, options=options, config=config.config),)
+
+    def allows_tokenizer_mismatch(self, config: DraftModelConfig) -> bool:
+        """Returns what the recipe says."""
+        return config.allow_tokenizer_mismatch
 
     def make_proposer(
         self, config: DraftModelConfig, engines: Mapping[str, Engine], context: MethodContext

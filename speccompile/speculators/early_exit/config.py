@@ -13,6 +13,7 @@ from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
 from speccompile.speculators.early_exit.proposer import SharedRows
+from speccompile.training_contract import check_positive
 
 DRAFT = "draft"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.early_exit.checkpoint:ExitSource"
@@ -76,9 +77,7 @@ class ExitTraining:
     chain: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("num_exit_layers", "chain"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"training.heads.{name}", f"{getattr(self, name)}", "1 or more", "Raise it.")
+        check_positive(self, ("num_exit_layers", "chain"))
 
 
 class EarlyExitMethod(Method):

@@ -13,6 +13,7 @@ from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
 from speccompile.speculators.glide.proposer import GlideRows
+from speccompile.training_contract import check_positive
 
 DRAFT = "draft"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.glide.checkpoint:GlideSource"
@@ -51,9 +52,7 @@ class GlideTraining:
     block: int = 5
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "block"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"training.heads.{name}", f"{getattr(self, name)}", "1 or more", "Raise it.")
+        check_positive(self, ("num_layers", "block"))
         if self.intermediate_size < 0:
             got = f"{self.intermediate_size}"
             raise RecipeError("training.heads.intermediate_size", got, "0 or more", "Correct the recipe.")

@@ -12,6 +12,7 @@ from speccompile.core.protocols import Engine, Proposer
 from speccompile.drafting.heads_config import HeadsFields
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.heads import FormOptions
+from speccompile.training_contract import check_positive
 
 HEADS = "heads"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.prophet.checkpoint:ProphetSource"
@@ -65,9 +66,7 @@ class ProphetTraining:
             raise RecipeError("training.heads.num_kv_heads", got, "a divisor of num_heads", "Correct the recipe.")
         if not 0 < self.starts <= 1:
             raise RecipeError("training.heads.starts", f"{self.starts}", "above 0, at most 1", "Correct the recipe.")
-        for name in ("num_layers", "horizon", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"training.heads.{name}", f"{getattr(self, name)}", "1 or more", "Raise it.")
+        check_positive(self, ("num_layers", "horizon", "intermediate_size"))
 
 
 class ProphetMethod(Method):
