@@ -8,6 +8,9 @@ while its target costs what a target of that many parameters costs. A figure tak
 wherever it is shown.
 
     python bench/pad_checkpoint.py SOURCE DEST --params 110e6
+
+--float32 stores float32 weights that no 16-bit form holds: all matrices are 1 + 2^-12 times as large. So a checkpoint
+stored in bfloat16 shows what one that needs float32 costs.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+FACTOR = 1 + 2**-12  # of a number of bfloat16, 8 bits long, makes one that needs 20
 INNER_MULTIPLE = 64  # a width that every kernel's block size divides
 
 
@@ -61,8 +65,20 @@ def pad_tensors(tensors: Mapping[str, torch.Tensor], extra: int) -> dict[str, to
     return padded
 
 
-def pad_checkpoint(source: Path, dest: Path, wanted: float) -> tuple[int, int]:
+def widen_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns `tensors` in float32; matrices need it."""
+    widened = {name: weight.float() for name, weight in tensors.items()}
+    return {name: weight * FACTOR if weight.ndim == 2 else weight for name, weight in widened.items()}
+
+
+def pad_checkpoint(source: Path, dest: Path, wanted: float | None, is_float32: bool = False) -> tuple[int, int]:
     """Write the padded copy of `source` to `dest`, a folder that must not exist.
+
+    Args:
+        source: folder of the checkpoint.
+        dest: folder to write.
+        wanted: number of parameters to reach; None: as many as there are.
+        is_float32: see `widen_tensors`.
 
     Returns:
         Numbers of parameters before and after.
@@ -70,9 +86,13 @@ def pad_checkpoint(source: Path, dest: Path, wanted: float) -> tuple[int, int]:
     config = json.loads((source / "config.json").read_text())
     tensors = read_tensors(source)
     num_before = sum(tensor.numel() for tensor in tensors.values())
-    extra = num_extra_neurons(config, num_before, wanted)
+    extra = 0 if wanted is None else num_extra_neurons(config, num_before, wanted)
     padded = pad_tensors(tensors, extra)
     config["intermediate_size"] += extra
+    if is_float32:
+        padded = widen_tensors(padded)
+        config.pop("torch_dtype", None)
+        config["dtype"] = "float32"
 
     dest.mkdir(parents=True)
     for file in source.iterdir():
@@ -87,9 +107,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="folder of a Llama checkpoint in safetensors")
     parser.add_argument("dest", type=Path, help="folder to write; must not exist")
-    parser.add_argument("--params", type=float, required=True, help="number of parameters to reach")
+    parser.add_argument("--params", type=float, help="number of parameters to reach")
+    parser.add_argument("--float32", action="store_true", help="store weights that need float32")
     args = parser.parse_args(argv)
-    before, after = pad_checkpoint(args.source, args.dest, args.params)
+    if args.params is None and not args.float32:
+        parser.error("got neither --params nor --float32; expected at least one of them")
+    before, after = pad_checkpoint(args.source, args.dest, args.params, args.float32)
     print(f"{args.dest}: {before} -> {after} parameters (padded)")
 
 

@@ -49,6 +49,25 @@ def test_the_size_is_what_was_asked_and_what_the_config_says(padded):
     assert (padded / "tokenizer.json").read_bytes() == (SOURCE / "tokenizer.json").read_bytes()
 
 
+def test_float32_weights_need_float32_and_compute_nearly_the_same(pad, tmp_path):
+    pad.main([str(SOURCE), str(tmp_path / "wide"), "--float32"])
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (SOURCE, tmp_path / "wide")
+    )
+    for name, weight in after.named_parameters():
+        is_bfloat16 = torch.equal(weight, weight.to(torch.bfloat16).double())
+        assert torch.equal(weight, weight.float().double()) and is_bfloat16 == (weight.ndim != 2), name
+    tokens = torch.randint(3, 8192, (1, 17), generator=torch.Generator().manual_seed(0))
+    probs, near = (model(tokens).logits.softmax(-1) for model in (before, after))
+    assert 0 < (probs * (probs / near).log()).sum(-1).mean().item() < 1e-5
+    assert json.loads((tmp_path / "wide/config.json").read_text())["dtype"] == "float32"
+
+
+def test_nothing_to_do_is_refused(pad, tmp_path):
+    with pytest.raises(SystemExit):
+        pad.main([str(SOURCE), str(tmp_path / "dest")])
+
+
 def test_padding_down_is_refused_before_anything_is_written(pad, tmp_path):
     with pytest.raises(SystemExit, match=r"--params 1000: the model has .* already; ask for .* or more"):
         pad.main([str(SOURCE), str(tmp_path / "dest"), "--params", "1000"])
