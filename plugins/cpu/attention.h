@@ -45,9 +45,10 @@ struct AttentionStep {
     float* out;                // [batch, nodes, heads, head_dim]
     float scale, softcap;
     i64 window;  // a key is seen where position(query) - position(key) < window; 0 = no limit
+    i64 slots_per_cache = 1;  // neighbouring slots that read one slot of the caches
     i64 group() const { return heads / kv_heads; }
     float* cache_rows(float* cache, i64 slot, i64 kv_head) const {
-        return cache + (slot * kv_heads + kv_head) * rows * head_dim;
+        return cache + (slot / slots_per_cache * kv_heads + kv_head) * rows * head_dim;
     }
 };
 

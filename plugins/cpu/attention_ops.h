@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention ops: CachedAttention, and QkvAttention with and without norm and rotary embedding.
+// The attention ops: CachedAttention, QkvAttention with and without norm and rotary embedding, RotaryCrossAttention.
 #pragma once
 
 #include <atomic>
@@ -60,22 +60,9 @@ inline float* block_memory(const AttentionStep& step) {
     return scratch.get<float>(static_cast<std::size_t>(task_floats(step)));
 }
 
-inline void run_attention(const Context& context, const AttentionStep& step, i64 num_positions) {
-    thread_local Scratch scratch;
-    i64* memory = scratch.get<i64>(static_cast<std::size_t>(visibility_size(step.batch, step.nodes)));
-    const Visibility seen = see(step, memory);
-    if (step.preparation.cos != nullptr) check_positions(step, seen, num_positions);
+// Attends from all queries; the rows of the nodes are in the caches.
+inline void attend_all(const Context& context, const AttentionStep& step, const Visibility& seen) {
     const i64 pairs = step.batch * step.kv_heads, queries = step.nodes * step.group();
-    const auto write = [&](std::size_t pair) {
-        const i64 index = static_cast<i64>(pair);
-        write_rows(step, seen, index / step.kv_heads, index % step.kv_heads);
-    };
-    // Every row is written before any is read, as a node's queries may be another task's than its row.
-    if (pairs * step.nodes * step.head_dim > kInlineRows) {
-        context.parallel(static_cast<std::size_t>(pairs), write);
-    } else {
-        for (i64 pair = 0; pair < pairs; pair++) write(static_cast<std::size_t>(pair));
-    }
     const i64 blocks = (queries + kTaskQueries - 1) / kTaskQueries;
     std::atomic<bool> has_memory{true};
     const auto task = [&](std::size_t number) {
@@ -97,6 +84,48 @@ inline void run_attention(const Context& context, const AttentionStep& step, i64
         for (i64 number = 0; number < pairs * blocks; number++) task(static_cast<std::size_t>(number));
     }
     if (!has_memory) throw Error("out of memory");
+}
+
+inline void run_attention(const Context& context, const AttentionStep& step, i64 num_positions) {
+    thread_local Scratch scratch;
+    i64* memory = scratch.get<i64>(static_cast<std::size_t>(visibility_size(step.batch, step.nodes)));
+    const Visibility seen = see(step, memory);
+    if (step.preparation.cos != nullptr) check_positions(step, seen, num_positions);
+    const i64 pairs = step.batch * step.kv_heads;
+    const auto write = [&](std::size_t pair) {
+        const i64 index = static_cast<i64>(pair);
+        write_rows(step, seen, index / step.kv_heads, index % step.kv_heads);
+    };
+    // Every row is written before any is read, as a node's queries may be another task's than its row.
+    if (pairs * step.nodes * step.head_dim > kInlineRows) {
+        context.parallel(static_cast<std::size_t>(pairs), write);
+    } else {
+        for (i64 pair = 0; pair < pairs; pair++) write(static_cast<std::size_t>(pair));
+    }
+    attend_all(context, step, seen);
+}
+
+// Fills what is rotated by tables [positions, columns / 2]; returns for how many positions there are rotations.
+inline i64 set_rotation(Preparation& how, const std::string& op, const Tensor& cos, const Tensor& sin, i64 columns,
+                        bool is_interleaved) {
+    if (cos.dims.rank != 2) throw Error("cos must have 2 dims");
+    expect_dims(op, "cos", cos.dims, Dims{cos.dims[0], columns / 2});
+    expect_dims(op, "sin", sin.dims, cos.dims);
+    how.cos = cos.data<float>();
+    how.sin = sin.data<float>();
+    how.rotary_dim = columns;
+    how.is_interleaved = is_interleaved;
+    return cos.dims[0];
+}
+
+// The columns of a head that are rotated; 0 stands for all.
+inline i64 rotary_columns_of(const Info& info, i64 head_dim) {
+    const i64 rotary_dim = info.integer("rotary_dim"), columns = rotary_dim == 0 ? head_dim : rotary_dim;
+    if (columns < 0 || columns > head_dim || columns % 2 != 0) {
+        throw Error("rotary_dim " + std::to_string(rotary_dim) +
+                    ", expected an even number up to head_dim; build the bundle again");
+    }
+    return columns;
 }
 
 struct AttentionAttributes {
@@ -182,13 +211,8 @@ struct QkvAttention {
           head_dim(info.integer("head_dim")) {
         if constexpr (HasNorm) epsilon = info.real("epsilon");
         if constexpr (IsRotary) {
-            const i64 rotary_dim = info.integer("rotary_dim");
-            rotary_columns = rotary_dim == 0 ? head_dim : rotary_dim;
+            rotary_columns = rotary_columns_of(info, head_dim);
             is_interleaved = info.integer("interleaved") != 0;
-            if (rotary_columns < 0 || rotary_columns > head_dim || rotary_columns % 2 != 0) {
-                throw Error("rotary_dim " + std::to_string(rotary_dim) +
-                            ", expected an even number up to head_dim; build the bundle again");
-            }
         }
     }
 
@@ -229,14 +253,7 @@ struct QkvAttention {
         }
         if constexpr (IsRotary) {
             const Tensor cos = context.input(kCaches - 2), sin = context.input(kCaches - 1);
-            if (cos.dims.rank != 2) throw Error("cos must have 2 dims");
-            expect_dims(attributes.op, "cos", cos.dims, Dims{cos.dims[0], rotary_columns / 2});
-            expect_dims(attributes.op, "sin", sin.dims, cos.dims);
-            how.cos = cos.data<float>();
-            how.sin = sin.data<float>();
-            how.rotary_dim = rotary_columns;
-            how.is_interleaved = is_interleaved;
-            return cos.dims[0];
+            return set_rotation(how, attributes.op, cos, sin, rotary_columns, is_interleaved);
         }
         return 0;
     }
@@ -248,12 +265,74 @@ struct QkvAttention {
     bool is_interleaved = false;
 };
 
+// q [batch, nodes, heads * head_dim], cos, sin, k_cache, v_cache, positions, limits [batch, nodes] -> out as q. Nothing
+// is written to the caches. A node sees the rows below its limit, so each is a slot of its own, of the slot's caches.
+struct RotaryCrossAttention {
+    static constexpr const char* kName = "RotaryCrossAttention";
+    static constexpr abi::ElementType kInputs[] = {abi::kFloat, abi::kFloat, abi::kFloat, abi::kFloat,
+                                                   abi::kFloat, abi::kInt64, abi::kInt64};
+    static constexpr abi::ElementType kOutputs[] = {abi::kFloat};
+    static constexpr std::size_t kNumOptional = 0;
+
+    explicit RotaryCrossAttention(const Info& info)
+        : heads(info.integer("num_heads")),
+          head_dim(info.integer("head_dim")),
+          rotary_columns(rotary_columns_of(info, head_dim)),
+          scale(info.real("scale")),
+          is_interleaved(info.integer("interleaved") != 0) {}
+
+    void run(const Context& context) const {
+        const Tensor q = context.input(0), cos = context.input(1), sin = context.input(2), k_cache = context.input(3),
+                     v_cache = context.input(4), positions = context.input(5), limits = context.input(6);
+        if (q.dims.rank != 3 || k_cache.dims.rank != 4) throw Error("q must have 3 dims and k_cache 4");
+        const i64 batch = q.dims[0], nodes = q.dims[1], width = heads * head_dim;
+        AttentionStep step{};
+        step.batch = batch * nodes, step.nodes = 1, step.heads = heads, step.head_dim = head_dim;
+        step.kv_heads = k_cache.dims[1], step.rows = k_cache.dims[2], step.slots_per_cache = nodes;
+        expect_dims(kName, "q", q.dims, Dims{batch, nodes, width});
+        expect_dims(kName, "k_cache", k_cache.dims, Dims{batch, step.kv_heads, step.rows, head_dim});
+        expect_dims(kName, "v_cache", v_cache.dims, k_cache.dims);
+        expect_dims(kName, "positions", positions.dims, Dims{batch, nodes});
+        expect_dims(kName, "limits", limits.dims, Dims{batch, nodes});
+        if (heads < 1 || step.kv_heads < 1 || heads % step.kv_heads != 0) {
+            throw Error(std::to_string(heads) + " heads of Q, expected a multiple of the " +
+                        std::to_string(step.kv_heads) + " of K; build the bundle again");
+        }
+        step.q = {q.data<float>(), width, head_dim, width};
+        step.scale = scale;
+        step.k_cache = k_cache.data<float>();
+        step.v_cache = v_cache.data<float>();
+        const i64 num_positions = set_rotation(step.preparation, kName, cos, sin, rotary_columns, is_interleaved);
+        thread_local Scratch scratch;
+        i64* memory = scratch.get<i64>(static_cast<std::size_t>(visibility_size(step.batch, 1) + step.batch));
+        i64* lengths = memory + visibility_size(step.batch, 1);
+        step.lengths = lengths;
+        auto* seen = reinterpret_cast<Visibility::Node*>(memory);
+        for (i64 node = 0; node < step.batch; node++) {
+            const i64 limit = limits.data<i64>()[node];
+            if (limit < 1) {
+                throw Error("a node that sees " + std::to_string(limit) + " rows, expected at least 1; report this");
+            }
+            lengths[node] = limit < step.rows ? limit : step.rows;
+            seen[node] = {positions.data<i64>()[node], 0, 0, 0, nullptr};
+        }
+        check_positions(step, {seen}, num_positions);
+        step.out = context.output<float>(0, q.dims);
+        attend_all(context, step, {seen});
+    }
+
+    const i64 heads, head_dim, rotary_columns;
+    const float scale;
+    const bool is_interleaved;
+};
+
 inline void add_attention_ops(OpTable& table) {
     table.push_back(custom_op<CachedAttention>());
     table.push_back(custom_op<QkvAttention<false, false>>());
     table.push_back(custom_op<QkvAttention<false, true>>());
     table.push_back(custom_op<QkvAttention<true, false>>());
     table.push_back(custom_op<QkvAttention<true, true>>());
+    table.push_back(custom_op<RotaryCrossAttention>());
 }
 
 }  // namespace speccompile::cpu

@@ -2,7 +2,8 @@
 """CrossAttention: attend to the first rows of caches that another graph writes.
 
 This is the neutral form that the export produces; each backend lowers it to its fastest form. Nothing is written, so
-the caches can be another engine's own memory.
+the caches can be another engine's own memory. RotaryCrossAttention is that of our CPU kernels: from the rows of the
+product for Q to the rows of the output product.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 from speccompile.core.specs import TensorSpec
 from speccompile.core.tree import Floats, Ints
 from speccompile.ops.op import Op
+from speccompile.ops.qkv_attention import rotate
 
 _CACHE_DIMS = ("batch", "kv_heads", "rows", "head_dim")
 
@@ -67,4 +69,82 @@ CROSS_ATTENTION = Op(
     out = Transpose<perm = [0, 2, 1, 3]>(attended)
     """,
     attributes={"scale": 1.0},
+)
+
+
+def rotary_cross_attention(
+    q: Floats,
+    cos: Floats,
+    sin: Floats,
+    k_cache: Floats,
+    v_cache: Floats,
+    positions: Ints,
+    limits: Ints,
+    *,
+    num_heads: int = 1,
+    head_dim: int = 1,
+    scale: float = 1.0,
+    rotary_dim: int = 0,
+    interleaved: int = 0,
+) -> tuple[Floats]:
+    """The numpy twin.
+
+    Args:
+        q: [batch, nodes, num_heads * head_dim] float32; several query heads may share a key head.
+        cos: [positions, rotary_dim / 2] float32.
+        sin: as cos.
+        k_cache: [batch, kv_heads, rows, head_dim] float32.
+        v_cache: as k_cache.
+        positions: [batch, nodes] int64, rows of `cos`.
+        limits: [batch, nodes] int64, at least 1: a node sees the rows below.
+        num_heads: of Q.
+        head_dim: columns of a head.
+        scale: factor of the scores.
+        rotary_dim: the first columns of a head, which are rotated; 0: all.
+        interleaved: see `rotate`.
+
+    Returns:
+        out [batch, nodes, num_heads * head_dim] float32.
+    """
+    del rotary_dim  # the width of the tables
+    batch, nodes, width = q.shape
+    heads = rotate(
+        q.reshape(batch, nodes, num_heads, head_dim).transpose(0, 2, 1, 3), cos, sin, positions, interleaved > 0
+    )
+    (out,) = cross_attention(heads, k_cache, v_cache, limits, scale=scale)
+    return (out.reshape(batch, nodes, width),)
+
+
+ROTARY_CROSS_ATTENTION = Op(
+    "RotaryCrossAttention",
+    (
+        TensorSpec("q", ("batch", "nodes", "q_dim"), "float32"),
+        TensorSpec("cos", ("positions", "half_rotary_dim"), "float32"),
+        TensorSpec("sin", ("positions", "half_rotary_dim"), "float32"),
+        TensorSpec("k_cache", _CACHE_DIMS, "float32"),
+        TensorSpec("v_cache", _CACHE_DIMS, "float32"),
+        TensorSpec("positions", ("batch", "nodes"), "int64"),
+        TensorSpec("limits", ("batch", "nodes"), "int64"),
+    ),
+    (TensorSpec("out", ("batch", "nodes", "q_dim"), "float32"),),
+    rotary_cross_attention,
+    """
+    as_before = Constant<value_ints = [0, 0]>()
+    every = Constant<value_ints = [-1]>()
+    second = Constant<value_ints = [1]>()
+    num_heads = Constant<value_int: int = @num_heads>()
+    head_dim = Constant<value_int: int = @head_dim>()
+    heads1 = Reshape(num_heads, second)
+    head_dim1 = Reshape(head_dim, second)
+    in_heads = Concat<axis = 0>(as_before, heads1, head_dim1)
+    rows = Reshape(q, in_heads)
+    heads = Transpose<perm = [0, 2, 1, 3]>(rows)
+    turned = RotaryEmbedding<interleaved: int = @interleaved, rotary_embedding_dim: int = @rotary_dim>
+        (heads, cos, sin, positions)
+    attended = speccompile.CrossAttention<scale: float = @scale>(turned, k_cache, v_cache, limits)
+    as_rows = Concat<axis = 0>(as_before, every)
+    out = Reshape(attended, as_rows)
+    """,
+    attributes={"num_heads": 1, "head_dim": 1, "scale": 1.0, "rotary_dim": 0, "interleaved": 0},
+    uses=("CrossAttention",),
 )

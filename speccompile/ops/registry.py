@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from speccompile.errors import PassError
 from speccompile.ops.cached_attention import CACHED_ATTENTION
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
-from speccompile.ops.cross_attention import CROSS_ATTENTION
+from speccompile.ops.cross_attention import CROSS_ATTENTION, ROTARY_CROSS_ATTENTION
 from speccompile.ops.dists import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_BLOCKS
 from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.kv_rollback import KV_ROLLBACK
@@ -38,6 +38,7 @@ OPS: dict[str, Op] = {
         KV_ROLLBACK,
         CACHED_ATTENTION,
         CROSS_ATTENTION,
+        ROTARY_CROSS_ATTENTION,
         *QKV_ATTENTION.values(),
         WALK,
         WALK_PROBS,

@@ -22,13 +22,17 @@ from speccompile.passes.rules import Rule
 
 
 @dataclass(frozen=True)
-class _Norm:
+class Norm:
+    """An RMS norm of each head."""
+
     gamma: ir.Value
     epsilon: float
 
 
 @dataclass(frozen=True)
-class _Rotary:
+class Rotary:
+    """A rotary embedding by constant tables."""
+
     cos: ir.Value
     sin: ir.Value
     positions: ir.Value
@@ -37,14 +41,14 @@ class _Rotary:
 
 
 @dataclass(frozen=True)
-class _Heads:
+class Heads:
     """Heads of Q, K or V, and how they come from columns of a merged product."""
 
     rows: ir.Value
     num: int
     head_dim: int
-    norm: _Norm | None
-    rotary: _Rotary | None
+    norm: Norm | None
+    rotary: Rotary | None
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,11 @@ class _Match:
     node: ir.Node
     split: ir.Node
     first: int  # Q is this output of `split`, K and V are the next ones
-    q: _Heads
-    k: _Heads
+    q: Heads
+    k: Heads
 
 
-def _rotary(node: ir.Node) -> _Rotary | None:
+def _rotary(node: ir.Node) -> Rotary | None:
     """Returns the rotary embedding by constant tables; None for any other."""
     if len(node.inputs) != 4:
         return None
@@ -66,21 +70,21 @@ def _rotary(node: ir.Node) -> _Rotary | None:
     if rank(cos) != 2 or rank(sin) != 2:
         return None
     rotary_dim = int_attribute(node, "rotary_embedding_dim", 0)
-    return _Rotary(cos, sin, positions, rotary_dim, int_attribute(node, "interleaved", 0))
+    return Rotary(cos, sin, positions, rotary_dim, int_attribute(node, "interleaved", 0))
 
 
-def _norm(node: ir.Node, head_dim: int) -> _Norm | None:
+def _norm(node: ir.Node, head_dim: int) -> Norm | None:
     """Returns the norm of each head; None for one over other axes."""
     gamma = node.inputs[1] if len(node.inputs) == 2 else None
     axis = int_attribute(node, "axis", -1)
     if gamma is None or axis not in (-1, 3) or rank(gamma) != 1 or static_dim(gamma, 0) != head_dim:
         return None
     epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
-    return _Norm(gamma, epsilon)
+    return Norm(gamma, epsilon)
 
 
-def _heads(value: ir.Value | None) -> _Heads | None:
-    """Follows a [batch, heads, nodes, head_dim] input of CachedAttention up to the rows that it is cut from."""
+def heads_of(value: ir.Value | None) -> Heads | None:
+    """Follows a [batch, heads, nodes, head_dim] input of an attention op up to the rows that it is cut from."""
     num, head_dim = static_dim(value, 1), static_dim(value, 3)
     if num is None or head_dim is None:
         return None
@@ -106,7 +110,7 @@ def _heads(value: ir.Value | None) -> _Heads | None:
         if step == "Reshape" and ints(node.inputs[1]) != [0, 0, num, head_dim]:
             return None
         value = node.inputs[0]
-    return None if value is None else _Heads(value, num, head_dim, norm, rotary)
+    return None if value is None else Heads(value, num, head_dim, norm, rotary)
 
 
 def _positions_rule() -> Rule:
@@ -130,7 +134,7 @@ def _are_positions(rule: Rule, model: ir.Model, value: ir.Value) -> bool:
 
 
 def _match(rule: Rule, model: ir.Model, node: ir.Node) -> _Match | None:
-    q, k, v = (_heads(value) for value in node.inputs[:3])
+    q, k, v = (heads_of(value) for value in node.inputs[:3])
     if q is None or k is None or v is None or v.norm is not None or v.rotary is not None:
         return None
     if (k.num, k.head_dim) != (v.num, v.head_dim) or q.rotary != k.rotary or (q.norm is None) != (k.norm is None):

@@ -15,6 +15,7 @@ from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.compensation import Blocks
 from speccompile.passes.fold_scale import FOLD_SCALE
+from speccompile.passes.fuse_cross_attention import FUSE_CROSS_ATTENTION
 from speccompile.passes.fuse_growing_attention import FUSE_GROWING_ATTENTION
 from speccompile.passes.fuse_norm_linears import FUSE_NORM_LINEARS
 from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
@@ -75,6 +76,7 @@ def onnxruntime_table(
     return (
         attach_tail(spec),
         *(() if has_kernels else (LOWER_ATTENTION,)),
+        *((FUSE_CROSS_ATTENTION,) if has_kernels and spec.borrowed else ()),
         *((LOWER_CROSS_ATTENTION,) if spec.borrowed else ()),
         MERGE_LINEARS,
         *((FUSE_QKV_ATTENTION, FUSE_GROWING_ATTENTION) if has_kernels else ()),

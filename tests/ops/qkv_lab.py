@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,4 +128,26 @@ def naive(call: Call, dtype: type[np.floating[Any]] = np.float64) -> np.ndarray:
         scores = softcap * np.tanh(scores / softcap) if softcap else scores
         weights = np.exp(scores - scores.max())
         out[b, n, h] = weights @ np.array([key[1] for key in keys]) / weights.sum()
+    return out.reshape(batch, nodes, -1)
+
+
+def naive_cross(
+    inputs: Mapping[str, np.ndarray], attributes: Mapping[str, Any], dtype: type[np.floating[Any]] = np.float64
+) -> np.ndarray:
+    """The output of RotaryCrossAttention in one dtype, query by query from the definition."""
+    given = {name: np.asarray(value, dtype) for name, value in inputs.items() if value.dtype == np.float32}
+    heads, dim, scale = attributes["num_heads"], attributes["head_dim"], dtype(attributes["scale"])
+    half, batch, nodes = given["cos"].shape[1], *given["q"].shape[:2]
+    q, out = given["q"].reshape(batch, nodes, heads, dim), np.zeros((batch, nodes, heads, dim), dtype)
+    for b, n, h in np.ndindex(batch, nodes, heads):
+        position, limit = inputs["positions"][b, n], inputs["limits"][b, n]
+        query = q[b, n, h].copy()
+        for i in range(half):
+            x, y = (2 * i, 2 * i + 1) if attributes["interleaved"] else (i, i + half)
+            c, s = given["cos"][position, i], given["sin"][position, i]
+            query[x], query[y] = q[b, n, h, x] * c - q[b, n, h, y] * s, q[b, n, h, y] * c + q[b, n, h, x] * s
+        kv = h * given["k_cache"].shape[1] // heads
+        scores = given["k_cache"][b, kv, :limit] @ query * scale
+        weights = np.exp(scores - scores.max())
+        out[b, n, h] = weights @ given["v_cache"][b, kv, :limit] / weights.sum()
     return out.reshape(batch, nodes, -1)

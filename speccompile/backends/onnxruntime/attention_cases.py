@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from speccompile.core.specs import LENGTHS, TREE_MASK
 from speccompile.ops.cached_attention import CACHED_ATTENTION
+from speccompile.ops.cross_attention import ROTARY_CROSS_ATTENTION
 from speccompile.ops.op import Op
 from speccompile.ops.qkv_attention import QKV_ATTENTION
 
@@ -70,6 +71,37 @@ def attention_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
         for others in ({}, {"window": 5, "softcap": 2.0}):
             inputs = attention_inputs(op, sizes, rng, np.array([0, sizes.max_seq - sizes.nodes]))
             yield op, inputs, attention_attributes(op, sizes, **others)
+
+
+def cross_inputs(sizes: AttentionSizes, rng: np.random.Generator) -> Arrays:
+    """Returns inputs of a RotaryCrossAttention; the first node of a slot sees one row, the last one all."""
+    batch, nodes, rows, dim = sizes.batch, sizes.nodes, sizes.max_seq, sizes.head_dim
+    angles = rng.standard_normal((rows, sizes.rotary_dim // 2))
+    limits = rng.integers(1, rows + 1, (batch, nodes))
+    limits[:, 0], limits[:, -1] = 1, rows
+    cache = (batch, sizes.num_kv_heads, rows, dim)
+    return {
+        "q": rng.standard_normal((batch, nodes, sizes.num_heads * dim)).astype(np.float32),
+        "cos": np.cos(angles).astype(np.float32),
+        "sin": np.sin(angles).astype(np.float32),
+        "k_cache": rng.standard_normal(cache).astype(np.float32),
+        "v_cache": rng.standard_normal(cache).astype(np.float32),
+        "positions": rng.integers(0, rows, (batch, nodes)),
+        "limits": limits,
+    }
+
+
+def cross_attributes(sizes: AttentionSizes, interleaved: int = 0) -> dict[str, int | float]:
+    """Returns all attributes of a RotaryCrossAttention."""
+    known = {name: getattr(sizes, name) for name in ("num_heads", "head_dim", "rotary_dim")}
+    return {**ROTARY_CROSS_ATTENTION.attributes, **known, "scale": sizes.head_dim**-0.5, "interleaved": interleaved}
+
+
+def cross_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
+    """Yields (op, inputs, attributes): rotations of halves and of neighbours."""
+    rng, sizes = np.random.default_rng(0), AttentionSizes()
+    for interleaved in (0, 1):
+        yield ROTARY_CROSS_ATTENTION, cross_inputs(sizes, rng), cross_attributes(sizes, interleaved)
 
 
 def single_steps(run: Run, inputs: Arrays) -> Iterator[tuple[int, NDArray[Any]]]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from speccompile.backends.onnxruntime.attention_cases import attention_cases, chain_fault
+from speccompile.backends.onnxruntime.attention_cases import attention_cases, chain_fault, cross_cases
 from speccompile.backends.onnxruntime.tail_cases import integers_differ, tail_cases
 from speccompile.backends.onnxruntime.tiny_models import one_node_model
 from speccompile.ops.op import DOMAIN, Op
@@ -122,7 +122,8 @@ def attention_fault(library: str) -> str | None:
         fault = error_of(case, session) or chain_fault(op, partial(run, session), inputs)
         if fault is not None:
             return fault
-    return None
+    cases = (Case(*call, by_row=("q", "positions", "limits")) for call in cross_cases())
+    return next(filter(None, (fault_of(case, library) for case in cases)), None)
 
 
 def tail_fault(library: str) -> str | None:

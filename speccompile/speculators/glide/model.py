@@ -228,7 +228,7 @@ class CachedStep:
         target_lengths: torch.Tensor,
     ) -> None:
         self.tables, self.lengths, self.tree_mask, self.caches, self.target = tables, lengths, tree_mask, caches, target
-        self.positions = lengths.unsqueeze(1) + tree_mask.to(torch.int64).sum(-1) - 1
+        self.positions = lengths.unsqueeze(1) + (tree_mask.to(torch.int64).sum(-1) - 1)
         self.limits = torch.minimum(target_lengths.unsqueeze(1), self.positions).clamp(min=1)
         self.updated: list[torch.Tensor] = []
 
