@@ -100,7 +100,9 @@ def test_forms_of_a_real_graph_are_measured_and_chosen(
     """Both int8 forms are built, `rowq8` is made to look twice as fast, and the one near float32 is taken."""
     model, dims = neutral
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
-    monkeypatch.setattr(tune, "measure_graph", lambda path, spec: {"step_ms": FAST if "rowq8" in str(path) else SLOW})
+    monkeypatch.setattr(
+        tune, "measure_graph", lambda path, spec, **_: {"step_ms": FAST if "rowq8" in str(path) else SLOW}
+    )
     spec = verified_spec(decoder_spec("target", dims), keep_logits=True)
     report = OnnxRuntimeBackend().compile(model, spec, tmp_path, quantization="int8")
     distances = report["form_distances"]
@@ -122,7 +124,7 @@ def test_a_target_without_logits_is_measured_with_them_and_written_without(
     model, dims = neutral
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     seen: list[Any] = []
-    monkeypatch.setattr(tune, "measure_graph", lambda path, spec: {"step_ms": FAST})
+    monkeypatch.setattr(tune, "measure_graph", lambda path, spec, **_: {"step_ms": FAST})
 
     def measure(reference: Path, forms: Any, spec: Any) -> dict[str, Distance]:
         seen.append(spec)
@@ -137,14 +139,23 @@ def test_a_target_without_logits_is_measured_with_them_and_written_without(
     assert all(t.name != LOGITS for t in spec.outputs)
 
 
-def test_a_draft_is_not_compared(neutral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_is_not_compared_and_measured_with_its_weights_evicted(
+    neutral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, dims = neutral
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
-    monkeypatch.setattr(tune, "measure_graph", lambda path, spec: {"step_ms": FAST if "rowq8" in str(path) else SLOW})
+    evicted = []
+
+    def measure(path: Path, spec: Any, others_bytes: int) -> dict[str, Any]:
+        evicted.append(others_bytes)
+        return {"step_ms": FAST if "rowq8" in str(path) else SLOW}
+
+    monkeypatch.setattr(tune, "measure_graph", measure)
     monkeypatch.setattr(fidelity, "measure_distances", None)
     spec = candidate_spec(decoder_spec("draft", dims), 1, dists=True)
     report = OnnxRuntimeBackend().compile(model, spec, tmp_path, quantization="int8")
     assert report["form"] == "rowq8" and report["form_distances"] == {}
+    assert evicted == [sum(v.const_value.nbytes for v in model.graph.initializers.values())] * 2 and evicted[0] > 0
 
 
 def test_a_child_that_dies_is_reported_with_its_last_output(compiled: Any, tmp_path: Path) -> None:
