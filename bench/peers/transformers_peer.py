@@ -10,6 +10,8 @@ from typing import Any
 
 from peer_process import Decode, Job, Peer, Steps, main
 
+NGRAM_SIZE = 3
+
 
 def convert(source: Path, dest: Path, form: str) -> None:
     """Copy the checkpoint: it is in the peer's format already."""
@@ -46,7 +48,8 @@ def load(job: Job) -> dict[str, Decode]:
             """Does nothing: no tokens follow."""
 
     target = read(job["target"])
-    options: dict[str, dict[str, Any]] = {"plain": {}, "ngram": {"prompt_lookup_num_tokens": job["draft_tokens"]}}
+    lookup = {"prompt_lookup_num_tokens": job["draft_tokens"], "max_matching_ngram_size": NGRAM_SIZE}
+    options: dict[str, dict[str, Any]] = {"plain": {}, "ngram": lookup}
     if "draft_model" in job["modes"]:
         draft = read(job["draft"])
         draft.generation_config.num_assistant_tokens = job["draft_tokens"]
