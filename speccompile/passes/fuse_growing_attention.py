@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to keys that grow by one row a step within one run -> RotaryQkvAttention over a small cache of its own.
+"""Attention to keys that grow with each step within one run -> RotaryQkvAttention over a small cache of its own.
 
 A transformer that drafts a chain in one run has some forty nodes a layer and token: heads, rotary embedding by
 constants, concatenated keys and values that are repeated for each query head, scores and softmax. They become one node,
-which writes its row after those of the steps before. Attention under a mask, as in trees, is left as it is.
+which writes its row after those of the steps before. Several tokens of a step form a chain, each sees those before it;
+attention under any other mask, as in trees, is left as it is.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ _TO_COLUMNS = (0, 1, 3, 2)
 
 @dataclass(frozen=True)
 class _Heads:
-    """Heads of one token, [batch, num, 1, head_dim], cut from a part of a merged product and perhaps rotated."""
+    """Heads of a step, [batch, num, nodes, head_dim], cut from a part of a merged product and perhaps rotated."""
 
     part: ir.Value
     num: int
+    nodes: int
     head_dim: int
     cos: ir.Value | None = None
     sin: ir.Value | None = None
@@ -38,15 +40,16 @@ class _Heads:
 
 @dataclass(frozen=True)
 class _Match:
-    """One attention; `splits` cut Q, K and V of its tokens, the query's is the last."""
+    """One attention; `splits` cut Q, K and V of the steps up to its own."""
 
     node: ir.Node  # a Reshape to the rows of the output product
     splits: tuple[ir.Node, ...]
+    nodes: tuple[int, ...]  # tokens of each step
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
-    angles: tuple[tuple[ir.Value, ir.Value], ...]  # cosines and sines of each token
+    angles: tuple[tuple[ir.Value, ir.Value], ...]  # cosines and sines of each step, [1, 1, nodes, head_dim / 2]
 
 
 def _turned(op: Any, x: Any, cos: Any, sin: Any) -> Any:
@@ -56,18 +59,18 @@ def _turned(op: Any, x: Any, cos: Any, sin: Any) -> Any:
 
 
 def _is_turned(x: ir.Value, cos: ir.Value, sin: ir.Value, low: ir.Value, high: ir.Value, joined: ir.Value) -> bool:
-    size, concat = static_dim(x, 3), joined.producer()
+    (nodes, size), concat = (static_dim(x, axis) for axis in (2, 3)), joined.producer()
     if size is None or size % 2 or concat is None or int_attribute(concat, "axis", 0) not in (-1, 3):
         return False
     tables = [constant(value) for value in (cos, sin)]
-    is_one_row = all(table is not None and table.shape == (1, 1, 1, size // 2) for table in tables)
+    has_row_each = all(table is not None and table.shape == (1, 1, nodes, size // 2) for table in tables)
     bounds = slice_bounds(low.producer()), slice_bounds(high.producer())
-    return is_one_row and bounds == ((3, 0, size // 2), (3, size // 2, size))
+    return has_row_each and bounds == ((3, 0, size // 2), (3, size // 2, size))
 
 
 def _heads(rule: Rule, model: ir.Model, value: ir.Value | None) -> _Heads | None:
-    num, head_dim = static_dim(value, 1), static_dim(value, 3)
-    if value is None or num is None or head_dim is None or static_dim(value, 2) != 1:
+    num, nodes, head_dim = (static_dim(value, axis) for axis in (1, 2, 3))
+    if value is None or num is None or nodes is None or head_dim is None:
         return None
     node = value.producer()
     found = rule.match(model, node) if node is not None else None
@@ -75,12 +78,13 @@ def _heads(rule: Rule, model: ir.Model, value: ir.Value | None) -> _Heads | None
     if transpose is None or tuple(transpose.attributes["perm"].as_ints()) != TO_HEADS:
         return None
     reshape = producer(transpose.inputs[0], "Reshape")
-    if reshape is None or ints(reshape.inputs[1]) not in ([0, 1, num, head_dim], [0, 0, num, head_dim]):
+    if reshape is None or ints(reshape.inputs[1]) not in ([0, nodes, num, head_dim], [0, 0, num, head_dim]):
         return None
     part = reshape.inputs[0]
     if part is None or producer(part, "Split") is None:
         return None
-    return _Heads(part, num, head_dim) if found is None else _Heads(part, num, head_dim, found["cos"], found["sin"])
+    angles = (None, None) if found is None else (found["cos"], found["sin"])
+    return _Heads(part, num, nodes, head_dim, *angles)
 
 
 def _unrepeated(value: ir.Value | None) -> ir.Value | None:
@@ -104,11 +108,28 @@ def _rows(value: ir.Value | None) -> list[ir.Value | None]:
     return [row for part in concat.inputs for row in _rows(part)]
 
 
+def _scaled(softmax: ir.Node) -> tuple[ir.Node | None, np.ndarray | None]:
+    """Returns the scaled scores that a Softmax reads, and where they are hidden before; None where nowhere."""
+    where = producer(softmax.inputs[0], "Where")
+    if where is None:
+        return producer(softmax.inputs[0], "Mul"), None
+    hidden, is_lowest = constant(where.inputs[0]), scalar(where.inputs[1]) == -np.inf
+    return (producer(where.inputs[2], "Mul"), hidden) if hidden is not None and is_lowest else (None, None)
+
+
+def _is_causal(hidden: np.ndarray | None, nodes: int, num_rows: int) -> bool:
+    """Whether each of the last `nodes` of `num_rows` sees itself and all before it."""
+    if hidden is None:
+        return nodes == 1
+    wanted = ~np.tri(nodes, num_rows, num_rows - nodes, dtype=np.bool_)
+    return bool(hidden.shape[-2:] == wanted.shape and (hidden == wanted).all())
+
+
 def _match(rule: Rule, model: ir.Model, node: ir.Node) -> _Match | None:
     transpose = producer(node.inputs[0], "Transpose")
     mix = producer(transpose.inputs[0], "MatMul") if transpose is not None else None
     softmax = producer(mix.inputs[0], "Softmax") if mix is not None else None
-    scaled = producer(softmax.inputs[0], "Mul") if softmax is not None else None
+    scaled, hidden = _scaled(softmax) if softmax is not None else (None, None)
     scores = producer(scaled.inputs[0], "MatMul") if scaled is not None else None
     keys = producer(scores.inputs[1], "Transpose") if scores is not None else None
     if transpose is None or mix is None or softmax is None or scaled is None or scores is None or keys is None:
@@ -123,22 +144,31 @@ def _match(rule: Rule, model: ir.Model, node: ir.Node) -> _Match | None:
     ks, vs = ([_heads(rule, model, row) for row in rows] for rows in (k_rows, v_rows))
     if len(ks) != len(vs):
         return None
-    splits, angles = [], []
+    splits, nodes, angles = [], [], []
     for k, v in zip(ks, vs, strict=True):
         split = _split_of(q, k, v)
         if split is None or k is None or k.cos is None or k.sin is None:
             return None
         splits.append(split)
+        nodes.append(k.nodes)
         angles.append((k.cos, k.sin))
     if not ks or ks[-1] is None or q.part.producer() is not splits[-1] or not _are_equal(angles[-1], (q.cos, q.sin)):
         return None
-    return _Match(node, tuple(splits), q.num, ks[-1].num, q.head_dim, scale, tuple(angles))
+    if not _is_causal(hidden, q.nodes, sum(nodes)):
+        return None
+    return _Match(node, tuple(splits), tuple(nodes), q.num, ks[-1].num, q.head_dim, scale, tuple(angles))
 
 
 def _split_of(q: _Heads, k: _Heads | None, v: _Heads | None) -> ir.Node | None:
-    """Returns the Split into Q, K and V that K and V of a token are outputs of."""
+    """Returns the Split into Q, K and V that K and V of a step are outputs of."""
     split = k.part.producer() if k is not None else None
-    if k is None or v is None or split is None or (k.num, k.head_dim) != (v.num, v.head_dim) or v.cos is not None:
+    if (
+        k is None
+        or v is None
+        or split is None
+        or (k.num, k.nodes, k.head_dim) != (v.num, v.nodes, v.head_dim)
+        or v.cos is not None
+    ):
         return None
     if int_attribute(split, "axis", 0) not in (-1, 2) or k.head_dim != q.head_dim or q.num % k.num:
         return None
@@ -155,53 +185,65 @@ def _are_equal(first: Sequence[ir.Value | None], second: Sequence[ir.Value | Non
 
 @dataclass
 class _Fuser:
-    """Makes the ops; an attention of `n` tokens takes the caches of the one of `n - 1`.
+    """Makes the ops; that of a step takes the caches of the one of the step before.
 
     Args:
         model: to be changed.
-        longest: the match with the most tokens, of whose angles all others have the first ones.
+        longest: the match with the most steps, of whose angles all others have the first ones.
     """
 
     model: ir.Model
     longest: _Match
     made: dict[tuple[ir.Node, ...], list[ir.Value]] = field(default_factory=dict)
     lengths: dict[int, ir.Value] = field(default_factory=dict)
+    masks: dict[int, ir.Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         match = self.longest
         self.edit = edit = Editor(self.model, match.splits[0])
-        self.num_rows = len(match.splits)
+        self.num_rows = sum(match.nodes)
         self.batch = edit.op("Shape", match.splits[0].inputs[0], start=0, end=1)
         tables = [np.concatenate([_table(pair[i]) for pair in match.angles]) for i in (0, 1)]
         self.tables = [edit.const(table, f"growing.{name}") for table, name in zip(tables, ("cos", "sin"), strict=True)]
         self.rows = edit.ints([self.num_rows])
-        one_node = edit.op("Concat", self.batch, edit.ints([1, 1]), axis=0)
-        self.mask = edit.op("Expand", edit.const(np.ones((1, 1, 1), np.bool_), "growing.mask"), one_node)
         self.empty: dict[tuple[int, int], ir.Value] = {}
 
     def run(self, match: _Match) -> None:
         replace(match.node, self._attend(match, len(match.splits))[0])
 
     def _attend(self, match: _Match, num: int) -> list[ir.Value]:
-        """Returns the rows and the caches of the attention of the first `num` tokens."""
-        tokens = match.splits[:num]
-        if tokens in self.made:
-            return self.made[tokens]
+        """Returns the rows and the caches of the attention of step `num`, counted from one."""
+        steps, nodes = match.splits[:num], match.nodes[num - 1]
+        if steps in self.made:
+            return self.made[steps]
         caches = [self._empty(match)] * 2 if num == 1 else self._attend(match, num - 1)[1:]
-        if num not in self.lengths:
-            self.lengths[num] = self.edit.op("Expand", self.edit.ints([num - 1]), self.batch)
-        merged = tokens[-1].inputs[0]
+        lengths, mask = self._lengths(sum(match.nodes[: num - 1])), self._mask(nodes)
+        merged = steps[-1].inputs[0]
         attributes: dict[str, Any] = {"num_heads": match.num_heads, "num_kv_heads": match.num_kv_heads}
         attributes |= {"head_dim": match.head_dim, "scale": match.scale, "rotary_dim": 0, "interleaved": 0}
-        op, edit = QKV_ATTENTION[False, True], Editor(self.model, tokens[-1])
-        inputs = (merged, *self.tables, *caches, self.lengths[num], self.mask, self.rows)
+        op, edit = QKV_ATTENTION[False, True], Editor(self.model, steps[-1])
+        inputs = (merged, *self.tables, *caches, lengths, mask, self.rows)
         made = edit.op(op.name, *inputs, domain=OPS_DOMAIN, num_outputs=3, **attributes)
         width = match.num_heads * match.head_dim
-        dims = (("batch", 1, width), *[("batch", match.num_kv_heads, self.num_rows, match.head_dim)] * 2)
+        dims = (("batch", nodes, width), *[("batch", match.num_kv_heads, self.num_rows, match.head_dim)] * 2)
         for value, shape in zip(made, dims, strict=True):
             value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(list(shape))
-        self.made[tokens] = made
+        self.made[steps] = made
         return list(made)
+
+    def _lengths(self, num_before: int) -> ir.Value:
+        """Returns the rows in use of each slot."""
+        if num_before not in self.lengths:
+            self.lengths[num_before] = self.edit.op("Expand", self.edit.ints([num_before]), self.batch)
+        return self.lengths[num_before]
+
+    def _mask(self, nodes: int) -> ir.Value:
+        """Returns the mask of a chain for each slot."""
+        if nodes not in self.masks:
+            chain = self.edit.const(np.tri(nodes, dtype=np.bool_)[None], "growing.mask")
+            slots = self.edit.op("Concat", self.batch, self.edit.ints([1, 1]), axis=0)
+            self.masks[nodes] = self.edit.op("Expand", chain, slots)
+        return self.masks[nodes]
 
     def _empty(self, match: _Match) -> ir.Value:
         """Returns a cache of zeros for each slot."""
@@ -216,7 +258,7 @@ class _Fuser:
 def _table(value: ir.Value) -> np.ndarray:
     array = constant(value)
     assert array is not None
-    return array.reshape(1, -1)
+    return array.reshape(array.shape[2:])
 
 
 def fuse_growing_attention(model: ir.Model) -> int:
@@ -233,7 +275,7 @@ def fuse_growing_attention(model: ir.Model) -> int:
     fuser = _Fuser(model, longest)
     for match in fitting:
         fuser.run(match)
-    model.graph.sort()  # a token's node may stand before that of the token before it
+    model.graph.sort()  # a step's nodes may stand before those of the step before it
     return len(fitting)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chain of tokens that attend to each other within one run becomes RotaryQkvAttention; other attention stays."""
+"""Steps of a chain that attend to each other within one run become RotaryQkvAttention; other attention stays."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from speccompile.passes.fuse_growing_attention import FUSE_GROWING_ATTENTION
 from tests.passes.test_lowering import add_output, empty_model, run
 
 TOLERANCE = 2e-6  # of numbers of order 1, float32
-DIM, TOKENS = 6, 4
+DIM, STEPS = 6, 4
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A layer that runs token by token."""
+    """A layer that runs step by step."""
 
     heads: int = 4
     kv_heads: int = 2
-    first_query: int = 0  # tokens before it have no query
-    is_masked: bool = False
+    nodes: tuple[int, ...] = (1,) * STEPS  # tokens of each step
+    first_query: int = 0  # steps before it have no query
+    is_masked: bool = False  # by an addition
+    is_causal: bool = True  # tokens of a step see those before them alone
     query_position_differs: bool = False
     value_is_turned: bool = False
-    nodes: int = 1  # of a step
-    is_last_first: bool = False  # the last token's product stands before the others
+    is_last_first: bool = False  # the last step's product stands before the others
 
     @property
     def width(self) -> int:
@@ -43,14 +44,15 @@ def _shaped(value: ir.Value, *dims: int) -> ir.Value:
     return value
 
 
-def _angles(edit: Editor, position: int) -> tuple[ir.Value, ir.Value]:
-    angles = (position * 0.7 ** np.arange(DIM // 2, dtype=np.float32)).reshape(1, 1, 1, -1)
+def _angles(edit: Editor, position: int, nodes: int) -> tuple[ir.Value, ir.Value]:
+    positions = np.arange(position, position + nodes, dtype=np.float32)
+    angles = (positions[:, None] * 0.7 ** np.arange(DIM // 2, dtype=np.float32))[None, None]
     return edit.const(np.cos(angles), f"cos{position}"), edit.const(np.sin(angles), f"sin{position}")
 
 
 def _turned(edit: Editor, x: ir.Value, position: int, dims: tuple[int, int]) -> ir.Value:
     heads, nodes = dims
-    cos, sin = _angles(edit, position)
+    cos, sin = _angles(edit, position, nodes)
     low = edit.op("Slice", x, edit.ints([0]), edit.ints([DIM // 2]), edit.ints([3]), edit.ints([1]))
     high = edit.op("Slice", x, edit.ints([DIM // 2]), edit.ints([2**62]), edit.ints([3]), edit.ints([1]))
     first = edit.op("Sub", edit.op("Mul", low, cos), edit.op("Mul", high, sin))
@@ -67,48 +69,56 @@ def _repeated(edit: Editor, x: ir.Value, chain: Chain, rows: int) -> ir.Value:
     return _shaped(edit.op("Reshape", wide, edit.ints([0, chain.heads, rows, DIM])), chain.heads, rows, DIM)
 
 
+def _projected(edit: Editor, product: ir.Value, chain: Chain, step: int) -> list[ir.Value]:
+    """Heads of Q, K and V of a step."""
+    nums, nodes, heads = (chain.heads, chain.kv_heads, chain.kv_heads), chain.nodes[step], []
+    parts = edit.op("Split", product, edit.ints([n * DIM for n in nums]), axis=-1, num_outputs=3)
+    for part, num, name in zip(parts, nums, "qkv", strict=True):
+        rows = edit.op("Reshape", _shaped(part, nodes, num * DIM), edit.ints([0, nodes, num, DIM]))
+        value = _shaped(edit.op("Transpose", rows, perm=[0, 2, 1, 3]), num, nodes, DIM)
+        position = sum(chain.nodes[:step]) + int(name == "q" and chain.query_position_differs)
+        is_turned = name != "v" or chain.value_is_turned
+        heads.append(_turned(edit, value, position, (num, nodes)) if is_turned else value)
+    return heads
+
+
+def _attended(edit: Editor, q: ir.Value, held: list[ir.Value], chain: Chain, step: int) -> ir.Value:
+    """Rows of the output product."""
+    nodes, num_rows = chain.nodes[step], sum(chain.nodes[: step + 1])
+    k, v = (_repeated(edit, x, chain, num_rows) for x in held)
+    scale = edit.const(np.asarray(0.4, np.float32), "scale")
+    scores = edit.op("Mul", edit.op("MatMul", q, edit.op("Transpose", k, perm=[0, 1, 3, 2])), scale)
+    if nodes > 1:
+        seen = np.tri(nodes, num_rows, num_rows - nodes, dtype=np.bool_)
+        hidden = edit.const(~seen if chain.is_causal else seen, f"hidden{step}")
+        scores = edit.op("Where", hidden, edit.const(np.asarray(-np.inf, np.float32), "lowest"), scores)
+    if chain.is_masked:
+        scores = edit.op("Add", scores, edit.const(np.zeros(1, np.float32), "mask"))
+    mixed = edit.op("MatMul", edit.op("Softmax", scores, axis=-1), v)
+    rows = edit.op("Reshape", edit.op("Transpose", mixed, perm=[0, 2, 1, 3]), edit.ints([0, nodes, -1]))
+    return _shaped(rows, nodes, chain.heads * DIM)
+
+
 def chain_model(chain: Chain) -> ir.Model:
-    """Rows of a merged product of each token -> rows for the output product, in the nodes of an export."""
+    """Rows of a merged product of each step -> rows for the output product, in the nodes of an export."""
     model = empty_model()
     edit = Editor(model)
-    nums, nodes = (chain.heads, chain.kv_heads, chain.kv_heads), chain.nodes
-    products = [add_input(model, f"product{i}", ["batch", nodes, chain.width], "float32") for i in range(TOKENS)]
-    order = [TOKENS - 1, *range(TOKENS - 1)] if chain.is_last_first else range(TOKENS)
-    heads: dict[int, list[ir.Value]] = {}
-    for token in order:
-        parts = edit.op("Split", products[token], edit.ints([n * DIM for n in nums]), axis=-1, num_outputs=3)
-        heads[token] = []
-        for part, num, name in zip(parts, nums, "qkv", strict=True):
-            rows = edit.op("Reshape", _shaped(part, nodes, num * DIM), edit.ints([0, nodes, num, DIM]))
-            value = _shaped(edit.op("Transpose", rows, perm=[0, 2, 1, 3]), num, nodes, DIM)
-            position = token + int(name == "q" and chain.query_position_differs)
-            is_turned = name != "v" or chain.value_is_turned
-            heads[token].append(_turned(edit, value, position, (num, nodes)) if is_turned else value)
+    dims = [["batch", nodes, chain.width] for nodes in chain.nodes]
+    products = [add_input(model, f"product{i}", dims[i], "float32") for i in range(STEPS)]
+    order = [STEPS - 1, *range(STEPS - 1)] if chain.is_last_first else range(STEPS)
+    heads = {step: _projected(edit, products[step], chain, step) for step in order}
     held: list[ir.Value] = []
-    for token in range(TOKENS):
-        q, *new = heads[token]
+    for step in range(STEPS):
+        q, *new = heads[step]
         if held:
-            rows = (token + 1) * nodes
-            new = [
-                _shaped(edit.op("Concat", *pair, axis=2), chain.kv_heads, rows, DIM)
-                for pair in zip(held, new, strict=True)
-            ]
+            rows = sum(chain.nodes[: step + 1])
+            joined = (edit.op("Concat", *pair, axis=2) for pair in zip(held, new, strict=True))
+            new = [_shaped(value, chain.kv_heads, rows, DIM) for value in joined]
         held = new
-        if token < chain.first_query:
-            continue
-        k, v = (_repeated(edit, x, chain, (token + 1) * nodes) for x in held)
-        scores = edit.op("Mul", edit.op("MatMul", q, edit.op("Transpose", k, perm=[0, 1, 3, 2])), _scale(edit))
-        if chain.is_masked:
-            scores = edit.op("Add", scores, edit.const(np.zeros(1, np.float32), "mask"))
-        mixed = edit.op("MatMul", edit.op("Softmax", scores, axis=-1), v)
-        rows = edit.op("Reshape", edit.op("Transpose", mixed, perm=[0, 2, 1, 3]), edit.ints([0, nodes, -1]))
-        _shaped(rows, nodes, chain.heads * DIM)
-        add_output(model, edit.op("Identity", rows), f"out{token}", ["batch", nodes, chain.heads * DIM])
+        if step >= chain.first_query:
+            out = edit.op("Identity", _attended(edit, q, held, chain, step))
+            add_output(model, out, f"out{step}", ["batch", chain.nodes[step], chain.heads * DIM])
     return model
-
-
-def _scale(edit: Editor) -> ir.Value:
-    return edit.const(np.asarray(0.4, np.float32), "scale")
 
 
 FUSED = {
@@ -116,8 +126,10 @@ FUSED = {
     "one key head": Chain(heads=3, kv_heads=1),
     "no groups": Chain(heads=2, kv_heads=2),
     "keys without a query": Chain(first_query=1),
-    "one query": Chain(first_query=TOKENS - 1),
+    "one query": Chain(first_query=STEPS - 1),
     "products in another order": Chain(is_last_first=True),
+    "a first step of two tokens": Chain(nodes=(2, 1, 1, 1)),
+    "steps of several tokens": Chain(nodes=(1, 3, 1, 2)),
 }
 
 
@@ -125,16 +137,16 @@ FUSED = {
 def test_a_growing_chain_is_fused_and_keeps_the_function(name: str) -> None:
     chain = FUSED[name]
     before, after = chain_model(chain), chain_model(chain)
-    assert FUSE_GROWING_ATTENTION.run(after) == TOKENS - chain.first_query
+    assert FUSE_GROWING_ATTENTION.run(after) == STEPS - chain.first_query
     run_pipeline(after, (SHARE_COMMON, REMOVE_DEAD))
     counts = histogram_from_model(after)
-    assert counts[f"{OPS_DOMAIN}::RotaryQkvAttention"] == TOKENS
+    assert counts[f"{OPS_DOMAIN}::RotaryQkvAttention"] == STEPS
     assert not {"MatMul", "Softmax", "Split", "Slice", "Transpose"} & counts.keys()
     attach_functions(after)
     rng = np.random.default_rng(1)
     for batch in (1, 3):
-        shape = (batch, 1, chain.width)
-        feeds = {f"product{i}": rng.standard_normal(shape).astype(np.float32) for i in range(TOKENS)}
+        shapes = [(batch, nodes, chain.width) for nodes in chain.nodes]
+        feeds = {f"product{i}": rng.standard_normal(shapes[i]).astype(np.float32) for i in range(STEPS)}
         for got, wanted in zip(run(after, feeds), run(before, feeds), strict=True):
             assert got.shape == wanted.shape
             assert np.abs(got - wanted).max() < TOLERANCE
@@ -142,8 +154,13 @@ def test_a_growing_chain_is_fused_and_keeps_the_function(name: str) -> None:
 
 @pytest.mark.parametrize(
     "chain",
-    [Chain(is_masked=True), Chain(query_position_differs=True), Chain(value_is_turned=True), Chain(nodes=2)],
-    ids=["a mask", "a query elsewhere", "rotated values", "two nodes a step"],
+    [
+        Chain(is_masked=True),
+        Chain(query_position_differs=True),
+        Chain(value_is_turned=True),
+        Chain(nodes=(2, 2, 2, 2), is_causal=False, first_query=1),
+    ],
+    ids=["an added mask", "a query elsewhere", "rotated values", "another mask"],
 )
 def test_other_attention_is_left_alone(chain: Chain) -> None:
     before, model = histogram_from_model(chain_model(chain)), chain_model(chain)

@@ -8,7 +8,7 @@ as a draft, so it has no cache between steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -199,18 +199,28 @@ class ProphetExpander(nn.Module):
         self.embeddings = nn.Parameter(embeddings, requires_grad=False)
         self.lm_head = self.embeddings if lm_head is embeddings else nn.Parameter(lm_head, requires_grad=False)
 
-    def begin(self, hidden: torch.Tensor) -> Seen:
-        """Returns the first state: the target's state is position 0."""
-        return Seen(self.heads.begin(hidden[:, 0]), ((0,),))
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the first state, the row of position 0; it runs together with the root, which reads weights once."""
+        row: torch.Tensor = self.heads.input_proj(hidden)
+        return row
 
-    def expand(self, depth: int, state: Seen, tokens: torch.Tensor, above: Above) -> tuple[Seen, torch.Tensor]:
-        """Runs the nodes of one depth, which share a position."""
-        rows, mask = _see(state, tokens, above)
+    def expand(
+        self, depth: int, state: torch.Tensor | Seen, tokens: torch.Tensor, above: Above
+    ) -> tuple[Seen, torch.Tensor]:
+        """Runs the nodes of one depth, which share a position; with the root, position 0 as well."""
         x = functional.embedding(tokens, self.embeddings)
-        positions, grown = torch.full((1, 1), depth + 1, dtype=torch.int64), []
-        for layer, past in zip(self.heads.layers, state.held, strict=True):
-            x, kept = layer(x, positions, past, mask)
+        positions = torch.full((1, 1), depth + 1, dtype=torch.int64)
+        if isinstance(state, Seen):
+            past: Sequence[tuple[torch.Tensor, torch.Tensor] | None] = state.held
+            rows, mask = _see(state, tokens, above)
+        else:
+            x, positions, past = torch.cat((state, x), 1), torch.arange(2)[None], [None] * len(self.heads.layers)
+            rows, mask = ((0, 1),), torch.ones(2, 2, dtype=torch.bool).tril()
+        grown = []
+        for layer, before in zip(self.heads.layers, past, strict=True):
+            x, kept = layer(x, positions, before, mask)
             grown.append(kept)
+        x = x if isinstance(state, Seen) else x[:, 1:]
         return Seen(grown, rows), functional.linear(self.heads.norm(x), self.lm_head)
 
 
