@@ -81,15 +81,15 @@ class MedusaHeads(nn.ModuleList):
                 stack.append(nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False))
             self.append(nn.ModuleList(stack))
 
-    def states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns what the LM heads read: hidden [..., hidden] -> [..., heads, hidden]."""
+    def states(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """Returns what the LM head of each head reads: hidden [..., hidden] -> the same."""
         states = []
         for stack in self:
             state = hidden
             for block in list(stack)[: self.sizes.num_layers]:
                 state = block(state)
             states.append(state)
-        return torch.stack(states, dim=-2)
+        return states
 
     def projections(self, target_lm_head: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns [vocab, hidden] of each head: its own, or the target's for all."""
@@ -102,7 +102,7 @@ class MedusaHeads(nn.ModuleList):
         """Returns the logits of all heads: hidden [batch, hidden] -> [batch, heads, vocab]."""
         projections = self.projections(target_lm_head)
         states = self.states(hidden)
-        return torch.stack([states[:, i] @ projections[i].T for i in range(len(projections))], dim=1)
+        return torch.stack([state @ weight.T for state, weight in zip(states, projections, strict=True)], dim=1)
 
 
 class MedusaDrafter(nn.Module):
@@ -122,11 +122,11 @@ class MedusaDrafter(nn.Module):
     def forward(self, hidden: torch.Tensor, start_nodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns one row of candidates per head."""
         state = gather_nodes(hidden, start_nodes[:, None])
+        states = self.heads.states(state)  # [batch, 1, hidden] each
         if self.lm_head is not None:
-            states = self.heads.states(state)[:, 0]  # [batch, heads, hidden]
-            return top_tokens(functional.linear(states, self.lm_head), self.num_candidates)
-        states = self.heads.states(state)  # [batch, 1, heads, hidden]
-        logits = [functional.linear(states[:, :, i], weight) for i, weight in enumerate(self.heads.projections())]
+            return top_tokens(functional.linear(torch.cat(states, 1), self.lm_head), self.num_candidates)
+        pairs = zip(states, self.heads.projections(), strict=True)
+        logits = [functional.linear(state, weight) for state, weight in pairs]
         return top_tokens(torch.cat(logits, 1), self.num_candidates)
 
 

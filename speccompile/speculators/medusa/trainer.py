@@ -31,7 +31,7 @@ class TrainableMedusa(nn.Module):
 
     def forward(self, batch: TrainingBatch) -> Drafted:
         """Returns the heads' drafts; head i imitates the distribution after the token i + 1 positions on."""
-        states = self.heads.states(batch.hidden).flatten(0, 1)
+        states = torch.stack(self.heads.states(batch.hidden), -2).flatten(0, 1)
         count, nodes = batch.tokens.shape
         start = torch.arange(count * nodes, device=states.device)[:, None]
         ahead = 1 + torch.arange(self.num_positions, device=states.device)
