@@ -71,6 +71,26 @@ class MockLM:
             row = row + self.before[context[-2]]
         return row.astype(np.float32)
 
+    def logits_of_nodes(self, cache: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, mask: np.ndarray):
+        """Returns `logits` of many contexts at once: [batch, scored, vocab].
+
+        Args:
+            cache: [batch, rows]; a context begins with the first `lengths` [batch] rows.
+            tokens: [batch, nodes].
+            mask: [batch, scored, nodes], the tokens that follow them, of which there is one at least.
+        """
+        batch = np.arange(len(tokens))[:, None]
+        past = np.where(np.arange(cache.shape[1]) < lengths[:, None], cache, 0)
+        rank = mask.cumsum(axis=-1)
+        weights = self.weights[lengths[:, None, None] + np.maximum(rank, 1) - 1]
+        hashes = (past @ self.weights[: cache.shape[1]])[:, None] + (mask * tokens[:, None] * weights).sum(axis=-1)
+        num = rank[..., -1:]
+        ends, earlier = ((rank == num - back).argmax(axis=-1) for back in (0, 1))  # the last two of the mask
+        rows = self.last[tokens[batch, ends]] + self.noise[hashes % 509]
+        before = np.where(num[..., 0] > 1, tokens[batch, earlier], past[batch, np.maximum(lengths - 1, 0)[:, None]])
+        has_before = (num[..., 0] > 1) | (lengths > 0)[:, None]
+        return np.where(has_before[..., None], rows + self.before[before], rows).astype(np.float32)
+
     def greedy(self, prompt: list[int], num: int) -> list[int]:
         """Returns the tokens that greedy decoding must give."""
         tokens = list(prompt)
@@ -114,16 +134,15 @@ class MockEngine:
         scored = feeds.get(SCORED_NODES)
         if scored is None:
             scored = np.tile(np.arange(nodes), (batch, 1))
-        logits = np.zeros((batch, scored.shape[1], VOCAB), dtype=np.float32)
-        for b in range(batch):
-            row, length = self.cache[first_slot + b], lengths[b]
-            row[length : length + nodes] = tokens[b]
-            for i, node in enumerate(scored[b]):
-                context = np.concatenate((row[:length], tokens[b][mask[b, node]]))
-                assert (context >= 0).all(), "reads a cache row that was never written"
-                logits[b, i] = self.model.logits(context)
-            if self.bad is not None and (row == self.bad).any():
-                logits[b] = np.nan
+        cache, each = self.cache[first_slot : first_slot + batch], np.arange(batch)[:, None]
+        cache[each, lengths[:, None] + np.arange(nodes)] = tokens
+        seen = mask[each, scored]
+        is_unwritten = (np.arange(self.max_rows) < lengths[:, None]) & (cache < 0)
+        assert not is_unwritten.any(), "reads a cache row that was never written"
+        assert (np.where(seen.any(axis=1), tokens, 0) >= 0).all(), "reads a token that is none"
+        logits = self.model.logits_of_nodes(cache, lengths, tokens, seen)
+        if self.bad is not None:
+            logits[(cache == self.bad).any(axis=1)] = np.nan
         self._outputs = self._tail(feeds, tokens, logits, scored)
         return self._outputs
 

@@ -30,10 +30,11 @@ def build_bundle(folder: Path, name: str, text: str, overrides: tuple[str, ...] 
 
 
 def pair_recipe(quantization: str) -> str:
+    """Returns recipes/pycode.yaml in its sizes, so that a build of that finds the graphs in the tests' cache."""
     return (
         f"target: {{model: {MODELS / 'pycode-16m'}, quantization: {quantization}}}\n"
         f"speculator: {{method: draft_model, model: {MODELS / 'pycode-16m-draft'}}}\n"
-        "engine: {max_batch_size: 8, max_seq_len: 512, threads: 1}\n"
+        "engine: {max_batch_size: 8, max_seq_len: 1024, threads: 1}\n"
     )
 
 

@@ -29,7 +29,7 @@ def commands(heading):
     return [line.partition("  #")[0].strip() for line in block[1].splitlines()]
 
 
-def test_build_serve_ask(e2e_folder, tmp_path):
+def test_build_serve_ask(pair, tmp_path):
     build, serve, ask = commands("Serve")
     bundle = tmp_path / "pycode"
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

@@ -113,8 +113,8 @@ def test_errors_are_those_that_the_client_knows(client):
     with pytest.raises(openai.BadRequestError, match="`logprobs`: it is not supported") as refused:
         client.completions.create(model="pycode-chat", prompt="x", logprobs=2)
     assert refused.value.param == "logprobs" and refused.value.code == "unsupported_field"
-    with pytest.raises(openai.BadRequestError, match="expected at most 512"):
-        client.completions.create(model="pycode-chat", prompt="x " * 600)
+    with pytest.raises(openai.BadRequestError, match="expected at most 1024"):
+        client.completions.create(model="pycode-chat", prompt="x " * 1200)
 
 
 def test_a_stream_that_is_dropped_frees_its_slot(live, client):

@@ -174,8 +174,8 @@ def test_without_speculation_nothing_is_coloured(page):
 
 
 def test_a_refused_request_is_shown(page):
-    generate(page, prompt="x " * 600)
-    assert "`prompt`: got 601 tokens; expected at most 512" in text(page, "message")
+    generate(page, prompt="x " * 1200)
+    assert "`prompt`: got 1201 tokens; expected at most 1024" in text(page, "message")
     # The browser itself logs the 400.
     [entry] = [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"]
     assert "400" in entry["message"]
