@@ -79,11 +79,11 @@ class MockLM:
             tokens: [batch, nodes].
             mask: [batch, scored, nodes], the tokens that follow them, of which there is one at least.
         """
-        batch = np.arange(len(tokens))[:, None]
-        past = np.where(np.arange(cache.shape[1]) < lengths[:, None], cache, 0)
+        batch, longest = np.arange(len(tokens))[:, None], max(1, lengths.max())
+        past = np.where(np.arange(longest) < lengths[:, None], cache[:, :longest], 0)
         rank = mask.cumsum(axis=-1)
         weights = self.weights[lengths[:, None, None] + np.maximum(rank, 1) - 1]
-        hashes = (past @ self.weights[: cache.shape[1]])[:, None] + (mask * tokens[:, None] * weights).sum(axis=-1)
+        hashes = (past @ self.weights[:longest])[:, None] + (mask * tokens[:, None] * weights).sum(axis=-1)
         num = rank[..., -1:]
         ends, earlier = ((rank == num - back).argmax(axis=-1) for back in (0, 1))  # the last two of the mask
         rows = self.last[tokens[batch, ends]] + self.noise[hashes % 509]
