@@ -164,8 +164,6 @@ class Proposer(Protocol):
     engines stay with their slot: the runtime moves, exchanges and copies those that `caches` names.
     """
 
-    # `prefill` runs the draft, which costs time.
-    reads_prompts: bool
     # It reads missed tokens before it drafts: it needs no `prefill`.
     catches_up: bool
 

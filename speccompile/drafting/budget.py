@@ -23,7 +23,7 @@ from speccompile.drafting.step_costs import OnlineCosts
 
 TYPICAL_MEMORY = 0.95  # weight of the past in the size of a typical tree
 
-PLAIN_STEPS = 8  # the first of a row of plain steps correct the costs, and then one of so many
+FIRST_PLAIN, PLAIN_STEPS = 8, 32  # of a row of plain steps, the first correct the costs, and then one of so many
 FIRST_KEPT = 0.75  # see `Budget.goes_on`; on the high side, so that deep trees are tried
 
 
@@ -212,7 +212,7 @@ class Budget:
         recorded_ms, self._recorded_ms = self._recorded_ms, 0.0
         self._num_plain = 0 if num_nodes > 1 or recorded_ms else self._num_plain + 1
         # Many plain steps in a row are all alike, and learning takes time.
-        if self._learns and (self._num_plain <= PLAIN_STEPS or self._num_plain % PLAIN_STEPS == 0):
+        if self._learns and (self._num_plain <= FIRST_PLAIN or self._num_plain % PLAIN_STEPS == 0):
             self.costs.observe(num_slots, num_nodes, recorded_ms, times)
 
 

@@ -42,7 +42,7 @@ class FeatureCache:
         max_nodes: most nodes that a step with every slot may have.
     """
 
-    reads_prompts, catches_up = True, False
+    catches_up = False
 
     def __init__(
         self,

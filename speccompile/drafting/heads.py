@@ -51,7 +51,7 @@ class HeadsProposer:
         RecipeError: the engine was built for another tree.
     """
 
-    reads_prompts, catches_up = False, False
+    catches_up = False
     caches = ()
 
     def __init__(

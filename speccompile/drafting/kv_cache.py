@@ -29,7 +29,7 @@ class DraftCache:
         max_nodes: most nodes of an expansion, and most missed tokens that the first run of a step reads.
     """
 
-    reads_prompts, catches_up = True, True
+    catches_up = True
 
     def __init__(self, engine: Engine, max_seq_len: int, max_nodes: int) -> None:
         self.engine, self.max_seq_len, self.max_nodes = engine, max_seq_len, max_nodes

@@ -41,7 +41,6 @@ class DraftRows(Scorer, Protocol):
     The methods are called as those of `speccompile.core.protocols.Proposer`.
     """
 
-    reads_prompts: bool
     catches_up: bool
 
     @property
@@ -92,8 +91,7 @@ class DraftProposer:
 
     def __init__(self, rows: DraftRows, likeliest: Drafts, drawn: Drafts) -> None:
         self.rows, self.likeliest, self.drawn = rows, likeliest, drawn
-        self.caches, self._used = rows.caches, likeliest
-        self.reads_prompts, self.catches_up = rows.reads_prompts, rows.catches_up
+        self.caches, self.catches_up, self._used = rows.caches, rows.catches_up, likeliest
 
     def start(self, slot: int, sequence: Slot) -> None:
         """Starts a new sequence, with a new estimate."""

@@ -206,8 +206,8 @@ def needs_draft(proposer: Proposer, planner: Planner | None, slots: Slots, slot:
     is_free = slot.speculation == "auto" and not is_drawn
     is_expected = planner is None or not is_free or planner.expects_drafts(len(slots.slots) + 1)
     is_expected = is_expected and slot.may_draft and slot.speculation != "off"
-    slot.has_draft = is_expected or proposer.catches_up or not proposer.reads_prompts
-    return is_expected or not proposer.reads_prompts
+    slot.has_draft = is_expected or proposer.catches_up
+    return is_expected
 
 
 def _start_sequence(
@@ -223,7 +223,7 @@ def _start_sequence(
             proposer.prefill(place, slot, tokens, start, outputs)
             draft_s += perf_counter() - start_s
     if planner:
-        planner.read(slot.num_prompt - 1, draft_s if reads and proposer.reads_prompts else None)
+        planner.read(slot.num_prompt - 1, draft_s if reads else None)
     slot.stats.prefill_s = perf_counter() - slot.stats.start_s
     slots.slots[place : place + 1] = [slot]
 

@@ -167,7 +167,7 @@ class Scheduler:
                 proposer.prefill(slot, output.slot, nodes, start, outputs)
             draft_s = perf_counter() - draft_start_s
             num = nodes.shape[1]
-            self.planner.read(num, draft_s if self._draft_reads and proposer.reads_prompts else None)
+            self.planner.read(num, draft_s if self._draft_reads else None)
             self.counters.num_prefill_tokens += num
         if start + num == len(tokens) - 1:
             allocator.join()

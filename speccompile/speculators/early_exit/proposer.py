@@ -28,7 +28,7 @@ class SharedRows:
         max_seq_len: cache rows a sequence may use.
     """
 
-    caches, reads_prompts, catches_up = (), False, True
+    caches, catches_up = (), True
 
     def __init__(self, engine: Engine, max_seq_len: int) -> None:
         self.engine, self.max_seq_len = engine, max_seq_len

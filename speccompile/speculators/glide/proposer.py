@@ -81,7 +81,7 @@ class GlideRows(DraftCache):
         self.reader = TargetReader(engine)
         super().__init__(self.reader, max_seq_len, max_nodes)
 
-    reads_prompts, catches_up = True, False
+    catches_up = False
 
     def start(self, slot: int) -> None:
         """Starts with empty caches."""

@@ -76,7 +76,7 @@ class NgramState:
 class NgramProposer:
     """See `speccompile.core.protocols.Proposer`. Drafts are deterministic."""
 
-    reads_prompts, catches_up = False, True
+    catches_up = True
     caches = ()
 
     def __init__(self, config: NgramConfig, context: MethodContext) -> None:

@@ -11,7 +11,7 @@ from speccompile.core.tree import Ints, TokenTree
 class NoneProposer:
     """See `speccompile.core.protocols.Proposer`."""
 
-    reads_prompts, catches_up = False, True
+    catches_up = True
     caches = ()
 
     def start(self, slot: int, sequence: Slot) -> None:

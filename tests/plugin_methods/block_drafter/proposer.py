@@ -36,7 +36,7 @@ class BlockProposer:
         max_rows: cache rows that a sequence may use.
     """
 
-    reads_prompts, catches_up = True, False
+    catches_up = False
 
     def __init__(self, engine: Engine, max_drafts: int, max_rows: int) -> None:
         self.engine, self.max_rows = engine, max_rows
