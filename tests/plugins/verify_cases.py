@@ -9,7 +9,7 @@ import numpy as np
 
 from speccompile.core.sampling import warp
 from speccompile.ops.spec_verify import spec_verify
-from tests.ops.op_lab import Case
+from tests.ops.op_lab import Case, zero_residual_case
 
 KINDS = list(itertools.product(("greedy", "sampled", "mixed"), (True, False), (True, False)))
 LAST_DRAW = np.float32(1 - 2**-24)
@@ -96,19 +96,8 @@ def warp_case(vocab: int, kind: str, has_probs: bool) -> Case:
 
 
 def empty_residual_case() -> Case:
-    """One-hot target and draft distributions, equal, with candidates outside both."""
-    logits = np.full((1, 3, 5), -50, np.float32)
-    logits[0, :, 2] = 50
-    return {
-        "logits": logits,
-        "tokens": np.array([[0, 1, 3]]),
-        "parents": np.array([[-1, 0, 0]]),
-        "draft_probs": np.eye(5, dtype=np.float32)[[[2, 2, 2]]],
-        "uniforms": np.full((1, 3, 2), LAST_DRAW, np.float32),
-        "temperature": np.array([1.0], np.float32),
-        "top_k": np.array([1]),
-        "top_p": np.array([1.0], np.float32),
-    }
+    """One-hot target and draft distributions, equal, with candidates outside both, and the greatest draws."""
+    return {**zero_residual_case(has_probs=True), "uniforms": np.full((1, 3, 2), LAST_DRAW, np.float32)}
 
 
 def late_draws_case(vocab: int = 256) -> Case:
