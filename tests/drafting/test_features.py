@@ -92,6 +92,20 @@ def test_rows_move_with_their_sequence():
     assert pending.count(other) == 2
 
 
+def test_nothing_is_kept_for_a_sequence_without_a_draft():
+    target, pending, (drafting, plain) = Target(), PendingFeatures(WIDTH, make, ["hidden"]), sequences(2)
+    plain.has_draft = False
+    outputs = target.step(2, 2)
+    keep(pending, [drafting, plain], outputs, [[0, 1], [0]])
+    assert [pending.count(slot) for slot in (drafting, plain)] == [2, 0]
+    pending.flush()
+    assert not plain.draft_state.states and not plain.draft_state.features
+    keep(pending, [plain, drafting], target.step(2, 1), [[0], [0]])
+    pending.flush()
+    assert [pending.count(slot) for slot in (drafting, plain)] == [3, 0]
+    assert np.array_equal(pending.take_rows(drafting, 2), 2 * outputs["hidden"][0])
+
+
 def test_features_of_a_long_plain_decoding_are_made_many_at_once():
     target, (slot,), sizes = Target(), sequences(1), []
 
