@@ -51,6 +51,8 @@ NODE_PROBS = (
 FEATURES = "hidden.features"  # [batch, states, hidden] float32: what a draft reads of positions
 FEATURE_NODES = "feature_nodes"  # [batch, nodes] int64: the row of `hidden.features` that belongs to each node
 NEXT_FEATURES = "hidden.next"  # [batch, next_states, hidden] float32: what node 0 read, then each node's own
+STATE_LENGTHS = "state_lengths"  # [batch] int64: rows of each slot that its recurrent states hold
+SURE_NODES = "sure_nodes"  # [batch] int64: the first nodes of this step that stay whatever is decided
 
 
 def hidden_name(layer: int) -> str:
