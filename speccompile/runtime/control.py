@@ -7,7 +7,7 @@ controller compares, for each batch size: a few steps with drafts and then a few
 the two is used until the next comparison. While drafts are in use, all steps count and not only these few: where the
 budget drafts now and then, what a draft costs shows in the steps after it as well, as its weights took the cache from
 the target's. A comparison loses tokens, as half of its steps are slower; the next one comes when that loss is
-`MAX_LOSS` of the time in between.
+`MAX_LOSS` of the time in between, or `MAX_CLEAR_LOSS` where one way is clearly the faster.
 
 Only batches whose text does not depend on drafts may have a controller, as its decisions depend on measured times.
 """
@@ -29,6 +29,7 @@ MAX_STEP = 3.0  # times the mean: other processes may hold up a step for longer,
 CLOSE = 1.15  # a gain between its inverse and this is compared again at once, for the first `NUM_FIRST` comparisons
 NUM_FIRST = 3
 MAX_LOSS = 0.005  # share of the time that comparisons may lose
+MAX_CLEAR_LOSS = 0.002  # the same where the gain is not `CLOSE` to 1: a mistake is less likely
 LEAST_PAUSE, MAX_PAUSE = 256, 40_000  # steps between comparisons
 GROWTH = 4  # a pause has at most so many times as many steps as there were before it
 NEW_WEIGHT = 0.5  # of one comparison in the ratio of step times
@@ -299,13 +300,13 @@ class _Comparison:
                 self.is_on = is_on
         is_close = self._has_drafts and 1 / CLOSE < self.gain < CLOSE
         again = self._is_unconfirmed or (is_close and self._num_compared < NUM_FIRST)
-        self._left = 2 * TURN + (0 if again else self._pause(drafting, plain))
+        self._left = 2 * TURN + (0 if again else self._pause(drafting, plain, MAX_LOSS if is_close else MAX_CLEAR_LOSS))
         # A budget that drafts nothing never measures what drafts cost at this batch size: every other comparison does.
         self._is_probe, self._has_drafts = not (self._has_drafts or self._is_probe), False
         self._times, self._spent, self._brought = ([], []), ([], []), [0.0, 0.0]
 
-    def _pause(self, drafting_s: float, plain_s: float) -> int:
-        """Returns steps to the next comparison.
+    def _pause(self, drafting_s: float, plain_s: float, max_loss: float) -> int:
+        """Returns steps to the next comparison, so that comparisons lose `max_loss` of the time.
 
         An early comparison may have been disturbed, so the first pauses are short: see `GROWTH`.
         """
@@ -319,7 +320,7 @@ class _Comparison:
             # Other processes may have held up a step: that time was not lost by the comparison.
             spent_s = spent[0] + sum(min(s, 3 * typical_s) for s in spent[1:])
             lost_s += max(spent_s - tokens * token_s, 0.0)
-        pause = int(min(lost_s / MAX_LOSS / step_s, MAX_PAUSE))
+        pause = int(min(lost_s / max_loss / step_s, MAX_PAUSE))
         return max(min(pause, GROWTH * self.num_steps), LEAST_PAUSE)
 
     def json_from_comparison(self) -> dict[str, Any]:
