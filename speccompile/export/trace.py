@@ -17,15 +17,22 @@ from torch import nn
 
 from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import ExportError
-from speccompile.export import attention, candidates, sampling
+from speccompile.export import attention, candidates, recurrent, sampling
 from speccompile.ops.cached_attention import CACHED_ATTENTION
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
+from speccompile.ops.conv_rows import CONV_ROWS
 from speccompile.ops.cross_attention import CROSS_ATTENTION
+from speccompile.ops.gated_delta import GATED_DELTA
 from speccompile.ops.op import DOMAIN, OPSET, VERSION, Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
 
 IR_VERSION = 12  # of ONNX 1.19, the first with opset 24
-OUR_TORCH_OPS = (attention, candidates, sampling)  # modules whose import registers the torch ops translated below
+OUR_TORCH_OPS = (
+    attention,
+    candidates,
+    recurrent,
+    sampling,
+)  # modules whose import registers the torch ops translated below
 
 
 def trace_module(
@@ -106,7 +113,7 @@ def _first_cause(fault: BaseException) -> str:
 
 def _translations() -> dict[Any, Callable[..., Any]]:
     _declare_schema(CACHED_ATTENTION)
-    for op in (CROSS_ATTENTION, SAMPLE_TOKEN, TOP_TOKENS, NODE_PROBS_OP):
+    for op in (CROSS_ATTENTION, GATED_DELTA, CONV_ROWS, SAMPLE_TOKEN, TOP_TOKENS, NODE_PROBS_OP):
         _declare_schema(op)
     ours, standard = values.Opset(DOMAIN, VERSION), values.Opset("", OPSET)
 
@@ -120,6 +127,13 @@ def _translations() -> dict[Any, Callable[..., Any]]:
     def gather_nodes(x, nodes):  # type: ignore[no-untyped-def]
         indices = standard.Unsqueeze(nodes, standard.Constant(value_ints=[2]))
         return standard.GatherND(x, indices, batch_dims=1)
+
+    def gated_delta(*arguments):  # type: ignore[no-untyped-def]
+        inputs, attributes = arguments[:-4], zip(GATED_DELTA.attributes, arguments[-4:], strict=True)
+        return ours.GatedDelta(*inputs, **dict(attributes))
+
+    def conv_rows(x, weight, bias, rows, lengths, state_lengths, sure_nodes, activation):  # type: ignore[no-untyped-def]
+        return ours.ConvRows(x, weight, bias, rows, lengths, state_lengths, sure_nodes, activation=activation)
 
     def sample(logits, uniforms, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
         return ours.SampleToken(logits, uniforms, temperature, top_k, top_p)
@@ -135,6 +149,8 @@ def _translations() -> dict[Any, Callable[..., Any]]:
         ops.cached_attention.default: cached_attention,
         ops.cross_attention.default: cross_attention,
         ops.gather_nodes.default: gather_nodes,
+        ops.gated_delta.default: gated_delta,
+        ops.conv_rows.default: conv_rows,
         ops.sample_token.default: sample,
         ops.top_tokens.default: top_tokens,
         ops.node_probs.default: node_probs,

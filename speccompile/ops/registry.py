@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from speccompile.errors import PassError
 from speccompile.ops.cached_attention import CACHED_ATTENTION
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
+from speccompile.ops.conv_rows import CONV_ROWS
 from speccompile.ops.cross_attention import CROSS_ATTENTION, ROTARY_CROSS_ATTENTION
 from speccompile.ops.dists import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_BLOCKS
 from speccompile.ops.finite_token import FINITE_TOKEN
+from speccompile.ops.gated_delta import GATED_DELTA
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.op import DOMAIN, VERSION, Op
 from speccompile.ops.packed_linear import PACKED_LINEARS
@@ -40,6 +42,8 @@ OPS: dict[str, Op] = {
         CROSS_ATTENTION,
         ROTARY_CROSS_ATTENTION,
         *QKV_ATTENTION.values(),
+        GATED_DELTA,
+        CONV_ROWS,
         WALK,
         WALK_PROBS,
         WARP,
