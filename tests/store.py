@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import pytest
 import speccompile
 from speccompile.bundling.digests import digest_from_package, digest_from_sources, versions_from_environment
 from speccompile.bundling.stage_cache import StageCache
-from speccompile.core.specs import ModelDims
+from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
 from speccompile.runtime.bundle import digest_from_json, digests_from_folder
 
 _LIMIT_BYTES = 4 * 2**30
@@ -83,7 +83,9 @@ def export_decoder(source: Path, **options: Any) -> tuple[Any, ModelDims]:
         return export_decoder(source, **options)
 
     files = digests_from_folder(source)
-    return _graph({"decoder": files, "options": json.loads(json.dumps(options))}, export, lambda d: ModelDims(**d))
+    return _graph(
+        {"decoder": files, "options": json.loads(json.dumps(options))}, export, lambda d: dims_from_json(ModelDims, d)
+    )
 
 
 def export(source: Any) -> tuple[Any, Any]:
@@ -99,7 +101,7 @@ def export(source: Any) -> tuple[Any, Any]:
         "files": source.digests(),
         "spec": source.spec().json_from_spec(),
     }
-    return _graph(depends_on, lambda: source.export(lambda stage: None), lambda d: type(source.dims)(**d))
+    return _graph(depends_on, lambda: source.export(lambda stage: None), lambda d: dims_from_json(type(source.dims), d))
 
 
 @contextmanager
@@ -133,7 +135,7 @@ def _graph(
     def make(folder: Path) -> None:
         model, dims = export()
         ir.save(model, folder / _MODEL)
-        (folder / _DIMS).write_text(json.dumps(asdict(dims)))
+        (folder / _DIMS).write_text(json.dumps(json_from_dims(dims)))
 
     scratch = Path(tempfile.mkdtemp(prefix="speccompile-graph-"))
     try:

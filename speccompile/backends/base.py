@@ -16,9 +16,10 @@ import numpy as np
 from speccompile.backends.feeds import sizes_from_feeds
 from speccompile.backends.predicting import predict_float32
 from speccompile.core import specs
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import GraphSpec, ModelDims
+from speccompile.core.specs import GraphSpec
 from speccompile.errors import RuntimeFault
 
 RollbackT = TypeVar("RollbackT")  # with which an engine compacts its caches

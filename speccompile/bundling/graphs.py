@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from speccompile.bundling.digests import digest_from_package, digest_from_source
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
 from speccompile.core import registry
+from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
 from speccompile.core.jobs import CompileOptions, GraphJob, SourceContext, json_from_options
 from speccompile.core.protocols import GraphSource
-from speccompile.core.specs import GraphSpec, ModelDims
+from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError
 from speccompile.recipe.plan import TARGET, BuildPlan
 from speccompile.runtime.bundle import digest_from_json, read_json, write_json
@@ -28,7 +29,7 @@ _TUNING = "tuning.json"
 # Sources that can change a compiled graph, besides those that its backend names and its method's folder: no decode-time
 # policy, no engine, no recipe reader. tests/meta/test_cache_key.py compares it with what these modules import.
 SOURCES = (
-    *("core/specs", "core/tree_shape", "core/jobs", "graph_kinds"),
+    *("core/dims", "core/specs", "core/tree_shape", "core/jobs", "graph_kinds"),
     *("ops", "checkpoints", "doctor", "export", "passes", "bundling/graphs"),
 )
 NOT_OF_GRAPHS = ("config", "proposer", "trainer")  # modules of a method's folder; options are in the key themselves
@@ -171,13 +172,13 @@ def compile_graph(
             stage.joint_peak_bytes = report.get("peak_rss_bytes", 0)
         del model
         gc.collect()  # weights are in reference cycles, and the next graph needs the memory
-        write_json(dest / _REPORT, {**report, "dims": asdict(dims)})
+        write_json(dest / _REPORT, {**report, "dims": json_from_dims(dims)})
 
     if cache.fetch("graphs", graph.key, folder, make):
         log.skip(f"export {name}", f"compile {name}")
     report = read_json(folder / _REPORT)
     (folder / _REPORT).unlink()
-    graph = replace(graph, dims=type(graph.dims)(**report["dims"]))
+    graph = replace(graph, dims=dims_from_json(type(graph.dims), report["dims"]))
     record = {"role": graph.source.role, "spec": graph.spec.json_from_spec(), **report}
     return graph, {**record, "max_rows": graph.max_rows, "model": graph.job.model}
 

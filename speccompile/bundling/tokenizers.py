@@ -11,7 +11,7 @@ from typing import Any
 
 from speccompile.checkpoints.checkpoint import MAX_SIZE
 from speccompile.common.json_reader import read_json_object, shown, whole_number
-from speccompile.core.specs import ModelDims
+from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.runtime.bundle import digest_from_json
 

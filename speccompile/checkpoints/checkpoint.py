@@ -12,7 +12,7 @@ from typing import Any
 
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
 from speccompile.common.json_reader import kind_of, read_json_object, shown, whole_number
-from speccompile.core.specs import ModelDims
+from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError
 
 # The keys of a size in config.json, the usual one first; older architectures have their own.
@@ -172,7 +172,7 @@ def read_dims(source: Path) -> ModelDims:
         CheckpointError: a size is missing or not a positive integer.
     """
     config = read_config(source)
-    sizes = {field: _size(source, config, field) for field in _NAMES}
+    sizes: dict[str, Any] = {field: _size(source, config, field) for field in _NAMES}
     heads, where = sizes["num_heads"], str(source / "config.json")
     kv_heads = optional_size(where, config, ("num_key_value_heads",), 1 if config.get("multi_query") else heads)
     head_dim = optional_size(where, config, ("head_dim",), sizes["hidden_size"] // heads)

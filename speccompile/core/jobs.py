@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
-from speccompile.core.specs import ModelDims
+from speccompile.core.dims import ModelDims
 
 PREFILL_CHUNK = 128  # tokens of a prompt that are read at once
 AS_TARGET = "as target"  # quantization of a job: the one that the target has

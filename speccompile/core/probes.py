@@ -17,7 +17,8 @@ def probe_inputs(
     """Returns the feeds of one run; inputs whose `probe` is `neutral` are left out.
 
     `tokens` are drawn from the vocabulary, `lengths` the rows in use, `states` arbitrary numbers, `nodes` the index of
-    each node and `last_node` that of the last one of each slot.
+    each node and `last_node` that of the last one of each slot. `sure` is 0 as in a step with drafts, or all nodes
+    where a step has more than may wait for a verdict.
 
     Args:
         spec: of the graph.
@@ -40,5 +41,7 @@ def probe_inputs(
         elif tensor.probe == "nodes":
             feeds[tensor.name] = np.broadcast_to(np.arange(shape[1]), shape).copy()
         elif tensor.probe != "neutral":
-            feeds[tensor.name] = np.full(shape, {"lengths": length, "last_node": num_nodes - 1}[tensor.probe])
+            sure = num_nodes if num_nodes > spec.max_pending else 0
+            values = {"lengths": length, "last_node": num_nodes - 1, "sure": sure}
+            feeds[tensor.name] = np.full(shape, values[tensor.probe])
     return feeds

@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from speccompile.core.dims import ModelDims
+
 Dim = str | int
 Role = Literal["target", "draft"]
-Probe = Literal["neutral", "tokens", "lengths", "states", "nodes", "last_node"]
+Probe = Literal["neutral", "tokens", "lengths", "states", "nodes", "last_node", "sure"]
 SHARED_ROWS = "shared_rows"  # the dim of borrowed caches that are only read: their owner decides how many rows
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of activations and caches
+PENDING, CONV_ROWS = "pending", "conv_rows"  # dims of recurrent states, of a fixed size: see `GraphSpec.state_shapes`
 
 TOKENS = "tokens"  # [batch, nodes] int64: token of each node, node 0 is the root
 LENGTHS = "lengths"  # [batch] int64: cache entries in use before this step
@@ -65,8 +67,18 @@ def cache_names(layer: int) -> tuple[str, str]:
     return f"k_cache.{layer}", f"v_cache.{layer}"
 
 
+def state_names(layer: int) -> tuple[str, str, str]:
+    """Returns the names of a recurrent layer's states.
+
+    `state.i` [batch, Hv, dk, dv] float32; `pending.i` [batch, pending, width] float32, the rows of the last step that
+    are not applied to it; `conv_rows.i` [batch, conv_rows, C] float32, the raw rows before its causal convolution: the
+    last ones of the tokens that the state holds, then the pending ones. `RecurrentDims` has the sizes.
+    """
+    return f"state.{layer}", f"pending.{layer}", f"conv_rows.{layer}"
+
+
 def updated_cache_name(cache: str) -> str:
-    """Returns the name of the output that carries the updated `cache`; at run time it aliases its input."""
+    """Returns the name of the output with the updated cache or state `cache`; at run time it aliases its input."""
     return f"{cache}.updated"
 
 
@@ -98,30 +110,6 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class ModelDims:
-    """The sizes of a decoder that graphs, caches and predictions need."""
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-    num_params: int = 0
-
-    @property
-    def cache_row_bytes(self) -> int:
-        """Bytes of K and V, all layers, of one token of one slot in float32."""
-        return self.cache_row_bytes_in("float32")
-
-    def cache_row_bytes_in(self, dtype: str) -> int:
-        """Returns the bytes of K and V, all layers, of one token of one slot; `dtype` is a key of `DTYPE_BYTES`."""
-        return 2 * DTYPE_BYTES[dtype] * self.num_layers * self.num_kv_heads * self.head_dim
-
-
-@dataclass(frozen=True)
 class BorrowedCache:
     """A cache input that another engine owns: it is bound at the owner's address, slot for slot.
 
@@ -141,7 +129,8 @@ class GraphSpec:
     """A graph's inputs and outputs in order.
 
     Cache inputs come last among the inputs, their updates last among the outputs; where the graph also compacts
-    its caches, the compacted ones come after all updates.
+    its caches, the compacted ones come after all updates. Recurrent states come directly before the caches, their
+    updates directly before those of the caches.
 
     Args:
         name: the graph's name.
@@ -159,6 +148,12 @@ class GraphSpec:
         num_drafts: draft tokens that it gives for each slot in one run, a chain or a tree.
         gives_probs: where a slot samples it also gives the distributions that drafts are drawn from.
         tail: what the passes put after the exported graph's logits: `verify` or `candidates`.
+        states: names of the inputs that are recurrent states, in order; each has an output `updated_cache_name`, and
+            both are bound at the same address.
+        max_pending: of a graph with states: rows of a slot's last step that may wait for its verdict, which are most
+            nodes of a step with drafts, the root included. The size of the dim "pending".
+        conv_history: of a graph with states: rows before its own that a row of a causal convolution sees. The dim
+            "conv_rows" is `conv_history + max_pending`.
     """
 
     name: str
@@ -176,6 +171,9 @@ class GraphSpec:
     num_drafts: int = 0
     gives_probs: bool = False
     tail: Literal["none", "verify", "candidates"] = "none"
+    states: tuple[str, ...] = ()
+    max_pending: int = 0
+    conv_history: int = 0
 
     @property
     def own_caches(self) -> tuple[str, ...]:
@@ -191,9 +189,20 @@ class GraphSpec:
 
     @property
     def plain_inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs that are no caches."""
-        held = set(self.cache_inputs)
+        """The inputs that are no caches and no states."""
+        held = {*self.cache_inputs, *self.states}
         return tuple(t for t in self.inputs if t.name not in held)
+
+    @property
+    def plain_outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs that are no updates of caches or states."""
+        held = {updated_cache_name(name) for name in (*self.caches, *self.states)}
+        return tuple(t for t in self.outputs if t.name not in held)
+
+    def state_shapes(self, num_slots: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the states of so many slots by name, in order; all are float32."""
+        sizes = {"batch": num_slots, PENDING: self.max_pending, CONV_ROWS: self.conv_history + self.max_pending}
+        return {n: tuple(sizes[d] if isinstance(d, str) else d for d in self.input(n).dims) for n in self.states}
 
     @property
     def dist_width(self) -> int:
@@ -214,8 +223,11 @@ class GraphSpec:
         return {t.name: t for t in self.outputs}[name]
 
     def json_from_spec(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict; `spec_from_json` reads it back."""
-        return asdict(self)
+        """Returns a JSON-ready dict; `spec_from_json` reads it back. What only states have is left out without any."""
+        data = asdict(self)
+        for name in () if self.states else ("states", "max_pending", "conv_history"):
+            del data[name]
+        return data
 
 
 def spec_from_json(data: Mapping[str, Any]) -> GraphSpec:
@@ -226,8 +238,13 @@ def spec_from_json(data: Mapping[str, Any]) -> GraphSpec:
         return tuple(TensorSpec(**{**_given(row), "dims": tuple(row["dims"])}) for row in known[key])
 
     cache_refs = tuple(BorrowedCache(**_given(cache_ref)) for cache_ref in known.get("borrowed", ()))
-    made = {"inputs": tensors("inputs"), "outputs": tensors("outputs"), "caches": tuple(known["caches"])}
-    return GraphSpec(**{**known, **made, "borrowed": cache_refs})
+    made: dict[str, Any] = {
+        "inputs": tensors("inputs"),
+        "outputs": tensors("outputs"),
+        "caches": tuple(known["caches"]),
+    }
+    states = tuple(known.get("states", ()))
+    return GraphSpec(**{**known, **made, "borrowed": cache_refs, "states": states})
 
 
 def _given(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,34 +253,82 @@ def _given(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _caches(dims: ModelDims) -> tuple[TensorSpec, ...]:
-    shape: tuple[Dim, ...] = ("batch", dims.num_kv_heads, "max_seq", dims.head_dim)
-    return tuple(TensorSpec(n, shape, "float32") for i in range(dims.num_layers) for n in cache_names(i))
+    shapes: list[tuple[int, tuple[Dim, ...]]] = [
+        (i, ("batch", layer.num_kv_heads, "max_seq", layer.head_dim))
+        for i, layer in enumerate(dims.per_layer)
+        if layer.num_kv_heads
+    ]
+    return tuple(TensorSpec(name, shape, "float32") for i, shape in shapes for name in cache_names(i))
+
+
+def _states(dims: ModelDims) -> tuple[TensorSpec, ...]:
+    made = []
+    for i, layer in enumerate(dims.per_layer):
+        if (sizes := layer.recurrent) is not None:
+            shapes: tuple[tuple[Dim, ...], ...] = (
+                ("batch", sizes.num_value_heads, sizes.key_dim, sizes.value_dim),
+                ("batch", PENDING, sizes.pending_width),
+                ("batch", CONV_ROWS, sizes.conv_channels),
+            )
+            made += [TensorSpec(n, shape, "float32") for n, shape in zip(state_names(i), shapes, strict=True)]
+    return tuple(made)
+
+
+def _updates(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(updated_cache_name(t.name), t.dims, t.dtype) for t in tensors)
 
 
 def decoder_spec(
-    name: str, dims: ModelDims, *, hidden: bool = False, hidden_layers: tuple[int, ...] = (), logits: bool = True
+    name: str,
+    dims: ModelDims,
+    *,
+    hidden: bool = False,
+    hidden_layers: tuple[int, ...] = (),
+    logits: bool = True,
+    max_pending: int = 0,
 ) -> GraphSpec:
-    """Returns the spec of a decoder as it is exported: tokens in, logits, hidden states and caches out."""
-    caches = _caches(dims)
+    """Returns the spec of a decoder as it is exported: tokens in, logits, hidden states and caches out.
+
+    Args:
+        name: the graph's name.
+        dims: its sizes.
+        hidden: give what the LM head reads.
+        hidden_layers: give the residual stream after these layers.
+        logits: give logits.
+        max_pending: see `GraphSpec`; read where layers are recurrent.
+    """
+    caches, states = _caches(dims), _states(dims)
     inputs = (
         TensorSpec(TOKENS, ("batch", "nodes"), "int64", "tokens"),
         TensorSpec(LENGTHS, ("batch",), "int64", "lengths"),
         TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
         TensorSpec(SCORED_NODES, ("batch", "scored"), "int64"),
+        *(_STATE_INPUTS if states else ()),
+        *states,
         *caches,
     )
     wanted = [TensorSpec(LOGITS, ("batch", "scored", dims.vocab_size), "float32")] if logits else []
     names = [HIDDEN] * hidden + [hidden_name(i) for i in hidden_layers]
     wanted += [TensorSpec(n, ("batch", "nodes", dims.hidden_size), "float32") for n in names]
-    outputs = (*wanted, *(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches))
+    outputs = (*wanted, *_updates(states), *_updates(caches))
     held = tuple(c.name for c in caches)
-    return GraphSpec(name, inputs, outputs, held, dims.vocab_size, reads_prompts=True)
+    spec = GraphSpec(name, inputs, outputs, held, dims.vocab_size, reads_prompts=True)
+    if not states:
+        return spec
+    history = max(layer.recurrent.conv_kernel for layer in dims.per_layer if layer.recurrent is not None) - 1
+    return replace(spec, states=tuple(t.name for t in states), max_pending=max_pending, conv_history=history)
+
+
+_STATE_INPUTS = (
+    TensorSpec(STATE_LENGTHS, ("batch",), "int64", "lengths"),
+    TensorSpec(SURE_NODES, ("batch",), "int64", "sure"),
+)
 
 
 def _with_tail(
     spec: GraphSpec, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], keep_logits: bool
 ) -> GraphSpec:
-    num = len(spec.caches)
+    num = len(spec.states) + len(spec.caches)
     plain = tuple(t for t in spec.outputs[: len(spec.outputs) - num] if keep_logits or t.name != LOGITS)
     return replace(
         spec,
@@ -272,7 +337,7 @@ def _with_tail(
     )
 
 
-_WARP = (
+WARP = (
     TensorSpec(TEMPERATURE, ("batch",), "float32"),
     TensorSpec(TOP_K, ("batch",), "int64"),
     TensorSpec(TOP_P, ("batch",), "float32"),
@@ -285,7 +350,7 @@ def verified_spec(spec: GraphSpec, keep_logits: bool = False) -> GraphSpec:
         TensorSpec(PARENTS, ("batch", "nodes"), "int64"),
         TensorSpec(DRAFT_PROBS, ("batch", "scored", "draft_vocab"), "float32"),
         TensorSpec(UNIFORMS, ("batch", "scored", 2), "float32"),
-        *_WARP,
+        *WARP,
     )
     outputs = (
         TensorSpec(PATH, ("batch", "scored"), "int64"),
@@ -315,48 +380,13 @@ def candidate_spec(spec: GraphSpec, num_candidates: int, dists: bool) -> GraphSp
         num_candidates: see `candidate_outputs`.
         dists: see `candidate_outputs`; temperature, top_k and top_p are inputs then.
     """
-    made = _with_tail(spec, _WARP if dists else (), candidate_outputs(num_candidates, dists), keep_logits=False)
+    made = _with_tail(spec, WARP if dists else (), candidate_outputs(num_candidates, dists), keep_logits=False)
     return replace(made, num_candidates=num_candidates, gives_probs=dists, tail="candidates")
 
 
-def heads_spec(name: str, hidden_size: int, vocab_size: int, num_drafts: int) -> GraphSpec:
-    """Returns the spec of heads on the target's hidden state that draft a chain in one run; no caches.
-
-    Args:
-        name: the graph's name.
-        hidden_size: of the target's `hidden`, read as the target gives it; `start_nodes` picks a row of each slot.
-        vocab_size: of tokens and distributions.
-        num_drafts: length of the chain after the root in `tokens`.
-    """
-    inputs = (*start_inputs(hidden_size), ROOT, TensorSpec(UNIFORMS, ("batch", num_drafts), "float32"), *_WARP)
-    drafts = chain_outputs(num_drafts)
-    return GraphSpec(name, inputs, drafts, (), vocab_size, scores="one", num_drafts=num_drafts, gives_probs=True)
-
-
-ROOT = TensorSpec(TOKENS, ("batch", 1), "int64", "tokens")  # of heads: the token that their drafts follow
-
-
-def start_inputs(hidden_size: int) -> tuple[TensorSpec, TensorSpec]:
-    """Returns what heads read of the target: the states of its step, and the node of each slot to start from."""
-    return (
-        TensorSpec(HIDDEN, ("batch", "nodes", hidden_size), "float32", "states"),
-        TensorSpec(START_NODES, ("batch",), "int64", "last_node"),
-    )
-
-
-def chain_outputs(num_drafts: int) -> tuple[TensorSpec, ...]:
-    """Returns the outputs of a graph that drafts a whole chain; `draft_vocab` may be 1 when every slot is greedy."""
-    return (
-        TensorSpec(SAMPLED_TOKENS, ("batch", num_drafts), "int64"),
-        TensorSpec(CONFIDENCES, ("batch", num_drafts), "float32"),
-        TensorSpec(CHAIN_PROBS, ("batch", num_drafts + 1, "draft_vocab"), "float32"),
-    )
-
-
 def rollback_spec(dims: ModelDims) -> GraphSpec:
-    """Returns the spec of the cache compaction graph: keep the rows of `path`, every layer, in place."""
+    """Returns the spec of the cache compaction graph: keep the rows of `path`, every attention layer, in place."""
     caches = _caches(dims)
     lengths = TensorSpec(LENGTHS, ("batch",), "int64", "lengths")
     inputs = (lengths, TensorSpec(PATH, ("batch", "scored"), "int64"), *caches)
-    outputs = tuple(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches)
-    return GraphSpec("rollback", inputs, outputs, tuple(c.name for c in caches))
+    return GraphSpec("rollback", inputs, _updates(caches), tuple(c.name for c in caches))

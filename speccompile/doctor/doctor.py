@@ -16,8 +16,8 @@ from speccompile.checkpoints.checkpoint import read_config, read_dims, resolve_c
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, TensorFiles, open_files
 from speccompile.common.json_reader import shown
 from speccompile.common.tokenizer_file import load_tokenizer
+from speccompile.core.dims import ModelDims
 from speccompile.core.registry import load_formats
-from speccompile.core.specs import ModelDims
 from speccompile.doctor.findings import Finding, Report, raise_first
 from speccompile.doctor.known_formats import known_format
 from speccompile.doctor.layouts import Case, Format, Target, resolve_sizes

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import MAX_SIZE
 from speccompile.common.json_reader import shown
-from speccompile.core.specs import ModelDims
+from speccompile.core.dims import ModelDims
 from speccompile.doctor.findings import Finding, Severity
 
 if TYPE_CHECKING:

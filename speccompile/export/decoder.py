@@ -13,7 +13,8 @@ import torch
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims
 from speccompile.checkpoints.families import check_config
-from speccompile.core.specs import GraphSpec, ModelDims, decoder_spec
+from speccompile.core.dims import ModelDims
+from speccompile.core.specs import GraphSpec, decoder_spec
 from speccompile.errors import ExportError
 from speccompile.export import attention
 from speccompile.export.masks import read_windows

@@ -13,14 +13,9 @@ from typing import TYPE_CHECKING, Any
 from speccompile.checkpoints.checkpoint import check_checkpoint, layers_key, read_config, read_dims
 from speccompile.checkpoints.families import check_architecture
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
-from speccompile.core.specs import (
-    GraphSpec,
-    ModelDims,
-    candidate_spec,
-    decoder_spec,
-    verified_spec,
-)
+from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec, verified_spec
 from speccompile.errors import RecipeError
 from speccompile.export.checks import check_decoder
 
@@ -86,7 +81,9 @@ class DecoderSource:
         """
         target = self.context.target
         dims = self.dims if target is None else replace(self.dims, vocab_size=target.vocab_size)
-        plain = replace(decoder_spec(self.job.name, dims, **self.outputs), max_rows=self.max_rows)
+        max_pending = self.context.max_draft_nodes + 1
+        plain = decoder_spec(self.job.name, dims, **self.outputs, max_pending=max_pending)
+        plain = replace(plain, max_rows=self.max_rows)
         if target is None:
             return verified_spec(plain, self.options.keep_logits)
         candidates = self.options.candidates

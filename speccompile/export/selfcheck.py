@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from speccompile.core.specs import ModelDims
+from speccompile.core.dims import ModelDims
 from speccompile.errors import ExportError
 from speccompile.export.attention import IMPLEMENTATION, Frame, forward_pass
 from speccompile.export.masks import refuse_faults

@@ -6,21 +6,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from speccompile.core.dims import ModelDims
 from speccompile.core.specs import (
     SHARED_ROWS,
     TARGET_LENGTHS,
     BorrowedCache,
     GraphSpec,
-    ModelDims,
     TensorSpec,
     borrowed_name,
+    decoder_spec,
 )
 from speccompile.errors import BundleError
 
 
 def shared_cache(dims: ModelDims, cache: str, owner: str = "target") -> TensorSpec:
     """Returns a cache of a model of these sizes as the input of a graph that only reads it."""
-    return TensorSpec(borrowed_name(owner, cache), ("batch", dims.num_kv_heads, SHARED_ROWS, dims.head_dim), "float32")
+    _, heads, _, head_dim = decoder_spec(owner, dims).input(cache).dims
+    return TensorSpec(borrowed_name(owner, cache), ("batch", heads, SHARED_ROWS, head_dim), "float32")
 
 
 def reading_spec(spec: GraphSpec, owner: ModelDims, caches: tuple[str, ...]) -> GraphSpec:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from speccompile.core.dims import ModelDims
 from speccompile.core.specs import (
     FEATURE_NODES,
     FEATURES,
     NEXT_FEATURES,
     GraphSpec,
-    ModelDims,
     TensorSpec,
     candidate_spec,
     decoder_spec,

@@ -8,16 +8,52 @@ from dataclasses import dataclass
 from speccompile.core.specs import (
     CANDIDATE_PROBS,
     CANDIDATES,
+    CHAIN_PROBS,
     CONFIDENCES,
     DRAFT_PARENTS,
-    ROOT,
+    HIDDEN,
     SAMPLED_TOKENS,
+    START_NODES,
+    TOKENS,
+    UNIFORMS,
+    WARP,
     GraphSpec,
     TensorSpec,
-    heads_spec,
-    start_inputs,
 )
 from speccompile.core.tree_shape import TreeShape
+
+ROOT = TensorSpec(TOKENS, ("batch", 1), "int64", "tokens")  # of heads: the token that their drafts follow
+
+
+def heads_spec(name: str, hidden_size: int, vocab_size: int, num_drafts: int) -> GraphSpec:
+    """Returns the spec of heads on the target's hidden state that draft a chain in one run; no caches.
+
+    Args:
+        name: the graph's name.
+        hidden_size: of the target's `hidden`, read as the target gives it; `start_nodes` picks a row of each slot.
+        vocab_size: of tokens and distributions.
+        num_drafts: length of the chain after the root in `tokens`.
+    """
+    inputs = (*start_inputs(hidden_size), ROOT, TensorSpec(UNIFORMS, ("batch", num_drafts), "float32"), *WARP)
+    drafts = chain_outputs(num_drafts)
+    return GraphSpec(name, inputs, drafts, (), vocab_size, scores="one", num_drafts=num_drafts, gives_probs=True)
+
+
+def start_inputs(hidden_size: int) -> tuple[TensorSpec, TensorSpec]:
+    """Returns what heads read of the target: the states of its step, and the node of each slot to start from."""
+    return (
+        TensorSpec(HIDDEN, ("batch", "nodes", hidden_size), "float32", "states"),
+        TensorSpec(START_NODES, ("batch",), "int64", "last_node"),
+    )
+
+
+def chain_outputs(num_drafts: int) -> tuple[TensorSpec, ...]:
+    """Returns the outputs of a graph that drafts a whole chain; `draft_vocab` may be 1 when every slot is greedy."""
+    return (
+        TensorSpec(SAMPLED_TOKENS, ("batch", num_drafts), "int64"),
+        TensorSpec(CONFIDENCES, ("batch", num_drafts), "float32"),
+        TensorSpec(CHAIN_PROBS, ("batch", num_drafts + 1, "draft_vocab"), "float32"),
+    )
 
 
 def tree_heads_spec(

@@ -13,8 +13,8 @@ from typing import Any
 
 from speccompile.backends.base import Backend
 from speccompile.checkpoints.checkpoint import optional_size
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import WeightCounts
-from speccompile.core.specs import ModelDims
 
 # Families whose feed-forward has two matrices; the others gate it with a third.
 _UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "starcoder2", "phi", "gpt_neo", "gptj", "codegen"})

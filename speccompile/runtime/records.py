@@ -105,6 +105,7 @@ _SPEC = closed(
     may_rows_written_ahead=whole(0, 1024), may_reads_prompts=FLAG, may_scores=one_of("one", "nodes"),
     may_num_candidates=whole(0), may_num_drafts=whole(0), may_gives_probs=FLAG,
     may_tail=one_of("none", "verify", "candidates"),
+    may_states=list_of(TEXT), may_max_pending=whole(0, 1025), may_conv_history=whole(0, 1024),
 )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ import onnx_ir as ir
 import pytest
 
 from speccompile.core import registry
-from speccompile.core.specs import GraphSpec, ModelDims, candidate_spec, decoder_spec, verified_spec
+from speccompile.core.dims import ModelDims
+from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec, verified_spec
 from tests import store
 
 CONFIG = {

@@ -14,15 +14,10 @@ import pytest
 
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import registry, specs
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import warp
-from speccompile.core.specs import (
-    GraphSpec,
-    ModelDims,
-    candidate_spec,
-    decoder_spec,
-    verified_spec,
-)
+from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec, verified_spec
 from speccompile.passes.attach_tail import attach_tail
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.edit import sizes_of

@@ -22,7 +22,7 @@ from speccompile.checkpoints.checkpoint import (
     read_dims,
     resolve_checkpoint,
 )
-from speccompile.core.specs import ModelDims
+from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError
 from tests.export.families import CONFIGS, VOCAB
 from tests.export.harness import make_checkpoint

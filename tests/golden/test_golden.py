@@ -11,14 +11,8 @@ import onnx_ir as ir
 import pytest
 
 from speccompile.backends.tensorrt.specs import tensorrt_spec
-from speccompile.core.specs import (
-    GraphSpec,
-    ModelDims,
-    candidate_spec,
-    decoder_spec,
-    rollback_spec,
-    verified_spec,
-)
+from speccompile.core.dims import ModelDims
+from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec, rollback_spec, verified_spec
 from speccompile.export.decoder import export_decoder
 from speccompile.passes.base import Pass, histogram_from_model, run_pipeline
 from speccompile.passes.pipelines import ORT_QUANTIZATION, onnxruntime_table, reference_table, tensorrt_table

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speccompile.core.specs import HIDDEN, LOGITS, ModelDims
+from speccompile.core.dims import ModelDims
+from speccompile.core.specs import HIDDEN, LOGITS
 from speccompile.passes.base import Pass, histogram_from_model
 from speccompile.passes.lower_attention_tensorrt import lower_attention_tensorrt
 from tests import store

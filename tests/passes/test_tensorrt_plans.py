@@ -13,8 +13,9 @@ import pytest
 from speccompile.backends.tensorrt.backend import LOWERED_FILE, PLAN_FILE, TensorRTBackend
 from speccompile.backends.tensorrt.config import Config
 from speccompile.backends.tensorrt.sizes import predicted_weight_bytes
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions, WeightCounts
-from speccompile.core.specs import ModelDims, decoder_spec, verified_spec
+from speccompile.core.specs import decoder_spec, verified_spec
 from tests import store
 from tests.backends.tensorrt.plan_bytes import read_kernels, read_weights_bytes
 from tests.export.families import CONFIGS

@@ -22,8 +22,9 @@ from speccompile.backends.base import Backend
 from speccompile.bundling import graphs, manifest
 from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core import registry, specs
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec
+from speccompile.core.specs import GraphSpec, rollback_spec
 from speccompile.recipe import BuildPlan, Device, load_recipe, resolve
 
 VOCAB = 32

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from speccompile.bundling import graphs
-from speccompile.core.specs import ModelDims
+from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
 
 _MODEL, _DIMS = "model.onnx", "dims.json"
 
@@ -24,11 +23,11 @@ def install(set_attribute: Callable[[Any, str, Any], None], folder: Path) -> Non
 
         place = folder / f"{source.job.name}-{Path(source.job.model).name}"
         if place.exists():
-            return ir.load(place / _MODEL), ModelDims(**json.loads((place / _DIMS).read_text()))
+            return ir.load(place / _MODEL), dims_from_json(ModelDims, json.loads((place / _DIMS).read_text()))
         model, dims = export(source, log)
         place.mkdir(parents=True)
         ir.save(model, place / _MODEL)
-        (place / _DIMS).write_text(json.dumps(asdict(dims)))
+        (place / _DIMS).write_text(json.dumps(json_from_dims(dims)))
         return model, dims
 
     set_attribute(graphs, "_export", find)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from speccompile.core import registry, specs
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import GraphJob, SourceContext
-from speccompile.core.specs import ModelDims
 from speccompile.graph_kinds.heads import DraftForm
 from tests import store
 

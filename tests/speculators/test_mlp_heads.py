@@ -13,9 +13,9 @@ from scipy.special import erf
 torch = pytest.importorskip("torch")
 
 from speccompile.core import registry, specs  # noqa: E402
+from speccompile.core.dims import ModelDims  # noqa: E402
 from speccompile.core.jobs import GraphJob, SourceContext  # noqa: E402
 from speccompile.core.sampling import draw, warp  # noqa: E402
-from speccompile.core.specs import ModelDims  # noqa: E402
 from speccompile.errors import CheckpointError, RecipeError  # noqa: E402
 from speccompile.export.heads import export_heads  # noqa: E402
 from speccompile.export.tree_drafters import Chain  # noqa: E402

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.backends.base import Backend
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import NEXT_TOKEN, GraphSpec, ModelDims
+from speccompile.core.specs import NEXT_TOKEN, GraphSpec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

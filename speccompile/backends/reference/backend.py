@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.backends.base import Backend
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import GraphSpec, ModelDims
+from speccompile.core.specs import GraphSpec
 from speccompile.errors import RecipeError
 
 if TYPE_CHECKING:

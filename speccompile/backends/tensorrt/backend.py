@@ -12,8 +12,9 @@ from speccompile.backends.base import Backend
 from speccompile.backends.tensorrt.config import Config, config_from_options
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
-from speccompile.core.specs import GraphSpec, ModelDims, rollback_spec
+from speccompile.core.specs import GraphSpec, rollback_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

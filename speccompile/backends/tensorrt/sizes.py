@@ -7,8 +7,8 @@ under int4 as well, and an LM head that is tied to the embedding stored once whe
 
 from __future__ import annotations
 
+from speccompile.core.dims import DTYPE_BYTES
 from speccompile.core.jobs import BuildSizes, WeightCounts
-from speccompile.core.specs import DTYPE_BYTES
 
 MIB = 2**20
 INT4_BLOCK = 128  # inputs that share a scale, where it divides their number

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import GraphSpec, ModelDims, candidate_spec, decoder_spec
+from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec
 from speccompile.doctor.doctor import check_speculator, read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON

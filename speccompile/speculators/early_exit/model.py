@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from speccompile.core.specs import ModelDims
+from speccompile.core.dims import ModelDims
 from speccompile.errors import ExportError
 from speccompile.export.layers import RmsNorm, SwiGlu, init_linear
 from speccompile.export.wrapper import find_layers

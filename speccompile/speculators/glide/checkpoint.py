@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_config, stated_size
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import GraphSpec, ModelDims, cache_names, candidate_spec, decoder_spec
+from speccompile.core.specs import GraphSpec, cache_names, candidate_spec, decoder_spec
 from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
@@ -220,6 +221,7 @@ def read_sizes(folder: Path, target: ModelDims) -> GlideDims:
             todo = "Train it without, or report its config."
             raise CheckpointError(f"{path} ({name})", repr(config[name]), f"{plain!r}: GLIDE drafters have none", todo)
     rope = config.get("rope_parameters") or config
+    last = target.attention_layers[-1]
     return GlideDims(
         model_type="glide",
         vocab_size=vocab,
@@ -231,9 +233,9 @@ def read_sizes(folder: Path, target: ModelDims) -> GlideDims:
         max_positions=target.max_positions,
         intermediate_size=inner,
         target_heads=target.num_heads,
-        target_kv_heads=target.num_kv_heads,
-        target_head_dim=target.head_dim,
-        target_layer=target.num_layers - 1,
+        target_kv_heads=target.per_layer[last].num_kv_heads,
+        target_head_dim=target.per_layer[last].head_dim,
+        target_layer=last,
         is_tied=bool(config.get("tie_word_embeddings", False)),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-5)),
         rope_theta=float(rope.get("rope_theta", 10000.0)),

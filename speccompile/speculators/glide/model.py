@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from speccompile.core.specs import ModelDims
+from speccompile.core.dims import ModelDims
 from speccompile.export.attention import cached_attention, cross_attention, gather_nodes
 from speccompile.export.cached_draft import RotaryTables
 from speccompile.export.layers import (

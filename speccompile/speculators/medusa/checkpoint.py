@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.target_tables import read_tables
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import GraphSpec, ModelDims
+from speccompile.core.specs import GraphSpec
 from speccompile.doctor.doctor import open_known
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON

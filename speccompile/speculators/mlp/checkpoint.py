@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import GraphSpec, heads_spec
+from speccompile.core.specs import GraphSpec
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_heads
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement, check_room
-from speccompile.graph_kinds.heads import DraftForm
+from speccompile.graph_kinds.heads import DraftForm, heads_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -14,19 +14,13 @@ from speccompile.backends.tensorrt.profiles import make_profiles
 from speccompile.backends.tensorrt.records import write_record
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.backends.tensorrt.tune import measure_plan
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import (
-    GraphSpec,
-    ModelDims,
-    candidate_spec,
-    decoder_spec,
-    heads_spec,
-    verified_spec,
-)
+from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec, verified_spec
 from speccompile.export import checks
 from speccompile.graph_kinds.borrowed import reading_spec
 from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec, fusion_spec
-from speccompile.graph_kinds.heads import candidate_heads_spec, tree_heads_spec
+from speccompile.graph_kinds.heads import candidate_heads_spec, heads_spec, tree_heads_spec
 from tests.backends.tensorrt.trt_lab import Lab
 
 MAX_SEQ, VOCAB = 512, 211

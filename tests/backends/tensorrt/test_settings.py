@@ -12,8 +12,9 @@ from speccompile.backends.tensorrt.network import load_timing_cache, save_timing
 from speccompile.backends.tensorrt.settings import memory_limit, settings_from_options, timing_cache_file
 from speccompile.backends.tensorrt.variants import TENSORRT, TENSORRT_RTX, Variant
 from speccompile.core import registry
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import GraphSpec, ModelDims, candidate_spec, decoder_spec, verified_spec
+from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec, verified_spec
 from speccompile.errors import BuildError
 
 SPEC = GraphSpec("g", (), ())

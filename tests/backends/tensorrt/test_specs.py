@@ -5,7 +5,8 @@ import pytest
 
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs
-from speccompile.core.specs import GraphSpec, ModelDims, TensorSpec
+from speccompile.core.dims import ModelDims
+from speccompile.core.specs import GraphSpec, TensorSpec
 
 DIMS = ModelDims("llama", vocab_size=97, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
                  max_positions=64)  # fmt: skip

@@ -7,7 +7,8 @@ import pytest
 
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.cli.main import main
-from speccompile.core.specs import ModelDims, decoder_spec, verified_spec
+from speccompile.core.dims import ModelDims
+from speccompile.core.specs import decoder_spec, verified_spec
 from speccompile.errors import BundleError
 from speccompile.runtime.bundle import Bundle
 from speccompile.serving.triton.config_text import ModelConfig, text_from_config

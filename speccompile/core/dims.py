@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of a decoder, and what each of its layers keeps of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of activations and caches
+DimsT = TypeVar("DimsT")
+
+
+@dataclass(frozen=True)
+class RecurrentDims:
+    """Sizes of what a recurrent layer keeps of a sequence, however long it is.
+
+    Args:
+        num_key_heads: Hk, heads of the queries and keys.
+        num_value_heads: Hv, a multiple of Hk: heads of the values and of the state.
+        key_dim: dk, columns of a query or key head.
+        value_dim: dv, columns of a value head.
+        conv_channels: C, columns of the rows that its causal convolution reads.
+        conv_kernel: K, rows that the convolution sees, the present one included.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_channels: int
+    conv_kernel: int
+
+    @property
+    def pending_width(self) -> int:
+        """Columns of a pending row: k | v | g | beta, with k normalised."""
+        return self.num_key_heads * self.key_dim + self.num_value_heads * (self.value_dim + 2)
+
+    def slot_bytes(self, max_pending: int) -> int:
+        """Returns the bytes of the layer's states of one slot, float32 in every precision.
+
+        Args:
+            max_pending: rows that may be pending, see `GraphSpec`.
+        """
+        state = self.num_value_heads * self.key_dim * self.value_dim
+        conv_rows = (self.conv_kernel - 1 + max_pending) * self.conv_channels
+        return 4 * (state + max_pending * self.pending_width + conv_rows)
+
+
+@dataclass(frozen=True)
+class LayerDims:
+    """What one layer keeps of a sequence: K and V rows, a recurrent state, or nothing.
+
+    Args:
+        num_kv_heads: of its K and V; 0: it has none.
+        head_dim: columns of each of them.
+        recurrent: sizes of its recurrent state; None: it has none.
+    """
+
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    recurrent: RecurrentDims | None = None
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """The sizes of a decoder that graphs, caches and predictions need.
+
+    Args:
+        num_kv_heads: of its attention layers; of the first of them where they differ.
+        head_dim: of its attention layers; of the first of them where they differ.
+        layer_dims: what each layer keeps of a sequence; empty: all keep K and V of `num_kv_heads` and `head_dim`.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    num_params: int = 0
+    layer_dims: tuple[LayerDims, ...] = ()
+
+    @property
+    def per_layer(self) -> tuple[LayerDims, ...]:
+        """What each layer keeps of a sequence; as many as there are layers."""
+        uniform = LayerDims(self.num_kv_heads, self.head_dim)
+        return self.layer_dims[: self.num_layers] or (uniform,) * self.num_layers
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that keep K and V."""
+        return tuple(i for i, layer in enumerate(self.per_layer) if layer.num_kv_heads)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that keep a recurrent state."""
+        return tuple(i for i, layer in enumerate(self.per_layer) if layer.recurrent is not None)
+
+    @property
+    def cache_row_bytes(self) -> int:
+        """Bytes of K and V, all layers, of one token of one slot in float32."""
+        return self.cache_row_bytes_in("float32")
+
+    def cache_row_bytes_in(self, dtype: str) -> int:
+        """Returns the bytes of K and V, all layers, of one token of one slot; `dtype` is a key of `DTYPE_BYTES`."""
+        return 2 * DTYPE_BYTES[dtype] * sum(layer.num_kv_heads * layer.head_dim for layer in self.per_layer)
+
+    def state_bytes(self, max_pending: int) -> int:
+        """Returns the bytes of the recurrent states of one slot, all layers, whatever its length.
+
+        Args:
+            max_pending: see `GraphSpec`.
+        """
+        return sum(layer.recurrent.slot_bytes(max_pending) for layer in self.per_layer if layer.recurrent is not None)
+
+
+def json_from_dims(dims: Any) -> dict[str, Any]:
+    """Returns the sizes of a graph as a JSON-ready dict; `layer_dims` is left out where all layers are alike."""
+    data: dict[str, Any] = asdict(dims)
+    if data.get("layer_dims") == ():
+        del data["layer_dims"]
+    return data
+
+
+def dims_from_json(kind: type[DimsT], data: Mapping[str, Any]) -> DimsT:
+    """Returns the sizes of a dict that `json_from_dims` made.
+
+    Args:
+        kind: the class of the sizes.
+        data: its fields.
+    """
+    layers = tuple(_layer_from_json(row) for row in data.get("layer_dims", ()))
+    return kind(**({**data, "layer_dims": layers} if layers else data))
+
+
+def _layer_from_json(row: Mapping[str, Any]) -> LayerDims:
+    sizes = row["recurrent"]
+    return LayerDims(row["num_kv_heads"], row["head_dim"], None if sizes is None else RecurrentDims(**sizes))
