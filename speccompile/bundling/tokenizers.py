@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.checkpoints.checkpoint import MAX_SIZE
+from speccompile.checkpoints.text_towers import text_config
 from speccompile.common.json_reader import read_json_object, shown, whole_number
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError, RecipeError
@@ -140,7 +141,7 @@ def special_tokens(source: Path) -> tuple[list[int], int | None]:
     for name in ("config.json", "generation_config.json"):
         path = source / name
         if path.exists():
-            data = read_json_object(path, CheckpointError, "Download the file again.")
+            data = text_config(read_json_object(path, CheckpointError, "Download the file again."))
             eos = eos if data.get("eos_token_id") is None else token_ids(path, data, "eos_token_id")
             bos = bos if data.get("bos_token_id") is None else token_ids(path, data, "bos_token_id")
     return eos, bos[0] if bos else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
+from speccompile.checkpoints.text_towers import is_tower, text_config, text_names
 from speccompile.common.json_reader import kind_of, read_json_object, shown, whole_number
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError
@@ -30,6 +31,7 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "c
 GGUF = ".gguf"
 GGUF_TODO = "GGUF is not read: give the transformers checkpoint that the file was made of, or convert it back to one."
 HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_DRAFT_HEADS = "mtp."  # prefix of the weights of a checkpoint's own draft head
 _MAX_SHOWN = 255  # also of a file's name, in bytes
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.(.+)$")
@@ -99,6 +101,15 @@ def read_config(source: Path) -> dict[str, Any]:
     return read_json_object(path, CheckpointError, "Download the file again.")
 
 
+def read_text_config(source: Path) -> dict[str, Any]:
+    """Returns the config of the decoder in `source`, flat: of a multimodal checkpoint that of its language model.
+
+    Raises:
+        CheckpointError: see `read_config`.
+    """
+    return text_config(read_config(source))
+
+
 def layers_key(config: Mapping[str, Any]) -> str:
     """Returns the key under which a config has its number of layers."""
     return next(n for n in _NAMES["num_layers"] if config.get(n) is not None)
@@ -114,7 +125,7 @@ def _size(path: Path, config: Mapping[str, Any], field: str) -> int:
     if (size := whole_number(value, 1, MAX_SIZE)) is None:
         todo = "Only causal language models with a flat config are supported."
         if "text_config" in config:
-            todo = "This is a multimodal checkpoint; use its text model alone."
+            todo = "This is a multimodal checkpoint of a type that is not supported; use its text model alone."
         expected = f"a positive integer under {' or '.join(_NAMES[field])}"
         raise CheckpointError(str(path / "config.json"), shown(value), expected, todo)
     return size
@@ -171,7 +182,7 @@ def read_dims(source: Path) -> ModelDims:
     Raises:
         CheckpointError: a size is missing or not a positive integer.
     """
-    config = read_config(source)
+    config = read_text_config(source)
     sizes: dict[str, Any] = {field: _size(source, config, field) for field in _NAMES}
     heads, where = sizes["num_heads"], str(source / "config.json")
     kv_heads = optional_size(where, config, ("num_key_value_heads",), 1 if config.get("multi_query") else heads)
@@ -218,6 +229,20 @@ def list_tensors(source: Path) -> dict[str, TensorHeader]:
     return tensors
 
 
+def list_text_tensors(source: Path) -> dict[str, TensorHeader]:
+    """Returns the headers of the decoder's weights by their names in it; see `list_tensors`.
+
+    Of a multimodal checkpoint these are the weights of its language model. Draft heads (`mtp.*`) are left out.
+
+    Raises:
+        CheckpointError: see `list_tensors`.
+    """
+    tensors = list_tensors(source)
+    if not is_tower(read_config(source)):
+        return {name: tensor for name, tensor in tensors.items() if not name.startswith(_DRAFT_HEADS)}
+    return {name: tensors[key] for name, key in text_names(tensors).items()}
+
+
 def read_index(path: Path) -> dict[str, str]:
     """Returns the file of each weight, by the weight's name, from an index of shards.
 
@@ -261,7 +286,7 @@ def check_checkpoint(source: Path, dims: ModelDims) -> None:
     Raises:
         CheckpointError: see `list_tensors`; a layer or a part of one is missing; another vocabulary.
     """
-    tensors = list_tensors(source)
+    tensors = list_text_tensors(source)
     for name, tensor in tensors.items():
         if tensor.dtype.startswith("F8") or tensor.dtype in ("F4", "F6_E2M3", "F6_E3M2"):
             raise CheckpointError(

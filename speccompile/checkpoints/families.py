@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from speccompile.checkpoints.text_towers import is_tower, text_config
 from speccompile.errors import ExportError
 
 _HYBRID = "recurrent or linear-attention layers beside attention"
@@ -65,6 +66,7 @@ def check_config(config: Mapping[str, Any], max_seq_len: int) -> None:
         ExportError: with the reason.
     """
     check_architecture(config)
+    config = text_config(config)
     for rope in rope_parameters(config):
         _check_rope(str(config.get("model_type")), rope, config, max_seq_len)
 
@@ -80,8 +82,11 @@ def check_architecture(config: Mapping[str, Any]) -> None:
     """
     where = str(config.get("model_type") or "config.json without model_type")
     reason, todo = _REFUSED.get(where), _TODO
+    if reason is None and is_tower(config):
+        check_architecture(text_config(config))
+        return
     if reason is None and any(isinstance(config.get(name), Mapping) for name in _OTHER_MODALITIES):
-        reason, todo = "a multimodal checkpoint", "Use its text model alone."
+        reason, todo = "a multimodal checkpoint", "Use its text model alone."  # of no type in `text_towers.TOWERS`
     if reason is None:
         reason = _property(config)
     if reason is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.tensor_files import open_files
+from speccompile.checkpoints.text_towers import read_model_config, text_names
 from speccompile.core.jobs import SourceContext
 from speccompile.errors import CheckpointError
 
@@ -62,23 +63,23 @@ def read_tables(context: SourceContext) -> TargetTables:
     folder = find_folder(context.target_job, context.weights)
     names = _names(folder)
     files = open_files(folder)
+    keys = text_names(files.headers)
     tables: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(names):
-        if name not in files.headers:
+        if name not in keys:
             todo = "Fetch the target again, or use a speculator with tables of its own."
             raise CheckpointError(str(folder), f"no {name}", "the table that the speculator shares", todo)
-        tables[name] = files.tensor(name).to(torch.float32)
+        tables[name] = files.tensor(keys[name]).to(torch.float32)
     return TargetTables(*(tables[name] for name in names))
 
 
 def _names(folder: Any) -> tuple[str, str]:
-    """Returns the keys of embeddings and LM head, from the architecture alone; the same key where tied."""
+    """Returns the names of embeddings and LM head, from the architecture alone; the same name where tied."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(read_model_config(folder), trust_remote_code=False)
     by_id = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     first = next(name for name, parameter in model.named_parameters() if parameter is embeddings)

@@ -104,7 +104,7 @@ def _build(plan: BuildPlan, dest: Path, no_cache: bool) -> Bundle:
 
 def _predictions(plan: BuildPlan) -> dict[str, Any]:
     from speccompile.bundling.graphs import open_source
-    from speccompile.checkpoints.checkpoint import read_config
+    from speccompile.checkpoints.checkpoint import read_text_config
     from speccompile.core import registry
     from speccompile.recipe.predict import predict, predict_counts
 
@@ -114,7 +114,7 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
         source = open_source(plan, job, target, weights="random")
         counts, slots = source.counts(), plan.engine.max_batch_size
         if counts is None:
-            config = read_config(source.folder)
+            config = read_text_config(source.folder)
             sizes = (slots, source.max_rows, backend, plan.dtype)
             prediction = predict(config, source.dims, job.quantization, *sizes)
         else:

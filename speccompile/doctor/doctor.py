@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config, read_dims, resolve_checkpoint
+from speccompile.checkpoints.checkpoint import read_config, read_dims, read_text_config, resolve_checkpoint
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, TensorFiles, open_files
 from speccompile.common.json_reader import shown
 from speccompile.common.tokenizer_file import load_tokenizer
@@ -47,7 +47,7 @@ def find_target(model: str) -> Target:
         CheckpointError: no such model, or no config of a language model.
     """
     folder = resolve_checkpoint(model, _SMALL_FILES)
-    return Target(model, read_dims(folder), read_config(folder), _count_tokens(folder))
+    return Target(model, read_dims(folder), read_text_config(folder), _count_tokens(folder))
 
 
 def _count_tokens(folder: Path) -> int:

@@ -10,7 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import check_checkpoint, layers_key, read_config, read_dims
+from speccompile.checkpoints.checkpoint import (
+    check_checkpoint,
+    layers_key,
+    read_config,
+    read_dims,
+    read_text_config,
+)
 from speccompile.checkpoints.families import check_architecture
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.core.dims import ModelDims
@@ -114,7 +120,7 @@ class DecoderSource:
 
     def _write_config(self, folder: Path) -> Path:
         """Writes the config with fewer layers, from which random weights are made."""
-        config = read_config(self.folder)
+        config = read_text_config(self.folder)
         config[layers_key(config)] = self.dims.num_layers
         if config.get("layer_types"):
             config["layer_types"] = config["layer_types"][: self.dims.num_layers]

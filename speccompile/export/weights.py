@@ -11,9 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.text_towers import RENAMED, is_other_part, is_tower, read_model_config
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.export.attention import IMPLEMENTATION
 
@@ -36,8 +38,7 @@ def load_model(source: Path, weights: Weights) -> Any:
     """
     try:
         with _no_progress_bar():
-            # Without trust_remote_code=False transformers would ask on the terminal.
-            config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+            config = read_model_config(source)
             config._attn_implementation = IMPLEMENTATION
             # An architecture without transformers' registry of attentions may fail here.
             model = _random_model(config) if weights == "random" else _checkpoint_model(source, config)
@@ -169,6 +170,7 @@ def _random_model(config: Any) -> Any:
 
 
 def _checkpoint_model(source: Path, config: Any) -> Any:
+    is_multimodal = is_tower(read_config(source))
     model, info = AutoModelForCausalLM.from_pretrained(
         source,
         config=config,
@@ -178,7 +180,10 @@ def _checkpoint_model(source: Path, config: Any) -> Any:
         trust_remote_code=False,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, as an error of ours
+        **({"key_mapping": RENAMED} if is_multimodal else {}),
     )
+    if is_multimodal:
+        info["unexpected_keys"] = [key for key in info["unexpected_keys"] if not is_other_part(key)]
     check_loading(source, info)
     return model
 

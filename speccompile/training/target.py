@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims
+from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims, read_text_config
+from speccompile.checkpoints.text_towers import RENAMED, is_tower, read_model_config
 from speccompile.errors import CheckpointError
 from speccompile.export.wrapper import find_layers
 from speccompile.training_contract import TargetNeeds, TargetParts
@@ -29,12 +30,19 @@ class Target:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cpu") -> None:
-        self.folder, self.dims, self.config = folder, read_dims(folder), read_config(folder)
+        self.folder, self.dims, self.config = folder, read_dims(folder), read_text_config(folder)
         check_checkpoint(folder, self.dims)
         self.device = device
+        renamed = {"key_mapping": RENAMED} if is_tower(read_config(folder)) else {}
         try:
             self.model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+                folder,
+                config=read_model_config(folder),
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                **renamed,
             )
         except (OSError, ValueError) as fault:
             got = str(fault).strip().splitlines()[0]

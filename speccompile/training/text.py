@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from speccompile.bundling.stage_cache import StageCache, default_cache_folder
 from speccompile.bundling.tokenizers import token_ids
-from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.checkpoint import read_text_config
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import CheckpointError, RecipeError
@@ -98,7 +98,7 @@ class TextBook:
 
     def _eos(self) -> int:
         path = self.target / "config.json"
-        return (token_ids(path, read_config(self.target), "eos_token_id") or [0])[0]
+        return (token_ids(path, read_text_config(self.target), "eos_token_id") or [0])[0]
 
     def _generate(self) -> dict[str, Tokens]:
         """Returns the windows of stage 2: prompts cut from the text, continued by the target."""

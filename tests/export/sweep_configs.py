@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from speccompile.checkpoints.text_towers import TOWERS
+from tests.export.towers import tower_config
+
 VOCAB = 97
 WINDOW = 5
 
@@ -69,6 +72,8 @@ def config_of(model_type: str) -> dict[str, Any]:
     """
     from transformers import CONFIG_MAPPING
 
+    if model_type in TOWERS:
+        return dict(tower_config(model_type).to_dict())
     kind = CONFIG_MAPPING[model_type]
     own = _OWN.get(model_type, {})
     defaults = kind(**own.get("defaults", {})).to_dict()
