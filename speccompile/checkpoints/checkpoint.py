@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
-from speccompile.checkpoints.text_towers import is_tower, text_config, text_names
+from speccompile.checkpoints.text_towers import text_config, text_names
 from speccompile.common.json_reader import kind_of, read_json_object, shown, whole_number
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError
@@ -31,7 +31,6 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "c
 GGUF = ".gguf"
 GGUF_TODO = "GGUF is not read: give the transformers checkpoint that the file was made of, or convert it back to one."
 HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
-_DRAFT_HEADS = "mtp."  # prefix of the weights of a checkpoint's own draft head
 _MAX_SHOWN = 255  # also of a file's name, in bytes
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.(.+)$")
@@ -232,14 +231,12 @@ def list_tensors(source: Path) -> dict[str, TensorHeader]:
 def list_text_tensors(source: Path) -> dict[str, TensorHeader]:
     """Returns the headers of the decoder's weights by their names in it; see `list_tensors`.
 
-    Of a multimodal checkpoint these are the weights of its language model. Draft heads (`mtp.*`) are left out.
+    Of a multimodal checkpoint these are the weights of its language model. A draft head (`mtp.*`) is left out.
 
     Raises:
         CheckpointError: see `list_tensors`.
     """
     tensors = list_tensors(source)
-    if not is_tower(read_config(source)):
-        return {name: tensor for name, tensor in tensors.items() if not name.startswith(_DRAFT_HEADS)}
     return {name: tensors[key] for name, key in text_names(tensors).items()}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 # Multimodal types whose language model has equal logits alone (tests/export/test_text_towers.py).
 TOWERS = {
-    "aria", "exaone4_5", "gemma3", "got_ocr2", "idefics3", "internvl", "lighton_ocr", "llava", "llava_next",
+    "aria", "exaone4_5", "gemma3", "idefics3", "internvl", "lighton_ocr", "llava", "llava_next",
     "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm",
     "vipllava",
 }  # fmt: skip

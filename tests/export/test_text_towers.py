@@ -16,7 +16,7 @@ from speccompile.bundling.tokenizers import special_tokens
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims, read_text_config
 from speccompile.checkpoints.families import check_architecture
 from speccompile.checkpoints.text_towers import TOWERS, text_config
-from speccompile.core.specs import ModelDims
+from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError, ExportError
 from tests.export.families import VOCAB
 from tests.export.harness import Decoder, logits_of
