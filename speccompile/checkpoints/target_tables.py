@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.tensor_files import open_files
-from speccompile.checkpoints.text_towers import read_model_config, text_names
+from speccompile.checkpoints.text_towers import text_names
 from speccompile.core.jobs import SourceContext
 from speccompile.errors import CheckpointError
 
@@ -77,6 +77,8 @@ def _names(folder: Any) -> tuple[str, str]:
     """Returns the names of embeddings and LM head, from the architecture alone; the same name where tied."""
     import torch
     from transformers import AutoModelForCausalLM
+
+    from speccompile.checkpoints.model_config import read_model_config
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read_model_config(folder), trust_remote_code=False)

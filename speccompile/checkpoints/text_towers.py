@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 # Multimodal types whose language model has equal logits alone (tests/export/test_text_towers.py).
@@ -19,7 +18,7 @@ TOWERS = {
     "vipllava",
 }  # fmt: skip
 # Language models without a causal class of their own, which are those of another type where there is only text.
-_SAME_AS = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+SAME_AS = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 # Older configs of these have the sizes of the language model at the top level.
 _FLAT = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
 # Sizes that the files of these models leave to their class.
@@ -51,7 +50,9 @@ _OTHER_PARTS = re.compile(
 def is_tower(config: Mapping[str, Any]) -> bool:
     """Whether it is the config of a multimodal model whose language model can be taken alone."""
     kind = config.get("model_type")
-    return kind in TOWERS and (isinstance(config.get("text_config"), Mapping) or kind in _FLAT)
+    return (
+        isinstance(kind, str) and kind in TOWERS and (isinstance(config.get("text_config"), Mapping) or kind in _FLAT)
+    )
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         held, shared = {name: value for name, value in config.items() if name not in _CONFIGS}, {}
         shared["model_type"] = _FLAT[str(config["model_type"])]
     made = {**held, **shared}
-    made["model_type"] = _SAME_AS.get(str(made.get("model_type")), made.get("model_type"))
+    made["model_type"] = SAME_AS.get(str(made.get("model_type")), made.get("model_type"))
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := made.get(name), Mapping):
             made[name] = _text_rope(rope)
@@ -95,26 +96,3 @@ def text_name(name: str) -> str:
 def text_names(names: Iterable[str]) -> dict[str, str]:
     """Returns the names in the files of a multimodal model by the names in its language model; other parts left out."""
     return {text_name(name): name for name in names if not is_other_part(name)}
-
-
-def read_model_config(source: Path) -> Any:
-    """Returns transformers' config of the language model in `source`; imports transformers.
-
-    Raises:
-        OSError: no config.json.
-        ValueError: transformers does not know the architecture.
-    """
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    # Without trust_remote_code=False transformers would ask on the terminal.
-    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    if config.model_type not in TOWERS:
-        return config
-    text = config.get_text_config()
-    text.tie_word_embeddings = config.tie_word_embeddings
-    if text.model_type in _SAME_AS:
-        fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
-        text = CONFIG_MAPPING[_SAME_AS[text.model_type]](**fields)
-    if text.architectures is None:
-        text.architectures = config.architectures
-    return text

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from speccompile.checkpoints.checkpoint import read_config
-from speccompile.checkpoints.text_towers import RENAMED, is_other_part, is_tower, read_model_config
+from speccompile.checkpoints.model_config import read_model_config
+from speccompile.checkpoints.text_towers import RENAMED, is_other_part, is_tower
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.export.attention import IMPLEMENTATION
 

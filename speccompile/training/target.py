@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims, read_text_config
-from speccompile.checkpoints.text_towers import RENAMED, is_tower, read_model_config
+from speccompile.checkpoints.model_config import read_model_config
+from speccompile.checkpoints.text_towers import RENAMED, is_tower
 from speccompile.errors import CheckpointError
 from speccompile.export.wrapper import find_layers
 from speccompile.training_contract import TargetNeeds, TargetParts

@@ -52,7 +52,8 @@ def test_a_multimodal_folder_exports_as_its_language_model(model_type: str, tmp_
     import torch
     from transformers import AutoModelForCausalLM
 
-    from speccompile.checkpoints.text_towers import RENAMED, read_model_config
+    from speccompile.checkpoints.model_config import read_model_config
+    from speccompile.checkpoints.text_towers import RENAMED
     from speccompile.export.decoder import export_decoder
 
     whole, alone = tmp_path / "whole", tmp_path / "alone"
@@ -80,7 +81,8 @@ def test_a_multimodal_folder_exports_as_its_language_model(model_type: str, tmp_
 def test_the_language_model_has_equal_logits_alone(model_type: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from speccompile.checkpoints.text_towers import RENAMED, read_model_config
+    from speccompile.checkpoints.model_config import read_model_config
+    from speccompile.checkpoints.text_towers import RENAMED
 
     model = make_tower(tower_config(model_type), tmp_path)
     alone = AutoModelForCausalLM.from_pretrained(tmp_path, config=read_model_config(tmp_path), key_mapping=RENAMED)
@@ -165,7 +167,7 @@ def test_the_defaults_are_those_of_transformers() -> None:
 
 
 def test_the_top_level_says_whether_embeddings_are_tied(copy: Path) -> None:
-    from speccompile.checkpoints.text_towers import read_model_config
+    from speccompile.checkpoints.model_config import read_model_config
 
     text = json.loads((copy / "config.json").read_text())["text_config"]
     for is_tied in (True, False):
