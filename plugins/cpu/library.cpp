@@ -7,6 +7,7 @@
 #include "kernel.h"
 #include "linear.h"
 #include "rollback.h"
+#include "state_ops.h"
 #include "verify_ops.h"
 
 namespace speccompile::cpu {
@@ -23,6 +24,7 @@ OpTable all_ops() {
     add_verify_ops(table);
     add_draft_ops(table);
     add_rollback_op(table);
+    add_state_ops(table);
     return table;
 }
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 
 from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES
 from speccompile.ops.conv_rows import CONV_ROWS
 from speccompile.ops.gated_delta import GATED_DELTA, pending_width
 from speccompile.ops.op import Op
+from tests.ops.op_lab import model_of, session_of
 
 Arrays = dict[str, Any]
 Run = Callable[[Arrays], Sequence[np.ndarray]]
@@ -143,6 +145,44 @@ class Slots:
         return next(iter(self.buffers.values()))[:, : self.layer.settled]
 
 
+def assert_near(got: np.ndarray, wanted: np.ndarray, bound: float = 3e-6) -> None:
+    """Compares with a tolerance that is a share of the largest number."""
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=bound * max(1.0, float(np.abs(wanted).max(initial=0))))
+
+
+def body_run(layer: Layer) -> Run:
+    """Runs the function body with ONNX Runtime."""
+    session = session_of(model_of(layer.op.name, **layer.attributes))
+    return lambda inputs: session.run(None, inputs)
+
+
+def bound_run(session: ort.InferenceSession, layer: Layer, copies: bool = True) -> Run:
+    """Runs with each state bound as input and output at one address.
+
+    Args:
+        session: of the layer's op.
+        layer: names the states.
+        copies: the states of a call are copied first, so that the caller's arrays stay.
+    """
+
+    def run(inputs: Arrays) -> Sequence[np.ndarray]:
+        held = {n: inputs[n].copy() if copies else inputs[n] for n in layer.states}
+        binding = session.io_binding()
+        for name, array in {**inputs, **held}.items():
+            whole = np.ascontiguousarray(array)
+            if name in held:
+                binding.bind_input(name, "cpu", 0, whole.dtype.type, whole.shape, whole.ctypes.data)
+            else:
+                binding.bind_cpu_input(name, whole)
+        binding.bind_output("out", "cpu")
+        for tensor, name in zip(layer.op.outputs[1:], held, strict=True):
+            binding.bind_output(tensor.name, "cpu", 0, np.float32, held[name].shape, held[name].ctypes.data)
+        session.run_with_iobinding(binding)
+        return [binding.copy_outputs_to_cpu()[0], *held.values()]
+
+    return run
+
+
 def fresh(layer: Layer, run: Run, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Returns output [nodes, width] and state of one run over these tokens of a new sequence."""
     slots = Slots(layer, run, 1)
@@ -262,7 +302,7 @@ def random_step(layer: Layer, rng: np.random.Generator, batch: int, nodes: int, 
     slots.state_lengths = rng.integers(1, 50, batch)
     slots.lengths = slots.state_lengths + owed
     slots.lengths[0] = slots.state_lengths[0] = 0
-    if "pending" in slots.buffers:  # decays and weights as a model gives them
-        gates = -2 * layer.attributes["num_value_heads"]
-        slots.buffers["pending"][..., gates:] = -np.abs(slots.buffers["pending"][..., gates:])
+    if "pending" in slots.buffers:
+        tokens = rng.integers(0, VOCAB, (batch, layer.pending))
+        slots.buffers["pending"] = np.concatenate([layer.table[n][tokens] for n in ("k", "v", "g", "beta")], axis=2)
     return slots.inputs(rng.integers(0, VOCAB, (batch, nodes)), rng.integers(0, nodes + 1, batch))

@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 from speccompile.backends.onnxruntime.attention_cases import attention_cases, chain_fault, cross_cases
+from speccompile.backends.onnxruntime.state_cases import state_cases, steps_fault
 from speccompile.backends.onnxruntime.tail_cases import integers_differ, tail_cases
 from speccompile.backends.onnxruntime.tiny_models import one_node_model
 from speccompile.ops.op import DOMAIN, Op
@@ -132,6 +133,17 @@ def tail_fault(library: str) -> str | None:
     return next(filter(None, (error_of(case, open_case(case, library)) for case in cases)), None)
 
 
+def state_fault(library: str) -> str | None:
+    """Returns what is wrong with a kernel of recurrent states; None where nothing is."""
+    for op, inputs, attributes in state_cases():
+        case = Case(op, inputs, attributes, ())
+        session = open_case(case, library)
+        fault = error_of(case, session) or steps_fault(op, partial(run, session), inputs)
+        if fault is not None:
+            return fault
+    return None
+
+
 def main() -> None:
     """Runs every case; the first fault is the last line of standard error."""
     library = sys.argv[1]
@@ -139,7 +151,7 @@ def main() -> None:
         fault = fault_of(case, library)
         if fault is not None:
             sys.exit(fault)
-    sys.exit(attention_fault(library) or tail_fault(library))
+    sys.exit(attention_fault(library) or tail_fault(library) or state_fault(library))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+// What layers with recurrent states compute: the gated delta rule for one value head, and a causal depthwise convolution.
+// Raw pointers, no framework.
+//
+// A number never depends on how many rows share a step: a column of the state sees only its own row of v, k and q are
+// summed over the rows of the state in one order, and the rows of a step follow one another. So a step of k nodes gives
+// the bits of k single steps, and rows that are applied later those of rows applied at once.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "attention_rows.h"
+#include "rows.h"
+#include "vector.h"
+
+namespace speccompile::cpu {
+
+constexpr int kStateVectors = kLanes == 16 ? 4 : 2;  // vectors of columns of the state that are walked together
+
+// A node or a pending row, as one value head sees it.
+struct HeadRow {
+    const float *q, *k, *v;  // q and out: nullptr for a row whose output nobody reads
+    float decay, beta;
+    float* out;
+};
+
+// The rows of a slot over the state of one value head.
+struct HeadStep {
+    const HeadRow* rows;
+    i64 num_rows;
+    i64 num_applied;  // the first rows, after which the state is kept
+    i64 key_dim, value_dim;
+    float scale;
+    bool has_delta_rule;
+    const float* from;  // [key_dim, value_dim]
+    float* to;          // the same where the state is updated in place
+};
+
+// The first `count` lanes; zeros after them.
+inline Float load_some(const float* p, i64 count) {
+    alignas(64) float lanes[kLanes] = {};
+    std::memcpy(lanes, p, static_cast<std::size_t>(count) * sizeof(float));
+    return load(lanes);
+}
+
+inline void store_some(float* p, Float value, i64 count) {
+    alignas(64) float lanes[kLanes];
+    store(lanes, value);
+    std::memcpy(p, lanes, static_cast<std::size_t>(count) * sizeof(float));
+}
+
+// V vectors of columns of a head; of a partial vector only the first `count` lanes are in memory.
+template <int V, bool IsPartial>
+struct Columns {
+    i64 count;
+
+    Float read(const float* p, int vector) const {
+        if constexpr (IsPartial) return load_some(p, count);
+        return load(p + vector * kLanes);
+    }
+    void write(float* p, int vector, Float value) const {
+        if constexpr (IsPartial) {
+            store_some(p, value, count);
+        } else {
+            store(p + vector * kLanes, value);
+        }
+    }
+};
+
+// What a state gives for a key: the sums over the even and over the odd rows of the state.
+template <int V>
+struct Given {
+    Float even[V], odd[V];
+
+    void clear() {
+        for (int c = 0; c < V; c++) even[c] = odd[c] = zero();
+    }
+    Float sum(int c) const { return add(even[c], odd[c]); }
+};
+
+template <int V, bool IsPartial>
+inline Given<V> ask(const Columns<V, IsPartial>& columns, const float* state, i64 stride, const float* k, i64 key_dim) {
+    Given<V> given;
+    given.clear();
+    i64 i = 0;
+    for (; i + 2 <= key_dim; i += 2) {
+        const Float first = broadcast(k[i]), second = broadcast(k[i + 1]);
+        for (int c = 0; c < V; c++) {
+            given.even[c] = fma(columns.read(state + i * stride, c), first, given.even[c]);
+            given.odd[c] = fma(columns.read(state + (i + 1) * stride, c), second, given.odd[c]);
+        }
+    }
+    if (i < key_dim) {
+        const Float first = broadcast(k[i]);
+        for (int c = 0; c < V; c++) given.even[c] = fma(columns.read(state + i * stride, c), first, given.even[c]);
+    }
+    return given;
+}
+
+// One pass over the columns: the state after a row is written to `to`, is multiplied with q for the row's output, and
+// with the next row's k. What is not wanted is left out.
+template <int V, bool IsPartial, bool IsWritten, bool HasAnswer, bool HasNext>
+inline void advance(const Columns<V, IsPartial>& columns, const float* from, i64 from_stride, float* to, i64 to_stride,
+                    i64 key_dim, const HeadRow& row, const Float (&added)[V], Float (&answer)[V], const float* next_k,
+                    Given<V>& given) {
+    const Float decay = broadcast(row.decay);
+    Float sums[V], even[V], odd[V];
+    for (int c = 0; c < V; c++) sums[c] = even[c] = odd[c] = zero();
+    const auto line = [&](i64 i, Float(&parts)[V]) {
+        const Float key = broadcast(row.k[i]);
+        for (int c = 0; c < V; c++) {
+            const Float value = fma(key, added[c], mul(columns.read(from + i * from_stride, c), decay));
+            if constexpr (IsWritten) columns.write(to + i * to_stride, c, value);
+            if constexpr (HasAnswer) sums[c] = fma(broadcast(row.q[i]), value, sums[c]);
+            if constexpr (HasNext) parts[c] = fma(value, broadcast(next_k[i]), parts[c]);
+        }
+    };
+    i64 i = 0;
+    for (; i + 2 <= key_dim; i += 2) {
+        line(i, even);
+        line(i + 1, odd);
+    }
+    if (i < key_dim) line(i, even);
+    for (int c = 0; c < V; c++) answer[c] = sums[c], given.even[c] = even[c], given.odd[c] = odd[c];
+}
+
+// All rows over some columns of the state. States between rows are in `memory`, [key_dim, V * kLanes] floats.
+template <int V, bool IsPartial>
+inline void walk_columns(const HeadStep& step, i64 column, i64 count, float* memory) {
+    const Columns<V, IsPartial> columns{count};
+    const float* from = step.from + column;
+    i64 from_stride = step.value_dim;
+    Given<V> given;
+    if (step.has_delta_rule) {
+        given = ask(columns, from, from_stride, step.rows[0].k, step.key_dim);
+    } else {
+        given.clear();
+    }
+    for (i64 r = 0; r < step.num_rows; r++) {
+        const HeadRow& row = step.rows[r];
+        const bool is_last = r + 1 == step.num_rows, is_kept = r + 1 == step.num_applied;
+        const bool is_written = is_kept || !is_last, has_next = step.has_delta_rule && !is_last;
+        float* to = is_kept ? step.to + column : memory;
+        const i64 to_stride = is_kept ? step.value_dim : V * kLanes;
+        Float added[V], answer[V];
+        for (int c = 0; c < V; c++) {
+            const Float held = mul(given.sum(c), broadcast(row.decay)), value = columns.read(row.v + column, c);
+            added[c] = mul(broadcast(row.beta), step.has_delta_rule ? sub(value, held) : value);
+        }
+        const auto pass = [&](auto written, auto answered, auto next) {
+            advance<V, IsPartial, decltype(written)::value, decltype(answered)::value, decltype(next)::value>(
+                columns, from, from_stride, to, to_stride, step.key_dim, row, added, answer,
+                has_next ? step.rows[r + 1].k : nullptr, given);
+        };
+        constexpr std::true_type yes{};
+        constexpr std::false_type no{};
+        if (row.q == nullptr) {
+            has_next ? pass(yes, no, yes) : pass(yes, no, no);
+        } else if (is_written) {
+            has_next ? pass(yes, yes, yes) : pass(yes, yes, no);
+        } else {
+            pass(no, yes, no);
+        }
+        if (row.q != nullptr) {
+            for (int c = 0; c < V; c++) columns.write(row.out + column, c, mul(broadcast(step.scale), answer[c]));
+        }
+        from = to;
+        from_stride = to_stride;
+    }
+}
+
+// Floats of memory that `walk_head` needs.
+inline i64 walk_floats(i64 key_dim) { return key_dim * kStateVectors * kLanes; }
+
+inline void walk_head(const HeadStep& step, float* memory) {
+    i64 column = 0;
+    for (; column + kStateVectors * kLanes <= step.value_dim; column += kStateVectors * kLanes) {
+        walk_columns<kStateVectors, false>(step, column, 0, memory);
+    }
+    for (; column + kLanes <= step.value_dim; column += kLanes) walk_columns<1, false>(step, column, 0, memory);
+    if (column < step.value_dim) walk_columns<1, true>(step, column, step.value_dim - column, memory);
+}
+
+// Some channels of a causal depthwise convolution over the rows of one slot.
+struct ConvStep {
+    const float* taps;  // [kernel, channels]
+    const float* bias;  // [channels]
+    i64 kernel, channels, nodes;
+    i64 num_held;       // rows before the nodes: kernel - 1 of the state, and the pending ones that were accepted
+    const float* held;  // [num_held, channels]
+    const float* x;     // [nodes, channels]
+    float* out;         // [nodes, channels]
+    bool has_silu;
+    const float* row(i64 index) const {
+        return index < num_held ? held + index * channels : x + (index - num_held) * channels;
+    }
+};
+
+// Channels first ... end - 1 of all nodes.
+inline void convolve(const ConvStep& step, i64 first, i64 end) {
+    const i64 before = step.num_held - (step.kernel - 1);
+    for (i64 node = 0; node < step.nodes; node++) {
+        const auto columns = [&](i64 column, auto read, auto write) {
+            Float sum = read(step.bias + column);
+            for (i64 tap = 0; tap < step.kernel; tap++) {
+                const float* row = step.row(before + node + tap);
+                sum = fma(read(row + column), read(step.taps + tap * step.channels + column), sum);
+            }
+            write(step.out + node * step.channels + column, step.has_silu ? silu(sum) : sum);
+        };
+        i64 column = first;
+        for (; column + kLanes <= end; column += kLanes) {
+            columns(column, [](const float* p) { return load(p); }, [](float* p, Float value) { store(p, value); });
+        }
+        if (column < end) {
+            const i64 count = end - column;
+            columns(column, [&](const float* p) { return load_some(p, count); },
+                    [&](float* p, Float value) { store_some(p, value, count); });
+        }
+    }
+}
+
+}  // namespace speccompile::cpu
