@@ -9,11 +9,11 @@ import pytest
 from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import StepCosts
 from speccompile.core.sampling import SamplingParams
-from speccompile.core.specs import HIDDEN, heads_spec
+from speccompile.core.specs import HIDDEN
 from speccompile.core.tree import TokenTree
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.heads import HeadsProposer
-from speccompile.graph_kinds.heads import candidate_heads_spec
+from speccompile.graph_kinds.heads import candidate_heads_spec, heads_spec
 
 COSTS = StepCosts(((1, 1.0), (8, 1.1)))
 

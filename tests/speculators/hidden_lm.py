@@ -26,10 +26,9 @@ from speccompile.core.specs import (
     TOP_P,
     TREE_MASK,
     UNIFORMS,
-    heads_spec,
 )
 from speccompile.core.tree import chain_mask
-from speccompile.graph_kinds.heads import DraftForm, candidate_heads_spec
+from speccompile.graph_kinds.heads import DraftForm, candidate_heads_spec, heads_spec
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 
 WIDTH = 2
