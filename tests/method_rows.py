@@ -114,11 +114,19 @@ def write_exit(folder: Path, target: Path) -> None:
     borrower_files.write_exit(folder, target)
 
 
+def write_learnt_mtp(folder: Path, target: Path) -> None:
+    """Writes a multi-token prediction module."""
+    from tests.speculators import mtp_lab
+
+    mtp_lab.write_learnt(folder, target)
+
+
 AUTO, FIXED = {"tree": "auto"}, {"tree": {"widths": [2, 2, 1]}}
 ROWS: dict[str, Row] = {
     "draft_model": Row(write_draft, {"num_draft_tokens": 3}, FIXED),
     "eagle": Row(write_learnt_eagle, {"tree": "chain", "num_draft_tokens": 3}, AUTO),
     "eagle3": Row(write_learnt_eagle3, {"tree": "chain", "num_draft_tokens": 3}, AUTO),
+    "mtp": Row(write_learnt_mtp, {"num_draft_tokens": 3}),
     "ngram": Row(None, {"min_match": 1, "max_match": 2}),
     "mlp": Row(write_mlp, {"num_draft_tokens": 3}, FIXED),
     "medusa": Row(write_medusa, {"tree": "chain"}, AUTO),

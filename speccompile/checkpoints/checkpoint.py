@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
 from speccompile.checkpoints.text_towers import text_config, text_names
 from speccompile.common.json_reader import kind_of, read_json_object, shown, whole_number
@@ -231,7 +232,7 @@ def list_tensors(source: Path) -> dict[str, TensorHeader]:
 def list_text_tensors(source: Path) -> dict[str, TensorHeader]:
     """Returns the headers of the decoder's weights by their names in it; see `list_tensors`.
 
-    Of a multimodal checkpoint these are the weights of its language model. A draft head (`mtp.*`) is left out.
+    Of a multimodal checkpoint these are the weights of its language model.
 
     Raises:
         CheckpointError: see `list_tensors`.
@@ -274,7 +275,8 @@ def count_params(source: Path) -> int:
 def check_checkpoint(source: Path, dims: ModelDims) -> None:
     """Check from the files' headers that the weights are complete and belong to the config.
 
-    Exact names and shapes, which depend on the architecture, are checked when transformers loads them.
+    Exact names and shapes, which depend on the architecture, are checked when transformers loads them. Modules that
+    draft are no part of the model: see `extra_modules`.
 
     Args:
         source: the folder.
@@ -283,7 +285,9 @@ def check_checkpoint(source: Path, dims: ModelDims) -> None:
     Raises:
         CheckpointError: see `list_tensors`; a layer or a part of one is missing; another vocabulary.
     """
-    tensors = list_text_tensors(source)
+    stored = list_text_tensors(source)
+    extra = extra_keys(stored, dims.num_layers)
+    tensors = {name: tensor for name, tensor in stored.items() if name not in extra}
     for name, tensor in tensors.items():
         if tensor.dtype.startswith("F8") or tensor.dtype in ("F4", "F6_E2M3", "F6_E3M2"):
             raise CheckpointError(

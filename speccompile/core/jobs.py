@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from speccompile.core.dims import ModelDims
 
 PREFILL_CHUNK = 128  # tokens of a prompt that are read at once
-AS_TARGET = "as target"  # quantization of a job: the one that the target has
+AS_TARGET = "as target"  # model or quantization of a job: those that the target has
 DECODER = "speccompile.export.decoder_source:DecoderSource"
 
 
@@ -84,7 +84,7 @@ class GraphJob:
 
     Args:
         name: the graph's name in the bundle; `make_proposer` finds its engine under it.
-        model: checkpoint folder or hub id.
+        model: checkpoint folder or hub id; or `AS_TARGET`.
         quantization: `none`, `int8` or `int4`; or `AS_TARGET`.
         source: import string of the `core.protocols.GraphSource` that makes it; a decoder by default.
         options: what else the source needs: a frozen dataclass of the kind that the source reads. Fields of

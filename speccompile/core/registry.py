@@ -34,6 +34,7 @@ METHODS = {
     "glide": "speccompile.speculators.glide.config:GlideMethod",
     "early_exit": "speccompile.speculators.early_exit.config:EarlyExitMethod",
     "prophet": "speccompile.speculators.prophet.config:ProphetMethod",
+    "mtp": "speccompile.speculators.mtp.config:MtpMethod",
     "ngram": "speccompile.speculators.ngram.config:NgramMethod",
 }
 BACKEND_GROUP, METHOD_GROUP = "speccompile.backends", "speccompile.methods"

@@ -80,7 +80,7 @@ def open_checkpoint(folder: Path, formats: Sequence[Format], overrides: Mapping[
 
 def make_case(found: Checkpoint, layout: Format, target: Target | None = None, reads_values: bool = False) -> Case:
     """Returns the input of the checks."""
-    prefix = layout.prefix_in(found.files.headers)
+    prefix = layout.prefix_in(found.files.headers, found.config)
     place = str(found.folder / "config.json")
     sizes, _ = resolve_sizes(layout, found.config, found.files, prefix, place)
     expected = layout.expand(sizes, prefix)

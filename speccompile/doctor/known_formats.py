@@ -66,13 +66,6 @@ KNOWN = (
         (),
         (("model_type", ("redrafter", "recurrent_drafting")),),
     ),
-    KnownFormat(
-        "mtp",
-        "MTP: multi-token prediction layers of the target",
-        (r"(^|\.)eh_proj\.weight$", r"^mtp\.", r"^model\.mtp_layers\.", r"^mtp_layers\."),
-        (),
-        (("speculators_model_type", ("mtp",)),),
-    ),
 )
 
 

@@ -148,6 +148,7 @@ class Format:
         config_marks: (key of the config, value) pairs, any of which identifies it whatever the keys are.
         prefixes: that all keys may have; the first is written.
         has_others: keys without the prefix belong to another model in the same files.
+        config_prefix: the prefix that a config implies, instead of `prefixes`.
         sizes: those in the config.
         derive: adds sizes derived from others.
         rows: of keys.
@@ -169,14 +170,17 @@ class Format:
     config_marks: tuple[tuple[str, Any], ...] = ()
     prefixes: tuple[str, ...] = ("",)
     has_others: bool = False
+    config_prefix: Callable[[Mapping[str, Any]], str] | None = None
     derive: Callable[[Sizes], None] | None = None
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     ours: Callable[[Case], dict[str, Any]] | None = None
     config: Callable[[Mapping[str, Any], Target | None], dict[str, Any]] | None = None
     complete: Callable[[Mapping[str, Any], dict[str, Any]], None] | None = None
 
-    def prefix_in(self, keys: Iterable[str]) -> str:
+    def prefix_in(self, keys: Iterable[str], config: Mapping[str, Any]) -> str:
         """Returns the prefix of the keys: of those that lead to a mark or a row, the longest."""
+        if self.config_prefix is not None:
+            return self.config_prefix(config)
         patterns = [re.compile(m) for m in self.marks] + [_pattern(row.key) for row in self.rows]
         held = list(keys)
         for prefix in sorted(self.prefixes, key=len, reverse=True):

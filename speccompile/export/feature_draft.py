@@ -49,13 +49,17 @@ class FeatureBody(nn.Module):
         super().__init__()
         self.config = config
 
+    def make_rotary(self) -> nn.Module:
+        """Returns the module that makes cosines and sines of positions; it has no weights."""
+        return LlamaRotaryEmbedding(self.config)
+
     def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
         """Returns own features of nodes, [batch, nodes, hidden].
 
         Args:
             tokens: [batch, nodes] int64.
             features: [batch, nodes, hidden], of the positions before the tokens.
-            angles: cosines and sines [batch, nodes, head_dim] of these positions.
+            angles: cosines and sines [batch, nodes, head_dim] of these positions, of fewer dims with partial rotation.
         """
         raise NotImplementedError
 
@@ -74,7 +78,7 @@ class FeatureDraft(nn.Module):
 
     def __init__(self, body: FeatureBody, spec: GraphSpec) -> None:
         super().__init__()
-        self.body, self.rotary = body, LlamaRotaryEmbedding(body.config)
+        self.body, self.rotary = body, body.make_rotary()
         self.num_layers, self.num_candidates, self.dists = len(spec.caches) // 2, spec.num_candidates, spec.gives_probs
         tokens = body.target_tokens
         if tokens is not None:

@@ -43,7 +43,7 @@ class FeatureSource(SpeculatorSource):
         super().__init__(job, context)
         method = self.formats[0].method
         self.config = config_of(self.folder, self.formats, has_weights=not self.is_random)
-        _check_window(self.folder, read_config(self.folder))
+        check_window(self.folder, read_config(self.folder))
         check_config({**self.config, "model_type": method}, context.max_seq_len)
         self.max_rows = context.max_seq_len
         self.dims: FeatureDims = dims_from_config(self.folder, self.config, method, context.max_seq_len)
@@ -58,7 +58,7 @@ class FeatureSource(SpeculatorSource):
         return check_candidates(engine)
 
 
-def _check_window(folder: Path, config: Mapping[str, Any]) -> None:
+def check_window(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a window of the attention, which loaders without windows drop silently."""
     held = config.get(_NESTED)
     layer = held if isinstance(held, Mapping) else config

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.checkpoint import read_config, read_dims
+from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.model_config import read_model_config
 from speccompile.checkpoints.text_towers import RENAMED, is_other_part, is_tower
 from speccompile.errors import CheckpointError, ExportError
@@ -183,9 +184,10 @@ def _checkpoint_model(source: Path, config: Any) -> Any:
         ignore_mismatched_sizes=True,  # reported below, as an error of ours
         **({"key_mapping": RENAMED} if is_multimodal else {}),
     )
+    left = set(info["unexpected_keys"])
     if is_multimodal:
-        info["unexpected_keys"] = [key for key in info["unexpected_keys"] if not is_other_part(key)]
-    check_loading(source, info)
+        left = {key for key in left if not is_other_part(key)}
+    check_loading(source, {**info, "unexpected_keys": left - extra_keys(left, read_dims(source).num_layers)})
     return model
 
 

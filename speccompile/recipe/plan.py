@@ -172,7 +172,10 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
 
 
 def _decided(job: GraphJob, recipe: Recipe) -> GraphJob:
-    return replace(job, quantization=recipe.target.quantization) if job.quantization == AS_TARGET else job
+    target = recipe.target
+    if job.model == AS_TARGET:
+        job = replace(job, model=target.model, config=job.config or target.config)
+    return replace(job, quantization=target.quantization) if job.quantization == AS_TARGET else job
 
 
 def _engine_plan(section: EngineSection, backend: Backend) -> EnginePlan:

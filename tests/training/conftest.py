@@ -19,6 +19,7 @@ HEADS = {
     "prophet": {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 24, "horizon": 4},
     "eagle3": {"layers": [0, 1, 2], "draft_vocab_size": 20, "intermediate_size": 24, "unrolled_steps": 3},
     "glide": {"num_layers": 1, "intermediate_size": 24, "block": 3},
+    "mtp": {"unrolled_steps": 3},
     "early_exit": {"num_exit_layers": 2, "intermediate_size": 24, "chain": 3},
     "draft_model": {"hidden_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "chain": 3},
 }

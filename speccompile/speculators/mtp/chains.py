@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention of chains under training, as a function of transformers' registry: drafting's, for all starts at once.
+
+The first draft of every position is one causal run over the text. A further draft sees the first run's rows up to its
+chain's start, and the rows of its own chain: exactly what the cache holds when that token is drafted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from speccompile.errors import ExportError
+
+IMPLEMENTATION = "speccompile_chains"  # the name under which transformers finds `attend_chains`
+KeyValues = tuple[torch.Tensor, torch.Tensor]  # [batch, kv_heads, rows, head_dim] each
+
+
+@dataclass
+class Chains:
+    """Keys and values of the runs so far.
+
+    Args:
+        places: [batch, starts] int64, position at which each chain starts; None during the first run.
+        context: of the first run.
+        drafted: of each later run, a row a chain.
+    """
+
+    places: torch.Tensor | None = None
+    context: KeyValues | None = None
+    drafted: list[KeyValues] = field(default_factory=list)
+
+
+_CHAINS: ContextVar[Chains] = ContextVar("speccompile_chains")
+
+
+@contextmanager
+def running(chains: Chains) -> Iterator[None]:
+    """Makes `chains` those that the attention of this context reads and extends."""
+    token = _CHAINS.set(chains)
+    try:
+        yield
+    finally:
+        _CHAINS.reset(token)
+
+
+def attend_chains(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Returns [batch, nodes, heads, head_dim] of queries [batch, heads, nodes, head_dim], and keeps keys and values.
+
+    Raises:
+        ExportError: the layer has a window or a softcap.
+    """
+    if sliding_window or softcap:
+        got = f"a window of {sliding_window} and a softcap of {softcap}"
+        todo = "Modules of this architecture cannot be trained."
+        raise ExportError(type(module).__name__, got, "full attention", todo)
+    chains, group = _CHAINS.get(), query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if chains.places is None:
+        chains.context = (key, value)
+        keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
+        out = nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
+        return out.transpose(1, 2), None
+    assert chains.context is not None
+    chains.drafted.append((key, value))
+    keys, values = (x.repeat_interleave(group, 1) for x in chains.context)
+    is_later = torch.arange(keys.shape[2], device=query.device) > chains.places[:, None, :, None]
+    scores = [(query @ keys.transpose(2, 3)).float().masked_fill(is_later, -math.inf) * scale]
+    rows = [(k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)) for k, v in chains.drafted]
+    scores += [(query * k).float().sum(-1, keepdim=True) * scale for k, _ in rows]
+    probs = torch.cat(scores, -1).softmax(-1).to(query.dtype)
+    attended = probs[..., : keys.shape[2]] @ values
+    for i, (_, v) in enumerate(rows):
+        attended = attended + probs[..., keys.shape[2] + i, None] * v
+    return attended.transpose(1, 2), None
+
+
+def register() -> None:
+    """Makes `attend_chains` known to transformers under `IMPLEMENTATION`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, attend_chains)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-token prediction modules on disk, and as the source of a graph. Needs no torch before the export.
+
+Layouts: ours and those of Qwen3-Next and Qwen3.5 (`mtp.*`, alone or in the target's files), DeepSeek-V3's and GLM's
+(the layer after the target's last one, in the target's files), and vLLM's speculators format. Embeddings and LM head
+are the target's where the module stores none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.families import check_config
+from speccompile.checkpoints.tensor_files import TensorFiles
+from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import GraphSpec
+from speccompile.doctor.doctor import Checkpoint, make_case, open_known
+from speccompile.doctor.key_checks import COMMON
+from speccompile.doctor.layouts import Case, Check, Format, Target
+from speccompile.errors import CheckpointError, RecipeError
+from speccompile.export.checks import check_candidates
+from speccompile.export.feature_source import check_window, dims_from_config
+from speccompile.export.speculator_source import SpeculatorSource, check_agreement
+from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
+from speccompile.speculators.mtp.layer_rows import (
+    CHOICES,
+    EMBEDDINGS,
+    LM_HEAD,
+    NORM,
+    NORM_EMBEDDING,
+    NORM_HIDDEN,
+    check_conventions,
+    check_layer,
+    conventions,
+    derive,
+    fuse_experts,
+    layer_from_config,
+    module_rows,
+    module_sizes,
+)
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from speccompile.speculators.mtp.config import MtpOptions
+
+METHOD = "mtp"
+PREFIX = f"{METHOD}."
+SCOPE, SPECULATORS_SCOPE = "layer_config", "transformer_layer_config"
+_NUM_DRAFTS = 3  # vLLM's default
+_CHECKS = (*COMMON, Check("module.layer", check_layer), Check("module.conventions", check_conventions))
+
+
+def _ours_from(scope: str) -> Callable[[Case], dict[str, Any]]:
+    """Returns the layout's `ours`, whose layer is described in an object of its config; empty: by the config itself."""
+
+    def ours(case: Case) -> dict[str, Any]:
+        held = case.config.get(scope) if scope else case.config
+        return config_of_layer(held if isinstance(held, Mapping) else {}, case.config)
+
+    return ours
+
+
+def config_of_layer(config: Mapping[str, Any], stated: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns our config.json of a module.
+
+    Args:
+        config: of a model whose layers are of the module's kind.
+        stated: see `layer_rows.conventions`; None: the architecture's.
+    """
+    layer = layer_from_config(config)
+    fields = conventions(layer, stated or {})
+    return {"model_type": METHOD, "architectures": ["MtpModule"], SCOPE: layer, **fields}
+
+
+def _numbered_prefix(config: Mapping[str, Any]) -> str:
+    held = config.get("text_config")
+    text = held if isinstance(held, Mapping) else config
+    return f"model.layers.{text.get('num_hidden_layers')}."
+
+
+def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
+    return dict(config)
+
+
+def _speculators_config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
+    """Returns the config of the speculators format.
+
+    Raises:
+        CheckpointError: no target is named, or the module computes in a way that the format does not state.
+    """
+    usual = conventions(config[SCOPE], {})
+    for name in CHOICES:
+        if config[name] != usual[name]:
+            where, todo = f"config.json ({name})", "Keep it in our own layout."
+            raise CheckpointError(where, repr(config[name]), f"{usual[name]}, as readers of the format assume", todo)
+    if target is None:
+        todo = "Give the target with --target."
+        raise CheckpointError("config.json", "no target's name", "the target that the format names", todo)
+    method = {"proposal_type": "greedy", "speculative_tokens": _NUM_DRAFTS}
+    return {
+        "architectures": ["MTPDraftModel"],
+        "speculators_model_type": METHOD,
+        "speculators_version": "0.3.0",
+        "speculators_config": {
+            "algorithm": METHOD,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**method, "accept_tolerance": 0.0, "verifier_accept_k": 1}],
+            "verifier": {
+                "name_or_path": target.name,
+                "architectures": list(target.config.get("architectures") or []),
+            },
+        },
+        SPECULATORS_SCOPE: dict(config[SCOPE]),
+        "num_nextn_predict_layers": 1,
+    }
+
+
+_SPECULATORS_NAMES = {
+    "fc.weight": "mtp_layers.0.input_proj.weight",
+    NORM_EMBEDDING: "mtp_layers.0.token_layernorm.weight",
+    NORM_HIDDEN: "mtp_layers.0.hidden_layernorm.weight",
+    NORM: "mtp_layers.0.final_layernorm.weight",
+}
+_NUMBERED_NAMES = {
+    "fc.weight": "eh_proj.weight",
+    NORM_EMBEDDING: "enorm.weight",
+    NORM_HIDDEN: "hnorm.weight",
+    NORM: "shared_head.norm.weight",
+    LM_HEAD: "shared_head.head.weight",
+}
+_PARTS: dict[str, Any] = {"checks": _CHECKS, "derive": derive, "complete": fuse_experts}
+FORMATS = (
+    Format(
+        "mtp/ours",
+        "multi-token prediction module",
+        METHOD,
+        module_sizes(f"{SCOPE}."),
+        module_rows({}, "layers.0."),
+        config_marks=(("model_type", METHOD),),
+        prefixes=(PREFIX, ""),
+        ours=_ours_from(SCOPE),
+        config=_config,
+        **_PARTS,
+    ),
+    Format(
+        "mtp/speculators",
+        "multi-token prediction module (speculators format)",
+        METHOD,
+        module_sizes(f"{SPECULATORS_SCOPE}."),
+        module_rows(_SPECULATORS_NAMES, "mtp_layers.0."),
+        config_marks=(("speculators_model_type", METHOD),),
+        ours=_ours_from(SPECULATORS_SCOPE),
+        config=_speculators_config,
+        **_PARTS,
+    ),
+    Format(
+        "mtp/in_target",
+        "multi-token prediction module in its target's files",
+        METHOD,
+        module_sizes("", "text_config."),
+        module_rows({}, "layers.0."),
+        marks=(r"^(fc|norm|pre_fc_norm_embedding|pre_fc_norm_hidden)\.weight$",),
+        prefixes=(PREFIX,),
+        has_others=True,
+        ours=_ours_from(""),
+        **_PARTS,
+    ),
+    Format(
+        "mtp/numbered",
+        "multi-token prediction module as a further layer of its target",
+        METHOD,
+        module_sizes("", "text_config."),
+        module_rows(_NUMBERED_NAMES, ""),
+        marks=(r"^model\.layers\.\d+\.(eh_proj|enorm|hnorm|shared_head\.norm)\.weight$",),
+        config_prefix=_numbered_prefix,
+        has_others=True,
+        ours=_ours_from(""),
+        **_PARTS,
+    ),
+)
+
+
+def _random_case(folder: Any) -> Case:
+    """Returns the case of a config without weights: a module of a target with that config, or of ours."""
+    config, files = read_config(folder), TensorFiles({}, {})
+    layout = next((f for f in FORMATS if f.is_in(config, ())), FORMATS[2])
+    return make_case(Checkpoint(folder, config, files, layout), layout)
+
+
+class DraftSource(SpeculatorSource):
+    """See `speccompile.core.protocols.GraphSource`. The job has `MtpOptions`.
+
+    Raises:
+        CheckpointError: there is no module, or its config is wrong.
+        ExportError: the architecture of its layer is not supported.
+        RecipeError: its sizes are not the target's, or the recipe reads another state than it was trained for.
+    """
+
+    formats = FORMATS
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        super().__init__(job, context)
+        case = _random_case(self.folder) if self.is_random else open_known(self.folder, FORMATS, None)
+        self.case, options = case, self._options
+        assert case.layout.ours is not None
+        stated = case.layout.ours(case)
+        asked = {"norms": options.norms, "concat": options.concat, "chaining": options.chaining}
+        self.config: dict[str, Any] = stated | {name: value for name, value in asked.items() if value != "auto"}
+        self._check_hidden(stated["target_hidden"])
+        layer = self.config[SCOPE]
+        if "layer_types" not in layer:
+            check_window(self.folder, layer)
+        # Its architecture may be one of hybrids or mixtures: only the layer itself has to be expressed.
+        check_config({**layer, "model_type": METHOD}, context.max_seq_len)
+        self.max_rows = context.max_seq_len
+        inner = layer.get("intermediate_size") or layer.get("moe_intermediate_size")
+        sizes = {**layer, "intermediate_size": inner}
+        self.dims: FeatureDims = dims_from_config(self.folder, sizes, METHOD, context.max_seq_len)
+        agreement = (
+            ("target states of {}", self.dims.hidden_size, self.target.hidden_size),
+            ("a vocabulary of {} tokens", self.dims.vocab_size, self.target.vocab_size),
+        )
+        check_agreement(job.model, agreement)
+        held = {e.name for e in case.expected.values() if e.key in case.files.headers}
+        self.needs_tables = not {EMBEDDINGS, LM_HEAD} <= held
+
+    @property
+    def _options(self) -> MtpOptions:
+        options: MtpOptions = self.job.options
+        return options
+
+    def _check_hidden(self, stated: str) -> None:
+        is_normed = stated != "before_norm"
+        if is_normed != self._options.reads_normed:
+            last = self.target.num_layers - 1
+            got = "after_norm" if self._options.reads_normed else "a layer's output"
+            expected = "after_norm" if is_normed else f"{last}: the checkpoint says {stated}"
+            todo = "Correct the recipe; drafts from the other state are accepted less often."
+            raise RecipeError("speculator.target_hidden", got, expected, todo)
+
+    def counts(self) -> WeightCounts | None:
+        """Returns the weight counts, with the target's embeddings and LM head where it has none."""
+        layer = self.config[SCOPE]
+        hidden, vocab = self.dims.hidden_size, self.dims.vocab_size
+        queries, keys = self.dims.num_heads * self.dims.head_dim, self.dims.num_kv_heads * self.dims.head_dim
+        num_experts = self.case.sizes.get("num_experts") or 0
+        inner = int(layer.get("moe_intermediate_size") or 0) * num_experts or self.dims.intermediate_size
+        linear = hidden * (2 * hidden + 2 * queries + 2 * keys + 3 * inner + num_experts) + vocab * hidden
+        plain = vocab * hidden + 5 * hidden
+        return WeightCounts(linear + plain, linear, plain, vocab * hidden)
+
+    def spec(self) -> GraphSpec:
+        """Returns the inputs and outputs of the graph."""
+        options = self._options
+        num = min(options.num_candidates, self.dims.vocab_size)
+        return feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_candidates`."""
+        return check_candidates(engine)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
+        """Reads or makes the weights, and traces the graph."""
+        from speccompile.checkpoints.target_tables import read_tables
+        from speccompile.export.feature_draft import export_feature_draft
+        from speccompile.speculators.mtp.model import make_body
+
+        progress("load weights")
+        tables = read_tables(self.context) if self.needs_tables else None
+        body = make_body(str(self.folder), self.config, self.dims, self.read_weights(), tables)
+        graph = export_feature_draft(body, self.spec(), self.max_rows, progress)
+        return graph, replace(self.dims, num_params=sum(p.numel() for p in body.parameters()))

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting with a multi-token prediction module: recipe fields, and what the build and the runtime ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from speccompile.core.jobs import AS_TARGET, CandidateOptions, GraphJob, MethodContext, TargetOutputs
+from speccompile.core.method import Method
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import HIDDEN, hidden_name
+from speccompile.drafting.feature_config import FeatureFields
+from speccompile.drafting.proposer import DraftProposer
+from speccompile.drafting.tree_config import Tree
+from speccompile.errors import RecipeError
+from speccompile.training_contract import check_positive
+
+DRAFT = "draft"  # the graph's name in the bundle
+SOURCE = "speccompile.speculators.mtp.checkpoint:DraftSource"
+Norms = Literal["auto", "w", "1+w"]
+Concat = Literal["auto", "embedding_first", "hidden_first"]
+Chaining = Literal["auto", "normed", "raw"]
+ReadHidden = Literal["after_norm"] | int
+
+
+@dataclass(frozen=True)
+class MtpConfig(FeatureFields):
+    """A multi-token prediction module, which drafts chains. Its other fields are `FeatureFields`.
+
+    Args:
+        model: checkpoint folder or hub id of the module, or of a target that has it; none: it is in the target's own
+            checkpoint.
+        tree: `chain`: modules draft no trees.
+        norms: how its norms read their weights, `w` or `1+w`; `auto`: as its checkpoint says, else as the layer's
+            architecture does.
+        concat: order of what the projection reads, `embedding_first` or `hidden_first`; `auto`: as its checkpoint
+            says, else embedding_first.
+        chaining: what the module reads of its own after the first draft: its output after the last norm (`normed`) or
+            before it (`raw`); `auto`: as its checkpoint says, else as the architecture does.
+        target_hidden: what it reads of the target: `after_norm`, the state that the LM head reads, or the number of a
+            decoder layer, from 0, whose output it reads: with the last one, the state before the final norm.
+
+    Raises:
+        RecipeError: a value is out of range, or a tree is asked for.
+    """
+
+    model: str | None = None
+    tree: Tree = field(default="chain", kw_only=True)
+    norms: Norms = field(default="auto", kw_only=True)
+    concat: Concat = field(default="auto", kw_only=True)
+    chaining: Chaining = field(default="auto", kw_only=True)
+    target_hidden: ReadHidden = field(default="after_norm", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.has_tree:
+            expected = "chain: a module of multi-token prediction drafts one token after the other"
+            todo = "Leave tree out; num_draft_tokens says how many tokens are drafted."
+            raise RecipeError("speculator.tree", repr(self.tree), expected, todo)
+        if isinstance(self.target_hidden, int) and self.target_hidden < 0:
+            expected = "after_norm, or a decoder layer of the target from 0 on"
+            raise RecipeError("speculator.target_hidden", f"{self.target_hidden}", expected, "Correct the recipe.")
+
+    @property
+    def hidden(self) -> str:
+        """Name of the target's output that the module reads."""
+        return hidden_name(self.target_hidden) if isinstance(self.target_hidden, int) else HIDDEN
+
+
+@dataclass(frozen=True)
+class MtpOptions(CandidateOptions):
+    """Options of the module's graph; see `MtpConfig`.
+
+    Args:
+        norms: see there.
+        concat: see there.
+        chaining: see there.
+        reads_normed: whether it reads the target's hidden state after the final norm; compared with the checkpoint.
+    """
+
+    norms: Norms = "auto"
+    concat: Concat = "auto"
+    chaining: Chaining = "auto"
+    reads_normed: bool = field(default=True, compare=False)
+
+
+@dataclass(frozen=True)
+class MtpTraining:
+    """Settings of the training.
+
+    Args:
+        unrolled_steps: drafts of a chain that are trained; the module runs so often on its own output.
+        starts: share of the text's positions from which chains are unrolled in a step, drawn anew each time.
+        into_target: write the whole target with the module inside, as released models have it; otherwise the module
+            alone.
+    """
+
+    unrolled_steps: int = 3
+    starts: float = 1.0
+    into_target: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive(self, ("unrolled_steps",))
+        if not 0 < self.starts <= 1:
+            raise RecipeError("training.heads.starts", f"{self.starts}", "above 0, at most 1", "Correct the recipe.")
+
+
+class MtpMethod(Method):
+    """See `speccompile.core.method.Method`."""
+
+    name = "mtp"
+    Config = MtpConfig
+    TrainingConfig = MtpTraining
+    formats = "speccompile.speculators.mtp.checkpoint:FORMATS"
+    trainer = "speccompile.speculators.mtp.trainer:MtpTrainer"
+
+    def target_outputs(self, config: MtpConfig) -> TargetOutputs:
+        """Returns the hidden state that the module reads."""
+        if isinstance(config.target_hidden, int):
+            return TargetOutputs(hidden_layers=(config.target_hidden,))
+        return TargetOutputs(hidden=True)
+
+    def graph_jobs(self, config: MtpConfig) -> tuple[GraphJob, ...]:
+        """Returns the module's graph."""
+        options = MtpOptions(
+            config.candidates_needed,
+            config.has_probs,
+            config.norms,
+            config.concat,
+            config.chaining,
+            config.hidden == HIDDEN,
+        )
+        model = AS_TARGET if config.model is None else config.model
+        return (GraphJob(DRAFT, model, config.quantization, SOURCE, options, config.config),)
+
+    def make_proposer(self, config: MtpConfig, engines: Mapping[str, Engine], context: MethodContext) -> DraftProposer:
+        """Returns the proposer; the target's hidden states are passed on unchanged."""
+        name = config.hidden
+        return config.make_proposer(engines[DRAFT], lambda outputs: outputs[name], (name,), DRAFT, context)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes and keys of a module in every layout, and what its config says about the layer. Needs no torch.
+
+The module is one decoder layer of the target's architecture: dense or a mixture of experts, with or without norms of
+queries and keys, biases and a gate on its attention. What a config does not say is read off the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from speccompile.doctor.decoder_rows import times
+from speccompile.doctor.findings import Finding
+from speccompile.doctor.layouts import Case, Row, Size, Sizes, finding, flag
+
+LAYER = "layers.0"
+EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # stored in some layouts; otherwise the target's
+NORM_EMBEDDING, NORM_HIDDEN, NORM = "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight"
+# Architectures whose norms multiply by 1 + weight, and whose attention has a gate beside every query.
+ONE_PLUS = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
+GATED = ONE_PLUS
+_QK_NORM = ONE_PLUS | {"qwen3", "qwen3_moe"}
+_RAW_CHAINING = frozenset({"deepseek_v3"})
+_NUM_MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+# Fields that describe the layers of a whole model one by one, or its file.
+_NOT_OF_A_LAYER = (
+    *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "per_layer_config"),
+    *("quantization_config", "mlp_layer_types", "mtp_layer_types", "full_attention_interval", *_NUM_MODULES),
+)
+
+
+def layer_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config of a model of one layer of the kind that modules have, from a whole model's config.json."""
+    held = config.get("text_config")
+    whole = dict(held) if isinstance(held, Mapping) else dict(config)
+    layer = {name: value for name, value in whole.items() if name not in _NOT_OF_A_LAYER}
+    # Modules attend to the whole text, and are mixtures of experts where any layer of the target is.
+    alone = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0}
+    sparse = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+    kept = ("num_hidden_layers", *(name for name in (*alone, *sparse) if name in whole))
+    if any(name.startswith("linear_") for name in whole) or "full_attention_interval" in whole:
+        kept = (*kept, "layer_types")
+    return layer | {name: value for name, value in (alone | sparse).items() if name in kept}
+
+
+def conventions(layer: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns how a module computes: what its config states, else the defaults of its architecture.
+
+    Args:
+        layer: see `layer_from_config`.
+        config: the config.json, which may have the fields `norms`, `concat`, `chaining` and `target_hidden`.
+    """
+    family = layer.get("model_type")
+    is_hidden_first = layer.get("mtp_hidden_states_first") is True
+    defaults = {
+        "norms": "1+w" if family in ONE_PLUS else "w",
+        "concat": "hidden_first" if is_hidden_first else "embedding_first",
+        "chaining": "raw" if family in _RAW_CHAINING else "normed",
+        "target_hidden": "after_norm",
+    }
+    return {name: config[name] if config.get(name) is not None else value for name, value in defaults.items()}
+
+
+CHOICES = {
+    "norms": ("w", "1+w"),
+    "concat": ("embedding_first", "hidden_first"),
+    "chaining": ("normed", "raw"),
+    "target_hidden": ("after_norm", "before_norm"),
+}
+
+
+def module_sizes(*scopes: str) -> tuple[Size, ...]:
+    """Returns the sizes.
+
+    Args:
+        scopes: objects of config.json that may contain the layer's config, each with a dot behind it; empty: itself.
+    """
+
+    def keys(*names: str) -> tuple[str, ...]:
+        return tuple(scope + name for name in names for scope in scopes)
+
+    return (
+        Size("hidden", keys("hidden_size"), stored=((r"^(fc|eh_proj)\.weight$", 0),)),
+        Size("vocab", keys("vocab_size")),
+        Size("num_heads", keys("num_attention_heads")),
+        Size("num_kv_heads", keys("num_key_value_heads"), default=0, least=0),
+        Size("head_dim", keys("head_dim"), default=0, least=0),
+        Size("inner", keys("intermediate_size"), default=0, least=0),
+        Size("expert_inner", keys("moe_intermediate_size"), default=0, least=0),
+        Size("num_experts", keys("num_experts", "n_routed_experts", "num_local_experts"), default=0, least=0),
+        Size("num_modules", keys(*_NUM_MODULES), default=1, least=0),
+        # Read off the weights: configs have other keys for them in every family, or none.
+        Size("q_width", stored=((r"self_attn\.q_proj\.weight$", 0),), default=0, least=0),
+        Size("shared_inner", stored=((r"mlp\.shared_experts?\.up_proj\.weight$", 0),), default=0, least=0),
+        flag("has_qkv_bias", present=r"self_attn\.q_proj\.bias$"),
+        flag("has_o_bias", present=r"self_attn\.o_proj\.bias$"),
+        flag("has_qk_norm", present=r"self_attn\.[qk]_norm\.weight$"),
+        flag("has_mlp", present=r"mlp\.(gate|up|down)_proj\.weight$"),
+        flag("has_single_experts", present=r"mlp\.experts\.\d+\."),
+        flag("has_fused_experts", present=r"mlp\.experts\.(gate_up|down)_proj$"),
+        flag("has_shared_experts", present=r"mlp\.shared_experts\."),
+        flag("has_shared_expert", present=r"mlp\.shared_expert(_gate)?\."),
+        flag("has_router_bias", present=r"mlp\.gate\.e_score_correction_bias$"),
+    )
+
+
+def derive(sizes: Sizes) -> None:
+    """Adds the sizes that follow from others."""
+    heads, hidden = sizes["num_heads"], sizes["hidden"]
+    sizes["num_kv_heads"] = sizes["num_kv_heads"] or heads
+    sizes["head_dim"] = sizes["head_dim"] or (hidden // heads if hidden and heads else None)
+    sizes["o_width"], sizes["kv_width"] = (
+        times(sizes[count], sizes["head_dim"]) for count in ("num_heads", "num_kv_heads")
+    )
+    sizes["q_width"] = sizes["q_width"] or sizes["o_width"]
+    sizes["two_hidden"], sizes["two_inner"] = times(2, hidden), times(2, sizes["expert_inner"])
+    sizes["target_hidden"] = hidden
+    is_sparse = sizes["has_single_experts"] or sizes["has_fused_experts"]
+    sizes["has_experts"], sizes["num_layers"] = int(bool(is_sparse)), 1
+    if not is_sparse:
+        sizes["has_mlp"] = 1
+
+
+def module_rows(names: Mapping[str, str], layer: str) -> tuple[Row, ...]:
+    """Returns the keys of a module.
+
+    Args:
+        names: key in the layout by the name in ours, of the parts beside the layer.
+        layer: prefix of the layer's keys with its dot; empty where it has none.
+    """
+
+    def part(name: str, *dims: str, is_optional: bool = False) -> Row:
+        return Row(names.get(name, name), dims, name=name, is_optional=is_optional)
+
+    def row(tail: str, *dims: str | int, need: str = "", over: tuple[tuple[str, str, int], ...] = ()) -> Row:
+        return Row(f"{layer}{tail}", dims, over, f"{LAYER}.{tail}", need=need)
+
+    each = (("expert", "num_experts", 0),)
+    heads = {"q": "q_width", "k": "kv_width", "v": "kv_width"}
+    single, shared = (
+        {"gate": (inner, "hidden"), "up": (inner, "hidden"), "down": ("hidden", inner)}
+        for inner in ("expert_inner", "shared_inner")
+    )
+    return (
+        part("fc.weight", "hidden", "two_hidden"),
+        *(part(name, "hidden") for name in (NORM_EMBEDDING, NORM_HIDDEN, NORM)),
+        part(EMBEDDINGS, "vocab", "hidden", is_optional=True),
+        part(LM_HEAD, "vocab", "hidden", is_optional=True),
+        row("input_layernorm.weight", "hidden"),
+        row("post_attention_layernorm.weight", "hidden"),
+        *(row(f"self_attn.{p}_proj.weight", width, "hidden") for p, width in heads.items()),
+        *(row(f"self_attn.{p}_proj.bias", width, need="has_qkv_bias") for p, width in heads.items()),
+        row("self_attn.o_proj.weight", "hidden", "o_width"),
+        row("self_attn.o_proj.bias", "hidden", need="has_o_bias"),
+        *(row(f"self_attn.{p}_norm.weight", "head_dim", need="has_qk_norm") for p in "qk"),
+        *(row(f"mlp.{p}_proj.weight", "inner", "hidden", need="has_mlp") for p in ("gate", "up")),
+        row("mlp.down_proj.weight", "hidden", "inner", need="has_mlp"),
+        row("mlp.gate.weight", "num_experts", "hidden", need="has_experts"),
+        row("mlp.gate.e_score_correction_bias", "num_experts", need="has_router_bias"),
+        *(
+            row(f"mlp.experts.{{expert}}.{p}_proj.weight", *dims, need="has_single_experts", over=each)
+            for p, dims in single.items()
+        ),
+        row("mlp.experts.gate_up_proj", "num_experts", "two_inner", "hidden", need="has_fused_experts"),
+        row("mlp.experts.down_proj", "num_experts", "hidden", "expert_inner", need="has_fused_experts"),
+        *(
+            row(f"mlp.{name}.{p}_proj.weight", *dims, need=f"has_{name}")
+            for name in ("shared_expert", "shared_experts")
+            for p, dims in shared.items()
+        ),
+        row("mlp.shared_expert_gate.weight", 1, "hidden", need="has_shared_expert"),
+    )
+
+
+def fuse_experts(config: Mapping[str, Any], tensors: dict[str, Any]) -> None:
+    """Stacks the weights of single experts, as the layer computes with them: gates above ups, then downs."""
+    import torch
+
+    first = f"{LAYER}.mlp.experts"
+    num = sum(name.startswith(first) and name.endswith(".down_proj.weight") for name in tensors)
+    if not num:
+        return
+    gates, ups, downs = (
+        [tensors.pop(f"{first}.{i}.{part}_proj.weight") for i in range(num)] for part in ("gate", "up", "down")
+    )
+    tensors[f"{first}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+    tensors[f"{first}.down_proj"] = torch.stack(downs)
+
+
+def check_layer(case: Case) -> Iterator[Finding]:
+    """Yields findings where the keys are not those of the architecture that the config names."""
+    layer = case.layout.ours(case)["layer_config"] if case.layout.ours is not None else {}
+    family, sizes = layer.get("model_type"), case.sizes
+    todo = "Config and weights are of different models: fetch the folder again, or correct config.json."
+    width = times(2 if family in GATED else 1, sizes["o_width"])
+    if width is not None and sizes["q_width"] != width:
+        kind = "queries and their gates" if family in GATED else "queries"
+        expected = f"{width} rows: {kind} of {sizes['num_heads']} heads of {sizes['head_dim']}"
+        key = case.key_of(f"{LAYER}.self_attn.q_proj.weight") or "q_proj"
+        yield finding("error", case.place(key), f"{sizes['q_width']} rows", expected, todo)
+    if family in _QK_NORM and not sizes["has_qk_norm"]:
+        yield finding("error", case.place(), "no q_norm and k_norm", f"those of a layer of {family}", todo)
+    if not isinstance(family, str):
+        yield finding("error", case.config_place("model_type"), repr(family), "the layer's architecture", todo)
+    if (sizes["num_modules"] or 0) > 1:
+        todo = "Only the first module would draft. Take a checkpoint with one, or say so with --set."
+        where = case.config_place(*_NUM_MODULES)
+        yield finding("error", where, f"{sizes['num_modules']} modules", "one, which drafts every token", todo)
+
+
+def check_conventions(case: Case) -> Iterator[Finding]:
+    """Yields a finding for each convention of a config that has a value of its own, and a warning for odd norms."""
+    if case.layout.ours is None:
+        return
+    ours = case.layout.ours(case)
+    for name, known in CHOICES.items():
+        if ours[name] not in known:
+            todo = "Correct config.json."
+            yield finding("error", case.config_place(name), repr(ours[name]), " or ".join(known), todo)
+    key = case.key_of(NORM_HIDDEN)
+    if case.reads_values and key is not None and case.files.headers[key].dtype in ("F32", "F16", "BF16"):
+        mean = float(case.files.tensor(key).float().mean())
+        # Weights of released modules scatter around 0 where they are 1 + w, and around 1 or above elsewhere; a hint.
+        if (ours["norms"] == "1+w" and mean > 0.75) or (ours["norms"] == "w" and mean < 0.1):
+            other = "w" if ours["norms"] == "1+w" else "1+w"
+            todo = f"If nothing is accepted, give speculator.norms: {other}; some conversions store the other form."
+            yield finding("warning", case.place(key), f"a mean of {mean:.2f}", f"weights read as {ours['norms']}", todo)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The module in torch, as its graph computes it and as it is trained.
+
+h' = layer(fc(norm(embedding of the next token), norm(hidden state of this position))), and the target's LM head reads
+norm(h'). The layer is transformers' own class of the target's architecture, so that gates, experts and partial rotary
+positions have their meaning there. After DeepSeek-AI 2024, "DeepSeek-V3" (arXiv 2412.19437), section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from speccompile.checkpoints.target_tables import TargetTables
+from speccompile.errors import CheckpointError, ExportError
+from speccompile.export import attention
+from speccompile.export.feature_draft import FeatureBody, fill_weights
+from speccompile.graph_kinds.features import FeatureDims
+from speccompile.speculators.mtp.layer_rows import EMBEDDINGS, LM_HEAD
+
+_LAYER = "layer_config"
+
+
+class MtpModule(nn.Module):
+    """The module without embeddings and LM head; its parameters have the names of the `mtp.*` layout.
+
+    Args:
+        config: ours.
+        implementation: name of the attention function in transformers' registry.
+    """
+
+    def __init__(self, config: Mapping[str, Any], implementation: str) -> None:
+        super().__init__()
+        base = layer_model(config[_LAYER], implementation)
+        made, layer = base.config, base.layers[0]
+        self.is_hidden_first, self.is_raw = config["concat"] == "hidden_first", config["chaining"] == "raw"
+        self.layer_config, self.rotary_class = made, type(base.rotary_emb)
+        norm, width, eps = type(base.norm), made.hidden_size, made.rms_norm_eps
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(width, eps=eps), norm(width, eps=eps)
+        self.layers = nn.ModuleList((layer,))
+        self.norm = norm(width, eps=eps)
+        # A norm that multiplies by 1 + weight begins with weights of zero.
+        with torch.device("cpu"):
+            self.class_offset = 1.0 - float(norm(1, eps=eps).weight.detach())
+
+    def make_rotary(self) -> nn.Module:
+        """Returns the architecture's rotary embedding."""
+        return self.rotary_class(self.layer_config)
+
+    def read(self, embedded: torch.Tensor, hidden: torch.Tensor, angles: Any) -> torch.Tensor:
+        """Returns what the next draft of a chain reads as `hidden`.
+
+        Args:
+            embedded: [batch, nodes, hidden], of the tokens after the hidden states.
+            hidden: [batch, nodes, hidden], the target's states, or own ones of the draft before.
+            angles: cosines and sines of the hidden states' positions.
+        """
+        parts = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden))
+        x = self.fc(torch.cat(parts[::-1] if self.is_hidden_first else parts, -1))
+        out = self.layers[0](x, position_embeddings=angles, attention_mask=None)
+        own: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return own if self.is_raw else self.norm(own)
+
+    def finish(self, own: torch.Tensor) -> torch.Tensor:
+        """Returns what the LM head reads, of what `read` returned."""
+        return self.norm(own) if self.is_raw else own
+
+
+class MtpBody(FeatureBody):
+    """The module with embeddings and LM head.
+
+    Args:
+        config: ours.
+        dims: sizes.
+    """
+
+    target_tokens = None
+
+    def __init__(self, config: Mapping[str, Any], dims: FeatureDims) -> None:
+        module = MtpModule(config, attention.IMPLEMENTATION)
+        super().__init__(module.layer_config)
+        self.module = module
+        self.embed_tokens = nn.Embedding(dims.vocab_size, dims.hidden_size)
+        self.lm_head = nn.Linear(dims.hidden_size, dims.vocab_size, bias=False)
+
+    def make_rotary(self) -> nn.Module:
+        """See `FeatureBody`."""
+        return self.module.make_rotary()
+
+    def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
+        """See `FeatureBody`."""
+        return self.module.read(self.embed_tokens(tokens), features, angles)
+
+    def logits(self, own: torch.Tensor) -> torch.Tensor:
+        """See `FeatureBody`."""
+        return self.lm_head(self.module.finish(own))
+
+
+def layer_model(layer: Mapping[str, Any], implementation: str) -> Any:
+    """Returns transformers' decoder of one layer, of which only that layer and the classes are of use.
+
+    Args:
+        layer: see `layer_rows.layer_from_config`.
+        implementation: name of the attention function.
+
+    Raises:
+        ExportError: transformers cannot make it.
+    """
+    family = str(layer.get("model_type"))
+    try:
+        made = AutoConfig.for_model(**{**layer, "model_type": family})
+        made._attn_implementation = implementation
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False)
+        base = model.get_decoder()
+        if any(hasattr(m, "experts") for m in model.modules()):
+            # The default grouped matmul has no ONNX form; the batched one has.
+            model.set_experts_implementation("batched_mm")
+        if len(base.layers) == 1 and base.rotary_emb is not None and base.norm is not None:
+            return base
+        got = "no decoder of one layer with rotary positions and a norm"
+    except (TypeError, ValueError, KeyError, AttributeError) as fault:
+        got = f"{type(fault).__name__}: {(str(fault).strip().splitlines() or ['no message'])[0]}"
+    todo = "Modules of this architecture cannot be exported."
+    raise ExportError(f"a layer of {family}", got, "an architecture that transformers builds", todo)
+
+
+def make_body(
+    where: str,
+    config: Mapping[str, Any],
+    dims: FeatureDims,
+    weights: Mapping[str, torch.Tensor] | None,
+    tables: TargetTables | None,
+) -> MtpBody:
+    """Returns the module with its weights.
+
+    Args:
+        where: the checkpoint, for messages.
+        config: ours.
+        dims: sizes.
+        weights: by the names of our layout; None: random ones.
+        tables: the target's, for a module that stores none.
+
+    Raises:
+        CheckpointError: the weights are not those of the layer's architecture.
+        ExportError: see `layer_model`.
+    """
+    attention.register()
+    with torch.device("meta"):
+        body = MtpBody(config, dims)
+    shared = {} if tables is None else {EMBEDDINGS: tables.embeddings, LM_HEAD: tables.lm_head}
+    if weights is None:
+        fill_weights(body, None, shared)
+        _zero_buffers(body)
+        return body.eval()
+    own = fitted_weights(where, body.module, config, weights)
+    held = {**shared, **{name: weights[name] for name in (EMBEDDINGS, LM_HEAD) if name in weights}}
+    fill_weights(body, {f"module.{name}": tensor for name, tensor in own.items()}, held)
+    for name, buffer in body.module.named_buffers():
+        buffer.copy_(own[name])
+    return body.eval()
+
+
+def _zero_buffers(body: nn.Module) -> None:
+    for buffer in body.buffers():
+        buffer.zero_()
+
+
+def fitted_weights(
+    where: str, module: MtpModule, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Returns the weights of a module in float32, those of norms as its classes read them.
+
+    Args:
+        where: the checkpoint, for messages.
+        module: for names and shapes.
+        config: ours.
+        weights: by the names of our layout; embeddings and LM head are left out.
+
+    Raises:
+        CheckpointError: one is missing, left over or of another shape.
+    """
+    wanted = module.state_dict()
+    held = {name: tensor for name, tensor in weights.items() if name not in (EMBEDDINGS, LM_HEAD)}
+    missing, extra = sorted(set(wanted) - set(held)), sorted(set(held) - set(wanted))
+    wrong = sorted(name for name in set(held) & set(wanted) if held[name].shape != wanted[name].shape)
+    todo = "Config and weights are of different models: fetch the folder again, or correct config.json."
+    for names, got in ((missing, "missing"), (extra, "left over"), (wrong, "of another shape")):
+        if names:
+            expected = f"the weights of a layer of {config[_LAYER].get('model_type')}"
+            raise CheckpointError(where, f"{names[0]} {got} ({len(names)} such weights)", expected, todo)
+    shift = stored_offset(config) - module.class_offset
+    return {n: t.float() + shift if shift and is_norm(n) else t.float() for n, t in held.items()}
+
+
+def stored_offset(config: Mapping[str, Any]) -> float:
+    """Returns what is added to the stored weights of norms before they are multiplied."""
+    return 1.0 if config["norms"] == "1+w" else 0.0
+
+
+def is_norm(name: str) -> bool:
+    """Whether a parameter of a module is the weight of a norm."""
+    return name.endswith("norm.weight") or name.startswith("pre_fc_norm")

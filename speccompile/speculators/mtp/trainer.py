@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A module under training: the one module run again and again on its own output, over a frozen target.
+
+After Cai et al. 2025, "FastMTP" (arXiv 2509.18362): teacher-forced tokens, and later drafts weigh less (the recipe's
+`decay`, 0.6 there). As in drafting, a chain's rows are its own, and those before its start are of the first run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.extra_modules import extra_keys
+from speccompile.checkpoints.tensor_files import TensorFiles, files_from_tensors, open_files
+from speccompile.doctor.convert import write_safetensors
+from speccompile.doctor.doctor import read_speculator
+from speccompile.export.heads_file import CONFIG, WEIGHTS, write_heads
+from speccompile.speculators.mtp.chains import IMPLEMENTATION, Chains, register, running
+from speccompile.speculators.mtp.checkpoint import FORMATS, PREFIX, SCOPE, config_of_layer
+from speccompile.speculators.mtp.config import MtpTraining
+from speccompile.speculators.mtp.model import MtpModule, fitted_weights, is_norm, stored_offset
+from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
+
+
+class TrainableMtp(nn.Module):
+    """See `speccompile.training_contract.Trainable`.
+
+    Args:
+        module: with its weights.
+        config: ours.
+        parts: the target's embeddings, LM head and folder.
+        training: the settings.
+    """
+
+    def __init__(self, module: MtpModule, config: Mapping[str, Any], parts: TargetParts, training: MtpTraining) -> None:
+        super().__init__()
+        self.module, self.config, self.num_positions = module, dict(config), training.unrolled_steps
+        self.starts, self.into = training.starts, parts.folder if training.into_target else None
+        self.rotary = module.make_rotary()
+        self.register_buffer("embeddings", parts.embeddings, persistent=False)
+        self.register_buffer("lm_head", parts.lm_head, persistent=False)
+
+    def _read(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, chains: Chains
+    ) -> torch.Tensor:
+        """Runs the module: tokens [batch, nodes] after hidden states [batch, nodes, hidden] at `positions`."""
+        with running(chains):
+            return self.module.read(self.embeddings[tokens], hidden, self.rotary(hidden, positions))
+
+    def forward(self, batch: TrainingBatch) -> Drafted:
+        """Returns the drafts; a chain that starts at t reads states up to t and tokens up to t + 1, the root."""
+        count, nodes = batch.tokens.shape
+        device, chains = batch.tokens.device, Chains()
+        positions = torch.arange(nodes - 1, device=device).expand(count, -1)
+        own = self._read(batch.tokens[:, 1:], batch.hidden[:, :-1].float(), positions, chains)
+        generator = torch.Generator().manual_seed(batch.seed % 2**31)
+        num = max(1, round((nodes - 1) * self.starts))
+        places = torch.stack([torch.randperm(nodes - 1, generator=generator)[:num] for _ in range(count)]).to(device)
+        own = torch.gather(own, 1, places[..., None].expand(-1, -1, own.shape[-1]))
+        states, chains.places = [self.module.finish(own)], places
+        for step in range(1, self.num_positions):
+            tokens = torch.gather(batch.tokens, 1, (places + 1 + step).clamp(max=nodes - 1))
+            own = self._read(tokens, own, places + step, chains)
+            states.append(self.module.finish(own))
+        ahead = places[..., None] + 1 + torch.arange(self.num_positions, device=device)
+        rows = torch.arange(count, device=device)[:, None, None]
+        labels = torch.where(ahead < nodes, rows * nodes + ahead, -1)
+        projections = (self.lm_head,) * self.num_positions
+        return Drafted(torch.stack(states, 2).flatten(0, 1), labels.flatten(0, 1), projections)
+
+    @torch.no_grad()
+    def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
+        """Returns a chain: reads all states of the target, then drafts on its own output."""
+        hidden, chains, drafted = batch.hidden.float(), Chains(), []
+        nodes = hidden.shape[1]
+        own = self._read(batch.tokens[:, 1:], hidden, torch.arange(nodes)[None], chains)[:, -1:]
+        chains.places = torch.full((1, 1), nodes - 1)
+        for step in range(num):
+            token = (self.module.finish(own) @ self.lm_head.T).argmax(-1)
+            drafted.append(token[0, 0])
+            if step + 1 < num:
+                own = self._read(token, own, torch.full((1, 1), nodes + step), chains)
+        return torch.stack(drafted)
+
+    def save(self, folder: Path) -> None:
+        """Writes the `mtp.*` layout: the module alone, or the target's files with the module inside."""
+        shift = self.module.class_offset - stored_offset(self.config)
+        held = self.module.state_dict()
+        tensors = {PREFIX + name: tensor + shift if is_norm(name) else tensor for name, tensor in held.items()}
+        if self.into is None:
+            write_heads(folder, self.config, tensors)
+        else:
+            _write_whole(self.into, folder, tensors)
+
+
+def _write_whole(source: Path, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes a copy of a target with a module in its weights, in place of one that it has."""
+    config = read_config(source)
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    text["mtp_num_hidden_layers"] = 1
+    model, module = open_files(source), files_from_tensors({n: t.detach().bfloat16() for n, t in tensors.items()})
+    old = extra_keys(model.headers, int(text["num_hidden_layers"]))
+    for path in sorted(source.iterdir()):
+        is_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+        if path.is_file() and not is_weights and not path.name.startswith("."):
+            shutil.copyfile(path, folder / path.name)
+    write_safetensors(folder / WEIGHTS, _Joined(model, module, old))
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+class _Joined(TensorFiles):
+    """The tensors of a model, some left out, and those of a module."""
+
+    def __init__(self, model: TensorFiles, module: TensorFiles, left_out: set[str]) -> None:
+        kept = {key: header for key, header in model.headers.items() if key not in left_out}
+        super().__init__({**kept, **module.headers}, model.files)
+        self._model, self._module = model, module
+
+    def array(self, key: str) -> Any:
+        """See `TensorFiles`."""
+        return (self._module if key in self._module.headers else self._model).array(key)
+
+
+def begin_module(config: Mapping[str, Any], parts: TargetParts) -> MtpModule:
+    """Returns a module that begins as the target's last layer of its kind, on the target's hidden states."""
+    with torch.device("meta"):
+        module = MtpModule(config, IMPLEMENTATION)
+    module.to_empty(device="cpu")
+    ones = 1.0 - module.class_offset
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.fill_(ones if is_norm(name) else 0.0) if parameter.dim() == 1 else parameter.normal_(0, 0.02)
+        for buffer in module.buffers():
+            buffer.zero_()
+        width = module.fc.out_features
+        hidden = slice(0, width) if module.is_hidden_first else slice(width, 2 * width)
+        module.fc.weight[:, hidden] = torch.eye(width)
+        if parts.norm is not None and parts.norm.shape == module.norm.weight.shape:
+            module.norm.weight.copy_(parts.norm)
+        own = dict(module.layers[0].named_parameters())
+        shapes = {name: parameter.shape for name, parameter in own.items()}
+        for layer in reversed(parts.layers):
+            if {name: value.shape for name, value in layer.items()} == shapes:
+                for name, parameter in own.items():
+                    parameter.copy_(layer[name])
+                break
+    return module
+
+
+class MtpTrainer:
+    """See `speccompile.training_contract.Trainer`."""
+
+    def needs(self, config: MtpTraining, target: Mapping[str, Any]) -> TargetNeeds:
+        """Returns the needs: the states after the final norm."""
+        return TargetNeeds(hidden=True)
+
+    def make(self, config: MtpTraining, parts: TargetParts, start: Path | None) -> Any:
+        """Returns a module like the target's last layer, or that of the checkpoint `start`."""
+        register()
+        made = config_of_layer(parts.config)
+        if start is None:
+            return TrainableMtp(begin_module(made, parts), made, parts, config)
+        stated, weights = read_speculator(start, FORMATS)
+        made |= {name: value for name, value in stated.items() if name != SCOPE}
+        module = begin_module(made, parts)
+        module.load_state_dict(fitted_weights(str(start), module, made, weights))
+        return TrainableMtp(module, made, parts, config)
