@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 # Of Qwen3-Next, Qwen3.5 and others: in a tree of their own beside the model.
-_BESIDE = re.compile(r"^(model\.)?mtp(_layers)?\.")
+_BESIDE = re.compile(r"^(model\.)?(mtp\.|mtp_layers\.)")
 # Of DeepSeek-V3 and GLM: numbered as further layers, each with this projection.
 _NUMBERED = re.compile(r"^(.*\blayers\.(\d+)\.)eh_proj\.weight$")
 

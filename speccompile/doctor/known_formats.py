@@ -52,6 +52,7 @@ KNOWN = (
         ("dflash_config",),
         (("speculators_model_type", ("dflash",)),),
     ),
+    KnownFormat("mimo", "MiMo: layers of multi-token prediction in a list of their own", (r"^model\.mtp_layers\.",)),
     KnownFormat("pard", "PARD: a parallel language model with mask tokens", (), ("pard_token",)),
     KnownFormat(
         "hydra",

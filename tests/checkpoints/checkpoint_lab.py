@@ -13,60 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-HIDDEN, VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 16, 40, 6, 4, 2, 4
-INNER, DRAFT_VOCAB, SMALL = 24, 12, 8  # MLP width, EAGLE-3's draft vocabulary, width of GLIDE and Prophet
-LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "vocab_size": VOCAB,
-    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
-    "intermediate_size": INNER, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    "rope_theta": 10000.0,
-}  # fmt: skip
-Tensors = dict[str, torch.Tensor]
-
-
-def write_target(folder: Path, **changes: Any) -> Path:
-    """The doctor needs only a config of a target."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
-    return folder
-
-
-def draw(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Tensors:
-    generator = torch.Generator().manual_seed(seed)
-    return {key: (torch.randn(shape, generator=generator) * 0.2).bfloat16() for key, shape in shapes.items()}
-
-
-def save(folder: Path, config: Mapping[str, Any], tensors: Tensors, name: str = "model.safetensors") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(config)))
-    if name.endswith(".safetensors"):
-        save_file({k: t.clone() for k, t in tensors.items()}, folder / name)  # clone: shared ones are stored twice
-    else:
-        torch.save(tensors, folder / name)
-    return folder
-
-
-def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
-    (path,) = folder.glob("*.safetensors")
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
-def set_config(folder: Path, **changes: Any) -> None:
-    """None removes a key; a dot in a name is written as two underscores."""
-    config = json.loads((folder / "config.json").read_text())
-    for name, value in changes.items():
-        place, *path = config, *name.split("__")
-        for part in path[:-1]:
-            place = place[part]
-        if value is None:
-            place.pop(path[-1], None)
-        else:
-            place[path[-1]] = value
-    (folder / "config.json").write_text(json.dumps(config))
+from tests.checkpoints.lab_files import (  # noqa: F401
+    DRAFT_VOCAB,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    LAYERS,
+    LLAMA,
+    SMALL,
+    VOCAB,
+    Tensors,
+    draw,
+    edit,
+    layer_shapes,
+    save,
+    set_config,
+    write_target,
+)
+from tests.checkpoints.mtp_files import mtp_glm, mtp_ours, mtp_qwen, mtp_speculators
 
 
 def medusa_tensors(num_heads: int = 3, num_layers: int = 1) -> Tensors:
@@ -168,23 +136,6 @@ def mlp_square(folder: Path) -> Path:
     tensors = draw(mlp_shapes(HIDDEN, HIDDEN, VOCAB, 2, first_only=False))
     bare = {key.removeprefix("speculator."): t for key, t in tensors.items()}
     return save(folder, mlp_config(HIDDEN, 0, VOCAB, 2), bare)
-
-
-def layer_shapes(
-    prefix: str, hidden: int, qkv_input: int, *, norm: bool = True, heads: int = HEADS, kv_heads: int = KV_HEADS
-) -> dict[str, tuple[int, ...]]:
-    dim = HEAD_DIM
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{prefix}.self_attn.q_proj.weight": (heads * dim, qkv_input),
-        f"{prefix}.self_attn.k_proj.weight": (kv_heads * dim, qkv_input),
-        f"{prefix}.self_attn.v_proj.weight": (kv_heads * dim, qkv_input),
-        f"{prefix}.self_attn.o_proj.weight": (hidden, heads * dim),
-        f"{prefix}.mlp.gate_proj.weight": (INNER, hidden),
-        f"{prefix}.mlp.up_proj.weight": (INNER, hidden),
-        f"{prefix}.mlp.down_proj.weight": (hidden, INNER),
-        f"{prefix}.post_attention_layernorm.weight": (hidden,),
-    }
-    return {**shapes, **({f"{prefix}.input_layernorm.weight": (hidden,)} if norm else {})}
 
 
 def eagle_ours(folder: Path, num_layers: int = 1) -> Path:
@@ -361,6 +312,10 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "eagle3-narrow": (eagle3_narrow, "eagle3/ours"),
     "eagle3-numbered": (eagle3_numbered, "eagle3/numbered"),
     "eagle3-speculators": (eagle3_speculators, "eagle3/speculators"),
+    "mtp": (mtp_ours, "mtp/ours"),
+    "mtp-speculators": (mtp_speculators, "mtp/speculators"),
+    "mtp-qwen": (mtp_qwen, "mtp/in_target"),
+    "mtp-glm": (mtp_glm, "mtp/numbered"),
     "glide": (glide_ours, "glide/ours"),
     "glide-tied": (glide_tied, "glide/ours"),
     "prophet": (prophet_ours, "prophet/ours"),

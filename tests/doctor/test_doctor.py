@@ -162,7 +162,7 @@ def test_what_cannot_be_read_is_a_finding(
 
 
 KNOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "mtp": ({"model_type": "deepseek_v3"}, ["model.layers.61.eh_proj.weight", "model.layers.61.enorm.weight"]),
+    "mimo": ({"model_type": "mimo"}, ["model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.mlp.up_proj.weight"]),
     "dflash": (
         {"dflash_config": {"mask_token_id": 1}},
         ["fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight"],
@@ -184,7 +184,7 @@ def test_what_is_known_and_not_supported_is_named(name: str, tmp_path: Path) -> 
     assert "known but not supported yet" in report.findings[0].todo
 
 
-@pytest.mark.parametrize("kind", ["peagle", "dflash", "dspark", "mtp"])
+@pytest.mark.parametrize("kind", ["peagle", "dflash", "dspark"])
 def test_other_kinds_of_the_speculators_format_are_named(kind: str, tmp_path: Path) -> None:
     folder = lab.eagle3_speculators(tmp_path)
     lab.set_config(folder, speculators_model_type=kind)

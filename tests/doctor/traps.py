@@ -281,6 +281,22 @@ TRAPS = {
         "got 'eagle'; expected 'eagle3'",
         config(speculators_config__algorithm="eagle"),
     ),
+    "queries without their gates": Trap(
+        lab.mtp_qwen,
+        "mtp.layer",
+        "got 16 rows; expected 32 rows: queries and their gates of 4 heads of 4",
+        put("mtp.layers.0.self_attn.q_proj.weight", lambda t: t[:16].contiguous()),
+    ),
+    "a convention of its own": Trap(
+        lab.mtp_ours, "mtp.conventions", "got 'sideways'; expected embedding_first or", config(concat="sideways")
+    ),
+    "norms in the other form": Trap(
+        lab.mtp_ours,
+        "mtp.norms",
+        "got a mean of 1.*; expected weights read as 1.w",
+        config(norms="1+w"),
+        severity="warning",
+    ),
     "keys and values of its own": Trap(
         lab.glide_ours,
         "glide.own_keys",

@@ -35,6 +35,7 @@ from speccompile.speculators.mtp.layer_rows import (
     NORM_HIDDEN,
     check_conventions,
     check_layer,
+    check_norms,
     conventions,
     derive,
     fuse_experts,
@@ -52,7 +53,12 @@ METHOD = "mtp"
 PREFIX = f"{METHOD}."
 SCOPE, SPECULATORS_SCOPE = "layer_config", "transformer_layer_config"
 _NUM_DRAFTS = 3  # vLLM's default
-_CHECKS = (*COMMON, Check("module.layer", check_layer), Check("module.conventions", check_conventions))
+_CHECKS = (
+    *COMMON,
+    Check("mtp.layer", check_layer),
+    Check("mtp.conventions", check_conventions),
+    Check("mtp.norms", check_norms),
+)
 
 
 def _ours_from(scope: str) -> Callable[[Case], dict[str, Any]]:

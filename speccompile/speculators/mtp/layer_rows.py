@@ -74,7 +74,7 @@ def module_sizes(*scopes: str) -> tuple[Size, ...]:
     """Returns the sizes.
 
     Args:
-        scopes: objects of config.json that may contain the layer's config, each with a dot behind it; empty: itself.
+        scopes: objects of config.json that may contain the layer's config, each followed by a dot; empty: itself.
     """
 
     def keys(*names: str) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ def check_layer(case: Case) -> Iterator[Finding]:
 
 
 def check_conventions(case: Case) -> Iterator[Finding]:
-    """Yields a finding for each convention of a config that has a value of its own, and a warning for odd norms."""
+    """Yields a finding for each convention of a config that has a value of its own."""
     if case.layout.ours is None:
         return
     ours = case.layout.ours(case)
@@ -218,7 +218,13 @@ def check_conventions(case: Case) -> Iterator[Finding]:
         if ours[name] not in known:
             todo = "Correct config.json."
             yield finding("error", case.config_place(name), repr(ours[name]), " or ".join(known), todo)
-    key = case.key_of(NORM_HIDDEN)
+
+
+def check_norms(case: Case) -> Iterator[Finding]:
+    """Yields a warning where the weights of a norm look like the other form."""
+    if case.layout.ours is None:
+        return
+    ours, key = case.layout.ours(case), case.key_of(NORM_HIDDEN)
     if case.reads_values and key is not None and case.files.headers[key].dtype in ("F32", "F16", "BF16"):
         mean = float(case.files.tensor(key).float().mean())
         # Weights of released modules scatter around 0 where they are 1 + w, and around 1 or above elsewhere; a hint.
