@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.families import check_config
 from speccompile.checkpoints.tensor_files import TensorFiles
+from speccompile.checkpoints.text_towers import text_config
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
@@ -84,9 +85,7 @@ def config_of_layer(config: Mapping[str, Any], stated: Mapping[str, Any] | None 
 
 
 def _numbered_prefix(config: Mapping[str, Any]) -> str:
-    held = config.get("text_config")
-    text = held if isinstance(held, Mapping) else config
-    return f"model.layers.{text.get('num_hidden_layers')}."
+    return f"model.layers.{text_config(config).get('num_hidden_layers')}."
 
 
 def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from speccompile.checkpoints.text_towers import text_config
 from speccompile.doctor.decoder_rows import times
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.layouts import Case, Row, Size, Sizes, finding, flag
@@ -32,8 +33,7 @@ _NOT_OF_A_LAYER = (
 
 def layer_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config of a model of one layer of the kind that modules have, from a whole model's config.json."""
-    held = config.get("text_config")
-    whole = dict(held) if isinstance(held, Mapping) else dict(config)
+    whole = text_config(config)
     layer = {name: value for name, value in whole.items() if name not in _NOT_OF_A_LAYER}
     # Modules attend to the whole text, and are mixtures of experts where any layer of the target is.
     alone = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0}
