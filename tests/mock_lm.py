@@ -102,7 +102,7 @@ class MockLM:
 class MockEngine:
     """See `speccompile.core.protocols.Engine`."""
 
-    compacts_in_step, view_rows = False, 0
+    compacts_in_step, view_rows, states = False, 0, None
 
     def __init__(
         self, model: MockLM, role: str, max_slots: int, max_seq_len: int, headroom: int = 0, num_candidates: int = 4

@@ -15,12 +15,13 @@ import numpy as np
 
 from speccompile.backends.feeds import sizes_from_feeds
 from speccompile.backends.predicting import predict_float32
+from speccompile.backends.states import SlotStates
 from speccompile.core import specs
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
-from speccompile.errors import RuntimeFault
+from speccompile.errors import BuildError, RuntimeFault
 
 RollbackT = TypeVar("RollbackT")  # with which an engine compacts its caches
 
@@ -191,6 +192,26 @@ class Backend(ABC):
         """
 
 
+def refuse_states(where: str, spec: GraphSpec) -> None:
+    """Refuses a graph whose layers keep other things than K and V of one size.
+
+    Args:
+        where: the backend's keys of a recipe, for the message.
+        spec: inputs and outputs of the neutral graph.
+
+    Raises:
+        BuildError: it has recurrent states, or caches of several sizes.
+    """
+    todo = "Build with engine.backend: onnxruntime and engine.device: cpu."
+    if spec.states:
+        got, expected = f"recurrent states of {spec.name}", "attention layers alone: recurrent ones not yet"
+        raise BuildError(where, got, expected, todo)
+    sizes = {(cache.dims[1], cache.dims[3]) for cache in map(spec.input, spec.caches)}
+    if len(sizes) > 1:
+        shown = " and ".join(f"{heads} heads of {width}" for heads, width in sorted(sizes, key=str))
+        raise BuildError(where, f"K and V caches of {shown}", "one size in all layers: several not yet", todo)
+
+
 class EngineBase(ABC, Generic[RollbackT]):
     """Bounds of steps, and defaults for engines whose caches have one layout. See `core.protocols.Engine`.
 
@@ -204,6 +225,7 @@ class EngineBase(ABC, Generic[RollbackT]):
 
     def __init__(self, spec: GraphSpec, max_slots: int, max_rows: int) -> None:
         self.spec, self.max_slots, self.max_rows = spec, max_slots, max_rows
+        self.states = SlotStates(spec, max_slots) if spec.states else None
 
     @property
     def view_rows(self) -> int:
@@ -246,6 +268,8 @@ class EngineBase(ABC, Generic[RollbackT]):
 
     def reset(self, rows: int = 1) -> None:
         """See `speccompile.core.protocols.Engine.reset`; by default as `shrink`."""
+        if self.states is not None:
+            self.states.reset()
         self.shrink(rows)
 
     def shrink(self, rows: int) -> None:

@@ -20,7 +20,8 @@ from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
 from speccompile.core.jobs import CompileOptions, GraphJob, SourceContext, json_from_options
 from speccompile.core.protocols import GraphSource
 from speccompile.core.specs import GraphSpec
-from speccompile.errors import BuildError
+from speccompile.drafting.tree_config import check_chain
+from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.plan import TARGET, BuildPlan
 from speccompile.runtime.bundle import digest_from_json, read_json, write_json
 
@@ -127,6 +128,7 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
     if plan.weights == "checkpoint":
         source.check()
     options = compile_options(plan, source.max_rows)
+    _check_states(plan, job, source.spec(), is_draft=target is not None)
     backend.check(source.spec(), options, job.quantization)
     depends_on = {
         "checkpoint": source.digests(),
@@ -146,6 +148,19 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
     if texts is not None:
         depends_on["calibration"] = digest_from_json({"texts": texts})
     return Graph(job, source, source.dims, digest_from_json(depends_on), texts)
+
+
+def _check_states(plan: BuildPlan, job: GraphJob, spec: GraphSpec, *, is_draft: bool) -> None:
+    """Refuses recurrent states where they cannot be rolled back.
+
+    Raises:
+        RecipeError: a draft has some, or the target has and the method drafts trees.
+    """
+    if is_draft and spec.states:
+        got = f"{job.model} with recurrent layers ({spec.states[0]}) as the graph {job.name!r}"
+        todo = "Choose a draft of attention layers alone, or another method."
+        raise RecipeError("speculator.model", got, "a draft of attention layers: recurrent ones not yet", todo)
+    check_chain(spec, plan.speculator)
 
 
 def compile_graph(

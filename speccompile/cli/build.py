@@ -116,7 +116,8 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
         if counts is None:
             config = read_text_config(source.folder)
             sizes = (slots, source.max_rows, backend, plan.dtype)
-            prediction = predict(config, source.dims, job.quantization, *sizes)
+            num_nodes = plan.engine.max_draft_nodes + 1
+            prediction = predict(config, source.dims, job.quantization, *sizes, max_pending=num_nodes)
         else:
             prediction = predict_counts(counts, job.quantization, backend=backend, dtype=plan.dtype)
         target = target or source.dims

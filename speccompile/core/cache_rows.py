@@ -35,6 +35,22 @@ class CacheRows:
         self.engine.move_slot(source, dest, num)
         self.lengths[dest] = num
 
+    def reusable(self, slot: int, num_rows: int) -> int:
+        """Returns how many of the first `num_rows` tokens of a slot a sequence can go on from: `States.reusable`."""
+        states = self.engine.states
+        return num_rows if states is None else states.reusable(slot, num_rows)
+
+    def resume(self, slot: int, num_rows: int) -> None:
+        """Keeps the first `num_rows` rows of a slot: 0, or a number that `reusable` returned."""
+        if (states := self.engine.states) is not None:
+            states.resume(slot, num_rows)
+        self.lengths[slot] = num_rows
+
+    def take_snapshot(self, slot: int) -> None:
+        """Copies what of a slot cannot be cut to fewer rows; see `States.take_snapshot`."""
+        if (states := self.engine.states) is not None:
+            states.take_snapshot(slot)
+
     def swap(self, first: int, second: int) -> None:
         """Exchanges the rows of two slots."""
         lengths = self.lengths

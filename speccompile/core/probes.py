@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.specs import GraphSpec
+from speccompile.core.specs import SURE_NODES, GraphSpec
 
 
 def probe_inputs(
@@ -45,3 +45,8 @@ def probe_inputs(
             values = {"lengths": length, "last_node": num_nodes - 1, "sure": sure}
             feeds[tensor.name] = np.full(shape, values[tensor.probe])
     return feeds
+
+
+def all_sure(spec: GraphSpec, num_slots: int, num_nodes: int) -> dict[str, NDArray[Any]]:
+    """Returns the feeds by which all nodes of a step stay in recurrent states; none for a graph without states."""
+    return {SURE_NODES: np.full(num_slots, num_nodes, dtype=np.int64)} if spec.states else {}

@@ -22,18 +22,55 @@ from speccompile.core.tree import Floats, Ints, TokenTree
 Outputs = Mapping[str, NDArray[Any]]
 
 
+class States(Protocol):
+    """The recurrent states of an engine's slots.
+
+    After a step the states of a slot hold the tokens before it and its `sure_nodes`; its other nodes are pending, and
+    the next step applies those that were accepted. So the next `lengths` may roll back among the pending nodes alone.
+    """
+
+    def reusable(self, slot: int, rows: int) -> int:
+        """Returns how many of the first `rows` tokens of a slot a sequence can go on from.
+
+        That is by its states where they hold no more than these, otherwise by its snapshot; 0: by neither.
+        """
+        ...
+
+    def resume(self, slot: int, rows: int) -> None:
+        """Makes the states of a slot ready for a step after its first `rows` tokens, from its snapshot if need be.
+
+        What they and the snapshot hold beyond these is void: other tokens will follow.
+
+        Args:
+            slot: its index.
+            rows: 0, or a number that `reusable` returned.
+        """
+        ...
+
+    def take_snapshot(self, slot: int) -> None:
+        """Copies the states of a slot, in place of its earlier snapshot; it moves with the slot."""
+        ...
+
+
 class Engine(Protocol):
     """A loaded graph with its caches.
 
     An engine owns static caches [slots, kv_heads, max_seq, head_dim]; a step works on a contiguous range of
     slots. Caches that its spec borrows are another engine's memory: slot for slot the same, and only the owner
     moves, resets and compacts them. The caller keeps the lengths. Not thread-safe.
+
+    Recurrent states (`GraphSpec.states`) travel with their slot as the caches do, but cannot be cut: see `States`.
     """
 
     spec: GraphSpec
     max_slots: int
     max_rows: int
     compacts_in_step: bool  # a step keeps the accepted path itself: `compact` is not called
+
+    @property
+    def states(self) -> States | None:
+        """The recurrent states of its slots; None: its graph has none."""
+        ...
 
     @property
     def view_rows(self) -> int:
@@ -54,7 +91,8 @@ class Engine(Protocol):
             means that a row of the slot's logits was not finite.
 
         Raises:
-            RuntimeFault: lengths + nodes exceed `max_rows`, or the slots exceed `max_slots`.
+            RuntimeFault: lengths + nodes exceed `max_rows`, or the slots exceed `max_slots`; or the recurrent states of
+                a slot do not hold its first `lengths` tokens.
         """
         ...
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from speccompile.core.specs import GraphSpec
 from speccompile.core.tree_shape import TreeShape
 from speccompile.errors import RecipeError
 
@@ -119,3 +120,19 @@ def tree_from_words(value: Any) -> Tree:
 
 def _is_ints(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+
+
+def check_chain(target: GraphSpec, config: Any) -> None:
+    """Refuses trees for a target with recurrent states, whose rows follow one another.
+
+    Args:
+        target: inputs and outputs of the target.
+        config: the method's `Config`.
+
+    Raises:
+        RecipeError: the method drafts trees.
+    """
+    if target.states and isinstance(config, TreeFields) and config.has_tree:
+        got = "a tree" if config.shape is not None else f"{config.tree}"
+        expected = "chain: a target with recurrent layers scores chains alone, trees not yet"
+        raise RecipeError("speculator.tree", got, expected, "Write speculator.tree: chain.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from speccompile.core import specs
-from speccompile.core.probes import probe_inputs
+from speccompile.core.probes import all_sure, probe_inputs
 from speccompile.errors import BuildError
 
 if TYPE_CHECKING:
@@ -47,12 +47,16 @@ def check_target(engine: Engine, max_nodes: int) -> dict[str, Any]:
     if not _has_room(engine):
         return {}
     prompt, num_tokens = _prompt(engine), min(_NUM_TOKENS, max_nodes)
-    step = engine.run({specs.TOKENS: prompt, specs.LENGTHS: _int(0), specs.SCORED_NODES: _int([_NUM_PROMPT - 1])})
-    tokens = [_token(engine, step[specs.NEXT_TOKEN])]
+    first = {specs.TOKENS: prompt, specs.LENGTHS: _int(0), specs.SCORED_NODES: _int([_NUM_PROMPT - 1])}
+    first |= all_sure(engine.spec, 1, _NUM_PROMPT)
+    tokens = [_token(engine, engine.run(first)[specs.NEXT_TOKEN])]
     while len(tokens) < num_tokens:
         length = _NUM_PROMPT + len(tokens) - 1
-        step = engine.run({specs.TOKENS: _int([tokens[-1]]), specs.LENGTHS: _int(length)})
+        sure = all_sure(engine.spec, 1, 1)
+        step = engine.run({specs.TOKENS: _int([tokens[-1]]), specs.LENGTHS: _int(length), **sure})
         tokens.append(_token(engine, step[specs.NEXT_TOKEN]))
+    if engine.spec.states:  # they cannot be cut to the prompt
+        engine.run(first)
     chain = engine.run({specs.TOKENS: _int(tokens), specs.LENGTHS: _int(_NUM_PROMPT)})
     num_equal = int(chain[specs.NUM_ACCEPTED][0])
     if not 1 <= num_equal < num_tokens:

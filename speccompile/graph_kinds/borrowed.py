@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from speccompile.core.dims import ModelDims
@@ -50,8 +50,7 @@ def sharing_spec(spec: GraphSpec) -> GraphSpec:
 def find_owner(
     spec: GraphSpec,
     cache_ref: BorrowedCache,
-    names: Sequence[str],
-    sizes: tuple[int, int],
+    sizes: Mapping[str, tuple[int, int]],
     num_slots: int,
     max_slots: int,
 ) -> int:
@@ -60,8 +59,7 @@ def find_owner(
     Args:
         spec: of the borrower.
         cache_ref: one of its `borrowed`.
-        names: of the owner's own caches.
-        sizes: kv heads and head size of these.
+        sizes: kv heads and head size of the owner's own caches by name, in order.
         num_slots: that the owner has.
         max_slots: that the borrower needs.
 
@@ -70,11 +68,11 @@ def find_owner(
     """
     where, todo = f"engine {spec.name} ({cache_ref.name})", "Build the bundle again."
     dims = spec.input(cache_ref.name).dims
-    if cache_ref.cache not in names:
+    if cache_ref.cache not in sizes:
         got = f"no cache {cache_ref.cache!r} of {cache_ref.owner}"
-        raise BundleError(where, got, f"one of {', '.join(names) or 'none'}", todo)
-    if sizes != (dims[1], dims[3]):
-        raise BundleError(where, f"{sizes[0]} heads of {sizes[1]} to borrow", f"{dims[1]} of {dims[3]}", todo)
+        raise BundleError(where, got, f"one of {', '.join(sizes) or 'none'}", todo)
+    if (held := sizes[cache_ref.cache]) != (dims[1], dims[3]):
+        raise BundleError(where, f"{held[0]} heads of {held[1]} to borrow", f"{dims[1]} of {dims[3]}", todo)
     if num_slots < max_slots:
         raise BundleError(where, f"{num_slots} slots to borrow", f"at least {max_slots}", todo)
-    return list(names).index(cache_ref.cache)
+    return list(sizes).index(cache_ref.cache)

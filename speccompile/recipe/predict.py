@@ -31,7 +31,7 @@ class Prediction:
         num_linear: weights in linear layers of the graph, the LM head included.
         weights_bytes: size of the compiled graph's weights.
         file_bytes: of the compiled graph, weights included.
-        cache_bytes: key and value caches, all slots and rows.
+        cache_bytes: key and value caches, all slots and rows; recurrent states, with a snapshot for each slot.
         export_peak_bytes: resident memory while it is exported and lowered.
         builder_peak_bytes: resident memory of a builder's own process; 0 where there is none.
         build_peak_bytes: the larger one of these two.
@@ -59,6 +59,7 @@ def predict(
     rows: int,
     backend: Backend | None = None,
     dtype: str = "float32",
+    max_pending: int = 1,
 ) -> Prediction:
     """Predict a decoder.
 
@@ -70,6 +71,7 @@ def predict(
         rows: cache rows of each.
         backend: whose `predict` is used; None: float32 ONNX graphs.
         dtype: of activations and caches.
+        max_pending: of recurrent states, see `core.specs.GraphSpec`.
 
     Raises:
         CheckpointError: a size in the config is not a positive integer.
@@ -85,7 +87,7 @@ def predict(
     # Sine and cosine of every position are tables in the graph.
     tables = 0 if dims.model_type in _LEARNED_POSITIONS else rows * dims.head_dim
     counts = WeightCounts(num_params, layers + head, embedding + norms + tables, head, is_tied)
-    cache_bytes = slots * rows * dims.cache_row_bytes_in(dtype)
+    cache_bytes = slots * (rows * dims.cache_row_bytes_in(dtype) + 2 * dims.state_bytes(max_pending))
     return predict_counts(counts, quantization, cache_bytes, backend, dtype)
 
 

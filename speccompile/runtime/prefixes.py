@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 MIN_SHARED = 16  # tokens; reading fewer is as fast as moving a cache
 _BLOCK = 64  # tokens compared at once: slices of lists compare fast
@@ -19,12 +19,17 @@ def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
     return most
 
 
-def best_match(prompt: Sequence[int], held: Iterable[tuple[int, Sequence[int]]]) -> tuple[int, int]:
+def best_match(
+    prompt: Sequence[int],
+    held: Iterable[tuple[int, Sequence[int]]],
+    reusable: Callable[[int, int], int] = lambda slot, num: num,
+) -> tuple[int, int]:
     """Returns the slot that shares the longest prefix with a prompt.
 
     Args:
         prompt: token ids.
         held: slot indices with the tokens in their caches.
+        reusable: of a slot and a number of its first tokens: how many of them a sequence can go on from.
 
     Returns:
         The slot index and the number of tokens; (-1, 0) where none shares at least `MIN_SHARED`. The prompt's last two
@@ -33,7 +38,7 @@ def best_match(prompt: Sequence[int], held: Iterable[tuple[int, Sequence[int]]])
     best, most, start = -1, MIN_SHARED - 1, prompt[:MIN_SHARED]
     for slot, tokens in held:
         if tokens[:MIN_SHARED] == start:
-            num = min(num_shared(prompt, tokens), len(prompt) - 2)
+            num = reusable(slot, min(num_shared(prompt, tokens), len(prompt) - 2))
             if num > most:
                 best, most = slot, num
     return (best, most) if best >= 0 else (-1, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from speccompile.core.protocols import Proposer
 from speccompile.runtime.handles import RequestOutput
 from speccompile.runtime.prefixes import MIN_SHARED, Kept, best_match
-from speccompile.runtime.slots import Slots
+from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
 
 
@@ -47,7 +47,8 @@ class SlotAllocator:
             How many tokens of the prompt the slot's caches have already.
         """
         front, prompt = len(self.active), output.slot.tokens
-        source, num = best_match(prompt, self._held()) if self.keeps else (-1, 0)
+        rows = self.verifier.cache
+        source, num = best_match(prompt, self._held(), rows.reusable) if self.keeps else (-1, 0)
         self.reading, self.reading_slot = output, front
         if self._may_take(source, num):
             self._move_kept(source, front)
@@ -59,11 +60,23 @@ class SlotAllocator:
                     self.kept.use(source)
                 for cache in self.caches:
                     cache.copy(source, front, num)
-        if num and output.slot.has_draft:
-            num = self.proposer.resume(front, output.slot, num)
-        else:
-            self.proposer.start(front, output.slot)
-        self.verifier.lengths[front] = num
+        num = self._resume(front, output.slot, num)
+        rows.resume(front, num)
+        return num
+
+    def _resume(self, slot: int, sequence: Slot, num: int) -> int:
+        """Starts the drafts of a sequence whose first `num` tokens are in the slot's caches.
+
+        Returns:
+            How many of these need not be read again. A draft may need some of the target's rows again, and a target
+            with recurrent states can begin at few lengths only.
+        """
+        while num and sequence.has_draft:
+            wanted = self.proposer.resume(slot, sequence, num)
+            num = self.verifier.cache.reusable(slot, wanted)
+            if num == wanted:
+                return num
+        self.proposer.start(slot, sequence)
         return num
 
     def _held(self) -> list[tuple[int, list[int]]]:
@@ -131,6 +144,8 @@ class SlotAllocator:
             self.kept.rename(slot, self.reading_slot)
         else:
             self._move(self.reading_slot, slot)
+        if self.keeps:
+            self.verifier.cache.take_snapshot(slot)
         self.reading = None
         self.active.append(output)
         self.slots.slots.append(output.slot)

@@ -22,6 +22,7 @@ from speccompile.core.specs import (
     PARENTS,
     PATH,
     SCORED_NODES,
+    SURE_NODES,
     TOKENS,
     TREE_MASK,
     UNIFORMS,
@@ -31,9 +32,14 @@ from speccompile.errors import RuntimeFault
 from speccompile.runtime.host_verify import verify_on_host
 from speccompile.runtime.slots import Slots
 
+END_ROWS = 2  # rows of a prompt's end that stay pending: the same prompt again, and a draft, begin that much earlier
+
 
 class Verifier:
     """Scores trees and commits paths.
+
+    A target with recurrent states is told which nodes of a step stay whatever is decided (`sure_nodes`): those of a
+    prompt, and the one node of a plain step. With drafts none is sure, so that the step can be run once more.
 
     Args:
         engine: the target (`verified_spec`).
@@ -47,6 +53,8 @@ class Verifier:
         self.cache = CacheRows(engine, self.lengths)
         self.outputs: Outputs = {}
         self._compacts = not engine.compacts_in_step
+        self._has_states = engine.states is not None
+        self._end_rows = min(END_ROWS, engine.spec.max_pending)
         self._lengths_of: dict[int, Ints] = {}  # by batch size: a view of `lengths`, made once
 
     def may_draft(self, where: str, params: SamplingParams) -> bool:
@@ -96,13 +104,28 @@ class Verifier:
         """
         row = self.lengths[slot : slot + 1]
         start = int(row[0])
-        num = self.chunk if most is None else min(self.chunk, most)
-        nodes = np.array([tokens[start : min(start + num, len(tokens) - 1)]], dtype=np.int64)
+        left, num = len(tokens) - 1 - start, self.chunk if most is None else min(self.chunk, most)
+        num, sure = self._split(left, num) if self._has_states else (min(left, num), None)
+        nodes = np.array([tokens[start : start + num]], dtype=np.int64)
         # One scored node, so that the LM head is computed for one row. The last node attends to all others.
         feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.array([[nodes.shape[1] - 1]], dtype=np.int64)}
+        if sure is not None:
+            feeds[SURE_NODES] = sure
         outputs = self.engine.run(feeds, first_slot=slot)
         row += nodes.shape[1]
         return nodes, outputs
+
+    def _split(self, left: int, most: int) -> tuple[int, Ints]:
+        """Returns the size of a prompt's next chunk, and its `sure_nodes` [1]: all, but for the prompt's last rows.
+
+        Args:
+            left: tokens that are still to be read.
+            most: of the chunk.
+        """
+        if left <= most:
+            return left, np.array([max(left - self._end_rows, 0)], dtype=np.int64)
+        num = max(min(most, left - self._end_rows), 1)  # so that the last chunk has them all
+        return num, np.array([num], dtype=np.int64)
 
     def score(self, tree: TokenTree, slots: Slots) -> Verdict:
         """Scores a tree with one forward; the verdict's arrays are valid until the next one."""
@@ -111,6 +134,8 @@ class Verifier:
         if lengths is None:
             lengths = self._lengths_of[batch] = self.lengths[:batch]
         feeds: dict[str, NDArray[Any]] = {TOKENS: tree.tokens, LENGTHS: lengths}
+        if self._has_states:
+            feeds[SURE_NODES] = np.full(batch, nodes if nodes == 1 else 0, dtype=np.int64)
         if not tree.is_chain:
             feeds[TREE_MASK], feeds[PARENTS] = tree.mask(), tree.parents
         elif tree.parents is not chain_parents(batch, nodes):

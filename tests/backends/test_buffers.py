@@ -16,7 +16,7 @@ def test_buckets_hold_their_rows_without_great_waste(rows: int) -> None:
 
 
 def filled(rows: int) -> CacheBuffers:
-    buffers = CacheBuffers(["k", "v"], 2, 3, max_slots=3, max_rows=700)
+    buffers = CacheBuffers({"k": (2, 3), "v": (1, 5)}, max_slots=3, max_rows=700)
     buffers.grow(rows)
     for index in range(2):
         view = buffers.view(index)

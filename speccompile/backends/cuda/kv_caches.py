@@ -191,8 +191,8 @@ def bind_caches(
                 alone[is_written] = allocate(replace(spec, caches=names))
             bound.append(BoundCache(cache_ref.name, alone[is_written], names.index(cache_ref.name)))
             continue
-        sizes = (held.dims[0], held.dims[2])
-        index = find_owner(spec, cache_ref, held.names, sizes, held.max_slots, max_slots)
+        sizes = dict.fromkeys(held.names, (held.dims[0], held.dims[2]))
+        index = find_owner(spec, cache_ref, sizes, held.max_slots, max_slots)
         wanted = spec.input(cache_ref.name)
         if held.dtype != wanted.dtype or (isinstance(wanted.dims[2], int) and wanted.dims[2] != held.rows):
             got, expected = f"{held.dtype} with {held.rows} rows", f"{wanted.dtype} with {wanted.dims[2]} rows"

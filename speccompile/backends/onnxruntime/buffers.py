@@ -8,7 +8,8 @@ once per bucket, never per step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,45 +23,54 @@ class CacheBuffers:
     """The caches of one engine in host memory.
 
     Args:
-        names: cache inputs in order.
-        kv_heads, head_dim: dims of each cache.
+        sizes: (kv_heads, head_dim) of each cache input by name, in order.
         max_slots, max_rows: capacity; memory is committed by the system when rows are first written.
     """
 
-    def __init__(self, names: Sequence[str], kv_heads: int, head_dim: int, max_slots: int, max_rows: int) -> None:
-        self.names, self.kv_heads, self.head_dim = tuple(names), kv_heads, head_dim
+    def __init__(self, sizes: Mapping[str, tuple[int, int]], max_slots: int, max_rows: int) -> None:
+        self.sizes, self.names = dict(sizes), tuple(sizes)
         self.max_slots, self.max_rows = max_slots, max_rows
         self.rows = min(bucket_rows(1, max_rows), max_rows)
-        size = max_slots * kv_heads * max_rows * head_dim
-        self._flat = [np.zeros(size, np.float32) for _ in names]
+        self._of = tuple(sizes.values())
+        self._flat = [np.zeros(max_slots * heads * max_rows * width, np.float32) for heads, width in self._of]
         self.addresses = [flat.ctypes.data for flat in self._flat]
 
-    @property
-    def slot_bytes(self) -> int:
-        """Returns the bytes from one slot to the next in the present view."""
-        return 4 * self.kv_heads * self.rows * self.head_dim
+    def shape(self, index: int, batch: int) -> tuple[int, int, int, int]:
+        """Returns the shape of the present view of cache `index` with `batch` slots."""
+        heads, width = self._of[index]
+        return batch, heads, self.rows, width
+
+    def address(self, index: int, first_slot: int) -> int:
+        """Returns the address of slot `first_slot` in the present view of cache `index`."""
+        return self.addresses[index] + 4 * first_slot * math.prod(self.shape(index, 1))
 
     @property
     def num_bytes(self) -> int:
         """Returns the bytes reserved, all caches together."""
         return sum(flat.nbytes for flat in self._flat)
 
-    def _view(self, flat: np.ndarray, rows: int) -> np.ndarray:
-        size = self.max_slots * self.kv_heads * rows * self.head_dim
-        return flat[:size].reshape(self.max_slots, self.kv_heads, rows, self.head_dim)
+    def _view(self, index: int, rows: int) -> np.ndarray:
+        heads, width = self._of[index]
+        size = self.max_slots * heads * rows * width
+        return self._flat[index][:size].reshape(self.max_slots, heads, rows, width)
 
     def view(self, index: int) -> np.ndarray:
         """Returns cache `index` as [max_slots, kv_heads, rows, head_dim] float32; shares memory."""
-        return self._view(self._flat[index], self.rows)
+        return self._view(index, self.rows)
+
+    def _views(self, rows: int | None = None) -> Iterator[np.ndarray]:
+        """Yields the present view of each cache, with its first `rows` rows alone."""
+        for index in range(len(self._flat)):
+            yield self.view(index)[:, :, :rows]
 
     def grow(self, rows: int) -> bool:
         """Make the view hold at least `rows`; returns whether it changed."""
         if rows <= self.rows:
             return False
         new_rows = bucket_rows(rows, self.max_rows)
-        for flat in self._flat:
-            old = self._view(flat, self.rows).copy()
-            new = self._view(flat, new_rows)
+        for index in range(len(self._flat)):
+            old = self.view(index).copy()
+            new = self._view(index, new_rows)
             new[:, :, : self.rows] = old
             new[:, :, self.rows :] = 0  # other slots' rows were there, of which one may be NaN
         self.rows = new_rows
@@ -71,30 +81,38 @@ class CacheBuffers:
         new_rows = bucket_rows(max(rows, 1), self.max_rows)
         if new_rows >= self.rows:
             return False
-        for flat in self._flat:
-            kept = self._view(flat, self.rows)[:, :, :new_rows].copy()
-            self._view(flat, new_rows)[:] = kept
+        for index in range(len(self._flat)):
+            kept = self.view(index)[:, :, :new_rows].copy()
+            self._view(index, new_rows)[:] = kept
         self.rows = new_rows
         return True
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """Copy the first `rows` rows of slot `source`, or all, over those of slot `dest`."""
-        for flat in self._flat:
-            view = self._view(flat, self.rows)[:, :, :rows]
+        for view in self._views(rows):
             view[dest] = view[source]
 
     def clear_slot(self, slot: int) -> None:
         """Zero all rows of a slot in the present view; rows that the view gains later are zeroed then."""
-        for flat in self._flat:
-            self._view(flat, self.rows)[slot] = 0
+        for view in self._views():
+            view[slot] = 0
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
         """Exchange the first `rows` rows of two slots."""
-        for flat in self._flat:
-            view = self._view(flat, self.rows)[:, :, :rows]
+        for view in self._views(rows):
             held = view[first].copy()
             view[first] = view[second]
             view[second] = held
+
+
+def cache_sizes(spec: GraphSpec, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Returns (kv_heads, head_dim) of cache inputs of a graph by name."""
+    sizes = {}
+    for name in names:
+        _, heads, _, width = spec.input(name).dims
+        assert isinstance(heads, int) and isinstance(width, int)
+        sizes[name] = (heads, width)
+    return sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,11 +131,11 @@ class BoundCache:
 
     def shape(self, batch: int) -> tuple[int, int, int, int]:
         """Returns the shape of the present view with `batch` slots."""
-        return batch, self.buffers.kv_heads, self.buffers.rows, self.buffers.head_dim
+        return self.buffers.shape(self.index, batch)
 
     def address(self, first_slot: int) -> int:
         """Returns the address of slot `first_slot` in the present view."""
-        return self.buffers.addresses[self.index] + first_slot * self.buffers.slot_bytes
+        return self.buffers.address(self.index, first_slot)
 
 
 def bind_borrowed(
@@ -136,19 +154,14 @@ def bind_borrowed(
     """
     bound, alone = [], {}
     for cache_ref in spec.borrowed:
-        dims = spec.input(cache_ref.name).dims
-        kv_heads, head_dim = dims[1], dims[3]
-        assert isinstance(kv_heads, int) and isinstance(head_dim, int)
         buffers = owners.get(cache_ref.owner)
         if buffers is None:
             is_written = cache_ref.name in spec.caches
             names = tuple(n.name for n in spec.borrowed if (n.name in spec.caches) is is_written)
             if is_written not in alone:
-                alone[is_written] = CacheBuffers(names, kv_heads, head_dim, max_slots, max_rows)
+                alone[is_written] = CacheBuffers(cache_sizes(spec, names), max_slots, max_rows)
             bound.append(BoundCache(cache_ref.name, alone[is_written], names.index(cache_ref.name)))
             continue
-        index = find_owner(
-            spec, cache_ref, buffers.names, (buffers.kv_heads, buffers.head_dim), buffers.max_slots, max_slots
-        )
+        index = find_owner(spec, cache_ref, buffers.sizes, buffers.max_slots, max_slots)
         bound.append(BoundCache(cache_ref.name, buffers, index))
     return bound

@@ -27,6 +27,7 @@ from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.backends.memory import available_memory, read_peak_rss
 from speccompile.common.cores import num_usable_cores
 from speccompile.core import specs
+from speccompile.core.probes import all_sure
 from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.errors import BuildError
 from speccompile.passes.compensation import Blocks, compensated_blocks, factor_of
@@ -233,7 +234,8 @@ class Collector:
         sizes = {dim: num for tensor in self._spec.inputs for dim in tensor.dims if isinstance(dim, str)}
         sizes |= {"batch": 1, "draft_vocab": 1}
         feeds = {t.name: neutral_value(t.name, shape_from_dims(t, sizes), t.dtype) for t in self._spec.inputs}
-        return {**feeds, specs.TOKENS: piece[None]}
+        feeds |= {name: np.zeros(shape, np.float32) for name, shape in self._spec.state_shapes(1).items()}
+        return {**feeds, **all_sure(self._spec, 1, num), specs.TOKENS: piece[None]}
 
 
 def pieces_of(texts: Sequence[Sequence[int]], max_rows: int) -> list[NDArray[np.int64]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speccompile.backends.base import refuse_states
 from speccompile.backends.onnxruntime.backend import GRAPH_FILE, OnnxRuntimeBackend
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec
@@ -66,6 +67,15 @@ class OrtCudaBackend(OnnxRuntimeBackend):
             finish=ORT_CUDA_FINISH,
         )
         return {"form": form, "forms_measured": {}, **report}
+
+    def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
+        """Refuses graphs with recurrent states, or with caches of several sizes.
+
+        Raises:
+            BuildError: the graph is one.
+        """
+        del options, quantization
+        refuse_states("engine.backend onnxruntime, engine.device cuda", spec)
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
         """Returns the sizes: bodies are unrolled over the nodes of a tree."""

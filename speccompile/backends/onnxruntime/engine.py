@@ -20,7 +20,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from speccompile.backends.base import EngineBase
 from speccompile.backends.feeds import neutral_value, shape_from_dims
-from speccompile.backends.onnxruntime.buffers import BoundCache, CacheBuffers, bind_borrowed
+from speccompile.backends.onnxruntime.buffers import BoundCache, CacheBuffers, bind_borrowed, cache_sizes
 from speccompile.backends.onnxruntime.crowding import Crowding
 from speccompile.backends.onnxruntime.kernel_library import register_kernels
 from speccompile.core import specs
@@ -77,6 +77,10 @@ class _Binding:
             self.io.bind_input(cache.name, "cpu", 0, np.float32, shape, start)
             if cache.name in engine.spec.caches:
                 self.io.bind_output(updated_cache_name(cache.name), "cpu", 0, np.float32, shape, start)
+        for name, array in (engine.states.arrays if engine.states is not None else {}).items():
+            shape, start = (sizes["batch"], *array.shape[1:]), array[first_slot:].ctypes.data
+            self.io.bind_input(name, "cpu", 0, np.float32, shape, start)
+            self.io.bind_output(updated_cache_name(name), "cpu", 0, np.float32, shape, start)
 
     def fits(self, feeds: Mapping[str, np.ndarray], first_slot: int) -> bool:
         """Returns whether a step has the inputs and shapes of the one before, and its rows are within the views."""
@@ -125,13 +129,10 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         super().__init__(spec, max_slots, max_rows)
         self.session, self.rollback = session, rollback
         self.plain_inputs = spec.plain_inputs
-        self.plain_outputs = spec.outputs[: len(spec.outputs) - len(spec.caches)]
-        own = spec.own_caches
-        _, kv_heads, _, head_dim = spec.input(own[0]).dims if own else (0, 0, 0, 0)
-        assert isinstance(kv_heads, int) and isinstance(head_dim, int)
-        self.caches = CacheBuffers(own, kv_heads, head_dim, max_slots, max_rows)
+        self.plain_outputs = spec.plain_outputs
+        self.caches = CacheBuffers(cache_sizes(spec, spec.own_caches), max_slots, max_rows)
         shared = {name: engine.caches for name, engine in (owners or {}).items()}
-        self.bound = [BoundCache(name, self.caches, index) for index, name in enumerate(own)]
+        self.bound = [BoundCache(name, self.caches, index) for index, name in enumerate(spec.own_caches)]
         self.bound += bind_borrowed(spec, shared, max_slots, max_rows)
         self._buffers = tuple(dict.fromkeys(cache.buffers for cache in self.bound))
         written = set(spec.caches)
@@ -240,30 +241,53 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""
-        if source != dest:
-            self.caches.move_slot(source, dest, rows)
+        if source == dest:
+            return
+        self.caches.move_slot(source, dest, rows)
+        if self.states is not None:
+            self.states.move(source, dest, rows)
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
         """See `speccompile.core.protocols.Engine.swap_slots`."""
         self.caches.swap_slots(first, second, rows)
+        if self.states is not None:
+            self.states.swap(first, second)
 
     def clear_slot(self, slot: int) -> None:
         """See `speccompile.core.protocols.Engine.clear_slot`."""
         self.caches.clear_slot(slot)
+        if self.states is not None:
+            self.states.clear(slot)
 
     def compact_with(self, rollback: ort.InferenceSession, lengths: np.ndarray, path: np.ndarray) -> None:
         """See `speccompile.backends.base.EngineBase.compact_with`."""
         io = rollback.io_binding()
         caches = self.caches
-        shape = (len(lengths), caches.kv_heads, caches.rows, caches.head_dim)
         feeds = {specs.LENGTHS: lengths, specs.PATH: path}
         arrays = {name: np.ascontiguousarray(value, np.int64) for name, value in feeds.items()}
         for name, array in arrays.items():
             io.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
-        for name, address in zip(caches.names, caches.addresses, strict=True):
+        for index, (name, address) in enumerate(zip(caches.names, caches.addresses, strict=True)):
+            shape = caches.shape(index, len(lengths))
             io.bind_input(name, "cpu", 0, np.float32, shape, address)
             io.bind_output(updated_cache_name(name), "cpu", 0, np.float32, shape, address)
         rollback.run_with_iobinding(io)
+
+
+class StateOrtEngine(OrtEngine):
+    """An engine whose graph has recurrent states: it says how many tokens they hold, and records what a step makes.
+
+    A class of its own, so that steps of other graphs do no more.
+    """
+
+    def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
+        """See `speccompile.core.protocols.Engine.run`."""
+        assert self.states is not None
+        self.check_step(feeds, first_slot)
+        step = self.states.begin(feeds, first_slot)
+        outputs = super().run({**feeds, specs.STATE_LENGTHS: step.state_lengths}, first_slot)
+        self.states.end(step)
+        return outputs
 
 
 def session_options(settings: Mapping[str, Any]) -> ort.SessionOptions:
@@ -333,7 +357,8 @@ def load_engine(
     session = open_session(path, settings)
     check_io(path, spec, session)
     compactor = open_session(rollback, {**settings, "threads": 1}) if rollback is not None else None
-    engine = OrtEngine(session, spec, max_slots, max_rows, compactor, owners)
+    engine_class = StateOrtEngine if spec.states else OrtEngine
+    engine = engine_class(session, spec, max_slots, max_rows, compactor, owners)
     costs, num_bytes = StepCosts.from_json(settings), sum(file.stat().st_size for file in path.parent.glob("*"))
     if int(settings.get("threads", 1)) > 1 and costs.ms(1) > 0 and num_bytes <= MAX_FALLBACK_BYTES:
         engine.fall_back(Crowding(costs, spec.name), lambda: open_session(path, {**settings, "threads": 1}))
@@ -353,4 +378,4 @@ def check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None
         raise BundleError(str(path), f"tensors {differing}", "those of the manifest", "Build the bundle again.")
 
 
-__all__ = ["FAULTS", "OrtEngine", "check_io", "load_engine", "open_session", "session_options"]
+__all__ = ["FAULTS", "OrtEngine", "StateOrtEngine", "check_io", "load_engine", "open_session", "session_options"]

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core import specs
+from speccompile.core.probes import all_sure
 from speccompile.core.specs import GraphSpec, TensorSpec, spec_from_json
 from speccompile.errors import BuildError
 
@@ -130,7 +131,8 @@ def _logits(path: Path, spec: GraphSpec, texts: NDArray[np.int64], prepack: bool
     engine = load_engine(path, spec, max_slots=1, max_rows=texts.shape[1], settings=settings)
     rows = []
     for text in texts:
-        step = engine.run({specs.TOKENS: text[None], specs.LENGTHS: np.zeros(1, np.int64)})
+        sure = all_sure(spec, 1, len(text))
+        step = engine.run({specs.TOKENS: text[None], specs.LENGTHS: np.zeros(1, np.int64), **sure})
         rows.append(np.asarray(step[specs.LOGITS])[0].astype(np.float64))
     result = np.stack(rows)
     if not np.isfinite(result).all():
@@ -166,6 +168,7 @@ def draw_texts(
             specs.LENGTHS: np.full(num_texts, at, np.int64),
             specs.TEMPERATURE: np.ones(num_texts, np.float32),
             specs.UNIFORMS: rng.random((num_texts, 1, 2), dtype=np.float32),
+            **all_sure(spec, num_texts, 1),
         }
         texts[:, at + 1] = engine.run(feeds)[specs.NEXT_TOKEN]
     return texts

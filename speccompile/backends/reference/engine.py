@@ -41,7 +41,7 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
         self.rollback = kv_rollback
         self.evaluator = ReferenceEvaluator(str(path), new_ops=reference_ops())
         self.plain_inputs = spec.plain_inputs
-        self.plain_outputs = [t.name for t in spec.outputs[: len(spec.outputs) - len(spec.caches)]]
+        self.plain_outputs = [t.name for t in spec.plain_outputs]
         sizes = {"batch": max_slots, "max_seq": max_rows, specs.SHARED_ROWS: max_rows}
         shapes = {n: shape_from_dims(spec.input(n), sizes) for n in spec.cache_inputs}
         self.caches = {n: np.zeros(shapes[n], np.float32) for n in spec.own_caches}
@@ -51,14 +51,18 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
             if owner is None:
                 self.bound[cache_ref.name] = np.zeros(shapes[cache_ref.name], np.float32)
                 continue
-            (first, *_), names = owner.caches.values(), list(owner.caches)
-            index = find_owner(spec, cache_ref, names, (first.shape[1], first.shape[3]), len(first), max_slots)
-            self.bound[cache_ref.name] = owner.caches[names[index]]
+            held = {name: (cache.shape[1], cache.shape[3]) for name, cache in owner.caches.items()}
+            find_owner(spec, cache_ref, held, owner.max_slots, max_slots)
+            self.bound[cache_ref.name] = owner.caches[cache_ref.cache]
+        self.bound |= self.states.arrays if self.states is not None else {}
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
         sizes, _ = self.check_step(feeds, first_slot)
-        slots = first_slot + sizes["batch"]
+        slots, step = first_slot + sizes["batch"], None
+        if self.states is not None:
+            step = self.states.begin(feeds, first_slot)
+            feeds = {**feeds, specs.STATE_LENGTHS: step.state_lengths}
         given = {
             t.name: np.asarray(feeds[t.name], t.dtype)
             if t.name in feeds
@@ -66,24 +70,33 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
             for t in self.plain_inputs
         }
         views = {n: c[first_slot:slots] for n, c in self.bound.items()}
-        names = [*self.plain_outputs, *(specs.updated_cache_name(n) for n in self.spec.caches)]
+        written = (*self.spec.states, *self.spec.caches)
+        names = [*self.plain_outputs, *map(specs.updated_cache_name, written)]
         results = dict(zip(names, self.evaluator.run(names, {**given, **views}), strict=True))
-        for name in self.spec.caches:
+        for name in written:
             views[name][...] = results[specs.updated_cache_name(name)]
+        if self.states is not None and step is not None:
+            self.states.end(step)
         return {n: results[n] for n in self.plain_outputs}
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""
+        if self.states is not None:
+            self.states.move(source, dest, rows)
         for cache in self.caches.values():
             cache[dest, :, :rows] = cache[source, :, :rows]
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
         """See `speccompile.core.protocols.Engine.swap_slots`."""
+        if self.states is not None:
+            self.states.swap(first, second)
         for cache in self.caches.values():
             cache[[first, second], :, :rows] = cache[[second, first], :, :rows]
 
     def clear_slot(self, slot: int) -> None:
         """See `speccompile.core.protocols.Engine.clear_slot`."""
+        if self.states is not None:
+            self.states.clear(slot)
         for cache in self.caches.values():
             cache[slot] = 0
 

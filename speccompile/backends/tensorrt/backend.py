@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.backends.base import Backend
+from speccompile.backends.base import Backend, refuse_states
 from speccompile.backends.tensorrt.config import Config, config_from_options
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs
@@ -173,13 +173,15 @@ class TensorRTBackend(Backend):
         """Refuse what cannot be built before anything is exported.
 
         Raises:
-            BuildError: TensorRT is not installed, or profiles or fields do not fit the graph or the variant.
+            BuildError: the graph has recurrent states or caches of several sizes, TensorRT is not installed, or
+                profiles or fields do not fit the graph or the variant.
         """
         from speccompile.backends.tensorrt import settings
         from speccompile.backends.tensorrt.import_helper import load_tensorrt
         from speccompile.backends.tensorrt.plugin_names import SPEC_VERIFY
         from speccompile.backends.tensorrt.profiles import make_profiles
 
+        refuse_states("engine.backend tensorrt", spec)
         config = config_from_options(options)
         variant = load_tensorrt(config.variant)
         own = tensorrt_spec(spec, options.dtype, options.max_rows)

@@ -29,7 +29,7 @@ class TargetReader:
         self.engine = engine
         self.spec: GraphSpec = engine.spec
         self.max_slots, self.max_rows = engine.max_slots, engine.max_rows
-        self.compacts_in_step = engine.compacts_in_step
+        self.compacts_in_step, self.states = engine.compacts_in_step, engine.states
         self.target_lengths: Ints = np.zeros(engine.max_slots, dtype=np.int64)
 
     @property

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent states of an engine's slots in host memory: what each holds, and copies to begin again from.
+
+A state holds the first `lengths[slot]` tokens of its sequence. The rows of the last step that were not sure to stay are
+pending: the next step of the slot applies those that were accepted, which its own `lengths` say. So a sequence can go
+on at any length from `lengths[slot]` to `lengths[slot] + num_pending[slot]`, and at none before: a state cannot be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TOKENS, GraphSpec
+from speccompile.core.tree import Ints
+from speccompile.errors import RuntimeFault
+
+_AGAIN = "Send the request again; if that fails too, report it: the states were not kept by this engine's steps."
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of the states of one slot.
+
+    Args:
+        length: tokens that they hold.
+        num_pending: rows that are pending.
+        arrays: in the order of the spec's states, without the axis of the slots.
+    """
+
+    length: int
+    num_pending: int
+    arrays: tuple[NDArray[np.float32], ...]
+
+
+class StateStep(NamedTuple):
+    """What a step makes of the states.
+
+    Args:
+        slots: of the step.
+        state_lengths: [batch] int64: tokens that the states hold before it.
+        after: [batch] int64: tokens that they hold after it.
+        num_pending: [batch] int64: rows that are pending after it.
+    """
+
+    slots: slice
+    state_lengths: Ints
+    after: Ints
+    num_pending: Ints
+
+
+class SlotStates:
+    """The recurrent states of all slots of an engine, and a snapshot for each.
+
+    Args:
+        spec: with states.
+        max_slots: sequences.
+
+    Attributes:
+        arrays: by name, [max_slots, ...] float32; they never move.
+        lengths: [max_slots] int64: tokens that the states of each slot hold.
+        num_pending: [max_slots] int64: rows of its last step that are pending.
+        snapshots: by slot; one may stand for several slots, as it is never written again.
+    """
+
+    def __init__(self, spec: GraphSpec, max_slots: int) -> None:
+        self.where, self.max_pending = f"engine {spec.name}", spec.max_pending
+        self.arrays = {name: np.zeros(shape, np.float32) for name, shape in spec.state_shapes(max_slots).items()}
+        self.lengths: Ints = np.zeros(max_slots, np.int64)
+        self.num_pending: Ints = np.zeros(max_slots, np.int64)
+        self.snapshots: list[Snapshot | None] = [None] * max_slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of the states, and of as many snapshots as there are slots."""
+        return 2 * sum(array.nbytes for array in self.arrays.values())
+
+    def begin(self, feeds: Mapping[str, Any], first_slot: int) -> StateStep:
+        """Returns what a step makes of the states; until `end` the states of its slots count as lost.
+
+        Args:
+            feeds: of the step. A probe may give `state_lengths` itself: the states are then as they are.
+            first_slot: the slot of batch row 0.
+
+        Raises:
+            RuntimeFault: the states of a slot do not hold its first `lengths` tokens, or more nodes are not sure than
+                may be pending.
+        """
+        lengths: Ints = np.asarray(feeds[LENGTHS])
+        batch, nodes = feeds[TOKENS].shape
+        slots = slice(first_slot, first_slot + batch)
+        sure: Ints = np.asarray(feeds[SURE_NODES]) if SURE_NODES in feeds else np.zeros(batch, np.int64)
+        if STATE_LENGTHS in feeds:
+            held, most = np.asarray(feeds[STATE_LENGTHS]), np.full(batch, self.max_pending)
+        else:
+            held, most = np.where(lengths > 0, self.lengths[slots], 0), self.num_pending[slots]
+        num_owed, num_pending = lengths - held, nodes - sure
+        if (num_owed < 0).any() or (num_owed > np.where(lengths > 0, most, 0)).any():
+            raise self._lost(first_slot, lengths, held, most)
+        if (sure < 0).any() or (num_pending < 0).any() or (num_pending > self.max_pending).any():
+            expected = f"at most {self.max_pending} nodes that are not sure, and no more sure ones than nodes"
+            got = f"{nodes} nodes, of which {sure.tolist()} are sure"
+            raise RuntimeFault(self.where, got, expected, "Build with a larger engine.max_draft_nodes.")
+        self.lengths[slots], self.num_pending[slots] = 0, 0
+        return StateStep(slots, held, lengths + sure, num_pending)
+
+    def _lost(self, first_slot: int, lengths: Ints, held: Ints, most: Ints) -> RuntimeFault:
+        """Returns the fault of the first slot whose states do not fit its length."""
+        row = next(i for i in range(len(lengths)) if not 0 <= lengths[i] - held[i] <= (most[i] if lengths[i] else 0))
+        got = f"a step of slot {first_slot + row} after {int(lengths[row])} tokens"
+        expected = f"{int(held[row])} to {int(held[row] + most[row])} tokens, those that its recurrent states hold"
+        return RuntimeFault(self.where, got, expected, _AGAIN)
+
+    def end(self, step: StateStep) -> None:
+        """Records that a step has run."""
+        self.lengths[step.slots], self.num_pending[step.slots] = step.after, step.num_pending
+
+    def reusable(self, slot: int, rows: int) -> int:
+        """Returns how many of the first `rows` tokens of a slot a sequence can go on from.
+
+        That is by its states where they still hold no more, otherwise by its snapshot; 0: by neither.
+        """
+        held = [(int(self.lengths[slot]), int(self.num_pending[slot]))]
+        if (snapshot := self.snapshots[slot]) is not None:
+            held.append((snapshot.length, snapshot.num_pending))
+        return max((min(rows, length + num) for length, num in held if length <= rows), default=0)
+
+    def resume(self, slot: int, rows: int) -> None:
+        """Makes the states of a slot ready for a step after its first `rows` tokens, from its snapshot if need be.
+
+        What they and the snapshot hold beyond these is void: other tokens will follow.
+
+        Args:
+            slot: its index.
+            rows: 0, or a length that `reusable` returned.
+        """
+        snapshot = self.snapshots[slot]
+        if snapshot is not None:
+            num_pending = min(snapshot.num_pending, rows - snapshot.length)
+            snapshot = replace(snapshot, num_pending=num_pending) if rows > 0 and num_pending >= 0 else None
+            self.snapshots[slot] = snapshot
+        if rows == 0:
+            self.lengths[slot] = self.num_pending[slot] = 0
+        elif self._holds(slot, rows):
+            self.num_pending[slot] = rows - self.lengths[slot]
+        elif snapshot is not None:
+            for array, kept in zip(self.arrays.values(), snapshot.arrays, strict=True):
+                array[slot] = kept
+            self.lengths[slot], self.num_pending[slot] = snapshot.length, snapshot.num_pending
+
+    def _holds(self, slot: int, rows: int) -> bool:
+        return 0 <= rows - int(self.lengths[slot]) <= int(self.num_pending[slot])
+
+    def take_snapshot(self, slot: int) -> None:
+        """Copies the states of a slot, in place of its earlier snapshot."""
+        length, num_pending = int(self.lengths[slot]), int(self.num_pending[slot])
+        arrays = tuple(array[slot].copy() for array in self.arrays.values())
+        self.snapshots[slot] = Snapshot(length, num_pending, arrays) if length + num_pending else None
+
+    def move(self, source: int, dest: int, rows: int | None = None) -> None:
+        """Copies states and snapshot of slot `source` to slot `dest`; states that hold more than `rows` are left."""
+        self.snapshots[dest] = self.snapshots[source]
+        self.lengths[dest] = self.num_pending[dest] = 0
+        if rows is None or self._holds(source, rows):
+            for array in self.arrays.values():
+                array[dest] = array[source]
+            self.lengths[dest], self.num_pending[dest] = self.lengths[source], self.num_pending[source]
+
+    def swap(self, first: int, second: int) -> None:
+        """Exchanges states and snapshots of two slots."""
+        counts: tuple[NDArray[Any], ...] = (self.lengths, self.num_pending)
+        for array in (*self.arrays.values(), *counts):
+            array[[first, second]] = array[[second, first]]
+        snapshots = self.snapshots
+        snapshots[first], snapshots[second] = snapshots[second], snapshots[first]
+
+    def clear(self, slot: int) -> None:
+        """Zeroes the states of a slot and drops its snapshot."""
+        for array in self.arrays.values():
+            array[slot] = 0
+        self.lengths[slot] = self.num_pending[slot] = 0
+        self.snapshots[slot] = None
+
+    def reset(self) -> None:
+        """Marks the states of all slots as unused, and drops all snapshots."""
+        self.lengths[:] = self.num_pending[:] = 0
+        self.snapshots = [None] * len(self.snapshots)
