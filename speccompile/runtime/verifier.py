@@ -127,6 +127,11 @@ class Verifier:
         num = max(min(most, left - self._end_rows), 1)  # so that the last chunk has them all
         return num, np.array([num], dtype=np.int64)
 
+    def _check_trees(self) -> None:
+        if self._has_states:
+            where, expected = f"engine {self.engine.spec.name}", "chains: its recurrent states follow one path"
+            raise RuntimeFault(where, "a tree to score", expected, "Write speculator.tree: chain.")
+
     def score(self, tree: TokenTree, slots: Slots) -> Verdict:
         """Scores a tree with one forward; the verdict's arrays are valid until the next one."""
         batch, nodes = tree.tokens.shape
@@ -137,6 +142,7 @@ class Verifier:
         if self._has_states:
             feeds[SURE_NODES] = np.full(batch, nodes if nodes == 1 else 0, dtype=np.int64)
         if not tree.is_chain:
+            self._check_trees()
             feeds[TREE_MASK], feeds[PARENTS] = tree.mask(), tree.parents
         elif tree.parents is not chain_parents(batch, nodes):
             feeds[PARENTS] = tree.parents

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent states of an engine: in the bits of a fresh prefill whatever is accepted, moved or begun again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from speccompile.backends.base import refuse_states
+from speccompile.backends.onnxruntime.engine import OrtEngine
+from speccompile.core import registry, specs
+from speccompile.core.dims import LayerDims, ModelDims
+from speccompile.core.jobs import CompileOptions
+from speccompile.core.probes import probe_inputs
+from speccompile.core.specs import LOGITS, decoder_spec
+from speccompile.errors import BuildError, RuntimeFault
+from speccompile.export.checks import check_decoder
+from tests.backends.hybrid_lab import DIMS, NUM_DRAFTS, VOCAB, Hybrid, feed, hybrid_spec
+from tests.plugins.cpu_lab import needs_compiler
+
+TOKENS = np.random.default_rng(5).integers(0, VOCAB, (4, 80)).tolist()
+FORMS = ["fp32", pytest.param("packed", marks=needs_compiler)]
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    return Hybrid(tmp_path_factory.mktemp("hybrid"), form=request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    """Without kernels of ours."""
+    return Hybrid(tmp_path_factory.mktemp("plain"))
+
+
+def test_steps_have_the_logits_of_one_prefill(hybrid: Hybrid) -> None:
+    tokens = TOKENS[0][:40]
+    whole = hybrid.open(1).run(feed([tokens], [0], [40]))[LOGITS][0].copy()
+    for sizes in ([1] * 40, [7, 3, 30], [2] * 20):
+        engine, rows, start = hybrid.open(1), [], 0
+        for size in sizes:
+            rows.append(engine.run(feed([tokens[start : start + size]], [start], [size]))[LOGITS][0].copy())
+            start += size
+        np.testing.assert_array_equal(np.concatenate(rows), whole)
+
+
+def test_accepted_drafts_are_applied_and_rejected_ones_are_not(hybrid: Hybrid) -> None:
+    """All of 0 .. 5 accepted, ragged, and a step after it; the first number is accepted twice running."""
+    for first in range(1, NUM_DRAFTS + 2):
+        engine, lengths = hybrid.open(4), np.zeros(4, np.int64)
+        kept: list[list[int]] = []
+        for slot in range(4):
+            prompt = TOKENS[slot][: 3 + 5 * slot]
+            engine.run(feed([prompt], [0], [len(prompt)]), first_slot=slot)
+            kept.append(list(prompt))
+        for round_ in range(6):
+            lengths = np.array([len(tokens) for tokens in kept])
+            drafts = np.array(TOKENS)[:, 30 + round_ : 30 + round_ + NUM_DRAFTS + 1]
+            engine.run(feed(drafts, lengths, [0] * 4))
+            for slot in range(4):
+                num = 1 + (first + round_ * slot) % (NUM_DRAFTS + 1)
+                kept[slot] += drafts[slot, :num].tolist()
+                hybrid.check(engine, slot, kept[slot])
+
+
+def test_a_step_can_be_run_again_at_the_same_lengths(hybrid: Hybrid) -> None:
+    engine = hybrid.open(1)
+    engine.run(feed([TOKENS[0][:9]], [0], [9]))
+    engine.run(feed([TOKENS[1][:5]], [9], [0]))
+    for draft in (2, 3):  # the second one stands
+        engine.run(feed([TOKENS[draft][:5]], [12], [0]))
+    hybrid.check(engine, 0, TOKENS[0][:9] + TOKENS[1][:3] + TOKENS[3][:4])
+
+
+def test_prefill_beside_verify_and_idle_slots(hybrid: Hybrid) -> None:
+    engine = hybrid.open(3)
+    for slot in (0, 2):
+        engine.run(feed([TOKENS[slot][:6]], [0], [6]), first_slot=slot)
+    for start in (0, 4, 8):  # slot 1 reads its prompt while slot 0 decodes and slot 2 idles
+        engine.run(feed([TOKENS[1][start : start + 4]], [start], [4]), first_slot=1)
+        engine.run(feed([TOKENS[0][6 + start : 11 + start]], [6 + start], [0]))
+        hybrid.check(engine, 0, TOKENS[0][: 10 + start])
+        hybrid.check(engine, 1, TOKENS[1][: 4 + start])
+        hybrid.check(engine, 2, TOKENS[2][:6])
+
+
+def test_states_move_with_their_slots(hybrid: Hybrid) -> None:
+    engine = hybrid.open(3)
+    for slot in (0, 1):
+        engine.run(feed([TOKENS[slot][: 5 + slot]], [0], [3 + slot]), first_slot=slot)
+    engine.states.take_snapshot(0)
+    engine.move_slot(0, 2, 5)
+    engine.swap_slots(0, 1, 6)
+    hybrid.check(engine, 0, TOKENS[1][:6])
+    hybrid.check(engine, 1, TOKENS[0][:5])
+    hybrid.check(engine, 2, TOKENS[0][:5])
+    assert [s is not None for s in engine.states.snapshots] == [False, True, True]
+    engine.move_slot(0, 2, 2)  # fewer rows than the states hold
+    assert engine.states.reusable(2, 2) == 0
+    engine.clear_slot(1)
+    assert not any(array[1].any() for array in engine.states.arrays.values())
+    assert engine.states.reusable(1, 5) == 0
+    engine.reset()
+    assert engine.states.reusable(0, 6) == 0
+
+
+def test_a_state_begins_again_only_where_it_or_its_snapshot_holds_no_more(hybrid: Hybrid) -> None:
+    engine, states = hybrid.open(2), None
+    engine.run(feed([TOKENS[0][:10]], [0], [8]))
+    states = engine.states
+    states.take_snapshot(0)
+    engine.run(feed([TOKENS[0][10:15]], [10], [0]))
+    engine.run(feed([TOKENS[0][12:17]], [12], [0]))
+    assert [states.reusable(0, rows) for rows in (7, 8, 9, 10, 11, 12, 14, 17)] == [0, 8, 9, 10, 10, 12, 14, 17]
+    states.resume(0, 14)
+    hybrid.check(engine, 0, TOKENS[0][:14])
+    states.resume(0, 9)
+    hybrid.check(engine, 0, TOKENS[0][:9])
+    assert states.reusable(0, 10) == 9, "a pending row of other tokens"
+    engine.run(feed([TOKENS[1][:3]], [9], [3]))
+    hybrid.check(engine, 0, TOKENS[0][:9] + TOKENS[1][:3])
+    states.resume(0, 0)
+    assert states.snapshots[0] is None and states.reusable(0, 12) == 0
+    engine.run(feed([TOKENS[2][:3]], [0], [3]))
+    hybrid.check(engine, 0, TOKENS[2][:3])
+
+
+def test_a_step_that_the_states_cannot_take_is_refused(plain: Hybrid) -> None:
+    engine = plain.open(2)
+    engine.run(feed([TOKENS[0][:6]], [0], [4]))
+    for length in (3, 7):
+        with pytest.raises(RuntimeFault, match=f"slot 0 after {length} tokens; expected 4 to 6 tokens"):
+            engine.run(feed([[1]], [length], [0]))
+    with pytest.raises(RuntimeFault, match="6 nodes, of which \\[0\\] are sure; expected at most 5"):
+        engine.run(feed([[1] * 6], [6], [0]))
+    with pytest.raises(RuntimeFault, match="slot 1 after 2 tokens; expected 0 to 0 tokens"):
+        engine.run(feed([[1], [1]], [6, 2], [1, 1]))
+    engine.run(feed([[1]], [6], [1]))  # nothing was lost by these
+
+
+def test_a_step_that_fails_leaves_no_state_to_go_on_from(plain: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = plain.open(1)
+    engine.run(feed([TOKENS[0][:6]], [0], [6]))
+
+    def fail(*given: Any) -> Any:
+        raise RuntimeFault("engine", "a fault", "none", "")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OrtEngine, "run", fail)
+        with pytest.raises(RuntimeFault, match="a fault"):
+            engine.run(feed([[1]], [6], [1]))
+    with pytest.raises(RuntimeFault, match="expected 0 to 0 tokens"):
+        engine.run(feed([[1]], [6], [1]))
+    engine.run(feed([TOKENS[0][:6]], [0], [6]))
+
+
+def test_states_stay_at_their_addresses_and_have_the_predicted_bytes(hybrid: Hybrid) -> None:
+    engine = hybrid.open(3)
+    addresses = [array.ctypes.data for array in engine.states.arrays.values()]
+    for length in range(0, 60, 5):
+        engine.run(feed([TOKENS[0][length : length + 5]], [length], [5]), first_slot=1)
+    assert [array.ctypes.data for array in engine.states.arrays.values()] == addresses
+    assert engine.states.num_bytes == 2 * 3 * DIMS.state_bytes(NUM_DRAFTS + 1)
+    assert engine.caches.num_bytes == 3 * engine.max_rows * DIMS.cache_row_bytes
+
+
+def test_the_oracle_keeps_the_same_states(plain: Hybrid, tmp_path: Path) -> None:
+    engines = [plain.open(2), Hybrid(tmp_path, "reference").open(2)]
+    for engine in engines:
+        engine.run(feed([TOKENS[1][:7]], [0], [7]), first_slot=1)
+        engine.run(feed([TOKENS[0][:4]], [0], [4]))
+        engine.run(feed([TOKENS[2][:3], TOKENS[3][:3]], [4, 7], [0, 0]))
+        engine.run(feed([TOKENS[2][5:7], TOKENS[3][5:7]], [5, 10], [0, 0]))
+        engine.swap_slots(0, 1, 12)
+    for slot, tokens in ((0, [0] * 12), (1, [0] * 6)):
+        for ours, oracle in zip(*(plain.parts(engine, slot, tokens) for engine in engines), strict=True):
+            np.testing.assert_allclose(ours, oracle, atol=2e-6)
+    assert engines[0].states.lengths.tolist() == engines[1].states.lengths.tolist() == [10, 5]
+    step = feed([[1], [2]], [12, 6], [1, 1])
+    ours, oracle = (engine.run(step)[LOGITS].copy() for engine in engines)
+    np.testing.assert_allclose(ours, oracle, atol=2e-5)
+
+
+def test_a_probe_needs_no_sequence(plain: Hybrid) -> None:
+    engine = plain.open(1)
+    for nodes in (1, 4, 8, 4):
+        feeds = probe_inputs(engine.spec, num_nodes=nodes, length=30)
+        assert np.isfinite(engine.run(feeds)[LOGITS]).all()
+
+
+def test_the_check_of_a_build_reads_its_prompt_again(plain: Hybrid) -> None:
+    assert check_decoder(plain.open(1), NUM_DRAFTS + 1) == {"num_tokens": NUM_DRAFTS, "num_equal": NUM_DRAFTS}
+
+
+@pytest.mark.parametrize(("name", "device"), [("onnxruntime", "cuda"), ("tensorrt", "cuda")])
+def test_backends_without_states_refuse_them_by_name(name: str, device: str) -> None:
+    with pytest.raises(BuildError, match=r"recurrent states of target; expected attention layers alone.*not yet"):
+        registry.backend(name, device).check(hybrid_spec(), CompileOptions(), "none")
+    mixed = ModelDims("m", 9, 8, 2, 2, 1, 4, 64, layer_dims=(LayerDims(1, 4), LayerDims(1, 8)))
+    with pytest.raises(BuildError, match="caches of 1 heads of 4 and 1 heads of 8; expected one size in all layers"):
+        refuse_states("here", decoder_spec("target", mixed))
+
+
+def test_a_graph_without_states_runs_as_before(plain: Hybrid) -> None:
+    spec = decoder_spec("target", ModelDims("llama", 9, 8, 2, 2, 1, 4, 64))
+    assert not spec.states and specs.SURE_NODES not in {t.name for t in spec.inputs}
