@@ -4,6 +4,7 @@
 
 #include "attention_ops.h"
 #include "draft_ops.h"
+#include "experts.h"
 #include "kernel.h"
 #include "linear.h"
 #include "rollback.h"
@@ -20,6 +21,7 @@ constexpr int kLeastMajor = 1, kLeastMinor = 17;
 OpTable all_ops() {
     OpTable table;
     add_linear_ops(table);
+    add_expert_ops(table);
     add_attention_ops(table);
     add_verify_ops(table);
     add_draft_ops(table);

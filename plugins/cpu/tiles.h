@@ -66,6 +66,7 @@ using Tile = void (*)(const Stretch&);
 
 struct FormF32 {
     static constexpr const char* kNames[4] = {"PackedLinearF32", "GatedPackedLinearF32", "NormPackedLinearF32", "NormGatedPackedLinearF32"};
+    static constexpr const char* kExpertNames[2] = {"ExpertLinearF32", "GatedExpertLinearF32"};
     static constexpr abi::ElementType kWeightType = abi::kFloat;
     static constexpr std::int64_t kBitsPerWeight = 32;
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride, kColumns}; }
@@ -105,6 +106,7 @@ struct FormF32 {
 // bfloat16 weights are widened to float32, which is exact; a unit is a pair of k.
 struct FormBf16 {
     static constexpr const char* kNames[4] = {"PackedLinearBf16", "GatedPackedLinearBf16", "NormPackedLinearBf16", "NormGatedPackedLinearBf16"};
+    static constexpr const char* kExpertNames[2] = {"ExpertLinearBf16", "GatedExpertLinearBf16"};
     static constexpr abi::ElementType kWeightType = abi::kBfloat16;
     static constexpr std::int64_t kBitsPerWeight = 16;
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / 2, kColumns, 2}; }
@@ -240,12 +242,14 @@ struct FormInteger {
 
 struct FormInt8 : FormInteger<false> {
     static constexpr const char* kNames[4] = {"PackedLinearInt8", "GatedPackedLinearInt8", "NormPackedLinearInt8", "NormGatedPackedLinearInt8"};
+    static constexpr const char* kExpertNames[2] = {"ExpertLinearInt8", "GatedExpertLinearInt8"};
     static constexpr abi::ElementType kWeightType = abi::kUint8;
     static constexpr std::int64_t kBitsPerWeight = 8;
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / kGroup, 8, kColumns, 4}; }
 };
 struct FormInt4 : FormInteger<true> {
     static constexpr const char* kNames[4] = {"PackedLinearInt4", "GatedPackedLinearInt4", "NormPackedLinearInt4", "NormGatedPackedLinearInt4"};
+    static constexpr const char* kExpertNames[2] = {"ExpertLinearInt4", "GatedExpertLinearInt4"};
     static constexpr abi::ElementType kWeightType = abi::kUint8;
     static constexpr std::int64_t kBitsPerWeight = 4;
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / kGroup, 4, kColumns, 4}; }

@@ -24,7 +24,7 @@ from speccompile.ops.packing import COLUMNS, DTYPES, FORMS, GROUP, Packed, is_in
 
 SILU, GELU_TANH, GELU_ERF = 0, 1, 2
 MIN_PEAK = np.float32(1e-30)  # a group of activations whose largest magnitude is smaller has levels of 0
-_WEIGHT_DIMS: dict[str, tuple[str | int, ...]] = {
+WEIGHT_DIMS: dict[str, tuple[str | int, ...]] = {
     "F32": ("panels", "k", COLUMNS),
     "Bf16": ("panels", "pairs", COLUMNS, 2),
     "Int8": ("panels", "groups", 8, COLUMNS, 4),
@@ -48,7 +48,7 @@ def quantize_rows(x: Floats) -> tuple[Any, Any]:
     return levels.astype(np.int8), (peak / np.float32(127)).astype(np.float32)
 
 
-def _product(x: Any, packed: Packed, form: str, columns: Any) -> Any:
+def product_of(x: Any, packed: Packed, form: str, columns: Any) -> Any:
     """x [rows, K] times those columns of the packed weights, each output a sum over K in rising order."""
     if not is_integer(form):
         weight = unpack(packed, form)[: x.shape[1], columns]
@@ -65,7 +65,8 @@ def _product(x: Any, packed: Packed, form: str, columns: Any) -> Any:
     return total.astype(np.float32)
 
 
-def _activated(x: Any, kind: int) -> Any:
+def activated(x: Any, kind: int) -> Any:
+    """Returns an activation function of x in float64; `kind` as the attribute `activation`."""
     wide = x.astype(np.float64)
     if kind == SILU:
         return wide / (1 + np.exp(-wide))
@@ -76,7 +77,7 @@ def _activated(x: Any, kind: int) -> Any:
     return 0.5 * wide * (1 + np.vectorize(erf)(wide / np.sqrt(2)))
 
 
-def _columns_of(num_out: int, has_gate: bool) -> Any:
+def columns_of(num_out: int, has_gate: bool) -> Any:
     """Returns where output columns stand in the panels: as they are, or gate and up in turns of 16."""
     if not has_gate:
         return np.arange(num_out)
@@ -101,9 +102,9 @@ def _twin(form: str, has_norm: bool, has_gate: bool) -> Callable[..., tuple[Any,
             source = (source / np.sqrt(mean + epsilon) * gamma).astype(np.float32)
         packed = Packed(weights, scales[0] if scales else None)
         rows = np.ascontiguousarray(source.reshape(-1, num_in))
-        flat = _product(rows, packed, form, _columns_of(num_out, has_gate)) + bias
+        flat = product_of(rows, packed, form, columns_of(num_out, has_gate)) + bias
         if has_gate:
-            flat = (_activated(flat[:, : num_out // 2], activation) * flat[:, num_out // 2 :]).astype(np.float32)
+            flat = (activated(flat[:, : num_out // 2], activation) * flat[:, num_out // 2 :]).astype(np.float32)
         return (flat.reshape(*x.shape[:-1], -1), *results)
 
     return twin
@@ -204,7 +205,8 @@ def _integer_product(form: str, has_gate: bool) -> str:
 """
 
 
-_GATE = """
+# y of `biased` and the attribute `activation`.
+GATE = """
     gate, up = Split<axis = -1, num_outputs = 2>(biased)
     kind = Constant<value_int: int = @activation>()
     silu_kind = Constant<value_int = 0>()
@@ -232,7 +234,7 @@ def _body(form: str, has_norm: bool, has_gate: bool) -> str:
     if has_gate:
         sizes += "two = Constant<value_int = 2>()\n    half_columns = Div(columns, two)"
     product = _integer_product(form, has_gate) if is_integer(form) else _FLOAT_PRODUCT
-    end = f"biased = Add(product, bias){_GATE}" if has_gate else "y = Add(product, bias)"
+    end = f"biased = Add(product, bias){GATE}" if has_gate else "y = Add(product, bias)"
     parts = (_NORM if has_norm else _NO_NORM, sizes, _BY_COLUMN[form], _columns("by_column", "kept", has_gate))
     return "\n    ".join((*parts, product, end))
 
@@ -249,7 +251,7 @@ def _make_op(form: str, has_norm: bool, has_gate: bool) -> Op:
         (
             x,
             *(before if has_norm else ()),
-            TensorSpec("weights", _WEIGHT_DIMS[form], DTYPES[form]),
+            TensorSpec("weights", WEIGHT_DIMS[form], DTYPES[form]),
             *(scales if is_integer(form) else ()),
             TensorSpec("bias", ("num_out",), "float32"),
         ),

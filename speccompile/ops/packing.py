@@ -97,6 +97,19 @@ def pack(weight: Array, form: str) -> Packed:
     return pack_levels(levels, scales, form)
 
 
+def pack_experts(weights: Array, form: str, *, has_gate: bool = False) -> Packed:
+    """Packs the weights [experts, K, N] of experts one by one; all parts get a first dim of experts.
+
+    Args:
+        weights: see `pack`.
+        form: of the result.
+        has_gate: gate and up stand side by side and are interleaved.
+    """
+    made = [pack(interleave_gate(weight) if has_gate else weight, form) for weight in weights]
+    scales = [part.scales for part in made if part.scales is not None]
+    return Packed(np.stack([part.weights for part in made]), np.stack(scales) if scales else None)
+
+
 def pack_scales(weight: Array, form: str) -> Array:
     """Returns the scales of `pack` alone."""
     groups = (

@@ -26,6 +26,7 @@ TYPES = {
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,
     "uint8": TensorProto.UINT8,
+    "int64": TensorProto.INT64,
 }
 Arrays = dict[str, Any]
 needs_compiler = pytest.mark.skipif(
@@ -132,6 +133,23 @@ def linear_model(op_name: str, constants: Mapping[str, Any], attributes: Mapping
     )
 
 
+def expert_model(op_name: str, constants: Mapping[str, Any], attributes: Mapping[str, Any]) -> ModelProto:
+    """A model of one expert op whose weights are initializers, with its body attached."""
+    op = OPS[op_name]
+    inputs = [
+        helper.make_tensor_value_info(t.name, TYPES[t.dtype], t.dims) for t in op.inputs if t.name not in constants
+    ]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["ids", None])]
+    node = helper.make_node(op_name, [t.name for t in op.inputs], ["y"], domain=DOMAIN, **attributes)
+    tensors = [_tensor(name, array) for name, array in constants.items()]
+    return helper.make_model(
+        helper.make_graph([node], op_name, inputs, outputs, tensors),
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)],
+        functions=functions([op_name]),
+        ir_version=11,
+    )
+
+
 def session_of(model: ModelProto, kernels: Path | None, threads: int = 1) -> ort.InferenceSession:
     """A session with the library, or with the op's body."""
     options = ort.SessionOptions()
@@ -150,6 +168,7 @@ def twin_of(op_name: str, values: Mapping[str, Any], attributes: Mapping[str, An
 
 __all__ = [
     "Arrays",
+    "expert_model",
     "library",
     "linear_case",
     "linear_model",

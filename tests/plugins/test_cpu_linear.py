@@ -41,7 +41,7 @@ def test_options_choose_the_instruction_set(variant: str) -> None:
 
 def naive(name: str, values: dict, attributes: dict, dtype: type) -> tuple[np.ndarray, ...]:
     """The formula in one dtype, with the levels of the twin where the form is an integer."""
-    from speccompile.ops.packed_linear import GELU_TANH, SILU, _columns_of, quantize_rows
+    from speccompile.ops.packed_linear import GELU_TANH, SILU, columns_of, quantize_rows
     from speccompile.ops.packing import Packed, unpack
 
     form = name.rsplit("PackedLinear", 1)[1]
@@ -53,7 +53,7 @@ def naive(name: str, values: dict, attributes: dict, dtype: type) -> tuple[np.nd
         x = x / np.sqrt(mean + dtype(attributes["epsilon"])) * values["gamma"].astype(dtype)
     has_gate = "activation" in attributes
     weight = unpack(Packed(values["weights"], values.get("scales")), form).astype(dtype)
-    weight = weight[:, _columns_of(attributes["num_out"], has_gate)]
+    weight = weight[:, columns_of(attributes["num_out"], has_gate)]
     if form.startswith("Int"):
         levels, scales = quantize_rows(x[0].astype(np.float32))
         x = (levels.astype(dtype) * scales[..., None].astype(dtype)).reshape(1, len(levels), -1)

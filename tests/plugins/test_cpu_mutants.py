@@ -199,7 +199,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     folder = tmp_path_factory.mktemp("mutants")
     write_mutants(folder / "plugins", MUTANTS, "cpu/kernel.h")
     table = folder / "plugins/cpu/library.cpp"
-    others = ("add_linear_ops(table);", "add_attention_ops(table);", '#include "linear.h"')
+    linears = ("add_linear_ops(table);", '#include "linear.h"', "add_expert_ops(table);", '#include "experts.h"')
+    others = (*linears, "add_attention_ops(table);")
     text = table.read_text()
     for line in others:
         assert text.count(line) == 1

@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 from speccompile.backends.onnxruntime.attention_cases import attention_cases, chain_fault, cross_cases
+from speccompile.backends.onnxruntime.expert_cases import expert_cases, expert_row_fault
 from speccompile.backends.onnxruntime.state_cases import state_cases, steps_fault
 from speccompile.backends.onnxruntime.tail_cases import integers_differ, tail_cases
 from speccompile.backends.onnxruntime.tiny_models import one_node_model
@@ -115,6 +116,17 @@ def row_fault(case: Case, session: ort.InferenceSession) -> str | None:
     return None
 
 
+def expert_fault(library: str) -> str | None:
+    """Returns what is wrong with a kernel of experts; None where nothing is."""
+    for op, inputs, attributes in expert_cases():
+        case = Case(op, inputs, attributes, ())
+        session = open_case(case, library)
+        fault = error_of(case, session) or expert_row_fault(op, partial(run, session), inputs)
+        if fault is not None:
+            return fault
+    return None
+
+
 def attention_fault(library: str) -> str | None:
     """Returns what is wrong with an attention kernel; None where nothing is."""
     for op, inputs, attributes in attention_cases():
@@ -151,7 +163,8 @@ def main() -> None:
         fault = fault_of(case, library)
         if fault is not None:
             sys.exit(fault)
-    sys.exit(attention_fault(library) or tail_fault(library) or state_fault(library))
+    faults = (fault(library) for fault in (expert_fault, attention_fault, tail_fault, state_fault))
+    sys.exit(next(filter(None, faults), None))
 
 
 if __name__ == "__main__":

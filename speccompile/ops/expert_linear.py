@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linears of which each row chooses one of several packed weights: the experts of a mixture (`plugins/cpu/experts.h`).
+
+ExpertLinear is x W[expert] + bias[expert], GatedExpertLinear applies a gate to it, in the forms of `packed_linear` and
+with its arithmetic. Weights stand in the panels of `packing`, one expert after the other. Each row of x has the same
+number of experts, and every (row, expert) is a row of the result, in order. A row's numbers depend on that row alone.
+
+The bodies gather the experts' packed weights and unpack them in every step: right, but slow. They compute the integer
+forms in float32 from the same levels and scales. An id outside the experts is an error of the gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from speccompile.core.specs import TensorSpec
+from speccompile.ops.op import Op
+from speccompile.ops.packed_linear import (
+    GATE,
+    SILU,
+    WEIGHT_DIMS,
+    activated,
+    columns_of,
+    product_of,
+)
+from speccompile.ops.packing import COLUMNS, DTYPES, FORMS, GROUP, Packed, is_integer
+
+
+def _twin(form: str, has_gate: bool) -> Callable[..., tuple[Any, ...]]:
+    """Returns the numpy twin; inputs and attributes are those of the op."""
+
+    def twin(
+        x: Any, ids: Any, weights: Any, *rest: Any, num_in: int, num_out: int, num_experts: int, activation: int = SILU
+    ) -> tuple[Any, ...]:
+        *scales, bias = rest
+        chosen = ids.reshape(-1)
+        if ((chosen < 0) | (chosen >= num_experts)).any():
+            raise IndexError(f"an expert outside 0 to {num_experts - 1}")
+        rows = np.repeat(x.reshape(-1, num_in), len(chosen) // max(len(x), 1), axis=0)
+        flat = np.zeros((len(chosen), num_out), np.float32)
+        columns = columns_of(num_out, has_gate)
+        for expert in np.unique(chosen):
+            packed = Packed(weights[expert], scales[0][expert] if scales else None)
+            own = chosen == expert
+            flat[own] = product_of(rows[own], packed, form, columns) + bias[expert]
+        if has_gate:
+            flat = (activated(flat[:, : num_out // 2], activation) * flat[:, num_out // 2 :]).astype(np.float32)
+        return (flat,)
+
+    return twin
+
+
+# x's row of each id, and the ids without negative ones, which would count from the end.
+_ROUTES = """
+    zero = Constant<value_ints = [0]>()
+    one = Constant<value_ints = [1]>()
+    all = Constant<value_ints = [-1]>()
+    given = Reshape(ids, all)
+    none = Constant<value_int = 0>()
+    single = Constant<value_int = 1>()
+    num_experts = Constant<value_int: int = @num_experts>()
+    is_negative = Less(given, none)
+    experts = Where(is_negative, num_experts, given)
+    num_ids1 = Shape(experts)
+    num_rows1 = Shape<start = 0, end = 1>(x)
+    num_ids = Squeeze(num_ids1)
+    num_rows = Squeeze(num_rows1)
+    at_least_one_row = Max(num_rows, single)
+    per_row = Div(num_ids, at_least_one_row)
+    at_least_one = Max(per_row, single)
+    numbers = Range(none, num_ids, single)
+    sources = Div(numbers, at_least_one)
+    rows = Gather<axis = 0>(x, sources)
+    chosen = Gather<axis = 0>(weights, experts)
+    chosen_bias = Gather<axis = 0>(bias, experts)
+"""
+
+# By form: `matrix` [ids, panels, 32, K padded] float32 of the chosen weights.
+_STEPS = """
+    chosen_scales = Gather<axis = 0>(scales, experts)
+    half_steps = Transpose<perm = [0, 1, 3, 2]>(chosen_scales)
+    narrow_steps = Cast<to = 1>(half_steps)
+    last = Constant<value_ints = [-1]>()
+    steps = Unsqueeze(narrow_steps, last)
+    in_groups = Constant<value_ints = [0, 0, 0, -1, 32]>()
+    as_levels = Reshape(stored, in_groups)
+    wide_levels = Cast<to = 1>(as_levels)
+    levels = Sub(wide_levels, middle)
+    weighed = Mul(levels, steps)
+    in_rows = Constant<value_ints = [0, 0, 0, -1]>()
+    matrix = Reshape(weighed, in_rows)
+"""
+_MATRIX = {
+    "F32": "matrix = Transpose<perm = [0, 1, 3, 2]>(chosen)",
+    "Bf16": """
+    wide = Cast<to = 1>(chosen)
+    turned = Transpose<perm = [0, 1, 3, 2, 4]>(wide)
+    in_rows = Constant<value_ints = [0, 0, 0, -1]>()
+    matrix = Reshape(turned, in_rows)
+    """,
+    "Int8": f"""
+    stored = Transpose<perm = [0, 1, 4, 2, 3, 5]>(chosen)
+    middle = Constant<value = float {{128.0}}>()
+    {_STEPS}
+    """,
+    "Int4": f"""
+    mask = Constant<value = uint8 {{15}}>()
+    shift = Constant<value = uint8 {{4}}>()
+    low = BitwiseAnd(chosen, mask)
+    high = BitShift<direction = "RIGHT">(chosen, shift)
+    half_axis = Constant<value_ints = [4]>()
+    low_half = Unsqueeze(low, half_axis)
+    high_half = Unsqueeze(high, half_axis)
+    halves = Concat<axis = 4>(low_half, high_half)
+    stored = Transpose<perm = [0, 1, 5, 2, 3, 4, 6]>(halves)
+    middle = Constant<value = float {{8.0}}>()
+    {_STEPS}
+    """,
+}
+
+# By form: `source` [ids, K]: the rows, or what their levels stand for.
+_ROUNDED = f"""
+    rows_in = Constant<value_int: int = @num_in>()
+    group = Constant<value_int = {GROUP}>()
+    negative = Neg(rows_in)
+    missing = Mod(negative, group)
+    missing1 = Unsqueeze(missing, zero)
+    pads = Concat<axis = 0>(zero, zero, zero, missing1)
+    padded = Pad(rows, pads)
+    by_group = Constant<value_ints = [0, -1, {GROUP}]>()
+    groups = Reshape(padded, by_group)
+    sizes = Abs(groups)
+    last_axis = Constant<value_ints = [-1]>()
+    peak = ReduceMax(sizes, last_axis)
+    most = Constant<value = float {{127.0}}>()
+    least_peak = Constant<value = float {{1e-30}}>()
+    nothing = Constant<value = float {{0.0}}>()
+    ratio = Div(most, peak)
+    is_small = Less(peak, least_peak)
+    inverse = Where(is_small, nothing, ratio)
+    scaled = Mul(groups, inverse)
+    rounded = Round(scaled)
+    row_steps = Div(peak, most)
+    whole = Mul(rounded, row_steps)
+    flat_rows = Constant<value_ints = [0, -1]>()
+    source = Reshape(whole, flat_rows)
+"""
+_SOURCE = {"F32": "source = Identity(rows)", "Bf16": "source = Identity(rows)", "Int8": _ROUNDED, "Int4": _ROUNDED}
+
+
+def _columns(has_gate: bool) -> str:
+    """Returns the statements for `kept` [ids, num_out, K padded] from `matrix`, padding of columns dropped."""
+    sizes = """
+    num_columns = Constant<value_int: int = @num_out>()
+    columns = Unsqueeze(num_columns, zero)
+    """
+    if not has_gate:
+        return f"""{sizes}
+    shape4 = Shape(matrix)
+    depth = Slice(shape4, three, four)
+    flat_shape = Concat<axis = 0>(zero, all, depth)
+    by_column = Reshape(matrix, flat_shape)
+    kept = Slice(by_column, zero, columns, one)
+    """
+    return f"""{sizes}
+    two = Constant<value_int = 2>()
+    half_columns = Div(columns, two)
+    shape4 = Shape(matrix)
+    depth = Slice(shape4, three, four)
+    width1 = Constant<value_ints = [{COLUMNS // 2}]>()
+    two1 = Constant<value_ints = [2]>()
+    turn_shape = Concat<axis = 0>(zero, zero, two1, width1, depth)
+    turns = Reshape(matrix, turn_shape)
+    sides = Transpose<perm = [2, 0, 1, 3, 4]>(turns)
+    gates, ups = Split<axis = 0, num_outputs = 2>(sides)
+    flat_shape = Concat<axis = 0>(num_ids1, all, depth)
+    gate_all = Reshape(gates, flat_shape)
+    up_all = Reshape(ups, flat_shape)
+    gate_own = Slice(gate_all, zero, half_columns, one)
+    up_own = Slice(up_all, zero, half_columns, one)
+    kept = Concat<axis = 1>(gate_own, up_own)
+    """
+
+
+# One product of a matrix with a vector for each id, so that no row depends on their number.
+_PRODUCT = """
+    width = Shape<start = 1, end = 2>(source)
+    axis2 = Constant<value_ints = [2]>()
+    own = Slice(kept, zero, width, axis2)
+    as_column = Unsqueeze(source, axis2)
+    column = MatMul(own, as_column)
+    product = Squeeze(column, axis2)
+    biased = Add(product, chosen_bias)
+"""
+
+
+def _body(form: str, has_gate: bool) -> str:
+    ends = "three = Constant<value_ints = [3]>()\n    four = Constant<value_ints = [4]>()"
+    end = GATE if has_gate else "y = Identity(biased)"
+    return "\n    ".join((_ROUTES, ends, _MATRIX[form], _SOURCE[form], _columns(has_gate), _PRODUCT, end))
+
+
+def _make_op(form: str, has_gate: bool) -> Op:
+    scales = (TensorSpec("scales", ("experts", "panels", "groups", COLUMNS), "float16"),)
+    attributes: dict[str, int | float] = {"num_in": 0, "num_out": 0, "num_experts": 0}
+    attributes |= {"activation": SILU} if has_gate else {}
+    return Op(
+        expert_op_name(form, has_gate),
+        (
+            TensorSpec("x", ("rows", "num_in"), "float32"),
+            TensorSpec("ids", ("rows", "per_row"), "int64"),
+            TensorSpec("weights", ("experts", *WEIGHT_DIMS[form]), DTYPES[form]),
+            *(scales if is_integer(form) else ()),
+            TensorSpec("bias", ("experts", "num_out"), "float32"),
+        ),
+        (TensorSpec("y", ("ids", "num_out"), "float32"),),
+        _twin(form, has_gate),
+        _body(form, has_gate),
+        attributes=attributes,
+    )
+
+
+def expert_op_name(form: str, has_gate: bool = False) -> str:
+    """Returns the op type of a form."""
+    return f"{'Gated' if has_gate else ''}ExpertLinear{form}"
+
+
+EXPERT_LINEARS: tuple[Op, ...] = tuple(_make_op(form, has_gate) for form in FORMS for has_gate in (False, True))

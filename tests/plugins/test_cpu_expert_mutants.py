@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mutated CPU kernel of experts differs from the numpy twin or reads what it must not."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from speccompile.backends.onnxruntime import kernel_build
+from speccompile.backends.onnxruntime.engine import FAULTS
+from speccompile.backends.onnxruntime.expert_cases import expert_cases, expert_row_fault
+from speccompile.backends.onnxruntime.kernel_selftest import Case, error_of, open_case, run
+from tests.plugins.cpu_lab import needs_compiler
+from tests.plugins.mutants import Mutants, Swap, chosen, write_mutants
+
+pytestmark = [needs_compiler, pytest.mark.plan, pytest.mark.mutant]
+
+EXPERTS, PANELS = "cpu/experts.h", "cpu/panels.h"
+
+MUTANTS: Mutants = {
+    "rows in the order of ids": (Swap(EXPERTS, "routes.order[at]", "at", within="values + routes.order[at]"),),
+    "one expert more for each row": (Swap(EXPERTS, "num_ids / num_rows", "num_ids / num_rows + 1"),),
+    "results in the order of experts": (Swap(EXPERTS, "routes.order[at]", "at", within="y + routes.order[at]"),),
+    "weights by the number of the segment": (
+        Swap(
+            EXPERTS,
+            "rows.expert",
+            "(&rows - routes.segments)",
+            within="rows.expert * num_panels_ * Base::panel_bytes()",
+        ),
+    ),
+    "scales of the first expert": (
+        Swap(EXPERTS, "rows.expert", "std::int64_t{0}", within="rows.expert * num_panels_ * (stride_ / kGroup)"),
+    ),
+    "bias of the first expert": (Swap(EXPERTS, "bias + rows.expert * num_out_", "bias"),),
+    "the last row of an expert is left out": (
+        Swap(EXPERTS, "rows.end - rows.begin", "std::max<std::int64_t>(1, rows.end - rows.begin - 1)"),
+    ),
+    "the first row of an expert for all": (Swap(EXPERTS, "rows.begin", "std::int64_t{0}", within="(x, rows.begin,"),),
+    "the last panels are left out": (
+        Swap(EXPERTS, "panels_a_task - 1", "0", within="(num_panels_ + panels_a_task - 1)"),
+    ),
+    "experts with one row are left out": (Swap(EXPERTS, "count > 0", "count > 1"),),
+    "experts overlap": (Swap(EXPERTS, "next[expert + 1] += begin;", "next[expert + 1] += begin / 2;"),),
+    "one expert too many is accepted": (Swap(EXPERTS, "ids[i] >= num_experts", "ids[i] > num_experts"),),
+    "no bias": (Swap(PANELS, "copy_columns(panel, bias, added);", "added[0] = 0;"),),
+    "up is gate": (Swap(PANELS, "load(sums + kHalf + c)", "load(sums + c)"),),
+    "the last chunk of rows is cut": (
+        Swap(
+            PANELS,
+            "first_row + num_rows - row",
+            "std::max<std::int64_t>(1, num_rows - row)",
+            within="std::min(kChunkRows, first_row + num_rows - row)",
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Lab:
+    """The library with all mutants, and a session of each op."""
+
+    library: ctypes.CDLL
+    cases: list[tuple[Case, ort.InferenceSession]]
+
+    def fault(self) -> str | None:
+        """Returns what is wrong; None where nothing is."""
+        for case, session in self.cases:
+            run(session, {**case.inputs, "x": case.inputs["x"] + 1})  # memory without the right results
+            found = error_of(case, session) or expert_row_fault(case.op, partial(run, session), case.inputs)
+            if found is not None:
+                return found
+        return _accepted(*self.cases[0])
+
+
+def _accepted(case: Case, session: ort.InferenceSession) -> str | None:
+    """Returns which expert is taken beyond the last one."""
+    ids = np.array(case.inputs["ids"])
+    ids[-1, -1] = case.attributes["num_experts"]
+    try:
+        run(session, {**case.inputs, "ids": ids})
+    except FAULTS:
+        return None
+    return f"expert {ids[-1, -1]} is accepted"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """All mutants, without the kernels of other families."""
+    folder = tmp_path_factory.mktemp("mutants")
+    write_mutants(folder / "plugins", MUTANTS, "cpu/kernel.h")
+    table = folder / "plugins/cpu/library.cpp"
+    lines = table.read_text().splitlines()
+    dropped = [line for line in lines if "_op" in line and "(table);" in line and "expert" not in line]
+    dropped += [
+        line for line in lines if line.startswith('#include "') and not line.endswith(('experts.h"', 'kernel.h"'))
+    ]
+    table.write_text("\n".join(line for line in lines if line not in dropped))
+    path, compiler = folder / "mutants.so", kernel_build.find_compiler()
+    assert compiler is not None
+    assert kernel_build.compile_library(table.parent, path, compiler, ("-O1", *kernel_build.native_flags())) is None
+    cases = [Case(*call, by_row=()) for call in expert_cases()]
+    return Lab(ctypes.CDLL(str(path)), [(case, open_case(case, str(path))) for case in cases])
+
+
+def test_the_kernels_themselves_pass(lab: Lab) -> None:
+    assert lab.fault() is None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutated_kernel_is_noticed(mutant: str, lab: Lab) -> None:
+    with chosen(lab.library, MUTANTS, mutant):
+        assert lab.fault() is not None
