@@ -21,6 +21,8 @@ from speccompile.passes.edit import OPS_DOMAIN, Editor, sizes_of
 FLOAT32_OPS = ("RMSNormalization", "LayerNormalization", "RotaryEmbedding", "Softmax")
 # Read logits in any float type and keep the distributions to sample from in float32.
 TAIL_OPS = ("SpecVerify", "FiniteToken", "SampleToken", "TopTokens", "NodeProbs")
+# Keep their states and sums in float32 whatever type the rows have; by op: the input whose type the output has.
+STATE_OPS = {"GatedDelta": 2, "ConvRows": 0}
 _FLOAT = ir.DataType.FLOAT
 
 
@@ -146,6 +148,11 @@ def convert_precision(model: ir.Model, spec: GraphSpec, dtype: str) -> int:
     converter, count = _Converter(model, half), 0
     for node in list(model.graph):
         if node.domain == OPS_DOMAIN and node.op_type in TAIL_OPS:
+            continue
+        if node.domain == OPS_DOMAIN and node.op_type in STATE_OPS:
+            row = node.inputs[STATE_OPS[node.op_type]]
+            assert row is not None and row.dtype is not None
+            _retype(node.outputs[0], row.dtype, node.outputs[0].shape)
             continue
         if node.domain == "" and node.op_type in FLOAT32_OPS:
             converter.island(node)

@@ -35,6 +35,8 @@ REFUSED_OPS = {
     "GroupQueryAttention": "Use TensorScatter and Attention (lower_attention_tensorrt).",
     "MatMulNBits": "Use DequantizeLinear with block_size before MatMul (quantize_qdq).",
     "QMoE": "Use one MatMul an expert.",
+    "LinearAttention": "Use speccompile::GatedDelta with its function body.",
+    "CausalConvWithState": "Use speccompile::ConvRows with its function body.",
 }
 MAX_TOP_K = 3840
 NONPAD_INPUT = 6  # of Attention: nonpad_kv_seqlen

@@ -8,10 +8,12 @@ import pytest
 
 from speccompile.core.specs import HIDDEN, LOGITS, GraphSpec, TensorSpec
 from speccompile.errors import PassError
+from speccompile.ops.registry import attach_functions
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
 from speccompile.passes.fold_scale import fold_scale
 from speccompile.passes.half_precision import convert_precision
 from speccompile.passes.tie_weights import tie_weights
+from tests.ops.op_lab import session_of
 from tests.passes.graphs import graph, ops
 
 SPEC = GraphSpec(
@@ -91,6 +93,50 @@ def test_angles_that_are_computed_are_refused() -> None:
     model = make(f"{LOGITS} = Cos({HIDDEN})")
     with pytest.raises(PassError, match=r"got Cos node .* that computes angles at run time; expected rotary tables"):
         convert_precision(model, SPEC, "bfloat16")
+
+
+def recurrent() -> tuple[ir.Model, GraphSpec]:
+    """x -> convolution -> recurrence of one head -> product; half are x and y."""
+    model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 24, OPS_DOMAIN: 1}, name="g"), ir_version=12)
+    dims = {"x": ("b", "n", 8), "rows": ("b", 5, 8), "state": ("b", 1, 8, 8), "pending": ("b", 2, 18)}
+    values = {name: add_input(model, name, list(size), "float32") for name, size in dims.items()}
+    counts = [add_input(model, name, ["b"], "int64") for name in ("lengths", "state_lengths", "sure_nodes")]
+    edit, x = Editor(model), values["x"]
+    taps = (edit.const(rng(8, 4), "taps"), edit.const(rng(8), "bias"))
+    mixed, rows = edit.op("ConvRows", x, *taps, values["rows"], *counts, domain=OPS_DOMAIN, num_outputs=2)
+    g = edit.op("Neg", edit.op("Sigmoid", edit.op("MatMul", x, edit.const(rng(8, 1), "gate"))))
+    beta = edit.op("Sigmoid", edit.op("MatMul", x, edit.const(rng(8, 1), "write")))
+    inputs = (mixed, mixed, mixed, g, beta, values["state"], values["pending"], *counts)
+    out, state, pending = edit.op("GatedDelta", *inputs, domain=OPS_DOMAIN, num_outputs=3, scale=0.1)
+    y = edit.op("MatMul", out, edit.const(rng(8, 8), "w"))
+    outputs = {"y": y, "rows.updated": rows, "state.updated": state, "pending.updated": pending}
+    for (name, value), size in zip(outputs.items(), dims.values(), strict=True):
+        value.name, value.shape, value.type = name, ir.Shape(list(size)), ir.TensorType(ir.DataType.FLOAT)
+        model.graph.outputs.append(value)
+    for node in model.graph:
+        for value in node.outputs:
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+    halves = [TensorSpec("x", dims["x"], "float16")], [TensorSpec("y", dims["x"], "float16")]
+    return model, GraphSpec("g", *map(tuple, halves))
+
+
+def test_recurrent_states_stay_in_float32() -> None:
+    model, spec = recurrent()
+    held, generator = model.clone(), np.random.default_rng(0)
+    assert convert_precision(model, spec, "float16") > 0
+    kinds = {v.name: v.dtype for v in model.graph.outputs}
+    assert kinds.pop("y") == ir.DataType.FLOAT16 and set(kinds.values()) == {ir.DataType.FLOAT}
+    assert ops(model).get("Cast", 0) == 0
+    feeds = {"x": generator.standard_normal((2, 3, 8)), "rows": generator.standard_normal((2, 5, 8))}
+    feeds |= {"state": generator.standard_normal((2, 1, 8, 8)), "pending": -generator.random((2, 2, 18))}
+    given = {name: array.astype(np.float32) for name, array in feeds.items()}
+    given |= {"lengths": np.array([0, 7]), "state_lengths": np.array([0, 5]), "sure_nodes": np.array([3, 0])}
+    for graph_model in (held, model):
+        attach_functions(graph_model)
+    wanted = session_of(ir.to_proto(held)).run(None, given)
+    got = session_of(ir.to_proto(model)).run(None, {**given, "x": given["x"].astype(np.float16)})
+    for mine, single in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(mine, single, rtol=0, atol=4e-3 * np.abs(single).max())
 
 
 def attention(scale: float, *, twice: bool = False, split: bool = False, norm: bool = False) -> ir.Model:
