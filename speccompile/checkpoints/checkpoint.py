@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.checkpoints.extra_modules import extra_keys
+from speccompile.checkpoints.packed_weights import Scheme, plain_headers, read_scheme
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
 from speccompile.checkpoints.text_towers import text_config, text_names
 from speccompile.common.json_reader import kind_of, read_json_object, shown, whole_number
@@ -30,7 +31,7 @@ MAX_SIZE = 2**31 - 1
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "consolidated.00.pth")
 GGUF = ".gguf"
-GGUF_TODO = "GGUF is not read: give the transformers checkpoint that the file was made of, or convert it back to one."
+GGUF_TODO = "Make a checkpoint of the GGUF file first: speccompile convert FILE.gguf -o FOLDER."
 HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _MAX_SHOWN = 255  # also of a file's name, in bytes
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
@@ -194,8 +195,29 @@ def read_dims(source: Path) -> ModelDims:
     return ModelDims(model_type=model_type, num_kv_heads=kv_heads, head_dim=head_dim, **sizes)
 
 
+def scheme_of(source: Path) -> Scheme | None:
+    """Returns how the weights in a folder are packed; None where they are plain, or the folder has no config.json.
+
+    Raises:
+        CheckpointError: see `packed_weights.read_scheme`.
+    """
+    return read_scheme(read_config(source), str(source)) if (source / "config.json").is_file() else None
+
+
 def list_tensors(source: Path) -> dict[str, TensorHeader]:
     """Returns the headers of all weights of a checkpoint by name; every file is checked to be complete.
+
+    Packed weights are listed as what they are read as, see `packed_weights`.
+
+    Raises:
+        CheckpointError: see `list_stored`; packed weights that are not read.
+    """
+    stored, scheme = list_stored(source), scheme_of(source)
+    return stored if scheme is None else plain_headers(scheme, stored)[0]
+
+
+def list_stored(source: Path) -> dict[str, TensorHeader]:
+    """Returns the headers of the tensors in a checkpoint's files by name.
 
     Raises:
         CheckpointError: no safetensors, a missing or damaged shard, an index that does not fit its shards.

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from speccompile.checkpoints.packed_weights import METHODS, method_of
 from speccompile.checkpoints.text_towers import is_tower, text_config
 from speccompile.errors import ExportError
 
@@ -101,15 +102,10 @@ def _property(config: Mapping[str, Any]) -> str | None:
         return "ALiBi position biases"
     if config.get("kv_lora_rank"):
         return _LATENT
-    if config.get("quantization_config"):
-        return f"weights quantised by {_quantizer(config)}"
+    if (method := method_of(config)) not in (None, *METHODS):
+        return f"weights quantised by {method}"
     kinds = sorted(set(config.get("layer_types") or ()) - set(_LAYER_KINDS))
     return f"layers of the kind {', '.join(kinds)}" if kinds else None
-
-
-def _quantizer(config: Mapping[str, Any]) -> str:
-    held = config["quantization_config"]
-    return str(held.get("quant_method", "an unknown method") if isinstance(held, Mapping) else held)
 
 
 def rope_parameters(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from speccompile.checkpoints.checkpoint import GGUF_TODO, first_gguf, list_tensors, read_index
+from speccompile.checkpoints.checkpoint import GGUF_TODO, first_gguf, list_stored, read_index, scheme_of
+from speccompile.checkpoints.packed_weights import Scheme, numbers, plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
 from speccompile.errors import CheckpointError
 
@@ -27,10 +28,10 @@ SPECULATOR_FILES = ("config.json", "*.index.json", "*.safetensors", "*.pt", "*.b
 _PICKLES = (".pt", ".bin", ".pth")
 # Other files that trainers write beside the weights.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "trainer_state")
-# By the names of safetensors. bfloat16 has no numpy type: its bits are read as uint16.
+# By the names of safetensors. bfloat16 and FP8 have no numpy types: their bits are read as uint16 and uint8.
 NUMPY_TYPES = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1",
-    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "|b1",
+    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "|b1", "F8_E4M3": "|u1", "F8_E5M2": "|u1",
 }  # fmt: skip
 _TORCH_NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -45,16 +46,32 @@ class TensorFiles:
         headers: by key.
         files: by key; empty for tensors in memory.
         tensors: those in memory already, by key (of pickles: mapped, not read).
+        scheme: of the folder's packed weights, which are then read as float32; None: all are plain.
+
+    Raises:
+        CheckpointError: see `packed_weights.plain_headers`.
     """
 
     def __init__(
-        self, headers: Mapping[str, TensorHeader], files: Mapping[str, Path], tensors: Mapping[str, Any] | None = None
+        self,
+        headers: Mapping[str, TensorHeader],
+        files: Mapping[str, Path],
+        tensors: Mapping[str, Any] | None = None,
+        scheme: Scheme | None = None,
     ) -> None:
-        self.headers, self.files, self._tensors = dict(headers), dict(files), dict(tensors or {})
+        self._stored, self.files, self._tensors = dict(headers), dict(files), dict(tensors or {})
+        self.headers, self._packed = plain_headers(scheme, headers) if scheme is not None else (dict(headers), {})
 
     def array(self, key: str) -> np.ndarray:
         """Returns the tensor's elements, read on access; bfloat16 as uint16."""
-        header = self.headers[key]
+        packed = self._packed.get(key)
+        if packed is None:
+            return self._stored_array(key)
+        stored = {part: (self._stored_array(k), self._stored[k].dtype) for part, k in packed.parts.items()}
+        return packed.unpack({part: numbers(array, dtype) for part, (array, dtype) in stored.items()})
+
+    def _stored_array(self, key: str) -> np.ndarray:
+        header = self._stored[key]
         if key in self._tensors:
             return _array_from_tensor(self._tensors[key])
         dtype = np.dtype(NUMPY_TYPES[header.dtype])
@@ -99,9 +116,9 @@ def open_files(folder: Path) -> TensorFiles:
         CheckpointError: no weights, a damaged file, a key in two files, or a pickle that would need code to be read.
     """
     if (folder / "model.safetensors.index.json").is_file() and not (folder / "model.safetensors").is_file():
-        sharded = list_tensors(folder)
+        sharded = list_stored(folder)
         weight_map = read_index(folder / "model.safetensors.index.json")
-        return TensorFiles(sharded, {key: folder / weight_map[key] for key in sharded})
+        return TensorFiles(sharded, {key: folder / weight_map[key] for key in sharded}, scheme=scheme_of(folder))
     if (folder / "model.safetensors").is_file():
         paths = [folder / "model.safetensors"]
     else:
@@ -123,7 +140,7 @@ def open_files(folder: Path) -> TensorFiles:
         headers |= held
         files |= dict.fromkeys(held, path)
         tensors |= loaded
-    return TensorFiles(headers, files, tensors)
+    return TensorFiles(headers, files, tensors, scheme_of(folder))
 
 
 def _is_pickle(path: Path) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""speccompile convert: a speculator's checkpoint in another layout of its method."""
+"""speccompile convert: a speculator's checkpoint in another layout of its method; a GGUF file as a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 
 def convert_command(
-    speculator: Annotated[str, typer.Argument(help="A speculator's folder or hub id.")],
+    speculator: Annotated[str, typer.Argument(help="A speculator's folder or hub id; or a model's GGUF file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; new or empty.")],
     layout: Annotated[str, typer.Option("--to", help="ours, speculators, vllm, ...: a layout of its method.")] = "ours",
     target: Annotated[str | None, typer.Option("--target", help="The model that it is for: folder or hub id.")] = None,
@@ -30,7 +30,11 @@ def convert_command(
     """Write a speculator in our layout or in another public one; nothing is written when the doctor finds an error.
 
     With a target, rows of the vocabulary that only pad it are cut, and the layouts that name their target name it.
+    A GGUF file becomes a transformers checkpoint with float32 weights, which a recipe can name.
     """
+    if speculator.lower().endswith(".gguf"):
+        _convert_gguf(Path(speculator).expanduser(), output, as_json)
+        return
     from speccompile.bundling.guard import claim_folder
     from speccompile.bundling.staging import staged_folder
     from speccompile.checkpoints.checkpoint import resolve_checkpoint
@@ -59,3 +63,21 @@ def convert_command(
         Console(soft_wrap=True, highlight=False, markup=False).print(
             f"{case.layout.label} -> {written.label}: {output}"
         )
+
+
+def _convert_gguf(source: Path, output: Path, as_json: bool) -> None:
+    from speccompile.bundling.guard import claim_folder
+    from speccompile.bundling.staging import staged_folder
+    from speccompile.export.gguf_file import write_checkpoint
+
+    with errors_as_json(as_json):
+        claim = claim_folder(output)
+        with staged_folder(claim.path, claim.hold) as place:
+            facts = write_checkpoint(source, place)
+    if as_json:
+        print_json({"folder": str(output), **facts})
+        return
+    blocks = ", ".join(f"{num} {name}" for name, num in facts["block_types"].items())
+    tokenizer = "" if facts["has_tokenizer"] else "; it has no tokenizer: put the model's tokenizer.json beside it"
+    text = f"{facts['model_type']} ({blocks}) -> {output}{tokenizer}"
+    Console(soft_wrap=True, highlight=False, markup=False).print(text)

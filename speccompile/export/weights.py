@@ -17,6 +17,8 @@ from transformers.utils import logging
 from speccompile.checkpoints.checkpoint import read_config, read_dims
 from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.model_config import read_model_config
+from speccompile.checkpoints.packed_weights import method_of
+from speccompile.checkpoints.tensor_files import open_files
 from speccompile.checkpoints.text_towers import RENAMED, is_other_part, is_tower
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.export.attention import IMPLEMENTATION
@@ -39,9 +41,11 @@ def load_model(source: Path, weights: Weights) -> Any:
         ExportError: transformers does not support the architecture or cannot replace its attention.
     """
     try:
-        with _no_progress_bar():
+        with no_progress_bar():
             config = read_model_config(source)
             config._attn_implementation = IMPLEMENTATION
+            if hasattr(config, "quantization_config"):  # packed weights are read by us, see `packed_weights`
+                del config.quantization_config
             # An architecture without transformers' registry of attentions may fail here.
             model = _random_model(config) if weights == "random" else _checkpoint_model(source, config)
     except OSError as fault:
@@ -150,7 +154,7 @@ def _strides(tensor: ir.TensorProtocol) -> tuple[int, ...]:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """Disables transformers' own progress bar, which would interfere with the caller's."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -172,23 +176,32 @@ def _random_model(config: Any) -> Any:
 
 
 def _checkpoint_model(source: Path, config: Any) -> Any:
-    is_multimodal = is_tower(read_config(source))
-    model, info = AutoModelForCausalLM.from_pretrained(
-        source,
-        config=config,
-        dtype=torch.float32,
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below, as an error of ours
+    whole = read_config(source)
+    is_multimodal = is_tower(whole)
+    settings = {
+        "config": config,
+        "dtype": torch.float32,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # reported below, as an error of ours
         **({"key_mapping": RENAMED} if is_multimodal else {}),
-    )
+    }
+    if method_of(whole) is None:
+        folder = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+        model, info = AutoModelForCausalLM.from_pretrained(source, **folder, **settings)
+    else:
+        with torch.device("meta"):
+            kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        model, info = kind.from_pretrained(None, state_dict=_unpacked(source), **settings)
     left = set(info["unexpected_keys"])
     if is_multimodal:
         left = {key for key in left if not is_other_part(key)}
     check_loading(source, {**info, "unexpected_keys": left - extra_keys(left, read_dims(source).num_layers)})
     return model
+
+
+def _unpacked(source: Path) -> dict[str, torch.Tensor]:
+    files = open_files(source)
+    return {key: files.tensor(key) for key in files.headers}
 
 
 def check_loading(source: Path, info: Mapping[str, Any]) -> None:

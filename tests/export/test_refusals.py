@@ -32,7 +32,7 @@ _LLAMA = CONFIGS["llama2"]
         ({"vision_config": {}}, "a multimodal checkpoint"),
         ({"kv_lora_rank": 16}, "latent attention"),
         ({"alibi": True}, "ALiBi"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),

@@ -57,16 +57,16 @@ def test_gguf_is_refused(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyP
     (tmp_path / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
     (tmp_path / "r.yaml").write_text(f"target: {{model: {model}}}")
     if not model.startswith("absent"):
-        with pytest.raises(CheckpointError, match="GGUF is not read"):
+        with pytest.raises(CheckpointError, match="speccompile convert"):
             resolve_checkpoint(model)
-        with pytest.raises(RecipeError, match="GGUF is not read"):
+        with pytest.raises(RecipeError, match="speccompile convert"):
             load_recipe(tmp_path / "r.yaml")
 
 
 def test_a_folder_with_gguf_alone_is_said_to_have_it(checkpoint: Path) -> None:
     (checkpoint / "model.gguf").write_bytes(b"GGUF")
     for read in (list_tensors, open_files):
-        with pytest.raises(CheckpointError, match=r"got model\.gguf; .* GGUF is not read"):
+        with pytest.raises(CheckpointError, match=r"got model\.gguf; .* speccompile convert FILE.gguf"):
             read(checkpoint)
 
 

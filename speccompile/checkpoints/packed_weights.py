@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints with packed weights (GPTQ, AWQ, compressed-tensors, FP8), read as the float32 weights that they mean.
+
+A layer `NAME` of such a checkpoint has several tensors, as `NAME.qweight`, `NAME.scales` and `NAME.qzeros`; here it has
+one, `NAME.weight` [out, in] float32: (level - zero) * scale, with one rounding. So whatever reads a checkpoint sees an
+ordinary one, and a build quantises it in its own forms or not at all. Scales of activations and caches are not read:
+activations are not quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from speccompile.checkpoints.safetensors import TensorHeader
+from speccompile.common.json_reader import shown, whole_number
+from speccompile.errors import CheckpointError
+
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+_COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_FP8 = ("F8_E4M3", "F8_E5M2")
+# Scales of activations and of K and V.
+_UNUSED = (
+    ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale",
+)  # fmt: skip
+# Column of the n-th 4 bits of a word, lowest first, within the word's eight columns (AutoAWQ's GEMM layout).
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+_TODO = "Download the folder again, or use the unquantised checkpoint."
+Arrays = Mapping[str, np.ndarray]  # by the part's name, as `scales`
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """One weight that is stored in parts.
+
+    Args:
+        shape: [out, in] of the weight.
+        parts: keys of its tensors by the part's name.
+        unpack: makes the weight, [out, in] float32, of its parts as `numbers` gives them.
+    """
+
+    shape: tuple[int, int]
+    parts: Mapping[str, str]
+    unpack: Callable[[Arrays], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a checkpoint's `quantization_config` says of its weights.
+
+    Args:
+        method: one of `METHODS`.
+        where: of errors.
+        bits: of a level; 0: shapes say it.
+        group_size: input columns that share a scale; 0: shapes or `g_idx` say it; -1: all columns.
+        zero_offset: is added to stored zero points.
+        block: rows and columns that share a scale, where scales are of blocks.
+    """
+
+    method: str
+    where: str
+    bits: int = 0
+    group_size: int = 0
+    zero_offset: int = 0
+    block: tuple[int, int] = (0, 0)
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """Returns the name of the method that packed a checkpoint's weights; None where they are plain."""
+    held = config.get("quantization_config")
+    if not held:
+        return None
+    name = held.get("quant_method") if isinstance(held, Mapping) else None
+    return name if isinstance(name, str) else "an unknown method"
+
+
+def read_scheme(config: Mapping[str, Any], where: str) -> Scheme | None:
+    """Returns the scheme of a checkpoint's weights; None where they are plain.
+
+    Args:
+        config: the parsed config.json.
+        where: the folder, for errors.
+
+    Raises:
+        CheckpointError: a method, or a variant of one, that is not read.
+    """
+    method = method_of(config)
+    if method is None:
+        return None
+    where = f"{where} (quantization_config)"
+    if method not in METHODS:
+        todo = "Use the unquantised checkpoint."
+        raise CheckpointError(where, f"weights quantised by {method}", f"one of {', '.join(METHODS)}", todo)
+    held: Mapping[str, Any] = config["quantization_config"]
+    return _SCHEMES[method](held, Scheme(method, where))
+
+
+def _gptq_scheme(held: Mapping[str, Any], base: Scheme) -> Scheme:
+    bits = _one_of(base, held, "bits", (2, 4, 8), None)
+    layout = _one_of(base, held, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    return replace(base, bits=bits, group_size=_group_size(base, held), zero_offset=int(layout == "gptq"))
+
+
+def _awq_scheme(held: Mapping[str, Any], base: Scheme) -> Scheme:
+    bits = _one_of(base, held, "bits", (4,), 4)
+    _one_of(base, held, "version", ("gemm", "GEMM"), "gemm")
+    return replace(base, bits=bits, group_size=_group_size(base, held))
+
+
+def _compressed_scheme(held: Mapping[str, Any], base: Scheme) -> Scheme:
+    _one_of(base, held, "format", _COMPRESSED, "pack-quantized")
+    groups = held.get("config_groups")
+    described = list(groups.values()) if isinstance(groups, Mapping) else []
+    stated = [group.get("weights") for group in described if isinstance(group, Mapping)]
+    weights = [given for given in stated if isinstance(given, Mapping)]
+    bits = sorted({_one_of(base, given, "num_bits", (2, 4, 8), 4) for given in weights})
+    if len(bits) > 1:
+        got = f"weights of {' and '.join(map(str, bits))} bits"
+        raise CheckpointError(base.where, got, "one number of bits", "Use the unquantised checkpoint.")
+    sizes = {_group_size(base, given) for given in weights if given.get("group_size") is not None}
+    blocks = [_block(base, given["block_structure"], "block_structure") for given in weights if _has_block(given)]
+    size = sizes.pop() if len(sizes) == 1 else 0
+    return replace(base, bits=bits[0] if bits else 4, group_size=size, block=blocks[0] if blocks else (0, 0))
+
+
+def _has_block(weights: Mapping[str, Any]) -> bool:
+    return bool(weights.get("block_structure"))
+
+
+def _fp8_scheme(held: Mapping[str, Any], base: Scheme) -> Scheme:
+    block = held.get("weight_block_size")
+    return replace(base, block=_block(base, block, "weight_block_size")) if block else base
+
+
+_SCHEMES: dict[str, Callable[[Mapping[str, Any], Scheme], Scheme]] = {
+    "gptq": _gptq_scheme,
+    "awq": _awq_scheme,
+    "compressed-tensors": _compressed_scheme,
+    "fp8": _fp8_scheme,
+}
+
+
+def _one_of(base: Scheme, held: Mapping[str, Any], field: str, known: tuple[Any, ...], default: Any) -> Any:
+    value = held.get(field)
+    value = default if value is None else value
+    if isinstance(value, bool) or value not in known:
+        expected = f"{field} {' or '.join(str(v) for v in dict.fromkeys(known))}"
+        raise CheckpointError(base.where, f"{field} {shown(value)}", expected, "Use the unquantised checkpoint.")
+    return value
+
+
+def _group_size(base: Scheme, held: Mapping[str, Any]) -> int:
+    value = held.get("group_size", -1)
+    if value == -1 or (size := whole_number(value, 1, 1 << 20)) is None:
+        if value != -1:
+            expected = "a number of columns, or -1 for all"
+            raise CheckpointError(base.where, f"group_size {shown(value)}", expected, _TODO)
+        return -1
+    return size
+
+
+def _block(base: Scheme, value: Any, field: str) -> tuple[int, int]:
+    sizes = value if isinstance(value, list | tuple) else ()
+    numbers = [whole_number(size, 1, 1 << 20) for size in sizes]
+    if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
+        raise CheckpointError(base.where, f"{field} {shown(value)}", "two positive integers", _TODO)
+    return numbers[0], numbers[1]
+
+
+def plain_headers(
+    scheme: Scheme, headers: Mapping[str, TensorHeader]
+) -> tuple[dict[str, TensorHeader], dict[str, PackedWeight]]:
+    """Returns the tensors of a checkpoint as they are read: packed weights as float32, all others as they are.
+
+    Args:
+        scheme: of the checkpoint.
+        headers: of the tensors in its files.
+
+    Returns:
+        Headers by key, in the order of the files; and the packed weights by key.
+
+    Raises:
+        CheckpointError: a part is missing, or its dtype or shape does not fit the others.
+    """
+    made: dict[str, TensorHeader] = {}
+    packed: dict[str, PackedWeight] = {}
+    used: set[str] = set()
+    for key, header in headers.items():
+        name, _, part = key.rpartition(".")
+        if part not in _KNOWN_BY[scheme.method]:
+            made[key] = header
+            continue
+        parts = {p: f"{name}.{p}" for p in (part, *_OTHER_PARTS) if f"{name}.{p}" in headers}
+        weight = _packed_weight(scheme, name, {p: headers[k] for p, k in parts.items()}, parts)
+        if weight is None:
+            made[key] = header
+        else:
+            made[f"{name}.weight"] = TensorHeader("F32", weight.shape)
+            packed[f"{name}.weight"] = weight
+            used |= set(parts.values()) - {f"{name}.weight"}
+    left_out = {key for key in made if key in used or key.endswith(_UNUSED)}
+    return {key: header for key, header in made.items() if key not in left_out}, packed
+
+
+# The part by which a packed weight is known; `weight` itself where its dtype says that it is packed.
+_KNOWN_BY: dict[str, tuple[str, ...]] = {
+    "gptq": ("qweight",),
+    "awq": ("qweight",),
+    "compressed-tensors": ("weight_packed", "weight"),
+    "fp8": ("weight",),
+}
+_OTHER_PARTS = (
+    "qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx",
+    "weight_shape",
+)  # fmt: skip
+
+
+def _packed_weight(
+    scheme: Scheme, name: str, headers: Mapping[str, TensorHeader], parts: Mapping[str, str]
+) -> PackedWeight | None:
+    """Returns how a layer is unpacked; None where its weight is plain."""
+    layer = _Layer(scheme, name, headers)
+    if "qweight" in headers:
+        shape, unpack = layer.awq() if scheme.method == "awq" else layer.gptq()
+    elif "weight_packed" in headers:
+        shape, unpack = layer.bits()
+    elif headers["weight"].dtype in (*_FP8, "I8"):
+        shape, unpack = layer.scaled()
+    else:
+        return None
+    return PackedWeight(shape, parts, unpack)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The parts of one layer, checked."""
+
+    scheme: Scheme
+    name: str
+    headers: Mapping[str, TensorHeader]
+
+    def part(self, name: str, dtypes: tuple[str, ...], dims: int) -> tuple[int, ...]:
+        """Returns the shape of a part."""
+        header = self.headers.get(name)
+        where = f"{self.name}.{name}"
+        if header is None:
+            raise CheckpointError(where, "no such tensor", f"a part of the {self.scheme.method} weight", _TODO)
+        if header.dtype not in dtypes or len(header.shape) != dims:
+            got = f"{header.dtype} {list(header.shape)}"
+            raise CheckpointError(where, got, f"{' or '.join(dtypes)} of {dims} dims", _TODO)
+        return header.shape
+
+    def expect(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        """Compares the shape of a part."""
+        if shape != expected:
+            raise CheckpointError(f"{self.name}.{name}", f"shape {list(shape)}", f"{list(expected)}", _TODO)
+
+    def gptq(self) -> tuple[tuple[int, int], Callable[[Arrays], np.ndarray]]:
+        """Words along the input: qweight [in * bits / 32, out], scales and qzeros by group."""
+        bits, offset = self.scheme.bits, self.scheme.zero_offset
+        per_word = 32 // bits
+        words, num_out = self.part("qweight", ("I32",), 2)
+        num_in = words * per_word
+        groups, scaled = self.part("scales", _FLOATS, 2)
+        self.expect("scales", (groups, scaled), (groups, num_out))
+        self.expect("qzeros", self.part("qzeros", ("I32",), 2), (groups, -(-num_out // per_word)))
+        has_order = "g_idx" in self.headers
+        if has_order:
+            self.expect("g_idx", self.part("g_idx", ("I32", "I64"), 1), (num_in,))
+        group_of = self.groups(num_in, groups)
+
+        def unpack(parts: Arrays) -> np.ndarray:
+            levels = unpack_words(parts["qweight"].T, bits)  # [out, in]
+            zeros = unpack_words(parts["qzeros"], bits)[:, :num_out].astype(np.int32) + offset  # [groups, out]
+            groups_of = self.order(parts["g_idx"], groups) if has_order else group_of
+            return (levels - zeros.T[:, groups_of]) * parts["scales"].T[:, groups_of].astype(np.float32)
+
+        return (num_out, num_in), unpack
+
+    def awq(self) -> tuple[tuple[int, int], Callable[[Arrays], np.ndarray]]:
+        """Words along the output: qweight [in, out / 8], scales and qzeros by group."""
+        num_in, words = self.part("qweight", ("I32",), 2)
+        num_out = words * 8
+        groups, scaled = self.part("scales", _FLOATS, 2)
+        self.expect("scales", (groups, scaled), (groups, num_out))
+        self.expect("qzeros", self.part("qzeros", ("I32",), 2), (groups, words))
+        group_of = self.groups(num_in, groups)
+
+        def unpack(parts: Arrays) -> np.ndarray:
+            levels, zeros = (_awq_levels(parts[p]) for p in ("qweight", "qzeros"))  # [in or groups, out]
+            scales = parts["scales"].astype(np.float32)
+            weight = (levels.astype(np.int32) - zeros[group_of]) * scales[group_of]
+            return np.ascontiguousarray(weight.T)
+
+        return (num_out, num_in), unpack
+
+    def bits(self) -> tuple[tuple[int, int], Callable[[Arrays], np.ndarray]]:
+        """compressed-tensors' words along the input: level + 2^(bits - 1), [out, ceil(in * bits / 32)]."""
+        num_out, words = self.part("weight_packed", ("I32",), 2)
+        self.expect("weight_shape", self.part("weight_shape", ("I64", "I32"), 1), (2,))
+        groups = self.scale_groups(num_out)
+        bits = self.scheme.bits
+        num_in = words * 32 // bits
+        group_of = self.groups(num_in, groups)
+        has_order = "weight_g_idx" in self.headers
+        if "weight_zero_point" in self.headers:
+            zero_shape = self.part("weight_zero_point", ("I32",), 2)
+            self.expect("weight_zero_point", zero_shape, (-(-num_out * bits // 32), groups))
+
+        def unpack(parts: Arrays) -> np.ndarray:
+            asked = tuple(int(size) for size in parts["weight_shape"])
+            self.expect("weight_shape (its values)", asked, (num_out, num_in))
+            levels = unpack_words(parts["weight_packed"], bits).astype(np.int32)
+            zeros = np.full((num_out, groups), 1 << (bits - 1), np.int32)
+            if "weight_zero_point" in parts:
+                zeros = unpack_words(parts["weight_zero_point"].T, bits).T[:num_out].astype(np.int32)
+            order = self.order(parts["weight_g_idx"], groups) if has_order else group_of
+            scales = np.broadcast_to(parts["weight_scale"].astype(np.float32), (num_out, groups))
+            return (levels - zeros[:, order]) * scales[:, order]
+
+        return (num_out, num_in), unpack
+
+    def scaled(self) -> tuple[tuple[int, int], Callable[[Arrays], np.ndarray]]:
+        """8-bit levels [out, in], integers or FP8, and scales of the tensor, of rows, of groups or of blocks."""
+        num_out, num_in = self.part("weight", (*_FP8, "I8"), 2)
+        scale = "weight_scale_inv" if "weight_scale_inv" in self.headers else "weight_scale"
+        header = self.headers.get(scale)
+        dims = len(header.shape) if header is not None else 1
+        shape = self.part(scale, _FLOATS, dims)
+        rows, columns = self.scale_steps(scale, shape, (num_out, num_in))
+        if "weight_zero_point" in self.headers:
+            self.expect("weight_zero_point", self.headers["weight_zero_point"].shape, shape)
+
+        def spread(values: np.ndarray) -> np.ndarray:
+            table = values.astype(np.float32).reshape((1, 1) if values.size == 1 else (len(values), -1))
+            by_row = np.repeat(table, rows, axis=0)[:num_out]
+            return np.repeat(by_row, columns, axis=1)[:, :num_in]
+
+        def unpack(parts: Arrays) -> np.ndarray:
+            levels: np.ndarray = parts["weight"].astype(np.float32)
+            if "weight_zero_point" in parts:
+                levels -= spread(parts["weight_zero_point"])
+            levels *= spread(parts[scale])
+            return levels
+
+        return (num_out, num_in), unpack
+
+    def scale_steps(self, name: str, shape: tuple[int, ...], weight: tuple[int, int]) -> tuple[int, int]:
+        """Returns the rows and columns of the weight that share a scale."""
+        num_out, num_in = weight
+        if shape in ((), (1,), (1, 1)):
+            return num_out, num_in
+        if shape in ((num_out,), (num_out, 1)):
+            return 1, num_in
+        rows, columns = self.scheme.block
+        if rows and shape == (-(-num_out // rows), -(-num_in // columns)):
+            return rows, columns
+        if len(shape) == 2 and shape[0] == num_out and num_in % shape[1] == 0:
+            return 1, num_in // shape[1]
+        expected = f"one scale, one a row of {num_out}, or one a group or block of [{num_out}, {num_in}]"
+        raise CheckpointError(f"{self.name}.{name}", f"shape {list(shape)}", expected, _TODO)
+
+    def scale_groups(self, num_out: int) -> int:
+        """Returns the number of groups of a row, from the shape of compressed-tensors' scales."""
+        header = self.headers.get("weight_scale")
+        shape = self.part("weight_scale", _FLOATS, len(header.shape) if header is not None else 2)
+        if shape in ((), (1,)):
+            return 1
+        rows, groups = (*shape, 1)[:2]
+        self.expect("weight_scale", shape[:1], (num_out,) if rows != 1 else (1,))
+        return groups
+
+    def groups(self, num_in: int, groups: int) -> np.ndarray:
+        """Returns the group of each input column, [in] int64."""
+        size = self.scheme.group_size
+        if size in (0, -1):
+            size = -(-num_in // groups)
+        if -(-num_in // size) != groups:
+            expected = f"{-(-num_in // size)} groups of {size} columns"
+            raise CheckpointError(f"{self.name} (scales)", f"{groups} groups of {num_in} columns", expected, _TODO)
+        return np.arange(num_in) // size
+
+    def order(self, given: np.ndarray, groups: int) -> np.ndarray:
+        """Returns the group of each input column from a stored list."""
+        order = given.astype(np.int64)
+        if order.size and not 0 <= order.min() <= order.max() < groups:
+            got = f"group {order.min() if order.min() < 0 else order.max()}"
+            raise CheckpointError(f"{self.name} (g_idx)", got, f"groups below {groups}", _TODO)
+        return order
+
+
+_FLOATS = ("F16", "BF16", "F32")
+
+
+def numbers(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Returns the elements of a tensor as numbers: bfloat16 and FP8, which numpy lacks, as float32.
+
+    Args:
+        array: as `TensorFiles` reads it: bfloat16 as uint16, FP8 as uint8.
+        dtype: under safetensors' name.
+    """
+    if dtype == "BF16":
+        wide: np.ndarray = array.astype(np.uint32) << 16
+        return wide.view(np.float32)
+    if dtype in _FP8:
+        import ml_dtypes
+
+        kind = ml_dtypes.float8_e4m3fn if dtype == "F8_E4M3" else ml_dtypes.float8_e5m2
+        return np.asarray(array).view(kind).astype(np.float32)
+    return array
+
+
+def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the unsigned numbers of `bits` bits in 32-bit words, lowest bits first.
+
+    Args:
+        words: [rows, words] int32.
+        bits: a divisor of 32, at most 8.
+
+    Returns:
+        [rows, words * 32 / bits] uint8.
+    """
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    numbers = (np.ascontiguousarray(words).view(np.uint32)[:, :, None] >> shifts) & np.uint32((1 << bits) - 1)
+    return numbers.astype(np.uint8).reshape(len(words), -1)
+
+
+def _awq_levels(words: np.ndarray) -> np.ndarray:
+    stored = unpack_words(words, 4).reshape(len(words), -1, 8)
+    levels = np.empty_like(stored)
+    levels[:, :, list(_AWQ_COLUMNS)] = stored
+    return levels.reshape(len(words), -1)
