@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.checkpoints.extra_modules import extra_keys
-from speccompile.checkpoints.packed_weights import Scheme, plain_headers, read_scheme
+from speccompile.checkpoints.packed_schemes import Scheme, read_scheme
+from speccompile.checkpoints.packed_weights import plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
 from speccompile.checkpoints.text_towers import text_config, text_names
 from speccompile.common.json_reader import kind_of, read_json_object, shown, whole_number
@@ -199,7 +200,7 @@ def scheme_of(source: Path) -> Scheme | None:
     """Returns how the weights in a folder are packed; None where they are plain, or the folder has no config.json.
 
     Raises:
-        CheckpointError: see `packed_weights.read_scheme`.
+        CheckpointError: see `packed_schemes.read_scheme`.
     """
     return read_scheme(read_config(source), str(source)) if (source / "config.json").is_file() else None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from speccompile.checkpoints.packed_weights import METHODS, method_of
+from speccompile.checkpoints.packed_schemes import METHODS, method_of
 from speccompile.checkpoints.text_towers import is_tower, text_config
 from speccompile.errors import ExportError
 

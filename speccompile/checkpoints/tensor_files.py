@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from speccompile.checkpoints.checkpoint import GGUF_TODO, first_gguf, list_stored, read_index, scheme_of
-from speccompile.checkpoints.packed_weights import Scheme, numbers, plain_headers
+from speccompile.checkpoints.packed_schemes import Scheme
+from speccompile.checkpoints.packed_weights import numbers, plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
 from speccompile.errors import CheckpointError
 

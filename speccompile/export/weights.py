@@ -17,7 +17,7 @@ from transformers.utils import logging
 from speccompile.checkpoints.checkpoint import read_config, read_dims
 from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.model_config import read_model_config
-from speccompile.checkpoints.packed_weights import method_of
+from speccompile.checkpoints.packed_schemes import method_of
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.checkpoints.text_towers import RENAMED, is_other_part, is_tower
 from speccompile.errors import CheckpointError, ExportError
