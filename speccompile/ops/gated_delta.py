@@ -7,6 +7,8 @@ as they were accepted. So a rejected draft never reaches the state, and the call
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TensorSpec
@@ -131,12 +133,22 @@ _ROW = """
         next_{0} = Add(decayed_{0}, added_{0})
 """
 
+# As many pending rows as some slot needs, and at least one, as ONNX Runtime's Scan refuses none. TensorRT takes no
+# slice whose size is computed on the device: there all pending rows are run over, void or not.
+_OWED_ROWS = """
+    most_owed = ReduceMax<keepdims = 1>(num_owed)
+    num_taken = Max(most_owed, unit)
+    replayable = Slice(pending, nowhere, num_taken, second)
+"""
+_ALL_ROWS = """
+    replayable = Identity(pending)
+"""
+
 # Rows come first for Scan, and every head of k has an axis for the value heads that share it:
 # k [rows, batch, key_heads, 1, 1, key_dim], v [rows, batch, key_heads, group, 1, value_dim].
 # Void pending rows are zeros, so they change no bit of the state. An engine binds `pending_updated` at the address of
 # `pending`: the zeros after its rows are computed from the replayed state, so that it is written last.
-_BODY = (
-    """
+_HEAD = """
     none = Constant<value_int = 0>()
     one = Constant<value_int = 1>()
     nothing = Constant<value_float = 0.0>()
@@ -175,14 +187,18 @@ _BODY = (
     gate_end = Add(value_end, value_heads)
     beta_end = Add(gate_end, value_heads)
     last_axis = Constant<value_ints = [2]>()
-    num_pending1 = Shape<start = 1, end = 2>(pending)
-    num_pending = Squeeze(num_pending1, nowhere)
-    places = Range(none, num_pending, one)
     num_owed = Sub(lengths, state_lengths)
+"""
+
+_TAIL = (
+    """
+    num_replayed1 = Shape<start = 1, end = 2>(replayable)
+    num_replayed = Squeeze(num_replayed1, nowhere)
+    replays = Range(none, num_replayed, one)
     owed_column = Unsqueeze(num_owed, second)
-    is_owed = Less(places, owed_column)
+    is_owed = Less(replays, owed_column)
     is_owed3 = Unsqueeze(is_owed, last_axis)
-    owed = Where(is_owed3, pending, nothing)
+    owed = Where(is_owed3, replayable, nothing)
     k_owed3 = Slice(owed, nowhere, key_end, last_axis)
     v_owed3 = Slice(owed, key_end, value_end, last_axis)
     g_owed3 = Slice(owed, value_end, gate_end, last_axis)
@@ -240,6 +256,9 @@ _BODY = (
     out32 = Reshape(by_slot, out_shape)
     out = CastLike(out32, v)
 
+    num_pending1 = Shape<start = 1, end = 2>(pending)
+    num_pending = Squeeze(num_pending1, nowhere)
+    places = Range(none, num_pending, one)
     sure_column = Unsqueeze(sure_nodes, second)
     source = Add(places, sure_column)
     last_node = Sub(num_nodes, one)
@@ -278,6 +297,8 @@ GATED_DELTA = Op(
         TensorSpec("pending_updated", _PENDING_DIMS, "float32"),
     ),
     gated_delta,
-    _BODY,
+    _HEAD + _OWED_ROWS + _TAIL,
     attributes={"num_key_heads": 1, "num_value_heads": 1, "scale": 1.0, "delta": 1},
 )
+
+TENSORRT_GATED_DELTA = replace(GATED_DELTA, body=_HEAD + _ALL_ROWS + _TAIL)
