@@ -44,6 +44,7 @@ struct AttentionStep {
     const std::uint8_t* tree;  // [batch, nodes, nodes]
     float* out;                // [batch, nodes, heads, head_dim]
     float scale, softcap;
+    const float* sinks = nullptr;  // [heads]: a score of each head that has no value; nullptr: none
     i64 window;  // a key is seen where position(query) - position(key) < window; 0 = no limit
     i64 slots_per_cache = 1;  // neighbouring slots that read one slot of the caches
     i64 group() const { return heads / kv_heads; }
@@ -154,6 +155,7 @@ class QueryBlock {
         for (int q = 0; q < count_; q++) {
             const i64 node = (first + q) / step.group(), head = kv_head * step.group() + (first + q) % step.group();
             nodes_[q] = &seen.nodes[slot * step.nodes + node];
+            sinks_[q] = step.sinks == nullptr ? -__builtin_inff() : step.sinks[head];
             out_[q] = step.out + ((slot * step.nodes + node) * step.heads + head) * step.head_dim;
             queries_[q] = memory + q * width;
             sums_[q] = memory + (kQueries + q) * width;
@@ -194,7 +196,7 @@ class QueryBlock {
             float* at = scores_[q] + (length_ - nodes_[q]->first);
             for (i64 i = 0; i < nodes_[q]->num_visible; i++) at[i] = tree_scores_[q][nodes_[q]->nodes[i]];
             const i64 num_keys = length_ - nodes_[q]->first + nodes_[q]->num_visible;
-            factors_[q] = num_keys == 0 ? 0 : 1 / weigh_scores(scores_[q], num_keys, step_.scale, step_.softcap);
+            factors_[q] = num_keys == 0 ? 0 : 1 / weigh_scores(scores_[q], num_keys, step_.scale, step_.softcap, sinks_[q]);
         }
     }
 
@@ -248,7 +250,7 @@ class QueryBlock {
     i64 first_ = 0, num_leading_ = 0;  // past rows from `first_` on and the first nodes are seen by all queries
     const Visibility::Node* nodes_[kQueries];
     float *queries_[kQueries], *sums_[kQueries], *scores_[kQueries], *tree_scores_[kQueries], *out_[kQueries];
-    float factors_[kQueries];
+    float sinks_[kQueries], factors_[kQueries];
 };
 
 constexpr int kTaskBlocks = 4;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention ops: CachedAttention, QkvAttention with and without norm and rotary embedding, RotaryCrossAttention.
+// The attention ops: CachedAttention, SinkAttention, QkvAttention with and without norm and rotary embedding, RotaryCrossAttention.
 #pragma once
 
 #include <atomic>
@@ -129,8 +129,11 @@ inline i64 rotary_columns_of(const Info& info, i64 head_dim) {
 }
 
 struct AttentionAttributes {
-    explicit AttentionAttributes(const Info& info)
-        : op(info.op), scale(info.real("scale")), softcap(info.real("softcap")), window(info.integer("window")) {
+    explicit AttentionAttributes(const Info& info, bool has_softcap = true)
+        : op(info.op),
+          scale(info.real("scale")),
+          softcap(has_softcap ? info.real("softcap") : 0),
+          window(info.integer("window")) {
         if (softcap < 0 || window < 0) throw Error("a negative softcap or window; build the bundle again");
     }
     void set(AttentionStep& step) const {
@@ -143,15 +146,22 @@ struct AttentionAttributes {
     i64 window;
 };
 
-// q [batch, heads, nodes, head_dim], k, v, k_cache, v_cache, lengths, tree_mask -> out [batch, nodes, heads, head_dim].
+// q [batch, heads, nodes, head_dim], k, v, k_cache, v_cache, lengths, tree_mask [, sinks [heads]]
+// -> out [batch, nodes, heads, head_dim].
+template <bool HasSinks>
 struct CachedAttention {
-    static constexpr const char* kName = "CachedAttention";
-    static constexpr abi::ElementType kInputs[] = {abi::kFloat, abi::kFloat, abi::kFloat, abi::kFloat,
-                                                   abi::kFloat, abi::kInt64, abi::kBool};
+    static constexpr const char* kName = HasSinks ? "SinkAttention" : "CachedAttention";
+    struct InputTypes {
+        constexpr abi::ElementType operator[](std::size_t i) const {
+            return i == 5 ? abi::kInt64 : i == 6 ? abi::kBool : abi::kFloat;
+        }
+        constexpr std::size_t size() const { return 7 + HasSinks; }
+    };
+    static constexpr InputTypes kInputs{};
     static constexpr abi::ElementType kOutputs[] = {abi::kFloat, abi::kFloat, abi::kFloat};
     static constexpr std::size_t kNumOptional = 0;
 
-    explicit CachedAttention(const Info& info) : attributes(info) {}
+    explicit CachedAttention(const Info& info) : attributes(info, !HasSinks) {}
 
     void run(const Context& context) const {
         const Tensor q = context.input(0), k = context.input(1), v = context.input(2), k_cache = context.input(3),
@@ -172,6 +182,11 @@ struct CachedAttention {
         };
         step.q = heads(q, step.heads), step.k = heads(k, step.kv_heads), step.v = heads(v, step.kv_heads);
         attributes.set(step);
+        if constexpr (HasSinks) {
+            const Tensor sinks = context.input(7);
+            expect_dims(attributes.op, "sinks", sinks.dims, Dims{step.heads});
+            step.sinks = sinks.data<float>();
+        }
         step.out = context.output<float>(0, Dims{step.batch, step.nodes, step.heads, step.head_dim});
         step.k_cache = updated_cache(context, 1, k_cache);
         step.v_cache = updated_cache(context, 2, v_cache);
@@ -327,7 +342,8 @@ struct RotaryCrossAttention {
 };
 
 inline void add_attention_ops(OpTable& table) {
-    table.push_back(custom_op<CachedAttention>());
+    table.push_back(custom_op<CachedAttention<false>>());
+    table.push_back(custom_op<CachedAttention<true>>());
     table.push_back(custom_op<QkvAttention<false, false>>());
     table.push_back(custom_op<QkvAttention<false, true>>());
     table.push_back(custom_op<QkvAttention<true, false>>());

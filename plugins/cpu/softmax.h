@@ -2,6 +2,8 @@
 // Softmax over the scores of one query, in place, with scale and softcap.
 #pragma once
 
+#include <cmath>
+
 #include "attention_rows.h"
 
 namespace speccompile::cpu {
@@ -29,8 +31,8 @@ inline float largest_of(const Float (&parts)[kParts]) {
 }
 
 // Turns `count` > 0 scores into e^(score - largest) and returns their sum: 16 partial sums, by index modulo 16. There is
-// room for a multiple of 16 floats; those after the scores become 0.
-inline float weigh_scores(float* scores, i64 count, float scale, float softcap) {
+// room for a multiple of 16 floats; those after the scores become 0. The sum has e^(sink - largest) too: 0 for -infinity.
+inline float weigh_scores(float* scores, i64 count, float scale, float softcap, float sink) {
     const i64 padded = round_up(count, kPartials);
     for (i64 i = count; i < padded; i++) scores[i] = scores[0];
     Float largest[kParts], sums[kParts];
@@ -49,7 +51,8 @@ inline float weigh_scores(float* scores, i64 count, float scale, float softcap) 
         }
     }
     for (i64 i = count; i < padded; i++) scores[i] = -__builtin_inff();
-    const Float top = broadcast(largest_of(largest)), least = broadcast(-87.f);
+    const float highest = largest_of(largest);
+    const Float top = broadcast(highest), least = broadcast(-87.f);
     for (i64 i = 0; i < padded; i += kPartials) {
         for (int part = 0; part < kParts; part++) {
             float* at = scores + i + part * kLanes;
@@ -59,7 +62,7 @@ inline float weigh_scores(float* scores, i64 count, float scale, float softcap) 
             sums[part] = add(sums[part], weight);
         }
     }
-    return sum_partials(sums);
+    return sum_partials(sums) + std::exp(sink - highest);
 }
 
 }  // namespace speccompile::cpu

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.checkpoints.extra_modules import extra_keys
+from speccompile.checkpoints.families import MAX_POSITION, POSITION_COLUMNS, has_alibi
 from speccompile.checkpoints.packed_schemes import Scheme, read_scheme
 from speccompile.checkpoints.packed_weights import plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
@@ -23,9 +24,9 @@ from speccompile.errors import CheckpointError
 _NAMES = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "num_heads": ("num_attention_heads", "n_head"),
-    "max_positions": ("max_position_embeddings", "n_positions", "seq_length"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads", "attention_heads", "n_heads"),
+    "max_positions": ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
 }
 
 MAX_SIZE = 2**31 - 1
@@ -185,10 +186,13 @@ def read_dims(source: Path) -> ModelDims:
         CheckpointError: a size is missing or not a positive integer.
     """
     config = read_text_config(source)
+    if has_alibi(config):
+        config = {_NAMES["max_positions"][0]: MAX_POSITION + 1, **config}
     sizes: dict[str, Any] = {field: _size(source, config, field) for field in _NAMES}
     heads, where = sizes["num_heads"], str(source / "config.json")
-    kv_heads = optional_size(where, config, ("num_key_value_heads",), 1 if config.get("multi_query") else heads)
-    head_dim = optional_size(where, config, ("head_dim",), sizes["hidden_size"] // heads)
+    kv_heads = _kv_heads(where, config, heads)
+    head_dim = optional_size(where, config, ("head_dim", "kv_channels"), sizes["hidden_size"] // heads)
+    head_dim += POSITION_COLUMNS if has_alibi(config) else 0
     model_type = "" if config.get("model_type") is None else config["model_type"]
     if not isinstance(model_type, str):
         expected = "a text such as 'llama'"
@@ -203,6 +207,16 @@ def scheme_of(source: Path) -> Scheme | None:
         CheckpointError: see `packed_schemes.read_scheme`.
     """
     return read_scheme(read_config(source), str(source)) if (source / "config.json").is_file() else None
+
+
+def _kv_heads(where: str, config: Mapping[str, Any], heads: int) -> int:
+    """Returns the KV heads that a config states; Falcon's `num_kv_heads` counts in its newer layout alone."""
+    if config.get("new_decoder_architecture"):
+        return optional_size(where, config, ("num_kv_heads",), heads)
+    nested = config.get("attn_config")
+    if isinstance(nested, Mapping) and nested.get("kv_n_heads") is not None:
+        return optional_size(f"{where} (attn_config)", nested, ("kv_n_heads",), heads)
+    return optional_size(where, config, ("num_key_value_heads",), 1 if config.get("multi_query") else heads)
 
 
 def list_tensors(source: Path) -> dict[str, TensorHeader]:
@@ -323,6 +337,11 @@ def check_checkpoint(source: Path, dims: ModelDims) -> None:
                 f"{dims.vocab_size} rows, the vocab_size of config.json",
                 "Config and weights are of different models: fetch the folder again.",
             )
+        scales = name.removesuffix("_blocks") + "_scales"  # of MXFP4: one for each group of 32 values
+        if name.endswith("_blocks") and (scales not in tensors or tensors[scales].shape != tensor.shape[:-1]):
+            got = f"{scales} of shape {list(tensors[scales].shape)}" if scales in tensors else f"no {scales}"
+            expected = f"one of shape {list(tensor.shape[:-1])}, as {name} has groups"
+            raise CheckpointError(str(source), got, expected, "Fetch the folder again.")
     _check_layers(source, tensors, dims)
 
 

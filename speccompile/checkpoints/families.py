@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from speccompile.checkpoints.packed_schemes import METHODS, method_of
+from speccompile.checkpoints.packed_schemes import METHODS, MXFP4, method_of
 from speccompile.checkpoints.text_towers import is_tower, text_config
 from speccompile.errors import ExportError
 
@@ -19,10 +19,9 @@ _INDEXED = "sparse attention to keys that an index chooses"
 
 # Refused by name: the reason is a property of the architecture.
 _REFUSED = {
-    **dict.fromkeys(("bloom", "mpt"), "ALiBi position biases"),
-    **dict.fromkeys(("falcon", "codegen", "cpmant", "gpt_neo", "gpt_neox_japanese", "gptj"), _OWN_ATTENTION),
-    **dict.fromkeys(("openai-gpt", "reformer", "trocr", "xglm", "xlm", "xlnet"), _OWN_ATTENTION),
-    **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), _SINKS),
+    "mpt": "ALiBi position biases",
+    **dict.fromkeys(("cpmant", "reformer", "trocr", "xlm", "xlnet"), _OWN_ATTENTION),
+    "mimo_v2_flash": _SINKS,
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"), _LATENT),
     **dict.fromkeys(("minicpm3", "youtu"), _LATENT),
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _INDEXED),
@@ -38,7 +37,6 @@ _REFUSED = {
     **dict.fromkeys(("roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"), _ENCODER),
     "zaya": "attention over compressed keys that a convolution makes",
     "blt": "byte patches of a second model in place of tokens",
-    "dbrx": "sizes of its attention in a nested config",
     "diffllama": "differential attention",
     "doge": "attention masks that depend on the values",
     "git": "images as a prefix of the text",
@@ -46,14 +44,22 @@ _REFUSED = {
     **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), "keys and values that layers share"),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "attention to another model's cache"),
     "hrm_text": "layers that run more than once a step",
-    "jetmoe": "query heads that a router chooses",
-    **dict.fromkeys(("llama4", "llama4_text"), "chunked attention"),
     "phi4_multimodal": "images and sound beside the text",
 }
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "longrope", "su")
-_LAYER_KINDS = ("full_attention", "sliding_attention")
+_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+_ALIBI = ("bloom",)
+# ALiBi's slope * position(key) as a product: K and Q get columns for the position, V as many that are not used. Eight,
+# so that widths stay multiples of it, which TensorRT's kernels need.
+POSITION_COLUMNS = 8
+MAX_POSITION = 2**16 - 1  # the largest that two of the columns hold exactly in any type of a cache
 _OTHER_MODALITIES = ("text_config", "vision_config", "audio_config", "audio_encoder_config")
 _TODO = "This architecture cannot be exported; use another model."
+
+
+def has_alibi(config: Mapping[str, Any]) -> bool:
+    """Whether a model of this config has position biases, for which its caches are `POSITION_COLUMNS` wider."""
+    return config.get("model_type") in _ALIBI
 
 
 def check_config(config: Mapping[str, Any], max_seq_len: int) -> None:
@@ -68,6 +74,7 @@ def check_config(config: Mapping[str, Any], max_seq_len: int) -> None:
     """
     check_architecture(config)
     config = text_config(config)
+    _check_chunks(config, max_seq_len)
     for rope in rope_parameters(config):
         _check_rope(str(config.get("model_type")), rope, config, max_seq_len)
 
@@ -102,7 +109,7 @@ def _property(config: Mapping[str, Any]) -> str | None:
         return "ALiBi position biases"
     if config.get("kv_lora_rank"):
         return _LATENT
-    if (method := method_of(config)) not in (None, *METHODS):
+    if (method := method_of(config)) not in (None, MXFP4, *METHODS):
         return f"weights quantised by {method}"
     kinds = sorted(set(config.get("layer_types") or ()) - set(_LAYER_KINDS))
     return f"layers of the kind {', '.join(kinds)}" if kinds else None
@@ -120,6 +127,18 @@ def rope_parameters(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def rope_type(rope: Mapping[str, Any]) -> str:
     """Returns the kind of a set of rotary parameters; older configs call it `type`."""
     return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def _check_chunks(config: Mapping[str, Any], max_seq_len: int) -> None:
+    """Layers that see the keys of their own chunk are causal up to the end of the first chunk."""
+    size = config.get("attention_chunk_size")
+    if "chunked_attention" in (config.get("layer_types") or ()) and not (size and max_seq_len <= int(size)):
+        raise ExportError(
+            str(config.get("model_type")),
+            f"max_seq_len {max_seq_len} with chunked attention",
+            f"at most attention_chunk_size, which is {size}",
+            "Beyond it these layers hide earlier chunks. Lower engine.max_seq_len.",
+        )
 
 
 def _check_rope(where: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_seq_len: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from speccompile.common.json_reader import shown, whole_number
 from speccompile.errors import CheckpointError
 
+MXFP4 = "mxfp4"  # of experts: transformers reads them, and float32 holds every value
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _TODO = "Download the folder again, or use the unquantised checkpoint."
@@ -56,7 +57,7 @@ def read_scheme(config: Mapping[str, Any], where: str) -> Scheme | None:
         CheckpointError: a method, or a variant of one, that is not read.
     """
     method = method_of(config)
-    if method is None:
+    if method is None or method == MXFP4:
         return None
     where = f"{where} (quantization_config)"
     if method not in METHODS:

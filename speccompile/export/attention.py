@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
+from speccompile.checkpoints.families import POSITION_COLUMNS
 from speccompile.errors import ExportError
 
 IMPLEMENTATION = "speccompile"  # the name under which transformers finds `attend`
@@ -26,6 +28,7 @@ IMPLEMENTATION = "speccompile"  # the name under which transformers finds `atten
 _INERT = {
     "position_ids", "position_embeddings", "cache_position", "is_causal", "use_cache", "dropout", "training",
     "max_length_q", "max_length_k", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
+    "own_window",  # of an adapter: it is among the frame's windows
 }  # fmt: skip
 
 
@@ -81,6 +84,7 @@ def cached_attention(
     scale: float,
     softcap: float,
     window: int,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Write the new rows into copies of the caches and attend over past and ancestors.
 
@@ -95,6 +99,7 @@ def cached_attention(
         scale: factor of the scores.
         softcap: scores become softcap * tanh(scores / softcap); 0 = off.
         window: a key is seen where position(query) - position(key) < window; 0 = off.
+        sinks: [heads] float32, a score of each head that has no value; None: none. Not with a softcap.
 
     Returns:
         out [batch, nodes, heads, head_dim], and the two updated caches.
@@ -119,12 +124,15 @@ def cached_attention(
     scores = q @ new_k.repeat_interleave(group, 1).transpose(2, 3) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
-    probs = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1)
+    scores = scores.masked_fill(~visible[:, None], -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    probs = scores.softmax(-1)[..., :max_seq]
     return (probs @ new_v.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), new_k, new_v
 
 
 @cached_attention.register_fake
-def _(q, k, v, k_cache, v_cache, lengths, tree_mask, scale, softcap, window):  # type: ignore[no-untyped-def]
+def _(q, k, v, k_cache, v_cache, lengths, tree_mask, scale, softcap, window, sinks=None):  # type: ignore[no-untyped-def]
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     return out, torch.empty_like(k_cache), torch.empty_like(v_cache)
 
@@ -166,21 +174,30 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of transformers' registry: one CachedAttention for the layer of `module`.
+    """The attention function of transformers' registry: one cached attention for the layer of `module`.
+
+    `s_aux` are the sinks of its heads; `slopes` [heads] those of position biases, slope * position of the key.
 
     Raises:
         ExportError: the layer passes an argument that the op does not support.
     """
     frame, layer = current_frame(), getattr(module, "layer_idx", None)
     where = f"{type(module).__name__} (layer {layer})"
+    width, scale = value.shape[3], query.shape[3] ** -0.5 if scaling is None else float(scaling)
+    if slopes is not None:
+        query, key, value = _with_positions(frame, query, key, value, slopes / scale)
     _check_layer(where, layer, frame, query, key, value, attention_mask)
     for name, given in kwargs.items():
         if given is not None and name not in _INERT:
             raise _cannot_express(where, f"the attention argument `{name}`")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise _cannot_express(where, "attention that is not causal")
+    if s_aux is not None and softcap:
+        raise _cannot_express(where, "a softcap beside attention sinks")
     assert layer is not None
     # A transformers layer may pass a window that its mask does not have, or none where it has one.
     window = sliding_window if frame.windows is None else frame.windows[layer]
@@ -192,12 +209,28 @@ def attend(
         frame.caches[2 * layer + 1],
         frame.lengths,
         frame.tree_mask,
-        query.shape[3] ** -0.5 if scaling is None else float(scaling),
+        scale,
         float(softcap or 0.0),
         int(window or 0),
+        s_aux,
     )
     frame.updated[layer] = (new_k, new_v)
-    return out, None
+    return (out if slopes is None else out[..., :width]), None
+
+
+def _with_positions(
+    frame: Frame, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slopes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns Q and K with columns whose product is slope * position(key), and V with as many of zeros.
+
+    A position is 256 * high + low: both are exact in every type of a cache.
+    """
+    positions = frame.lengths[:, None] + frame.tree_mask.to(torch.int64).sum(-1) - 1  # [batch, nodes]
+    parts = torch.stack((positions // 256, positions % 256), -1).to(key.dtype)
+    columns = functional.pad(parts, (0, POSITION_COLUMNS - 2))[:, None].expand(-1, key.shape[1], -1, -1)
+    factors = functional.pad(torch.stack((slopes * 256, slopes), -1), (0, POSITION_COLUMNS - 2))
+    factors = factors[None, :, None].expand(query.shape[0], -1, query.shape[2], -1)
+    return torch.cat((query, factors), -1), torch.cat((key, columns), -1), functional.pad(value, (0, POSITION_COLUMNS))
 
 
 def _check_layer(

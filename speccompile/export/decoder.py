@@ -25,6 +25,7 @@ from speccompile.export.wrapper import DecoderGraph
 from speccompile.passes.base import Pass, run_pipeline
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.drop_windows import drop_windows_pass
+from speccompile.passes.edit import attentions_of
 from speccompile.passes.fold_weights import FOLD_WEIGHTS
 from speccompile.passes.fuse_gelu import FUSE_GELU
 from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM
@@ -145,11 +146,11 @@ def _trace(module: DecoderGraph, dims: ModelDims, spec: GraphSpec) -> ir.Model:
 
 
 def _check_attention(model: ir.Model, dims: ModelDims) -> None:
-    count = sum(n.op_type == "CachedAttention" for n in model.graph)
+    count = len(attentions_of(model))
     if count != dims.num_layers:
         raise ExportError(
             dims.model_type,
-            f"{count} CachedAttention nodes",
+            f"{count} cached attentions",
             f"one for each of {dims.num_layers} layers",
             "Its attention cannot be replaced; this architecture cannot be exported.",
         )

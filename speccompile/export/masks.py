@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from speccompile.errors import ExportError
+from speccompile.export.adapters import set_attention
 
 NOTING = "speccompile_masks"  # the name under which transformers finds `_note_mask` and `_note_attention`
 _NUM_TOKENS = 3
@@ -28,10 +29,11 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass
 class _Notes:
-    """Record of one forward pass: each mask with its function, and the mask passed to each layer."""
+    """Record of one forward pass: each mask with its function, the mask passed to each layer, and its own window."""
 
     masks: list[tuple[torch.Tensor, MaskFunction]] = field(default_factory=list)
     given: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    own_windows: dict[int, int] = field(default_factory=dict)
 
 
 _NOTES: ContextVar[_Notes] = ContextVar("speccompile_masks")
@@ -55,12 +57,12 @@ def read_windows(model: Any, implementation: str, num_layers: int, max_seq_len: 
     notes = _Notes()
     token = _NOTES.set(notes)
     tokens = torch.arange(_NUM_TOKENS)[None]
-    model.set_attn_implementation(NOTING)
+    set_attention(model, NOTING)
     try:
         with torch.no_grad(), refuse_faults(where):
             model(input_ids=tokens, use_cache=False)
     finally:
-        model.set_attn_implementation(implementation)
+        set_attention(model, implementation)
         _NOTES.reset(token)
     return tuple(_window(notes, layer, max_seq_len, where) for layer in range(num_layers))
 
@@ -84,9 +86,9 @@ def refuse_faults(where: str) -> Iterator[None]:
 
 
 def _window(notes: _Notes, layer: int, max_seq_len: int, where: str) -> int:
-    given = notes.given.get(layer)
-    if given is None:  # its own attention sees no mask, or builds one: the comparison of logits decides
-        return 0
+    given, own = notes.given.get(layer), notes.own_windows.get(layer, 0)
+    if own or given is None:  # its own attention sees no mask, or builds one: the comparison of logits decides
+        return own if own < max_seq_len else 0
     for mask, function in notes.masks:
         if mask.data_ptr() == given.data_ptr():
             with refuse_faults(where):
@@ -148,11 +150,12 @@ def _note_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    own_window: int = 0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     layer = getattr(module, "layer_idx", None)
     if layer is not None:
-        _NOTES.get().given[layer] = attention_mask
+        _NOTES.get().given[layer], _NOTES.get().own_windows[layer] = attention_mask, own_window
     return torch.zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 

@@ -13,6 +13,7 @@ import torch
 
 from speccompile.core.dims import ModelDims
 from speccompile.errors import ExportError
+from speccompile.export.adapters import set_attention
 from speccompile.export.attention import IMPLEMENTATION, Frame, forward_pass
 from speccompile.export.masks import refuse_faults
 from speccompile.export.wrapper import DecoderGraph
@@ -35,11 +36,11 @@ def check_replacement(graph: DecoderGraph, dims: ModelDims) -> float:
     tokens = (torch.arange(NUM_TOKENS) * 7 + 3).remainder(dims.vocab_size)[None]
     with torch.no_grad(), refuse_faults(dims.model_type):
         ours = _run_cached(graph, tokens, dims)
-        model.set_attn_implementation("eager")
+        set_attention(model, "eager")
         try:
             own = _run_own(model, tokens)
         finally:
-            model.set_attn_implementation(IMPLEMENTATION)
+            set_attention(model, IMPLEMENTATION)
     difference = float((ours - own).abs().max() / own.abs().max().clamp_min(1e-20))
     if not difference <= RELATIVE_TOLERANCE:  # NaN counts as a difference
         raise ExportError(

@@ -18,7 +18,7 @@ from torch import nn
 from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import ExportError
 from speccompile.export import attention, candidates, recurrent, sampling
-from speccompile.ops.cached_attention import CACHED_ATTENTION
+from speccompile.ops.cached_attention import CACHED_ATTENTION, SINK_ATTENTION
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
 from speccompile.ops.conv_rows import CONV_ROWS
 from speccompile.ops.cross_attention import CROSS_ATTENTION
@@ -113,12 +113,14 @@ def _first_cause(fault: BaseException) -> str:
 
 def _translations() -> dict[Any, Callable[..., Any]]:
     _declare_schema(CACHED_ATTENTION)
-    for op in (CROSS_ATTENTION, GATED_DELTA, CONV_ROWS, SAMPLE_TOKEN, TOP_TOKENS, NODE_PROBS_OP):
+    for op in (SINK_ATTENTION, CROSS_ATTENTION, GATED_DELTA, CONV_ROWS, SAMPLE_TOKEN, TOP_TOKENS, NODE_PROBS_OP):
         _declare_schema(op)
     ours, standard = values.Opset(DOMAIN, VERSION), values.Opset("", OPSET)
 
-    def cached_attention(q, k, v, k_cache, v_cache, lengths, tree_mask, scale, softcap, window):  # type: ignore[no-untyped-def]
+    def cached_attention(q, k, v, k_cache, v_cache, lengths, tree_mask, scale, softcap, window, sinks=None):  # type: ignore[no-untyped-def]
         inputs = (q, k, v, k_cache, v_cache, lengths, tree_mask)
+        if sinks is not None:
+            return ours.SinkAttention(*inputs, sinks, scale=scale, window=window)
         return ours.CachedAttention(*inputs, scale=scale, softcap=softcap, window=window)
 
     def cross_attention(q, k_cache, v_cache, limits, scale):  # type: ignore[no-untyped-def]

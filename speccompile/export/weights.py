@@ -11,16 +11,17 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.utils import logging
 
 from speccompile.checkpoints.checkpoint import read_config, read_dims
 from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.model_config import read_model_config
-from speccompile.checkpoints.packed_schemes import method_of
+from speccompile.checkpoints.packed_schemes import MXFP4, method_of
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.checkpoints.text_towers import RENAMED, is_other_part, is_tower
 from speccompile.errors import CheckpointError, ExportError
+from speccompile.export.adapters import adapt_model, is_adapted, set_attention
 from speccompile.export.attention import IMPLEMENTATION
 
 Weights = Literal["checkpoint", "random"]
@@ -43,11 +44,15 @@ def load_model(source: Path, weights: Weights) -> Any:
     try:
         with no_progress_bar():
             config = read_model_config(source)
-            config._attn_implementation = IMPLEMENTATION
+            adapted = is_adapted(config.model_type)
+            config._attn_implementation = "eager" if adapted else IMPLEMENTATION
             if hasattr(config, "quantization_config"):  # packed weights are read by us, see `packed_weights`
                 del config.quantization_config
             # An architecture without transformers' registry of attentions may fail here.
             model = _random_model(config) if weights == "random" else _checkpoint_model(source, config)
+            if adapted:
+                adapt_model(model)
+                set_attention(model, IMPLEMENTATION)
     except OSError as fault:
         raise CheckpointError(
             str(source), str(fault).strip().splitlines()[0], "files that can be read", "Check the folder."
@@ -185,8 +190,11 @@ def _checkpoint_model(source: Path, config: Any) -> Any:
         "ignore_mismatched_sizes": True,  # reported below, as an error of ours
         **({"key_mapping": RENAMED} if is_multimodal else {}),
     }
-    if method_of(whole) is None:
+    if method_of(whole) in (None, MXFP4):
         folder = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+        if method_of(whole) == MXFP4:
+            # Without `dequantize` transformers may keep the experts for kernels of its own.
+            settings["quantization_config"] = Mxfp4Config(dequantize=True)
         model, info = AutoModelForCausalLM.from_pretrained(source, **folder, **settings)
     else:
         with torch.device("meta"):

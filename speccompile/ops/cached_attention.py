@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CachedAttention: append K and V of a token tree to static caches and attend to past and ancestors.
 
-This is the neutral form that the export produces; each backend lowers it to its fastest form.
+This is the neutral form that the export produces; each backend lowers it to its fastest form. SinkAttention is the same
+with a sink: a learned logit of each head, one more column of the softmax that has no value.
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ def cached_attention(
     v_cache: Floats,
     lengths: Ints,
     tree_mask: Bools,
+    sinks: Floats | None = None,
     *,
     scale: float = 1.0,
     softcap: float = 0.0,
     window: int = 0,
 ) -> tuple[Floats, Floats, Floats]:
-    """The numpy twin.
+    """The numpy twin of both ops.
 
     Args:
         q: [batch, heads, nodes, head_dim] float32.
@@ -61,6 +63,7 @@ def cached_attention(
         v_cache: as k_cache.
         lengths: [batch] int64, rows in use before this step.
         tree_mask: [batch, nodes, nodes] bool, true at the node and its ancestors.
+        sinks: [heads] float32, see above; None: none.
         scale: factor of the scores.
         softcap: scores become softcap * tanh(score / softcap); 0 = off.
         window: see `visible_rows`.
@@ -77,30 +80,31 @@ def cached_attention(
         scores = softcap * np.tanh(scores / softcap)
     visible = visible_rows(lengths, tree_mask, k_cache.shape[2], window)[:, None]
     scores = np.where(visible, scores, -np.inf)
-    probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    probs /= probs.sum(axis=-1, keepdims=True)
+    largest = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        largest = np.maximum(largest, sinks[:, None, None])
+    probs = np.exp(scores - largest)
+    total = probs.sum(axis=-1, keepdims=True)
+    probs /= total if sinks is None else total + np.exp(sinks[:, None, None] - largest)
     out = (probs @ np.repeat(v_all, group, axis=1)).swapaxes(1, 2)
     return np.ascontiguousarray(out, dtype=np.float32), k_all, v_all
 
 
-CACHED_ATTENTION = Op(
-    "CachedAttention",
-    (
-        TensorSpec("q", ("batch", "heads", "nodes", "head_dim"), "float32"),
-        TensorSpec("k", _NEW_DIMS, "float32"),
-        TensorSpec("v", _NEW_DIMS, "float32"),
-        TensorSpec("k_cache", _CACHE_DIMS, "float32"),
-        TensorSpec("v_cache", _CACHE_DIMS, "float32"),
-        TensorSpec(LENGTHS, ("batch",), "int64"),
-        TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
-    ),
-    (
-        TensorSpec("out", ("batch", "nodes", "heads", "head_dim"), "float32"),
-        TensorSpec("k_updated", _CACHE_DIMS, "float32"),
-        TensorSpec("v_updated", _CACHE_DIMS, "float32"),
-    ),
-    cached_attention,
-    """
+_INPUTS = (
+    TensorSpec("q", ("batch", "heads", "nodes", "head_dim"), "float32"),
+    TensorSpec("k", _NEW_DIMS, "float32"),
+    TensorSpec("v", _NEW_DIMS, "float32"),
+    TensorSpec("k_cache", _CACHE_DIMS, "float32"),
+    TensorSpec("v_cache", _CACHE_DIMS, "float32"),
+    TensorSpec(LENGTHS, ("batch",), "int64"),
+    TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
+)
+_OUTPUTS = (
+    TensorSpec("out", ("batch", "nodes", "heads", "head_dim"), "float32"),
+    TensorSpec("k_updated", _CACHE_DIMS, "float32"),
+    TensorSpec("v_updated", _CACHE_DIMS, "float32"),
+)
+_MASK = """
     none = Constant<value_int = 0>()
     one = Constant<value_int = 1>()
     third = Constant<value_ints = [2]>()
@@ -139,8 +143,37 @@ CACHED_ATTENTION = Op(
     is_near = Less(distance, reach)
     mask = Where(is_near, linked, hidden)
     mask4 = Unsqueeze(mask, second)
+"""
+CACHED_ATTENTION = Op(
+    "CachedAttention",
+    _INPUTS,
+    _OUTPUTS,
+    cached_attention,
+    f"""{_MASK}
     attended = Attention<scale: float = @scale, softcap: float = @softcap>(q, k_updated, v_updated, mask4)
     out = Transpose<perm = [0, 2, 1, 3]>(attended)
     """,
     attributes={"scale": 1.0, "softcap": 0.0, "window": 0},
 )
+
+# A sink scales what the softmax without it gives: by sum(e^score) / (sum(e^score) + e^sink), a sigmoid of logarithms.
+SINK_ATTENTION = Op(
+    "SinkAttention",
+    (*_INPUTS, TensorSpec("sinks", ("heads",), "float32")),
+    _OUTPUTS,
+    cached_attention,
+    f"""{_MASK}
+    attended, present_k, present_v, scores =
+        Attention<scale: float = @scale, qk_matmul_output_mode = 2>(q, k_updated, v_updated, mask4)
+    last = Constant<value_ints = [-1]>()
+    total = ReduceLogSumExp<keepdims = 1>(scores, last)
+    columns = Constant<value_ints = [1, 2]>()
+    sinks3 = Unsqueeze(sinks, columns)
+    above = Sub(total, sinks3)
+    share = Sigmoid(above)
+    scaled = Mul(attended, share)
+    out = Transpose<perm = [0, 2, 1, 3]>(scaled)
+    """,
+    attributes={"scale": 1.0, "window": 0},
+)
+ATTENTION_OPS = (CACHED_ATTENTION.name, SINK_ATTENTION.name)

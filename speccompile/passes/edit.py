@@ -9,6 +9,8 @@ from typing import Any, cast
 import numpy as np
 import onnx_ir as ir
 
+from speccompile.ops.cached_attention import ATTENTION_OPS
+
 OPS_DOMAIN = "speccompile"
 
 
@@ -69,6 +71,16 @@ def _is_same(value: ir.Value, array: np.ndarray) -> bool:
 def nodes_of(model: ir.Model, op_type: str, domain: str = "") -> list[ir.Node]:
     """Returns the main graph's nodes of one operator, in order."""
     return [n for n in model.graph if n.op_type == op_type and n.domain == domain]
+
+
+def attentions_of(model: ir.Model) -> list[ir.Node]:
+    """Returns the main graph's attentions over its own caches, with and without sinks, in order."""
+    return [n for n in model.graph if n.op_type in ATTENTION_OPS and n.domain == OPS_DOMAIN]
+
+
+def sinks_of(node: ir.Node) -> ir.Value | None:
+    """Returns the sinks [heads] of an attention of `attentions_of`; None where it has none."""
+    return node.inputs[7] if len(node.inputs) > 7 else None
 
 
 def input_of(model: ir.Model, name: str) -> ir.Value:

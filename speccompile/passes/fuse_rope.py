@@ -2,7 +2,7 @@
 """x * cos + rotate_half(x) * sin -> RotaryEmbedding, whole heads or their first part (partial rotary).
 
 The traced cos and sin hold every angle twice, [batch, nodes, head_dim]; the operator expects each once, so the
-doubling Concat is removed and Cos and Sin shrink to half.
+doubling Concat is removed and Cos and Sin shrink to half. gpt-oss has each once, and rotates the halves of x apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ELEMENTWISE = ("Cos", "Sin", "Cast")
 class _Match:
     node: ir.Node  # whose output is the rotated x
     x: ir.Value  # [batch, heads, nodes, head_dim]
-    cos: ir.Value  # [batch, nodes, rotary_dim], every angle twice
+    cos: ir.Value  # [batch, nodes, rotary_dim], every angle twice; half as wide where each is there once
     sin: ir.Value
     rotary_dim: int  # 0: the whole head
 
@@ -67,6 +67,43 @@ def _is_rope(
 
 def _rule() -> Rule:
     return Rule(_rotated, _is_rope, root="Add")
+
+
+def _turned(op: Any, low: Any, high: Any, cos: Any, sin: Any, cos_axes: Any, sin_axes: Any) -> Any:
+    c, s = op.Unsqueeze(cos, cos_axes), op.Unsqueeze(sin, sin_axes)
+    first, second = op.Sub(op.Mul(low, c), op.Mul(high, s)), op.Add(op.Mul(high, c), op.Mul(low, s))
+    return op.Concat(first, second, _outputs=["joined"])
+
+
+def _is_turned(
+    low: ir.Value,
+    high: ir.Value,
+    cos: ir.Value,
+    sin: ir.Value,
+    cos_axes: ir.Value,
+    sin_axes: ir.Value,
+    joined: ir.Value,
+) -> bool:
+    """Whether low and high are the halves of [batch, heads, nodes, head_dim], and angles are there once."""
+    split, concat, half = producer(low, "Split"), joined.producer(), static_dim(low, 3)
+    if split is None or concat is None or list(split.outputs) != [low, high] or int_attribute(split, "axis", 0) != 3:
+        return False
+    is_half = half is not None and static_dim(high, 3) == static_dim(cos, 2) == static_dim(sin, 2) == half
+    is_whole = rank(split.inputs[0]) == 4 and static_dim(split.inputs[0], 1) is not None
+    axes = ints(cos_axes) == ints(sin_axes) == [1] and int_attribute(concat, "axis", 0) in (-1, 3)
+    return is_half and is_whole and axes
+
+
+def _halves_rule() -> Rule:
+    return Rule(_turned, _is_turned, root="Concat")
+
+
+def _match_halves(rule: Rule, model: ir.Model, node: ir.Node) -> _Match | None:
+    found = rule.match(model, node)
+    split = None if found is None else found["low"].producer()
+    if found is None or split is None or split.inputs[0] is None:
+        return None
+    return _Match(node, split.inputs[0], found["cos"], found["sin"], 0)
 
 
 def _is_doubled(value: ir.Value | None) -> bool:
@@ -108,10 +145,11 @@ def _match(rule: Rule, model: ir.Model, node: ir.Node) -> _Match | None:
 def fuse_rope(model: ir.Model) -> int:
     """Fuse every rotary embedding; returns their number."""
     halves: dict[ir.Value, ir.Value] = {}
-    rule = _rule()
+    rule, once = _rule(), _halves_rule()
     matches = [m for node in model.graph if (m := _match(rule, model, node)) is not None]
+    matches += [m for node in model.graph if (m := _match_halves(once, model, node)) is not None]
     for match in matches:
-        cos, sin = (_halve(model, v, halves) for v in (match.cos, match.sin))
+        cos, sin = (_halve(model, v, halves) if _is_doubled(v) else v for v in (match.cos, match.sin))
         edit = Editor(model, match.node)
         attributes: dict[str, Any] = {"interleaved": 0, "num_heads": static_dim(match.x, 1)}
         if match.rotary_dim:

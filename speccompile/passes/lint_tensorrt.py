@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import PassError
+from speccompile.ops.cached_attention import ATTENTION_OPS
 from speccompile.ops.registry import OPS
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN
@@ -136,7 +137,7 @@ def lint_pass(plugins: Collection[str]) -> Pass:
     Args:
         plugins: see `lint_tensorrt`.
     """
-    bodies = {op for op in OPS if op != "CachedAttention"}
+    bodies = set(OPS) - set(ATTENTION_OPS)
     return Pass("lint_tensorrt", lambda model: lint_tensorrt(model, plugins, bodies))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CachedAttention -> TensorScatter in place + folded Attention(24), for ONNX Runtime.
+"""CachedAttention, SinkAttention -> TensorScatter in place + folded Attention(24), for ONNX Runtime.
 
 The query heads of one group are folded into the rows ([batch, kv_heads, group * nodes, head_dim]), so each K
 and V row is read once per kv head. The additive mask is made once per distinct window and shared by all layers:
@@ -12,27 +12,27 @@ import onnx_ir as ir
 
 from speccompile.passes.attention_mask import AttentionMasks, size_of, window_of
 from speccompile.passes.base import Pass, Property
-from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace
+from speccompile.passes.edit import Editor, attentions_of, replace, sinks_of
 
 
 def _find_neutral(model: ir.Model) -> str | None:
-    nodes = nodes_of(model, "CachedAttention", OPS_DOMAIN)
-    return None if not nodes else f"{len(nodes)} CachedAttention nodes are left"
+    nodes = attentions_of(model)
+    return None if not nodes else f"{len(nodes)} {nodes[0].op_type} nodes are left"
 
 
 ATTENTION_LOWERED = Property("attention_lowered", _find_neutral)
 
 
 def lower_attention(model: ir.Model) -> int:
-    """Lower every CachedAttention; returns their number."""
-    nodes = nodes_of(model, "CachedAttention", OPS_DOMAIN)
+    """Lower every attention over the graph's caches; returns their number."""
+    nodes = attentions_of(model)
     if not nodes:
         return 0
     masks = AttentionMasks(model, nodes[0], _cache_of(nodes[0]))
     kinds = [(window_of(n), size_of(n.inputs[0], 1) // size_of(n.inputs[3], 1)) for n in nodes]
     made = {kind: masks.make(*kind) for kind in dict.fromkeys(kinds)}
     for node, kind in zip(nodes, kinds, strict=True):
-        query, key, value, k_cache, v_cache, lengths, _ = node.inputs
+        query, key, value, k_cache, v_cache, lengths = node.inputs[:6]
         edit = Editor(model, node)
         kv_heads, heads = size_of(k_cache, 1), size_of(query, 1)
         k_all = edit.op("TensorScatter", k_cache, key, lengths, axis=2, mode="linear")
@@ -41,13 +41,36 @@ def lower_attention(model: ir.Model) -> int:
             query if heads == kv_heads else edit.op("Reshape", query, edit.ints([0, kv_heads, -1, size_of(k_cache, 3)]))
         )
         softcap = node.attributes["softcap"].as_float() if "softcap" in node.attributes else 0.0
-        out = edit.op(
-            "Attention", folded, k_all, v_all, made[kind], scale=node.attributes["scale"].as_float(), softcap=softcap
-        )
+        inputs, scale, sinks = (folded, k_all, v_all, made[kind]), node.attributes["scale"].as_float(), sinks_of(node)
+        share = None
+        if sinks is None:
+            out = edit.op("Attention", *inputs, scale=scale, softcap=softcap)
+        else:
+            out, share = _attend_with_sinks(edit, inputs, scale, sinks, heads)
         if heads != kv_heads:
             out = edit.op("Reshape", out, edit.ints([0, heads, -1, size_of(k_cache, 3)]))
+        if share is not None:
+            out = edit.op("Mul", out, share)
         replace(node, edit.op("Transpose", out, perm=[0, 2, 1, 3]), k_all, v_all)
     return len(nodes)
+
+
+def _attend_with_sinks(
+    edit: Editor, inputs: tuple[ir.Value | None, ...], scale: float, sinks: ir.Value, heads: int
+) -> tuple[ir.Value, ir.Value]:
+    """Returns attention without sinks, and what each of its rows [batch, heads, nodes, 1] is to be multiplied by.
+
+    With a sink the sum of the softmax has one more term, so the factor is a sigmoid of the logarithm of the sum before
+    it less the sink. A column for the sink would need another row in K and V, and so a copy of both caches.
+    """
+    out, present_k, present_v, scores = edit.op(
+        "Attention", *inputs, num_outputs=4, scale=scale, qk_matmul_output_mode=2
+    )
+    present_k.name = present_v.name = ""  # not asked for: they would be copies
+    total = edit.op("ReduceLogSumExp", scores, edit.ints([-1]), keepdims=1)
+    total = edit.op("Reshape", total, edit.ints([0, heads, -1, 1]))
+    share: ir.Value = edit.op("Sigmoid", edit.op("Sub", total, edit.op("Reshape", sinks, edit.ints([1, heads, 1, 1]))))
+    return out, share
 
 
 def _cache_of(node: ir.Node) -> ir.Value:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from speccompile.core.specs import KV_ROWS, GraphSpec
 from speccompile.passes.attention_mask import AttentionMasks, size_of, window_of
 from speccompile.passes.base import Pass, Property
-from speccompile.passes.edit import OPS_DOMAIN, Editor, input_of, nodes_of, replace
+from speccompile.passes.edit import Editor, attentions_of, input_of, nodes_of, replace, sinks_of
 from speccompile.passes.lower_attention import ATTENTION_LOWERED
 
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -66,6 +66,7 @@ class AttentionForm:
     window: int
     group: int
     softcap: float
+    sinks: ir.Value | None = None
 
 
 def form_of(node: ir.Node, fused: bool | None) -> AttentionForm:
@@ -73,13 +74,14 @@ def form_of(node: ir.Node, fused: bool | None) -> AttentionForm:
     cache = node.inputs[3]
     softcap = node.attributes["softcap"].as_float() if "softcap" in node.attributes else 0.0
     wanted = has_kernel(size_of(cache, 3), cache.dtype if cache is not None else None) if fused is None else fused
-    if wanted and not softcap:
+    sinks = sinks_of(node)
+    if wanted and not softcap and sinks is None:
         return AttentionForm(True, window_of(node), 1, 0.0)
-    return AttentionForm(False, window_of(node), size_of(node.inputs[0], 1) // size_of(cache, 1), softcap)
+    return AttentionForm(False, window_of(node), size_of(node.inputs[0], 1) // size_of(cache, 1), softcap, sinks)
 
 
 def _lower(model: ir.Model, node: ir.Node, form: AttentionForm, mask: ir.Value, num_rows: ir.Value) -> None:
-    _, key, value, k_cache, v_cache, lengths, _ = node.inputs
+    _, key, value, k_cache, v_cache, lengths = node.inputs[:6]
     edit = Editor(model, node)
     k_all = edit.op("TensorScatter", k_cache, key, lengths, axis=2, mode="linear")
     v_all = edit.op("TensorScatter", v_cache, value, lengths, axis=2, mode="linear")
@@ -124,22 +126,37 @@ def _probs(edit: Editor, scores: ir.Value, form: AttentionForm, mask: ir.Value, 
     if form.softcap:
         cap = edit.const(np.float32(form.softcap).astype(dtype.numpy()), "attention.softcap")
         scores = edit.op("Mul", edit.op("Tanh", edit.op("Div", scores, cap)), cap)
-    scores = edit.op("Add", scores, mask)
-    if dtype == ir.DataType.FLOAT:
-        probs: ir.Value = edit.op("Softmax", scores, axis=-1)
-        return probs
-    probs = edit.op("Softmax", edit.op("Cast", scores, to=ir.DataType.FLOAT), axis=-1)
-    return edit.op("Cast", probs, to=dtype)  # type: ignore[no-any-return]
+    masked = edit.op("Add", scores, mask)
+    if form.sinks is not None:
+        masked = edit.op("Concat", masked, _sink_column(edit, scores, form.sinks, form.group, dtype), axis=3)
+    if dtype != ir.DataType.FLOAT:
+        masked = edit.op("Cast", masked, to=ir.DataType.FLOAT)
+    probs: ir.Value = edit.op("Softmax", masked, axis=-1)
+    if dtype != ir.DataType.FLOAT:
+        probs = edit.op("Cast", probs, to=dtype)
+    if form.sinks is not None:
+        probs = edit.op("Slice", probs, edit.ints([0]), edit.ints([-1]), edit.ints([3]))
+    return probs
+
+
+def _sink_column(edit: Editor, scores: ir.Value, sinks: ir.Value, group: int, dtype: ir.DataType) -> ir.Value:
+    """Returns the sink of each row of `scores` [batch, kv_heads, group * nodes, rows], one column wide."""
+    first = edit.op("Slice", scores, edit.ints([0]), edit.ints([1]), edit.ints([3]))
+    zeros = edit.op("Mul", first, edit.const(np.float32(0).astype(dtype.numpy()), "attention.zero"))
+    by_head = edit.op("Reshape", zeros, edit.ints([0, 0, group, -1]))
+    filled = edit.op("Add", by_head, edit.op("Reshape", sinks, edit.ints([1, -1, group, 1])))
+    column: ir.Value = edit.op("Reshape", filled, edit.ints([0, 0, -1, 1]))
+    return column
 
 
 def lower_attention_tensorrt(model: ir.Model, fused: bool | None = None) -> int:
-    """Lower every CachedAttention; returns their number.
+    """Lower every attention over the graph's caches; returns their number.
 
     Args:
         model: has the input `kv_rows`; dtypes are final.
         fused: whether Attention nodes are used; None: where `has_kernel` says so.
     """
-    nodes = nodes_of(model, "CachedAttention", OPS_DOMAIN)
+    nodes = attentions_of(model)
     if not nodes:
         return 0
     cache = nodes[0].inputs[3]

@@ -108,6 +108,48 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "opt": _with(
         "opt", num_key_value_heads=4, ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=True, dropout=0.0
     ),
+    "falcon": _with("falcon", new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=48, bias=True),
+    "gpt-neo": {
+        "model_type": "gpt_neo",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "intermediate_size": 48,
+        "window_size": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "max_position_embeddings": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "gptj": {
+        "model_type": "gptj",
+        "vocab_size": VOCAB,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "rotary_dim": 4,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "gpt-oss": _with(
+        "gpt_oss",
+        head_dim=12,
+        sliding_window=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "rope_theta": 150000.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    ),
     "qwen3-moe": _with(
         "qwen3_moe", head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
     ),

@@ -53,8 +53,13 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gpt_neo": {"defaults": {"attention_types": [[["global", "local"], 1]], "num_layers": 2}, "window_size": WINDOW},
     "helium": {"head_dim": 8},
     "ministral": {"head_dim": 8},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+             "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}},
+    "jetmoe": {"num_attention_heads": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "kv_channels": 8},
+    "llama4_text": {"attention_chunk_size": 24},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "qwen2_moe": {"defaults": {"use_sliding_window": True}},
@@ -76,7 +81,8 @@ def config_of(model_type: str) -> dict[str, Any]:
         return dict(tower_config(model_type).to_dict())
     kind = CONFIG_MAPPING[model_type]
     own = _OWN.get(model_type, {})
-    defaults = kind(**own.get("defaults", {})).to_dict()
+    given = own.get("defaults", {})
+    defaults = kind(**given).to_dict()
     own = {name: value for name, value in own.items() if name != "defaults"}
     small = {name: size for name, size in _SIZES.items() if defaults.get(name) is not None}
     if "sliding_window" in defaults:
@@ -91,7 +97,7 @@ def config_of(model_type: str) -> dict[str, Any]:
         small |= {name: len(pattern) for name in ("num_hidden_layers", "n_layer", "num_layers") if name in small}
     if defaults.get("mlp_layer_types"):
         small["mlp_layer_types"] = layer_pattern(defaults["mlp_layer_types"])[:2]
-    config = kind(**{**own.get("defaults", {}), **small, **own}).to_dict()
+    config = kind(**{**given, **small, **own}).to_dict()
     return {name: value for name, value in config.items() if value is not None}
 
 

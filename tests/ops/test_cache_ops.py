@@ -36,7 +36,7 @@ def _attention_case(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def _naive(case: dict[str, np.ndarray], scale: float, softcap: float, window: int) -> np.ndarray:
-    """Row by row in float64, from the definition."""
+    """Row by row in float64, from the definition: a sink is one more score with a value of zero."""
     q, k, v = (case[n].astype(np.float64) for n in ("q", "k", "v"))
     batch, heads, nodes, head_dim = q.shape
     out = np.zeros((batch, nodes, heads, head_dim))
@@ -50,18 +50,34 @@ def _naive(case: dict[str, np.ndarray], scale: float, softcap: float, window: in
         keys = [key for key in keys if window == 0 or position - key[2] < window]
         scores = np.array([q[b, h, i] @ key[0] for key in keys]) * scale
         scores = softcap * np.tanh(scores / softcap) if softcap else scores
+        if "sinks" in case:
+            scores = np.append(scores, case["sinks"][h])
+            keys.append((np.zeros(head_dim), np.zeros(head_dim), 0))
         weights = np.exp(scores - scores.max())
         out[b, i, h] = weights @ np.array([key[1] for key in keys]) / weights.sum()
     return out
 
 
-@pytest.mark.parametrize(("scale", "softcap", "window"), [(0.3, 0.0, 0), (1.0, 1.5, 0), (0.5, 0.0, 3), (0.2, 4.0, 1)])
-def test_cached_attention(scale: float, softcap: float, window: int) -> None:
+@pytest.mark.parametrize(
+    ("op", "scale", "softcap", "window"),
+    [
+        ("CachedAttention", 0.3, 0.0, 0),
+        ("CachedAttention", 1.0, 1.5, 0),
+        ("CachedAttention", 0.5, 0.0, 3),
+        ("CachedAttention", 0.2, 4.0, 1),
+        ("SinkAttention", 0.3, 0.0, 0),
+        ("SinkAttention", 1.0, 0.0, 3),
+    ],
+)
+def test_cached_attention(op: str, scale: float, softcap: float, window: int) -> None:
     rng = np.random.default_rng(window)
-    model = model_of("CachedAttention", scale=scale, softcap=softcap, window=window)
+    has_sinks = op == "SinkAttention"
+    model = model_of(op, scale=scale, window=window, **({} if has_sinks else {"softcap": softcap}))
     session, evaluator = session_of(model), ReferenceEvaluator(model)
     for _ in range(12):
         case = _attention_case(rng)
+        if has_sinks:
+            case["sinks"] = rng.normal(size=case["q"].shape[1]).astype(np.float32) * 3
         expected = cached_attention(**case, scale=scale, softcap=softcap, window=window)
         np.testing.assert_allclose(expected[0], _naive(case, scale, softcap, window), atol=TOLERANCE)
         for slot, length in enumerate(case["lengths"]):

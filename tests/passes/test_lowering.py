@@ -35,7 +35,9 @@ def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     return session.run(None, feeds)
 
 
-def attention_model(heads: int, kv_heads: int, head_dim: int, **attributes: Any) -> ir.Model:
+def attention_model(
+    heads: int, kv_heads: int, head_dim: int, sinks: np.ndarray | None = None, **attributes: Any
+) -> ir.Model:
     model = empty_model()
     new: list[str | int] = ["batch", kv_heads, "nodes", head_dim]
     cache: list[str | int] = ["batch", kv_heads, "max_seq", head_dim]
@@ -48,7 +50,10 @@ def attention_model(heads: int, kv_heads: int, head_dim: int, **attributes: Any)
         add_input(model, LENGTHS, ["batch"], "int64"),
         add_input(model, TREE_MASK, ["batch", "nodes", "nodes"], "bool"),
     ]
-    outputs = Editor(model).op("CachedAttention", *inputs, domain=OPS_DOMAIN, num_outputs=3, **attributes)
+    if sinks is not None:
+        inputs.append(Editor(model).const(sinks, "sinks"))
+    op = "CachedAttention" if sinks is None else "SinkAttention"
+    outputs = Editor(model).op(op, *inputs, domain=OPS_DOMAIN, num_outputs=3, **attributes)
     add_output(model, outputs[0], "out", ["batch", "nodes", heads, head_dim])
     add_output(model, outputs[1], "k_out", cache)
     add_output(model, outputs[2], "v_out", cache)
@@ -87,6 +92,27 @@ def test_lowered_attention_equals_its_twin(
         np.testing.assert_array_equal(got[1], wanted[1])
         np.testing.assert_array_equal(got[2], wanted[2])
         assert np.abs(got[0] - wanted[0]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 5)])
+def test_lowered_attention_with_sinks_equals_its_twin_and_copies_no_cache(
+    heads: int, kv_heads: int, head_dim: int, window: int
+) -> None:
+    rng = np.random.default_rng(window)
+    sinks = rng.standard_normal(heads).astype(np.float32) * 3
+    model = attention_model(heads, kv_heads, head_dim, sinks, scale=0.3, window=window)
+    assert lower_attention(model) == 1
+    shapes = [(2, heads, 6, head_dim), *[(2, kv_heads, 6, head_dim)] * 2, *[(2, kv_heads, 20, head_dim)] * 2]
+    tensors = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+    lengths, mask = np.array([0, 14]), random_tree(rng, 2, 6)
+    names = ["q", "k", "v", "k_cache", "v_cache", LENGTHS, TREE_MASK]
+    got = run(model, dict(zip(names, [*tensors, lengths, mask], strict=True)))
+    wanted = cached_attention(*tensors, lengths, mask, sinks, scale=0.3, window=window)
+    for mine, twin in zip(got, wanted, strict=True):
+        assert np.abs(mine - twin).max() < TOLERANCE
+    attention = next(n for n in ir.to_proto(model).graph.node if n.op_type == "Attention")
+    assert list(attention.output)[1:3] == ["", ""]
 
 
 def test_one_mask_serves_all_layers_of_a_window() -> None:

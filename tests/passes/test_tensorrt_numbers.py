@@ -24,8 +24,8 @@ MAX_SEQ_LEN = 24
 MAX_ABS_DIFFERENCE = 2e-5
 FUSED = Pass("fused", lambda m: lower_attention_tensorrt(m, fused=True))
 
-# A window, a softcap with local and global layers, norms on Q and K, merged QKV, positions added, experts.
-FAMILIES = ["llama3", "mistral", "gemma2", "gpt2", "qwen3", "phi3", "mixtral"]
+# A window, a softcap with local and global layers, norms on Q and K, merged QKV, positions added, experts, sinks.
+FAMILIES = ["llama3", "mistral", "gemma2", "gpt2", "qwen3", "phi3", "mixtral", "gpt-oss"]
 
 
 class Model:

@@ -21,7 +21,7 @@ from speccompile.backends.onnxruntime.attention_cases import (
 from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.backends.onnxruntime.kernel_selftest import run
 from speccompile.core.specs import LENGTHS, TREE_MASK
-from speccompile.ops.cached_attention import CACHED_ATTENTION
+from speccompile.ops.cached_attention import CACHED_ATTENTION, SINK_ATTENTION, cached_attention
 from speccompile.ops.op import Op
 from speccompile.ops.qkv_attention import QKV_ATTENTION
 from tests.ops.op_lab import model_of
@@ -30,7 +30,7 @@ from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 
-OPS = (CACHED_ATTENTION, *QKV_ATTENTION.values())
+OPS = (CACHED_ATTENTION, SINK_ATTENTION, *QKV_ATTENTION.values())
 NAMES = [op.name for op in OPS]
 HEAD_DIMS = (1, 2, 6, 16, 20, 64, 80, 128, 256)
 KINDS: list[dict[str, Any]] = [
@@ -76,6 +76,26 @@ def test_error_is_at_most_twice_the_formulas_own(kind: dict[str, Any], variant: 
         assert errors.max() <= bound, (call.attributes, np.argwhere(errors > bound)[0], errors.max(), bound)
         for new, twin in zip(got[1:], call.twin()[1:], strict=True):
             np.testing.assert_allclose(new, twin, atol=2.0**-21)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("sink", [-200.0, -1.0, 3.0, 200.0])
+def test_a_sink_takes_its_share_of_each_head(sink: float, variant: str) -> None:
+    sizes = AttentionSizes()
+    inputs = attention_inputs(SINK_ATTENTION, sizes, np.random.default_rng(8), np.array([0, 30]))
+    inputs["sinks"] = np.linspace(sink, sink + 2, sizes.num_heads, dtype=np.float32)
+    wide = {name: a.astype(np.float64) if a.dtype == np.float32 else a for name, a in inputs.items()}
+    for window in (0, 4):
+        attributes = attention_attributes(SINK_ATTENTION, sizes, window=window)
+        exact = cached_attention(**wide, **attributes)[0]
+        bound = 2 * np.abs(cached_attention(**inputs, **attributes)[0] - exact).max() + 2.0**-22
+        got = run(open_op(SINK_ATTENTION, 2, variant, **attributes), inputs)[0]
+        assert np.abs(got - exact).max() <= bound
+    assert (np.abs(exact).max() < 1e-6) == (sink > 100)
+    if sink < -100:
+        del inputs["sinks"]
+        plain = attention_attributes(CACHED_ATTENTION, sizes, window=window)
+        np.testing.assert_array_equal(run(open_op(CACHED_ATTENTION, 2, variant, **plain), inputs)[0], got)
 
 
 @pytest.mark.parametrize(("window", "variant"), [(0, "native"), (3, "avx2"), (9, "native"), (5, "portable")])

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.specs import LENGTHS, TREE_MASK
-from speccompile.ops.cached_attention import CACHED_ATTENTION
+from speccompile.ops.cached_attention import CACHED_ATTENTION, SINK_ATTENTION
 from speccompile.ops.cross_attention import ROTARY_CROSS_ATTENTION
 from speccompile.ops.op import Op
 from speccompile.ops.qkv_attention import QKV_ATTENTION
@@ -49,6 +49,7 @@ def attention_inputs(op: Op, sizes: AttentionSizes, rng: np.random.Generator, le
         **dict.fromkeys("kv", (batch, sizes.num_kv_heads, nodes, dim)),
         **dict.fromkeys(("k_cache", "v_cache"), (batch, sizes.num_kv_heads, sizes.max_seq, dim)),
         **dict.fromkeys(("q_gamma", "k_gamma"), (dim,)),
+        "sinks": (sizes.num_heads,),
     }
     given: Arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     given |= {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
@@ -67,8 +68,8 @@ def attention_attributes(op: Op, sizes: AttentionSizes, **others: float) -> dict
 def attention_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
     """Yields (op, inputs, attributes): every attention op, plainly and with a window and a softcap."""
     rng, sizes = np.random.default_rng(0), AttentionSizes()
-    for op in (CACHED_ATTENTION, *QKV_ATTENTION.values()):
-        for others in ({}, {"window": 5, "softcap": 2.0}):
+    for op in (CACHED_ATTENTION, SINK_ATTENTION, *QKV_ATTENTION.values()):
+        for others in ({}, {"window": 5, "softcap": 2.0} if "softcap" in op.attributes else {"window": 5}):
             inputs = attention_inputs(op, sizes, rng, np.array([0, sizes.max_seq - sizes.nodes]))
             yield op, inputs, attention_attributes(op, sizes, **others)
 

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What replaces methods of models: attention outside transformers' registry, and what no trace can follow.
+
+Each function takes the module, the attention of the registry and the arguments of the method. The table at the end
+has the methods of each architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Of the registry: (module, query, key, value, mask, **arguments) -> ([batch, nodes, heads, head_dim], probabilities).
+Attention = Callable[..., tuple[torch.Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A method, and what replaces it.
+
+    Args:
+        module: class name of the module.
+        method: its method.
+        run: (module, attention, *arguments of the method) -> what the method returns.
+    """
+
+    module: str
+    method: str
+    run: Callable[..., Any]
+
+
+def _heads(scale: Callable[[Any], float], window: Callable[[Any], int] = lambda module: 0) -> Callable[..., Any]:
+    """Returns the `run` of a method (query, key, value, mask) -> ([batch, heads, nodes, head_dim], probabilities).
+
+    Args:
+        scale: of the scores, from the module.
+        window: which the module applies beside its mask; 0 = none.
+    """
+
+    def run(module: Any, attention: Attention, query: Any, key: Any, value: Any, mask: Any = None) -> Any:
+        out, _ = attention(module, query, key, value, mask, scaling=scale(module), own_window=window(module))
+        return out.transpose(1, 2), None
+
+    return run
+
+
+def _gpt_neo_window(module: Any) -> int:
+    return int(module.config.window_size) if module.attention_type == "local" else 0
+
+
+def _openai(
+    module: Any, attention: Attention, query: Any, key: Any, value: Any, mask: Any = None, *_: Any
+) -> list[Any]:
+    """Keys are [batch, heads, head_dim, nodes]; the causal mask is the module's own."""
+    scale = float(value.shape[-1]) ** -0.5 if module.scale else 1.0
+    return [attention(module, query, key.transpose(2, 3), value, mask, scaling=scale)[0].transpose(1, 2)]
+
+
+def _xglm(module: Any, attention: Attention, hidden: Any, *_: Any, attention_mask: Any = None, **__: Any) -> Any:
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
+
+    q, k, v = (heads(project(hidden)) for project in (module.q_proj, module.k_proj, module.v_proj))
+    out, _ = attention(module, q, k, v, attention_mask, scaling=module.scaling)
+    return module.out_proj(out.flatten(2)), None
+
+
+def _xglm_positions(module: Any, _: Attention, position_ids: Any, *__: Any) -> torch.Tensor:
+    """Without the check whether the table must grow."""
+    return module.weights[position_ids + module.offset]
+
+
+def _falcon(
+    module: Any,
+    attention: Attention,
+    hidden: Any,
+    alibi: Any = None,
+    attention_mask: Any = None,
+    position_embeddings: Any = None,
+    **_: Any,
+) -> Any:
+    """Q, K and V are columns of one product: for each KV head its query heads, then K, then V."""
+    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+
+    kv_heads = module.num_kv_heads
+    qkv = module.query_key_value(hidden).unflatten(-1, (kv_heads, -1, module.head_dim))
+    query, key, value = (x.transpose(1, 2) for x in (qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]))
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    out, _ = attention(module, query, key, value, attention_mask, scaling=module.inv_norm_factor)
+    return module.dense(out.flatten(2)), None
+
+
+def _bloom(module: Any, attention: Attention, hidden: Any, residual: Any, attention_mask: Any = None, **_: Any) -> Any:
+    """Q, K and V of a head are columns beside each other; the bias is slope * position(key)."""
+    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+
+    qkv = module.query_key_value(hidden).unflatten(-1, (module.num_heads, 3, module.head_dim))
+    query, key, value = (x.transpose(1, 2) for x in qkv.unbind(3))
+    slopes = _get_alibi_slopes(module.num_heads, hidden.device)
+    out, _ = attention(module, query, key, value, attention_mask, scaling=module.inv_norm_factor, slopes=slopes)
+    return residual + module.dense(out.flatten(2)), None
+
+
+def _experts(x: torch.Tensor, weight: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Returns the products of rows with the weights of their experts.
+
+    Args:
+        x: [rows, in] or, by expert, [rows, chosen, in].
+        weight: [experts, out, in].
+        chosen: [rows, chosen] int64.
+
+    Returns:
+        [rows, chosen, out].
+    """
+    by_expert = x[:, None] if x.dim() == 2 else x
+    return (weight[chosen] @ by_expert[..., None]).squeeze(-1)
+
+
+def _weighted(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Returns the sums over experts of [rows, chosen, out], a product: a sum's bits depend on the other rows."""
+    return (weights[:, None] @ x).squeeze(1)
+
+
+def _dbrx_experts(module: Any, _: Attention, hidden: Any, chosen: Any, weights: Any) -> torch.Tensor:
+    rows, mlp = hidden.reshape(-1, module.hidden_size), module.mlp
+    w1, v1, w2 = (w.view(-1, module.ffn_hidden_size, module.hidden_size) for w in (mlp.w1, mlp.v1, mlp.w2))
+    inner = mlp.activation_fn(_experts(rows, w1, chosen)) * _experts(rows, v1, chosen)
+    return _weighted(_experts(inner, w2.transpose(1, 2), chosen), weights).view_as(hidden)
+
+
+def _jetmoe_route(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns experts and weights of each row, [rows, chosen]."""
+    logits, chosen = router.layer(rows).float().topk(router.top_k, dim=1)
+    return chosen, logits.softmax(1)
+
+
+def _jetmoe_mlp(module: Any, _: Attention, hidden: Any) -> torch.Tensor:
+    rows = hidden.flatten(0, 1)
+    chosen, weights = _jetmoe_route(module.router, rows)
+    gate, up = _experts(rows, module.input_linear.weight, chosen).chunk(2, -1)
+    out = _experts(module.activation(gate) * up, module.output_linear.weight, chosen)
+    return (_weighted(out, weights) + module.bias).view_as(hidden)
+
+
+def _jetmoe(
+    module: Any, attention: Attention, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **_: Any
+) -> Any:
+    """A router chooses `top_k` sets of query heads with their output products; each set has a head of every KV head."""
+    from transformers.models.jetmoe.modeling_jetmoe import apply_rotary_pos_emb
+
+    hidden = hidden_states
+    rows, experts = hidden.flatten(0, 1), module.experts
+    chosen, weights = _jetmoe_route(experts.router, rows)
+    shape = (module.top_k, module.num_key_value_heads, module.head_dim)
+    query = _experts(rows, experts.input_linear.weight, chosen).view(*hidden.shape[:2], *shape)
+    query = query.transpose(2, 3).flatten(2, 3).transpose(1, 2)  # the query heads of a KV head are neighbours
+    keys_values = module.kv_proj(hidden).unflatten(-1, (2, *shape[1:]))
+    key, value = (x.transpose(1, 2) for x in keys_values.unbind(2))
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    out, _ = attention(module, query, key, value, attention_mask, scaling=module.scaling)
+    by_set = out.unflatten(2, (shape[1], shape[0])).transpose(2, 3).flatten(3).flatten(0, 1)
+    mixed = _weighted(_experts(by_set, experts.output_linear.weight, chosen), weights)
+    return (mixed + experts.bias).view_as(hidden), None, None
+
+
+def _llama4_angles(module: Any, _: Attention, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    """Cosines and sines [batch, nodes, 1, head_dim / 2] in place of complex numbers, and the positions."""
+    angles = position_ids[..., None].float() * module.inv_freq
+    factor = module.attention_scaling
+    return tuple((f(angles) * factor).unsqueeze(2) for f in (torch.cos, torch.sin)), position_ids
+
+
+def _llama4(
+    module: Any, attention: Attention, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **_: Any
+) -> Any:
+    """Layers without rotary embedding scale their queries by the node's position, not by its index in the step."""
+    (cos, sin), positions = position_embeddings
+    query, key, value = (
+        project(hidden_states).unflatten(-1, (-1, module.head_dim))
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    if module.use_rope:
+        query, key = _turn_pairs(query, cos, sin), _turn_pairs(key, cos, sin)
+        if module.config.use_qk_norm:
+            query, key = module.qk_norm(query), module.qk_norm(key)
+    elif module.attn_temperature_tuning:
+        steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
+        query = query * (torch.log1p(steps) * module.attn_scale + 1.0)[:, :, None, None]
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    out, _ = attention(module, query, key, value, attention_mask, scaling=module.scaling)
+    return module.o_proj(out.flatten(2)), None
+
+
+def _turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates neighbours of the last axis."""
+    first, second = x[..., ::2], x[..., 1::2]
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+
+
+_BY_ROOT = _heads(lambda module: 1 / module.scale_attn)
+
+# By `model_type`.
+ADAPTERS: dict[str, tuple[Adapter, ...]] = {
+    "bloom": (Adapter("BloomAttention", "forward", _bloom),),
+    "codegen": (Adapter("CodeGenAttention", "_attn", _BY_ROOT),),
+    "dbrx": (Adapter("DbrxExperts", "forward", _dbrx_experts),),
+    "falcon": (Adapter("FalconAttention", "forward", _falcon),),
+    "gpt_neo": (Adapter("GPTNeoSelfAttention", "_attn", _heads(lambda module: 1.0, _gpt_neo_window)),),
+    "gpt_neox_japanese": (Adapter("GPTNeoXJapaneseAttention", "_attn", _heads(lambda module: 1 / module.norm_factor)),),
+    "gptj": (Adapter("GPTJAttention", "_attn", _BY_ROOT),),
+    "jetmoe": (Adapter("JetMoeAttention", "forward", _jetmoe), Adapter("JetMoeMoE", "forward", _jetmoe_mlp)),
+    "llama4_text": (
+        Adapter("Llama4TextAttention", "forward", _llama4),
+        Adapter("Llama4TextRotaryEmbedding", "forward", _llama4_angles),
+    ),
+    "openai-gpt": (Adapter("Attention", "_attn", _openai),),
+    "xglm": (
+        Adapter("XGLMAttention", "forward", _xglm),
+        Adapter("XGLMSinusoidalPositionalEmbedding", "forward", _xglm_positions),
+    ),
+}
