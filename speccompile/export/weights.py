@@ -46,7 +46,8 @@ def load_model(source: Path, weights: Weights) -> Any:
             config = read_model_config(source)
             adapted = is_adapted(config.model_type)
             config._attn_implementation = "eager" if adapted else IMPLEMENTATION
-            if hasattr(config, "quantization_config"):  # packed weights are read by us, see `packed_weights`
+            is_packed = hasattr(config, "quantization_config") and method_of(read_config(source)) != MXFP4
+            if is_packed:  # these weights are read by us, see `packed_weights`
                 del config.quantization_config
             # An architecture without transformers' registry of attentions may fail here.
             model = _random_model(config) if weights == "random" else _checkpoint_model(source, config)
