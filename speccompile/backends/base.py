@@ -222,10 +222,12 @@ class EngineBase(ABC, Generic[RollbackT]):
 
     compacts_in_step: bool = False
     rollback: RollbackT | None = None  # set by engines that were given one
+    states: SlotStates | None = None
 
     def __init__(self, spec: GraphSpec, max_slots: int, max_rows: int) -> None:
         self.spec, self.max_slots, self.max_rows = spec, max_slots, max_rows
-        self.states = SlotStates(spec, max_slots) if spec.states else None
+        if spec.states:
+            self.states = SlotStates(spec, max_slots)
 
     @property
     def view_rows(self) -> int:

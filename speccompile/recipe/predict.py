@@ -13,7 +13,7 @@ from typing import Any
 
 from speccompile.backends.base import Backend
 from speccompile.checkpoints.checkpoint import optional_size
-from speccompile.core.dims import ModelDims
+from speccompile.core.dims import LayerDims, ModelDims
 from speccompile.core.jobs import WeightCounts
 
 # Families whose feed-forward has two matrices; the others gate it with a third.
@@ -77,7 +77,7 @@ def predict(
         CheckpointError: a size in the config is not a positive integer.
     """
     head = dims.vocab_size * dims.hidden_size
-    layers = dims.num_layers * (_attention(dims) + _feed_forward(config, dims))
+    layers = _attention(dims) + dims.num_layers * _feed_forward(config, dims)
     embedding = head
     if dims.model_type in _LEARNED_POSITIONS:
         embedding += dims.max_positions * dims.hidden_size
@@ -123,8 +123,17 @@ def predict_counts(
 
 
 def _attention(dims: ModelDims) -> int:
-    queries, keys = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
-    return dims.hidden_size * (2 * queries + 2 * keys)
+    """Returns the weights of all attention and recurrent layers; gates and biases of some families are left out."""
+    return sum(_mixer(dims, layer) for layer in dims.per_layer)
+
+
+def _mixer(dims: ModelDims, layer: LayerDims) -> int:
+    if (sizes := layer.recurrent) is not None:
+        values = sizes.num_value_heads * sizes.value_dim
+        gates = 2 * values + 2 * sizes.num_value_heads  # z and the output; g and beta
+        return dims.hidden_size * (sizes.conv_channels + gates) + sizes.conv_channels * sizes.conv_kernel
+    heads = dims.num_heads + layer.num_kv_heads if layer.num_kv_heads else 0
+    return dims.hidden_size * 2 * heads * layer.head_dim
 
 
 def _feed_forward(config: Mapping[str, Any], dims: ModelDims) -> int:

@@ -35,8 +35,13 @@ def _decoder() -> GraphSpec:
     return replace(decoder_spec("target", DIMS, max_pending=NUM_DRAFTS + 1), max_rows=MAX_SEQ)
 
 
-def hybrid_model(seed: int = 3) -> ir.Model:
-    """Returns the neutral graph."""
+def hybrid_model(seed: int = 3, bad: int | None = None) -> ir.Model:
+    """Returns the neutral graph.
+
+    Args:
+        seed: of the weights.
+        bad: a token whose row is NaN and that is never the next one.
+    """
     spec, rng = _decoder(), np.random.default_rng(seed)
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 24, OPS_DOMAIN: 1}, name="target")
     model = ir.Model(graph, ir_version=11)
@@ -49,7 +54,10 @@ def hybrid_model(seed: int = 3) -> ir.Model:
         made: ir.Value = edit.op("MatMul", x, weight(name, num_in, num_out, scale=num_in**-0.5))
         return made
 
-    embedding = weight("embedding", VOCAB, WIDTH)
+    rows, favour = rng.standard_normal((VOCAB, WIDTH)).astype(np.float32), np.zeros(VOCAB, np.float32)
+    if bad is not None:
+        rows[bad], favour[bad] = np.nan, -1e4
+    embedding = edit.const(rows, "embedding")
     x = edit.op("Gather", embedding, given[specs.TOKENS], axis=0)
     counts = [given[name] for name in (specs.LENGTHS, specs.STATE_LENGTHS, specs.SURE_NODES)]
     state, pending, conv_rows = (given[name] for name in state_names(0))
@@ -76,16 +84,16 @@ def hybrid_model(seed: int = 3) -> ir.Model:
     nums = (HEADS, KV_HEADS, KV_HEADS)
     sides = [linear(x, f"{n}_proj", WIDTH, num * HEAD_DIM) for n, num in zip("qkv", nums, strict=True)]
     split = [edit.op("Reshape", side, edit.ints([0, 0, num, HEAD_DIM])) for side, num in zip(sides, nums, strict=True)]
-    rows = [_shaped(edit.op("Transpose", r, perm=[0, 2, 1, 3]), n) for r, n in zip(split, nums, strict=True)]
+    turned = [_shaped(edit.op("Transpose", r, perm=[0, 2, 1, 3]), n) for r, n in zip(split, nums, strict=True)]
     caches = [given[name] for name in spec.caches]
     attended, k_after, v_after = edit.op(
-        "CachedAttention", *rows, *caches, given[specs.LENGTHS], given[specs.TREE_MASK],
+        "CachedAttention", *turned, *caches, given[specs.LENGTHS], given[specs.TREE_MASK],
         domain=OPS_DOMAIN, num_outputs=3, scale=HEAD_DIM**-0.5, softcap=0.0, window=0,
     )  # fmt: skip
     joined = edit.op("Reshape", attended, edit.ints([0, 0, HEADS * HEAD_DIM]))
     x = edit.op("Add", x, linear(joined, "o_proj", HEADS * HEAD_DIM, WIDTH))
     picked = edit.op("GatherND", x, edit.op("Unsqueeze", given[specs.SCORED_NODES], edit.ints([2])), batch_dims=1)
-    logits = linear(picked, "head", WIDTH, VOCAB)
+    logits = edit.op("Add", linear(picked, "head", WIDTH, VOCAB), edit.const(favour, "favour"))
     after = (logits, state_after, pending_after, conv_after, k_after, v_after)
     for value, tensor in zip(after, spec.outputs, strict=True):
         value.name, value.shape = tensor.name, ir.Shape(list(tensor.dims))
@@ -110,11 +118,12 @@ class Hybrid:
         folder: of the graph; made here.
         backend: `onnxruntime` or `reference`.
         form: kernel form on ONNX Runtime.
+        bad: see `hybrid_model`.
     """
 
-    def __init__(self, folder: Path, backend: str = "onnxruntime", form: str = "fp32") -> None:
+    def __init__(self, folder: Path, backend: str = "onnxruntime", form: str = "fp32", bad: int | None = None) -> None:
         self.backend, self.spec, self.path = registry.backend(backend), hybrid_spec(), folder / "graph.onnx"
-        self.backend.compile(hybrid_model(), self.spec, folder, form=form)
+        self.backend.compile(hybrid_model(bad=bad), self.spec, folder, form=form)
         self._fresh: Any = None
 
     def open(self, max_slots: int) -> Any:

@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from speccompile.backends import measuring
 from speccompile.backends.base import refuse_states
-from speccompile.backends.onnxruntime.engine import OrtEngine
-from speccompile.core import registry, specs
+from speccompile.backends.onnxruntime.calibration import Collector
+from speccompile.backends.onnxruntime.engine import OrtEngine, open_session
+from speccompile.backends.onnxruntime.fidelity import draw_texts
+from speccompile.backends.writing import save_rollback
+from speccompile.core import registry
 from speccompile.core.dims import LayerDims, ModelDims
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.probes import probe_inputs
@@ -204,6 +209,39 @@ def test_backends_without_states_refuse_them_by_name(name: str, device: str) -> 
         refuse_states("here", decoder_spec("target", mixed))
 
 
-def test_a_graph_without_states_runs_as_before(plain: Hybrid) -> None:
-    spec = decoder_spec("target", ModelDims("llama", 9, 8, 2, 2, 1, 4, 64))
-    assert not spec.states and specs.SURE_NODES not in {t.name for t in spec.inputs}
+def test_steps_are_timed_and_texts_drawn(plain: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "SECONDS_PER_SETTING", 0.0)
+    slots, rows = measuring.measured_sizes(plain.spec)
+    tuning = {"threads": 1, "spinning": "off"}
+    engine = plain.backend.load(plain.path, plain.spec, max_slots=slots, max_rows=rows, tuning=tuning)
+    assert {"1", "4", "16"} <= set(measuring.measure_steps(engine))
+    texts = draw_texts(plain.path, plain.spec, num_texts=2, num_tokens=9)
+    fresh = plain.open(1)
+    logits = [fresh.run(feed([text], [0], [9]))[LOGITS][0].copy() for text in texts.tolist()]
+    assert texts.shape == (2, 9) and np.isfinite(logits).all()
+
+
+def test_calibration_reads_pieces_of_any_length(plain: Hybrid) -> None:
+    collector = Collector(plain.path, plain.spec)
+    sources = list(dict.fromkeys(linear.source for linear in collector.linears))
+    with ThreadPoolExecutor(1) as pool:
+        sums = collector.sums(sources, [np.array(TOKENS[0][:3]), np.array(TOKENS[1][:40])], pool)
+    assert sums and all(np.isfinite(total).all() for total in sums.values())
+
+
+def test_caches_of_several_sizes_grow_and_compact(tmp_path: Path) -> None:
+    dims = ModelDims("m", 9, 8, 2, 2, 1, 4, 64, layer_dims=(LayerDims(1, 4), LayerDims(3, 8)))
+    path = tmp_path / "rollback.onnx"
+    spec = save_rollback(dims, path)
+    engine = OrtEngine(open_session(path, {"threads": 1}), spec, 2, 200, open_session(path, {"threads": 1}))
+    views = [engine.caches.view(index) for index in range(4)]
+    for view in views:
+        view[...] = np.random.default_rng(view.size).standard_normal(view.shape)
+    before = [view.copy() for view in views]
+    engine.caches.grow(150)
+    engine.compact(np.array([5, 7]), np.array([[0, 2, 3], [0, 1, -1]]))
+    for index, old in enumerate(before):
+        view = engine.caches.view(index)
+        assert view.shape[1:] == ((1, 200, 4) if index < 2 else (3, 200, 8))
+        np.testing.assert_array_equal(view[0, :, 5:8], old[0, :, [5, 7, 8]].swapaxes(0, 1))
+        np.testing.assert_array_equal(view[1, :, :128], old[1])

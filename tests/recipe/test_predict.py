@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from speccompile.checkpoints.checkpoint import count_params, read_dims
+from speccompile.core.dims import LayerDims, RecurrentDims
 from speccompile.recipe.predict import predict
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
@@ -66,3 +68,17 @@ def test_weights_and_caches_follow_the_recipe() -> None:
     assert sizes["int4"] == pytest.approx(22_701_568, rel=0.02)
     # 2 caches x 8 layers x 2 heads x 64 x 4 bytes a token.
     assert predict(config, dims, "none", slots=8, rows=1024).cache_bytes == 8 * 1024 * 8192
+
+
+def test_caches_and_states_of_each_layer_are_counted() -> None:
+    config = {**json.loads((MODELS / "pycode-16m" / "config.json").read_text()), "tie_word_embeddings": True}
+    plain = read_dims(MODELS / "pycode-16m")
+    recurrent = LayerDims(recurrent=RecurrentDims(2, 4, 64, 64, 512, 4))
+    dims = replace(plain, layer_dims=(recurrent, recurrent, recurrent, LayerDims(2, 64)) * 2)
+    got = predict(config, dims, "none", slots=8, rows=1024, max_pending=5)
+    # 2 caches x 2 layers x 2 heads x 64 x 4 bytes a token; a state and its snapshot in 6 layers.
+    state = 4 * (4 * 64 * 64 + 5 * (2 * 64 + 4 * 64 + 8) + (3 + 5) * 512)
+    assert got.cache_bytes == 8 * (1024 * 2048 + 2 * 6 * state)
+    without = predict(config, plain, "none", slots=8, rows=1024)
+    attention, mixer = 2 * (plain.num_heads + 2) * 64, 512 + 2 * 256 + 8
+    assert got.num_params - without.num_params == 6 * (plain.hidden_size * (mixer - attention) + 512 * 4)

@@ -17,6 +17,7 @@ from speccompile.errors import BundleError
 from speccompile.runtime.bundle import Bundle, digest_from_manifest, read_bundle
 from speccompile.runtime.manifest_checks import check_fields, check_types
 from speccompile.runtime.records import EngineRecord, RecipeRecord, TargetRecord
+from tests.backends.hybrid_lab import hybrid_spec
 
 SPEC = {
     "name": "target", "inputs": [{"name": "tokens", "dims": ["batch", 1], "dtype": "int64"}], "outputs": [],
@@ -70,6 +71,15 @@ def write(folder: Path, text: str) -> Path:
 
 def test_a_whole_manifest_is_taken() -> None:
     check_types("m", MANIFEST)
+
+
+def test_a_graph_with_recurrent_states_is_taken() -> None:
+    manifest: Any = copy.deepcopy(MANIFEST)
+    manifest["graphs"]["target"]["spec"] = json.loads(json.dumps(hybrid_spec().json_from_spec()))
+    check_types("m", manifest)
+    manifest["graphs"]["target"]["spec"]["max_pending"] = -1
+    with pytest.raises(BundleError, match="max_pending"):
+        check_types("m", manifest)
 
 
 @pytest.mark.parametrize(("path", "value"), WRONG)
