@@ -161,9 +161,10 @@ class Oracle:
     Args:
         target: folder of the model.
         module: whose weights are copied; None: those in the target's files, read by transformers.
+        sizes: of the module's layer where they are not the target's.
     """
 
-    def __init__(self, target: Path, module: MtpModule | None = None) -> None:
+    def __init__(self, target: Path, module: MtpModule | None = None, **sizes: int) -> None:
         plain = {"dtype": torch.float32, "attn_implementation": "eager"}
         self.model: Any = AutoModelForCausalLM.from_pretrained(target, **plain).eval()
         config = self.model.config
@@ -179,7 +180,12 @@ class Oracle:
             # Models that are mixtures in some layers alone: modules are mixtures.
             if hasattr(config, "decoder_sparse_step"):
                 config.decoder_sparse_step = 1
+            before = {name: getattr(config, name) for name in sizes}
+            for name, value in sizes.items():
+                setattr(config, name, value)
             self.own = MtpModel(self.model, 1).eval()
+            for name, value in before.items():
+                setattr(config, name, value)
             names = {"fc.": "eh_proj.", "pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm."}
             names |= {"norm.": "post_norm.", "layers.0.": "mtp_block."}
             own = {}

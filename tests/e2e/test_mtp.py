@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-token prediction modules through the engine: every draft is the one transformers' own module would make."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import speccompile
+from speccompile.core import registry
+from speccompile.core.acceptance import Verdict
+from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
+from speccompile.core.sampling import SamplingParams, warp
+from speccompile.core.specs import FEATURE_NODES, FEATURES, LENGTHS, TOKENS
+from speccompile.errors import RecipeError
+from speccompile.runtime.handles import RequestHandle, open_outputs
+from speccompile.runtime.requests import Request
+from speccompile.runtime.scheduler import Scheduler
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.stats import TimedEngine
+from tests.e2e.conftest import build_bundle
+from tests.e2e.test_tree_cache import caches_of
+
+pytest.importorskip("torch")
+
+MAX_SEQ, MAX_NODES, SLOTS = 60, 6, 8
+LAST = 2  # the target's last layer
+NUM_DRAFTS = 3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    from tests.speculators import mtp_lab as lab
+
+    folder = tmp_path_factory.mktemp("modules")
+    lab.write_target(folder / "target", "llama")
+    lab.write_learnt(folder / "module", folder / "target")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def oracle(place):
+    from tests.speculators import mtp_lab as lab
+
+    config = json.loads((place / "module/config.json").read_text())
+    module = lab.MtpModule(config, "sdpa").to_empty(device="cpu")
+    held = lab.load_file(place / "module/model.safetensors")
+    module.load_state_dict({name.removeprefix("mtp."): tensor for name, tensor in held.items()})
+    return lab.Oracle(place / "target", module, intermediate_size=config["layer_config"]["intermediate_size"])
+
+
+@pytest.fixture(scope="module")
+def engines(place):
+    """Returns name -> engine: the target with both hidden states, the module, and the module with swapped halves."""
+    from speccompile.export.decoder_source import DecoderSource
+    from tests.speculators.eagle_lab import compiled
+
+    job = GraphJob("target", str(place / "target"), options=DecoderOptions(hidden=True, hidden_layers=(LAST,)))
+    source = DecoderSource(job, SourceContext("checkpoint", MAX_SEQ, MAX_NODES))
+    sizes, made, method = {"slots": SLOTS, "rows": MAX_SEQ + MAX_NODES + 1}, {}, registry.method("mtp")
+    made["target"] = compiled(source, place, **sizes)[0]
+    context = SourceContext("checkpoint", MAX_SEQ, MAX_NODES, source.dims, job)
+    for name, fields in (("draft", {}), ("swapped", {"concat": "hidden_first"})):
+        (wanted,) = method.graph_jobs(method.Config(str(place / "module"), **fields))
+        draft = registry.find_class(wanted.source)(wanted, context)
+        made[name] = compiled(draft, place / name, **sizes)[0]
+    return {name: TimedEngine(engine) for name, engine in made.items()}
+
+
+def load(engines, graph="draft", **fields):
+    method, context = registry.method("mtp"), MethodContext(SLOTS, MAX_SEQ, MAX_NODES)
+    drafts = {"draft": engines[graph]}
+    config = method.Config("", **{"num_draft_tokens": NUM_DRAFTS, **fields})
+    return SpecEngine(engines["target"], drafts, method.make_proposer(config, drafts, context), None, context)
+
+
+def prompts():
+    from tests.speculators.eagle_lab import PROMPTS
+
+    return PROMPTS
+
+
+def record(engine):
+    """Returns the list to which every proposal adds (text with the root, drafts) of each slot."""
+    found, propose = [], engine.proposer.propose
+
+    def proposing(batch):
+        tree = propose(batch)
+        for row, slot in enumerate(batch.slots):
+            drafts = tree.tokens[row, 1 : int(tree.num_nodes[row])].tolist()
+            found.append((tuple(slot.tokens), tuple(drafts)))
+        return tree
+
+    engine.proposer.propose = proposing
+    return found
+
+
+def wrong_of(oracle, found):
+    """Returns how many recorded drafts are not the oracle's, and how many there are."""
+    by_text = {text: oracle.drafts(list(text), NUM_DRAFTS) for text in {text for text, drafts in found if drafts}}
+    pairs = [(by_text[text][: len(drafts)], list(drafts)) for text, drafts in found if drafts]
+    return sum(right != drafts for right, drafts in pairs), len(pairs)
+
+
+def decode(engine, batch_size=4, num=20):
+    results = engine.generate(prompts(), SamplingParams(max_new_tokens=num, ignore_eos=True), batch_size=batch_size)
+    return results, sum(r.stats["num_accepted"] for r in results)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_every_draft_is_the_oracles(engines, oracle, batch_size):
+    """Prompts, whole chains accepted, first drafts refused, ragged batches that end and begin."""
+    engine = load(engines)
+    found = record(engine)
+    results, num_accepted = decode(engine, batch_size)
+    plain = engine.generate(prompts(), SamplingParams(max_new_tokens=20, ignore_eos=True), speculative=False)
+    assert [r.tokens for r in results] == [r.tokens for r in plain]
+    wrong, total = wrong_of(oracle, found)
+    assert wrong == 0 and total > 60 and num_accepted > 40
+    longest = [r.stats for r in results]
+    assert sum(s["num_draft_tokens"] for s in longest) > num_accepted  # some were refused
+
+
+def test_a_prompt_in_chunks_carries_the_last_state_over(engines, oracle):
+    """Chunks of four tokens, read between the steps of other sequences."""
+    engine = load(engines)
+    found = record(engine)
+    scheduler = Scheduler(engine, prefill_chunk=4)
+    texts = [[(5 * i + k * k) % 40 for k in range(11 + 3 * i)] for i in range(4)]
+    for number, text in enumerate(texts):
+        asked = SamplingParams(max_new_tokens=8, ignore_eos=True)
+        handle = RequestHandle(Request(text, asked), number, 0.0, None, lambda step_output: None)
+        open_outputs(handle, engine, "auto")
+        scheduler.add(handle)
+    while scheduler.has_work:
+        for _ in scheduler.step():
+            pass
+    wrong, total = wrong_of(oracle, found)
+    assert wrong == 0 and total >= len(texts) * 2
+
+
+def read_unshifted(engine):
+    """Reads the token of every hidden state's own position in place of the next one."""
+    rows = engine.proposer.rows
+    read = rows._read
+    rows._read = lambda slot, tokens, features: read(slot, [0, *tokens[:-1]] if tokens else tokens, features)
+
+
+def keep_own_rows(engine):
+    """Keeps the rows that accepted drafts wrote with the module's own states."""
+    rows = engine.proposer.rows
+    keep = rows.pending.keep
+
+    def keeping(slots, verdict, outputs):
+        written = np.minimum(verdict.num_accepted, NUM_DRAFTS - 1)
+        path = np.stack([np.append(row[num:], row[:num]) for row, num in zip(verdict.path, written, strict=True)])
+        for place, num in enumerate(written.tolist()):
+            rows.lengths[place] += num
+        keep(slots, Verdict(path, verdict.num_accepted - written, verdict.next_token), outputs)
+
+    rows.pending.keep = keeping
+
+
+MUTANTS = {
+    "the state before the final norm": ({"target_hidden": LAST}, "draft", None),
+    "the halves of the projection swapped": ({}, "swapped", None),
+    "tokens of a prompt not shifted": ({}, "draft", read_unshifted),
+    "rows of own states kept": ({}, "draft", keep_own_rows),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_drafts_otherwise_and_worse(engines, oracle, name):
+    """What is silent in decoding (the text stays the target's own) is seen by the oracle and in the acceptance."""
+    fields, graph, change = MUTANTS[name]
+    sound, num_right = decode(load(engines))
+    engine = load(engines, graph, **fields)
+    if change is not None:
+        change(engine)
+    found = record(engine)
+    results, num_accepted = decode(engine)
+    assert [r.tokens for r in results] == [r.tokens for r in sound]
+    wrong, total = wrong_of(oracle, found)
+    assert wrong > 0.05 * total
+    assert num_accepted < num_right
+
+
+def test_rows_after_rollbacks_are_those_of_a_fresh_prompt(engines, oracle):
+    """Nothing of refused drafts or own states is left in the rows that later drafts see."""
+    engine = load(engines)
+    rows, draft = engine.proposer.rows, engines["draft"].engine
+    for text in prompts()[:3]:
+        asked = SamplingParams(max_new_tokens=24, ignore_eos=True)
+        [result] = engine.generate([text], asked, batch_size=1)
+        assert 0 < result.stats["num_accepted"] < result.stats["num_draft_tokens"]
+        num, whole = rows.lengths[0], [*text, *result.tokens]
+        assert num >= len(text) + 12
+        held = caches_of(draft)[:, 0, :, :num].copy()
+        draft.reset()
+        features = np.asarray(oracle.hidden(whole[:num]).numpy(), np.float32)
+        feeds = {TOKENS: np.array([whole[1 : num + 1]]), LENGTHS: np.array([0]), FEATURES: features}
+        draft.run({**feeds, FEATURE_NODES: np.arange(num)[None]})
+        fresh = caches_of(draft)[:, 0, :, :num]
+        assert np.abs(fresh - held).max() < 1e-5 * np.abs(fresh).max()
+
+
+@pytest.mark.distribution
+@pytest.mark.parametrize("heat", [0.5, 0.8, 1.2])
+def test_two_sampled_tokens_follow_the_targets_distribution(engines, place, heat):
+    """Drawn drafts over the target's whole vocabulary; the seeds are fixed."""
+    import torch
+    from scipy.stats import chisquare
+    from transformers import LlamaForCausalLM
+
+    num, prompt, top_k = 1200, prompts()[0], 6
+    params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
+    results = load(engines).generate([prompt] * num, params, batch_size=8)
+    model = LlamaForCausalLM.from_pretrained(place / "target", dtype=torch.float32).eval()
+
+    def dist(text):
+        with torch.no_grad():
+            logits = model(torch.tensor([text])).logits[:, -1].numpy()
+        return warp(logits, [heat], [top_k], [1.0])[0].astype(np.float64)
+
+    first = dist(prompt)
+    expected = {
+        (int(a), int(b)): num * first[a] * p
+        for a in np.flatnonzero(first)
+        for b, p in enumerate(dist([*prompt, int(a)]))
+        if p > 0
+    }
+    counts = Counter(tuple(r.tokens[:2]) for r in results)
+    common = [pair for pair, mass in expected.items() if mass >= 8]
+    got = [*(counts[pair] for pair in common), num - sum(counts[pair] for pair in common)]
+    wanted = [*(expected[pair] for pair in common), num - sum(expected[pair] for pair in common)]
+    if wanted[-1] < 1e-3 * num and got[-1] == 0:
+        got, wanted = got[:-1], wanted[:-1]
+    assert set(counts) <= set(expected)
+    assert chisquare(got, wanted, sum_check=False).pvalue > 1e-4
+    assert sum(r.stats["num_accepted"] for r in results) > 20
+
+
+RECIPE = """\
+target: {{model: {target}}}
+speculator: {{method: mtp, {fields}num_draft_tokens: 2}}
+engine: {{backend: onnxruntime, max_batch_size: 4, max_seq_len: 64, max_draft_nodes: 4, threads: 1}}
+"""
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3"])
+def test_a_module_in_the_targets_own_files_is_built_without_being_named(family, tmp_path):
+    """From the recipe to text: transformers' own, plain and speculative."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.speculators import mtp_lab as lab
+
+    target = lab.write_target(tmp_path / "target", family)
+    plain = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    texts = []
+    for prompt in prompts():
+        rows = torch.tensor([prompt])
+        asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        texts.append(plain.generate(rows, attention_mask=torch.ones_like(rows), **asked)[0, len(prompt) :].tolist())
+    _, module = lab.random_module(target)
+    lab.add_to_target(target, module, numbered=family == "glm4_moe")
+    bundle = build_bundle(tmp_path, family, RECIPE.format(target=target, fields=""))
+    engine = speccompile.load(bundle, verify=False)
+    for batch_size in (1, 4):
+        results = engine.generate(prompts(), SamplingParams(max_new_tokens=12, ignore_eos=True), batch_size=batch_size)
+        assert [r.tokens for r in results] == texts
+        assert sum(r.stats["num_draft_tokens"] for r in results) > 50
+    if family == "glm4_moe":
+        again = build_bundle(tmp_path, "named", RECIPE.format(target=target, fields=f"model: {target}, "))
+        digests = [json.loads((place / "manifest.json").read_text())["graphs"]["draft"] for place in (bundle, again)]
+        assert digests[0] == digests[1]
+
+
+def test_a_recipe_with_a_tree_is_refused_by_name(place, tmp_path):
+    with pytest.raises(RecipeError, match=r"speculator\.tree.*one token after the other"):
+        build_bundle(tmp_path, "tree", RECIPE.format(target=place / "target", fields="tree: auto, "))
