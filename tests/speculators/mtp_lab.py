@@ -33,7 +33,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {**EXPERTS, "num_experts": 4, "decoder_sparse_step": 2},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "use_qk_norm": True, "attention_bias": True},
-    "qwen3_5_text": {**LINEAR, "layer_types": ["linear_attention"] * 2 + ["full_attention"]},
+    "qwen3_5_text": {
+        **LINEAR,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2,
+    },
     "qwen3_next": {
         **EXPERTS,
         **LINEAR,

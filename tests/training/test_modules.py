@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-token prediction modules under training, over layers of several architectures; what is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims
+from speccompile.core import registry
+from speccompile.doctor.doctor import examine
+from speccompile.errors import CheckpointError, RecipeError
+from speccompile.training.states import batch_from_outputs
+from speccompile.training.target import Target
+from tests.speculators import mtp_lab as lab
+from tests.training.test_trainables import best, forced, shake
+
+NODES, ROOT = 14, 6
+FAMILIES = ("qwen3", "glm4_moe", "qwen3_5_text")
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """Returns (family, settings) -> target, trainable."""
+    folder, held = tmp_path_factory.mktemp("modules"), {}
+
+    def made(family, start=None, **fields):
+        if family not in held:
+            held[family] = Target(lab.write_target(folder / family, family), torch.float32)
+        target, method = held[family], registry.method("mtp")
+        parts = target.parts(torch.ones(target.dims.vocab_size, dtype=torch.int64))
+        torch.manual_seed(1)
+        return target, registry.trainer("mtp").make(method.TrainingConfig(**fields), parts, start)
+
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_teacher_forced_equals_step_by_step_for_every_kind_of_layer(family, make):
+    target, trainable = make(family)
+    shake(trainable)
+    needs = registry.trainer("mtp").needs(None, target.config)
+    tokens = torch.randint(3, 40, (1, NODES), generator=torch.Generator().manual_seed(2))
+    held = target.run(tokens[:, :ROOT], needs)
+    drafts = trainable.draft(batch_from_outputs(tokens[:, : ROOT + 1], held, 0), 3)
+    tokens[0, ROOT + 1 : ROOT + 4] = drafts
+    states, row = forced(trainable, batch_from_outputs(tokens, target.run(tokens, needs), 0))
+    assert [best(states, row, depth) for depth in range(3)] == drafts.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_drafts_what_transformers_module_drafts(family, make, tmp_path):
+    """From the written file: a trainable, transformers' module of the same weights, and the same three tokens."""
+    target, trainable = make(family, into_target=True)
+    shake(trainable)
+    with torch.no_grad():
+        for parameter in trainable.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16).float())
+    trainable.save(tmp_path)
+    text = [3, 1, 4, 1, 5, 9, 2]
+    held = target.run(torch.tensor([text[:-1]]), registry.trainer("mtp").needs(None, target.config))
+    drafts = trainable.draft(batch_from_outputs(torch.tensor([text]), held, 0), 3)
+    module = lab.random_module(target.folder)[1]
+    stored = {n: t.float() for n, t in lab.load_file(tmp_path / "model.safetensors").items() if n.startswith("mtp.")}
+    module.load_state_dict({name.removeprefix("mtp."): tensor for name, tensor in stored.items()})
+    assert lab.Oracle(target.folder, module).drafts(text, 3) == drafts.tolist()
+
+
+def test_the_target_with_the_module_inside_is_a_whole_target(make, tmp_path):
+    """Files and weights of the target are kept as they are; a module that it has is replaced."""
+    target, trainable = make("qwen3", into_target=True)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir(), second.mkdir()
+    trainable.save(first)
+    shake(trainable)
+    trainable.into = first
+    trainable.save(second)
+    before = lab.load_file(target.folder / "model.safetensors")
+    for place in (first, second):
+        held = lab.load_file(place / "model.safetensors")
+        assert {n for n in held if not n.startswith("mtp.")} == set(before)
+        assert all(torch.equal(held[name], tensor) for name, tensor in before.items())
+        assert sorted(p.name for p in place.iterdir()) == sorted(p.name for p in target.folder.iterdir())
+        assert json.loads((place / "config.json").read_text())["mtp_num_hidden_layers"] == 1
+        check_checkpoint(place, read_dims(place))
+        report = examine(str(place), str(target.folder))
+        assert (report.format, report.findings) == ("mtp/in_target", ())
+    assert not torch.equal(lab.load_file(first / "model.safetensors")["mtp.fc.weight"], held["mtp.fc.weight"])
+
+
+def test_a_module_begins_as_the_targets_layer_on_its_state(make):
+    target, trainable = make("qwen3")
+    last = dict(target.model.model.layers[-1].named_parameters())
+    own = dict(trainable.module.layers[0].named_parameters())
+    assert all(torch.equal(own[name], last[name]) for name in own)
+    width = target.dims.hidden_size
+    assert torch.equal(trainable.module.fc.weight[:, width:], torch.eye(width))
+
+
+def test_a_start_of_another_architecture_is_refused(make, tmp_path):
+    make("glm4_moe")[1].save(tmp_path)
+    with pytest.raises(CheckpointError, match="missing"):
+        make("qwen3", start=Path(tmp_path))
+
+
+@pytest.mark.parametrize(("fields", "where"), [({"unrolled_steps": 0}, "unrolled_steps"), ({"starts": 1.5}, "starts")])
+def test_settings_out_of_range_are_refused(fields, where):
+    with pytest.raises(RecipeError) as caught:
+        registry.method("mtp").TrainingConfig(**fields)
+    assert caught.value.where == f"training.heads.{where}"
