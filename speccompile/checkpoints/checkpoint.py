@@ -12,6 +12,7 @@ from typing import Any
 
 from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.families import MAX_POSITION, POSITION_COLUMNS, has_alibi
+from speccompile.checkpoints.layer_sizes import layer_dims_from_config
 from speccompile.checkpoints.packed_schemes import Scheme, read_scheme
 from speccompile.checkpoints.packed_weights import plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
@@ -197,7 +198,8 @@ def read_dims(source: Path) -> ModelDims:
     if not isinstance(model_type, str):
         expected = "a text such as 'llama'"
         raise CheckpointError(f"{where} (model_type)", shown(model_type), expected, "Download the file again.")
-    return ModelDims(model_type=model_type, num_kv_heads=kv_heads, head_dim=head_dim, **sizes)
+    layer_dims = layer_dims_from_config(where, config, sizes["num_layers"], kv_heads, head_dim)
+    return ModelDims(model_type=model_type, num_kv_heads=kv_heads, head_dim=head_dim, layer_dims=layer_dims, **sizes)
 
 
 def scheme_of(source: Path) -> Scheme | None:
@@ -355,12 +357,19 @@ def _check_layers(source: Path, tensors: Mapping[str, TensorHeader], dims: Model
         missing = sorted(set(range(dims.num_layers)) - set(parts))
         got = f"no weights of layer {missing[0]}" if missing else f"weights of layer {max(parts)}"
         raise CheckpointError(str(source), got, f"layers 0 to {dims.num_layers - 1}", todo)
-    everywhere = {p for p in set().union(*parts.values()) if _EVERY_LAYER.search(p)}
+    recurrent = set(dims.recurrent_layers)
+    for kind in (recurrent, set(parts) - recurrent):
+        _compare_layers(source, {layer: held for layer, held in parts.items() if layer in kind}, todo)
+
+
+def _compare_layers(source: Path, parts: Mapping[int, set[str]], todo: str) -> None:
+    """Refuses a layer without a part that every other layer of its kind has."""
+    everywhere = {p for held in parts.values() for p in held if _EVERY_LAYER.search(p)}
     for layer, held in sorted(parts.items()):
         for part in sorted(everywhere - held):
             if layer == 0 and part == "attn_norm.weight":  # ModernBERT's embeddings are normalised already
                 continue
-            if all(part in other for index, other in parts.items() if index != layer) and dims.num_layers > 1:
+            if all(part in other for index, other in parts.items() if index != layer) and len(parts) > 1:
                 raise CheckpointError(
                     str(source), f"layer {layer} without {part}", "the weights that every other layer has", todo
                 )

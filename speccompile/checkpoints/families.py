@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from speccompile.checkpoints.layer_sizes import DELTA_KINDS, DELTA_TYPES
 from speccompile.checkpoints.packed_schemes import METHODS, MXFP4, method_of
 from speccompile.checkpoints.text_towers import is_tower, text_config
 from speccompile.errors import ExportError
@@ -28,8 +29,7 @@ _REFUSED = {
     "deepseek_v4": "sparse attention to compressed keys",
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "recurrent layers instead of attention"),
     **dict.fromkeys(("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear"), _HYBRID),
-    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next"), _HYBRID),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _HYBRID),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3", "minimax", "nemotron_h", "olmo_hybrid"), _HYBRID),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2"), _HYBRID),
     **dict.fromkeys(("inkling_text", "inkling2_text"), "convolutions over keys and values and relative positions"),
     **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"), _ENCODER),
@@ -111,7 +111,8 @@ def _property(config: Mapping[str, Any]) -> str | None:
         return _LATENT
     if (method := method_of(config)) not in (None, MXFP4, *METHODS):
         return f"weights quantised by {method}"
-    kinds = sorted(set(config.get("layer_types") or ()) - set(_LAYER_KINDS))
+    known = DELTA_KINDS if config.get("model_type") in DELTA_TYPES else _LAYER_KINDS
+    kinds = sorted(set(config.get("layer_types") or ()) - set(known))
     return f"layers of the kind {', '.join(kinds)}" if kinds else None
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language model of a multimodal checkpoint: its config, and the names of its weights. Needs no torch.
 
-Its sizes stand in `text_config`, its weights behind a prefix, and beside them are those of images and sound. Loaded
+Its sizes stand in `text_config`, the names of its weights have a prefix, and beside them are
+those of images and sound. Loaded
 alone it gives the logits of the whole model on text.
 """
 

@@ -8,7 +8,7 @@ one op. Any other argument of an attention layer is refused, never dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,16 +40,26 @@ class Frame:
         lengths: [batch] int64.
         tree_mask: [batch, nodes, nodes] bool.
         scored_nodes: [batch, scored] int64.
-        caches: K and V of each layer in order, [batch, kv_heads, max_seq, head_dim] float32.
+        caches: K and V of each attention layer, [batch, kv_heads, max_seq, head_dim] float32.
         windows: the sliding window of each layer, 0 = none; None: what the layer passes to its attention.
+        positions: [batch, nodes] int64, where a model is run; None: of its own computation.
+        states: of each recurrent layer its state, pending rows and rows before its convolution, see
+            `speccompile.core.specs.state_names`.
+        state_lengths: [batch] int64, tokens that the states hold.
+        sure_nodes: [batch] int64, first nodes that are applied to the states.
     """
 
     lengths: torch.Tensor
     tree_mask: torch.Tensor
     scored_nodes: torch.Tensor
-    caches: list[torch.Tensor]
+    caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     windows: Sequence[int] | None = None
+    positions: torch.Tensor | None = None
+    states: Mapping[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    state_lengths: torch.Tensor | None = None
+    sure_nodes: torch.Tensor | None = None
     updated: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    updated_states: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     layer_outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: torch.Tensor | None = None
 
@@ -65,6 +75,16 @@ def forward_pass(frame: Frame) -> Iterator[Frame]:
         yield frame
     finally:
         _FRAME.reset(token)
+
+
+def cache_pairs(layers: Sequence[int], caches: Sequence[torch.Tensor]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns K and V by layer, from the caches of these layers in order."""
+    return {layer: (caches[2 * i], caches[2 * i + 1]) for i, layer in enumerate(layers)}
+
+
+def find_frame() -> Frame | None:
+    """Returns the frame of the enclosing `forward_pass`; None outside of one."""
+    return _FRAME.get(None)
 
 
 def current_frame() -> Frame:
@@ -205,8 +225,7 @@ def attend(
         query,
         key,
         value,
-        frame.caches[2 * layer],
-        frame.caches[2 * layer + 1],
+        *frame.caches[layer],
         frame.lengths,
         frame.tree_mask,
         scale,
@@ -242,16 +261,16 @@ def _check_layer(
     value: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> None:
-    if layer is None or 2 * layer + 1 >= len(frame.caches) or layer in frame.updated:
+    if layer is None or layer not in frame.caches or layer in frame.updated:
         raise ExportError(
             where,
             f"layer index {layer}, which is missing, out of range or used twice",
-            f"one attention call for each of the {len(frame.caches) // 2} layers",
+            f"one attention call for each of the {len(frame.caches)} layers with K and V",
             "This architecture cannot be exported.",
         )
     if mask is not None:
         raise _cannot_express(where, "an attention mask (or position bias) of its own")
-    heads, dim = frame.caches[2 * layer].shape[1], frame.caches[2 * layer].shape[3]
+    heads, dim = frame.caches[layer][0].shape[1], frame.caches[layer][0].shape[3]
     for name, tensor in (("key", key), ("value", value)):
         if (tensor.shape[1], tensor.shape[3]) != (heads, dim) or query.shape[3] != dim:
             raise ExportError(

@@ -14,9 +14,10 @@ import torch
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims
 from speccompile.checkpoints.families import check_config
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import GraphSpec, decoder_spec
+from speccompile.core.specs import CONV_ROWS, PENDING, GraphSpec, decoder_spec
 from speccompile.errors import ExportError
 from speccompile.export import attention
+from speccompile.export.delta_layers import replace_layers
 from speccompile.export.masks import read_windows
 from speccompile.export.selfcheck import check_replacement
 from speccompile.export.trace import trace_module
@@ -25,7 +26,7 @@ from speccompile.export.wrapper import DecoderGraph
 from speccompile.passes.base import Pass, run_pipeline
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.drop_windows import drop_windows_pass
-from speccompile.passes.edit import attentions_of
+from speccompile.passes.edit import OPS_DOMAIN, attentions_of, nodes_of
 from speccompile.passes.fold_weights import FOLD_WEIGHTS
 from speccompile.passes.fuse_gelu import FUSE_GELU
 from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM
@@ -99,10 +100,11 @@ def export_decoder(
         dims = prepare(model, dims)
     dims = replace(dims, num_params=sum(p.numel() for p in model.parameters()))
     spec = decoder_spec("decoder", dims, hidden=hidden, hidden_layers=hidden_layers)
+    replace_layers(model)
     names = names_by_address(model)
     say("compare attention")
     windows = read_windows(model, attention.IMPLEMENTATION, dims.num_layers, max_seq_len, dims.model_type)
-    module = DecoderGraph(model, dims.num_layers, hidden, hidden_layers, windows)
+    module = DecoderGraph(model, dims, hidden, hidden_layers, windows)
     check_replacement(module, dims)
     say("trace")
     graph = _trace(module, dims, spec)
@@ -125,32 +127,51 @@ def _check_hidden_layers(dims: ModelDims, hidden_layers: tuple[int, ...]) -> Non
 
 def _trace(module: DecoderGraph, dims: ModelDims, spec: GraphSpec) -> ir.Model:
     batch, nodes, scored, max_seq = (torch.export.Dim(n, min=1) for n in ("batch", "nodes", "scored", "max_seq"))
-    num_caches = 2 * dims.num_layers
     # Sizes of the example: none is 0 or 1, which torch would treat as constants.
-    caches = [torch.zeros(2, dims.num_kv_heads, 16, dims.head_dim) for _ in range(num_caches)]
+    sizes = {"batch": 2, "max_seq": 16, PENDING: 3, CONV_ROWS: 5}
+    dynamic = {"batch": batch, "max_seq": max_seq, **{n: torch.export.Dim(n, min=1) for n in (PENDING, CONV_ROWS)}}
+    states, caches = ([spec.input(name).dims for name in names] for names in (spec.states, spec.caches))
+    states_held, caches_held = (
+        [torch.zeros([sizes[d] if isinstance(d, str) else d for d in shape]) for shape in held]
+        for held in (states, caches)
+    )
+    states_dims, caches_dims = (
+        [{axis: dynamic[d] for axis, d in enumerate(shape) if isinstance(d, str)} for shape in held]
+        for held in (states, caches)
+    )
+    applied = [torch.zeros(2, dtype=torch.int64) for _ in range(2 if states else 0)]
     example = (
         torch.zeros(2, 3, dtype=torch.int64),
         torch.zeros(2, dtype=torch.int64),
         torch.ones(2, 3, 3, dtype=torch.bool),
         torch.zeros(2, 2, dtype=torch.int64),
-        caches,
+        applied,
+        states_held,
+        caches_held,
     )
     shapes = (
         {0: batch, 1: nodes},
         {0: batch},
         {0: batch, 1: nodes, 2: nodes},
         {0: batch, 1: scored},
-        [{0: batch, 2: max_seq}] * num_caches,
+        [{0: batch}] * len(applied),
+        states_dims,
+        caches_dims,
     )
     return trace_module(module, example, shapes, spec, dims.model_type)
 
 
 def _check_attention(model: ir.Model, dims: ModelDims) -> None:
-    count = len(attentions_of(model))
-    if count != dims.num_layers:
-        raise ExportError(
-            dims.model_type,
-            f"{count} cached attentions",
-            f"one for each of {dims.num_layers} layers",
-            "Its attention cannot be replaced; this architecture cannot be exported.",
-        )
+    counts = {
+        "cached attentions": (len(attentions_of(model)), dims.attention_layers),
+        "GatedDelta nodes": (len(nodes_of(model, "GatedDelta", OPS_DOMAIN)), dims.recurrent_layers),
+        "ConvRows nodes": (len(nodes_of(model, "ConvRows", OPS_DOMAIN)), dims.recurrent_layers),
+    }
+    for what, (count, layers) in counts.items():
+        if count != len(layers):
+            raise ExportError(
+                dims.model_type,
+                f"{count} {what}",
+                f"one for each of {len(layers)} layers",
+                "Its layers cannot be replaced; this architecture cannot be exported.",
+            )

@@ -21,7 +21,7 @@ from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.doctor.decoder_rows import decoder_config
 from speccompile.errors import ExportError
 from speccompile.export import attention
-from speccompile.export.attention import Frame, forward_pass, gather_nodes
+from speccompile.export.attention import Frame, cache_pairs, forward_pass, gather_nodes
 from speccompile.export.candidates import node_probs, top_tokens
 from speccompile.export.decoder import cleanup_table
 from speccompile.export.trace import trace_module
@@ -99,7 +99,8 @@ class FeatureDraft(nn.Module):
         """One step. Positions are those of the features, one before the tokens'."""
         read = gather_nodes(features, feature_nodes)
         depth = tree_mask.to(torch.int64).sum(-1) - 1
-        with forward_pass(Frame(lengths, tree_mask, scored_nodes, caches)) as frame:
+        pairs = cache_pairs(range(self.num_layers), caches)
+        with forward_pass(Frame(lengths, tree_mask, scored_nodes, pairs)) as frame:
             own = self.body.advance(tokens, read, self.rotary(read, lengths.unsqueeze(1) + depth))
         logits, tokens_of = self.body.logits(gather_nodes(own, scored_nodes)), self.body.target_tokens
         if self.dists:  # candidates share the distributions' vocabulary, the target's: bodies support only one

@@ -2,7 +2,7 @@
 """Compares a model with our attention and with its own, before it is traced.
 
 This prevents a wrong export of an unforeseen architecture (position biases, an unusual scale, a prefix mask): a few
-tokens go through both, ours in two steps over a cache.
+tokens go through both, ours in steps over a cache.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from speccompile.core.dims import ModelDims
+from speccompile.core.specs import decoder_spec
 from speccompile.errors import ExportError
 from speccompile.export.adapters import set_attention
 from speccompile.export.attention import IMPLEMENTATION, Frame, forward_pass
@@ -19,7 +20,8 @@ from speccompile.export.masks import refuse_faults
 from speccompile.export.wrapper import DecoderGraph
 
 NUM_TOKENS = 7
-_NUM_PREFILLED = 4
+# Steps of these numbers of tokens, and how many of them recurrent states apply at once: the others wait for the next.
+_STEPS = ((4, 4), (2, 0), (1, 1))
 RELATIVE_TOLERANCE = 1e-3  # of the largest logit; float32 sums in another order differ by about 1e-6
 
 
@@ -53,20 +55,30 @@ def check_replacement(graph: DecoderGraph, dims: ModelDims) -> float:
 
 
 def _run_cached(graph: DecoderGraph, tokens: torch.Tensor, dims: ModelDims) -> torch.Tensor:
-    shape = (1, dims.num_kv_heads, NUM_TOKENS, dims.head_dim)
-    caches = [torch.zeros(shape) for _ in range(2 * dims.num_layers)]
-    logits = []
-    for start, end in ((0, _NUM_PREFILLED), (_NUM_PREFILLED, NUM_TOKENS)):
-        count = end - start
+    spec = decoder_spec("check", dims, max_pending=NUM_TOKENS)
+    shapes = spec.state_shapes(1)
+    states = [torch.zeros(shapes[name]) for name in spec.states]
+    caches = [
+        torch.zeros(1, layer.num_kv_heads, NUM_TOKENS, layer.head_dim)
+        for layer in dims.per_layer
+        for _ in range(2 if layer.num_kv_heads else 0)
+    ]
+    logits, length, applied = [], 0, 0
+    for count, sure in _STEPS:
         chain = torch.ones(1, count, count, dtype=torch.bool).tril()
-        outputs = graph(tokens[:, start:end], torch.tensor([start]), chain, torch.arange(count)[None], caches)
+        step = [torch.tensor([applied]), torch.tensor([sure])] if states else []
+        nodes = torch.arange(count)[None]
+        new = tokens[:, length : length + count]
+        outputs = graph(new, torch.tensor([length]), chain, nodes, step, states, caches)
         logits.append(outputs[0])
-        caches = list(outputs[-2 * dims.num_layers :])
+        updated = outputs[len(outputs) - len(states) - len(caches) :]
+        states, caches = list(updated[: len(states)]), list(updated[len(states) :])
+        applied, length = length + sure, length + count
     return torch.cat(logits, 1)
 
 
 def _run_own(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     nodes = torch.arange(tokens.shape[1])[None]
     empty = torch.zeros(1, dtype=torch.int64)
-    with forward_pass(Frame(empty, torch.zeros(1, 0, 0, dtype=torch.bool), nodes, [])):
+    with forward_pass(Frame(empty, torch.zeros(1, 0, 0, dtype=torch.bool), nodes, {})):
         return model(input_ids=tokens, use_cache=False).logits

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from speccompile.core.dims import ModelDims
 from speccompile.errors import ExportError
-from speccompile.export.attention import Frame, current_frame, forward_pass, gather_nodes
+from speccompile.export.attention import Frame, cache_pairs, current_frame, forward_pass, gather_nodes
 
 
 class ScoredHead(nn.Module):
@@ -32,21 +33,21 @@ class DecoderGraph(nn.Module):
 
     Args:
         model: a transformers causal LM whose attention implementation is ours.
-        num_layers: its decoder layers.
+        dims: its sizes.
         hidden: whether the LM head's input is an output.
         hidden_layers: decoder layers whose output is also an output.
         windows: the sliding window of each layer, as `masks.read_windows` finds it.
     """
 
     def __init__(
-        self, model: Any, num_layers: int, hidden: bool, hidden_layers: Sequence[int], windows: Sequence[int]
+        self, model: Any, dims: ModelDims, hidden: bool, hidden_layers: Sequence[int], windows: Sequence[int]
     ) -> None:
         super().__init__()
         self.windows = tuple(windows)
-        self.model, self.num_layers = model, num_layers
+        self.model, self.dims = model, dims
         self.wants_hidden, self.hidden_layers = hidden, tuple(hidden_layers)
         _wrap_head(model)
-        layers = find_layers(model, num_layers)
+        layers = find_layers(model, dims.num_layers)
         for index in self.hidden_layers:
             layers[index].register_forward_hook(_note_output(index))
 
@@ -56,27 +57,48 @@ class DecoderGraph(nn.Module):
         lengths: torch.Tensor,
         tree_mask: torch.Tensor,
         scored_nodes: torch.Tensor,
+        applied: list[torch.Tensor],
+        states: list[torch.Tensor],
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """One step; inputs and outputs as in `decoder_spec`, the caches as one list.
+        """One step; inputs and outputs as in `decoder_spec`.
 
+        `applied` is `state_lengths` and `sure_nodes`; empty where there are no states, as are `states`.
         A node sees itself, padding included: the number of nodes in its row of `tree_mask` is its depth + 1.
         """
         depth = tree_mask.to(torch.int64).sum(-1) - 1
-        with forward_pass(Frame(lengths, tree_mask, scored_nodes, caches, self.windows)) as frame:
-            positions = lengths.unsqueeze(1) + depth
+        positions = lengths.unsqueeze(1) + depth
+        frame = Frame(
+            lengths,
+            tree_mask,
+            scored_nodes,
+            cache_pairs(self.dims.attention_layers, caches),
+            self.windows,
+            positions,
+            {layer: (states[3 * i], states[3 * i + 1], states[3 * i + 2]) for i, layer in self._recurrent()},
+            *applied,
+        )
+        with forward_pass(frame):
             logits = self.model(input_ids=tokens, position_ids=positions, use_cache=False).logits
         outputs = [logits, *([frame.hidden] if self.wants_hidden else [])]
         outputs += [frame.layer_outputs[i] for i in self.hidden_layers]
-        missing = [i for i in range(self.num_layers) if i not in frame.updated]
+        self._check_layers("cached attentions", self.dims.attention_layers, frame.updated)
+        self._check_layers("recurrent steps", self.dims.recurrent_layers, frame.updated_states)
+        outputs += [state for i in self.dims.recurrent_layers for state in frame.updated_states[i]]
+        return (*outputs, *(cache for i in self.dims.attention_layers for cache in frame.updated[i]))
+
+    def _recurrent(self) -> Iterator[tuple[int, int]]:
+        return iter(enumerate(self.dims.recurrent_layers))
+
+    def _check_layers(self, what: str, layers: Sequence[int], updated: Mapping[int, Any]) -> None:
+        missing = [i for i in layers if i not in updated]
         if missing:
             raise ExportError(
                 type(self.model).__name__,
-                f"{self.num_layers - len(missing)} cached attentions (none in layers {missing})",
-                f"one in each of {self.num_layers} layers",
-                "Its attention cannot be replaced; this architecture cannot be exported.",
+                f"{len(layers) - len(missing)} {what} (none in layers {missing})",
+                f"one in each of {len(layers)} layers",
+                "Its layers cannot be replaced; this architecture cannot be exported.",
             )
-        return (*outputs, *(cache for i in range(self.num_layers) for cache in frame.updated[i]))
 
 
 def _wrap_head(model: Any) -> None:

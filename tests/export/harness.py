@@ -47,7 +47,8 @@ class Decoder:
     """A graph with its caches, and the tokens that each cache row stands for.
 
     A neutral graph runs under the reference evaluator; a lowered one, or one with the bodies of its ops, under ONNX
-    Runtime, with our kernels where `has_kernels`.
+    Runtime, with our kernels where `has_kernels`. Recurrent states hold the first `applied` tokens of each history;
+    the rows of the last step after them are pending, `max_pending` at most.
     """
 
     model: ir.Model
@@ -56,6 +57,7 @@ class Decoder:
     max_seq: int = 24
     history: list[list[int]] = field(default_factory=list)
     has_kernels: bool = False
+    max_pending: int = 8
 
     def __post_init__(self) -> None:
         proto = ir.to_proto(self.model)
@@ -69,25 +71,41 @@ class Decoder:
                 register_kernels(options)
             text = proto.SerializeToString()
             self.session = ort.InferenceSession(text, options, providers=["CPUExecutionProvider"])
-        shape = (self.batch, self.dims.num_kv_heads, self.max_seq, self.dims.head_dim)
-        names = [n for i in range(self.dims.num_layers) for n in specs.cache_names(i)]
+        spec = specs.decoder_spec("decoder", self.dims, max_pending=self.max_pending)
+        sizes = {"batch": self.batch, "max_seq": self.max_seq}
+        shapes = {n: [sizes.get(str(d), d) for d in spec.input(n).dims] for n in spec.caches}
         # Stale rows must have no effect, so they are not zero.
         noise = np.random.default_rng(7)
-        self.caches = {n: noise.standard_normal(shape, np.float32) * 5 for n in names}
+        self.caches = {n: noise.standard_normal(shape, np.float32) * 5 for n, shape in shapes.items()}
+        shapes = spec.state_shapes(self.batch)
+        self.states = {n: noise.standard_normal(shape, np.float32) * 5 for n, shape in shapes.items()}
         self.history = [[] for _ in range(self.batch)]
+        self.applied = [0] * self.batch
 
-    def step(self, tokens: np.ndarray, parents: np.ndarray, scored: np.ndarray) -> dict[str, np.ndarray]:
-        """One forward pass; afterwards the caches hold `history` and then all nodes."""
+    def step(
+        self, tokens: np.ndarray, parents: np.ndarray, scored: np.ndarray, sure: Sequence[int] | None = None
+    ) -> dict[str, np.ndarray]:
+        """One forward pass; afterwards the caches hold `history` and then all nodes.
+
+        `sure` are the first nodes of each slot that recurrent states apply at once; none by default.
+        """
+        sure = [0] * self.batch if sure is None else sure
         feeds = {
             specs.TOKENS: tokens,
             specs.LENGTHS: np.array([len(h) for h in self.history], np.int64),
             specs.TREE_MASK: mask_from_parents(parents),
             specs.SCORED_NODES: scored,
+            **self.states,
             **self.caches,
         }
+        if self.states:
+            feeds[specs.STATE_LENGTHS] = np.array(self.applied, np.int64)
+            feeds[specs.SURE_NODES] = np.array(sure, np.int64)
+            self.applied = [len(h) + s for h, s in zip(self.history, sure, strict=True)]
         names = [v.name for v in self.model.graph.outputs]
         outputs = dict(zip(names, self.session.run(None, feeds), strict=True))
-        self.caches = {n: outputs[specs.updated_cache_name(n)] for n in self.caches}
+        for held in (self.caches, self.states):
+            held.update({n: outputs[specs.updated_cache_name(n)] for n in held})
         return outputs
 
 
@@ -95,6 +113,7 @@ def lowered(graph: ir.Model) -> ir.Model:
     """The graph as ONNX Runtime gets it, without a tail."""
     work = graph.clone()
     run_pipeline(work, (LOWER_ATTENTION, MERGE_LINEARS, MERGE_HEADS, SHARE_COMMON, REMOVE_DEAD))
+    attach_functions(work)
     return work
 
 

@@ -129,7 +129,10 @@ def test_arguments_of_an_attention_layer(kwargs: dict[str, Any], words: str) -> 
     q, k = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 2, 8)
     mask = torch.ones(1, 2, 2, dtype=torch.bool).tril()
     frame = Frame(
-        torch.zeros(1, dtype=torch.int64), mask, torch.zeros(1, 1, dtype=torch.int64), [torch.zeros(1, 2, 4, 8)] * 2
+        torch.zeros(1, dtype=torch.int64),
+        mask,
+        torch.zeros(1, 1, dtype=torch.int64),
+        {0: (torch.zeros(1, 2, 4, 8),) * 2},
     )
     given = {"attention_mask": None, **kwargs}
     with forward_pass(frame), pytest.raises(ExportError, match=words) as caught:
@@ -150,7 +153,7 @@ def test_heads_that_do_not_fit_the_cache() -> None:
     module = torch.nn.Module()
     module.layer_idx = 0
     q, k, v = torch.zeros(1, 4, 2, 12), torch.zeros(1, 4, 2, 12), torch.zeros(1, 4, 2, 8)
-    frame = Frame(torch.zeros(1), torch.ones(1, 2, 2), torch.zeros(1, 1), [torch.zeros(1, 4, 4, 12)] * 2)
+    frame = Frame(torch.zeros(1), torch.ones(1, 2, 2), torch.zeros(1, 1), {0: (torch.zeros(1, 4, 4, 12),) * 2})
     with forward_pass(frame), pytest.raises(ExportError, match="value heads of 4 x 8 and query heads of width 12"):
         attend(module, q, k, v, None)
 

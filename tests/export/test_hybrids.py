@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with recurrent layers: transformers' logits, and the same bits however a text is cut into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from speccompile.core.dims import ModelDims
+from tests.export.families import VOCAB
+from tests.export.harness import Decoder, chain_parents, logits_of, lowered, make_checkpoint, with_fused_attention
+from tests.export.hybrids import HYBRIDS
+
+# Logits are of order 1 to 10; float32 sums of two implementations differ by 1e-6 to 2e-5 here.
+MAX_RELATIVE_DIFFERENCE = 1e-5
+MAX_SEQ_LEN = 40
+Exported = tuple[Any, ir.Model, ModelDims]
+
+
+@pytest.fixture(scope="module", params=sorted(HYBRIDS))
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """transformers' model, its neutral graph and its sizes."""
+    from speccompile.export.decoder import export_decoder
+
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_checkpoint(HYBRIDS[request.param], folder)
+    return model, *export_decoder(folder, max_seq_len=MAX_SEQ_LEN)
+
+
+def chain_step(
+    decoder: Decoder, rows: Sequence[Sequence[int]], sure: Sequence[int], kept: Sequence[int]
+) -> list[np.ndarray]:
+    """One step with a chain for each slot, padded on the right; the logits of the real nodes of each slot.
+
+    Args:
+        decoder: runs it.
+        rows: tokens of each slot.
+        sure: nodes that are applied at once.
+        kept: tokens that stay in the history afterwards.
+    """
+    width = max(map(len, rows))
+    tokens = np.array([[*row, *([0] * (width - len(row)))] for row in rows], np.int64)
+    parents = np.array([chain_parents(len(row), width) for row in rows])
+    scored = np.tile(np.arange(width), (len(rows), 1))
+    logits = decoder.step(tokens, parents, scored, sure)["logits"]
+    for slot, row in enumerate(rows):
+        decoder.history[slot] = [*decoder.history[slot], *row[: kept[slot]]]
+    return [logits[slot, : len(row)] for slot, row in enumerate(rows)]
+
+
+def states_of(decoder: Decoder, slot: int) -> list[np.ndarray]:
+    """What the next step of a slot reads of its recurrent states."""
+    owed = len(decoder.history[slot]) - decoder.applied[slot]
+    counts = {"pending": owed, "conv_rows": decoder.states["conv_rows.0"].shape[1] - decoder.max_pending + owed}
+    return [held[slot, : counts.get(name.partition(".")[0])] for name, held in decoder.states.items()]
+
+
+def texts_of(seed: int, *lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, n).tolist() for n in lengths]
+
+
+def compiled(graph: ir.Model, dims: ModelDims) -> list[Decoder]:
+    """The graph under the reference evaluator; under ONNX Runtime lowered, with fused attention, with kernels."""
+    fused = with_fused_attention(graph)
+    sizes = {"dims": dims, "batch": 2, "max_seq": MAX_SEQ_LEN}
+    return [
+        Decoder(graph, **sizes),
+        Decoder(lowered(graph), **sizes),
+        Decoder(fused, **sizes),
+        Decoder(fused, **sizes, has_kernels=True),
+    ]
+
+
+def test_logits_equal_transformers(exported: Exported) -> None:
+    """A ragged prefill in two chunks, single steps, drafts of which some are accepted, and a step after them."""
+    model, graph, dims = exported
+    rng = np.random.default_rng(0)
+
+    def tokens(*counts: int) -> list[list[int]]:
+        return [rng.integers(3, VOCAB, n).tolist() for n in counts]
+
+    steps = [
+        (tokens(7, 3), (7, 3), (7, 3)),
+        (tokens(2, 6), (2, 6), (2, 6)),
+        (tokens(1, 1), (1, 1), (1, 1)),
+        (tokens(4, 5), (0, 0), (2, 5)),
+        (tokens(3, 1), (0, 0), (1, 1)),
+        (tokens(1, 4), (1, 0), (1, 1)),
+        (tokens(2, 2), (2, 2), (2, 2)),
+    ]
+    for decoder in compiled(graph, dims):
+        for rows, sure, kept in steps:
+            before = [list(history) for history in decoder.history]
+            logits = chain_step(decoder, rows, sure, kept)
+            for slot, row in enumerate(rows):
+                for node in range(len(row)):
+                    expected = logits_of(model, [*before[slot], *row[: node + 1]])
+                    difference = np.abs(logits[slot][node] - expected).max() / np.abs(expected).max()
+                    assert difference < MAX_RELATIVE_DIFFERENCE, (rows, slot, node)
+
+
+def run_whole(decoder: Decoder, texts: Sequence[Sequence[int]], size: int, drafts: bool) -> list[np.ndarray]:
+    """The logits of two texts in steps of `size` tokens, applied at once or, as drafts, one step later."""
+    found: list[list[np.ndarray]] = [[], []]
+    for start in range(0, len(texts[0]), size):
+        rows = [text[start : start + size] for text in texts]
+        counts = [len(row) for row in rows]
+        for slot, logits in enumerate(chain_step(decoder, rows, [0, 0] if drafts else counts, counts)):
+            found[slot].append(logits)
+    return [np.concatenate(rows) for rows in found]
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_steps_of_any_size_have_the_bits_of_single_steps(exported: Exported, has_kernels: bool) -> None:
+    _, graph, dims = exported
+    fused, texts = with_fused_attention(graph), texts_of(1, 24, 24)
+
+    def run(size: int, drafts: bool) -> tuple[list[np.ndarray], Decoder]:
+        decoder = Decoder(fused, dims, 2, MAX_SEQ_LEN, has_kernels=has_kernels)
+        return run_whole(decoder, texts, size, drafts), decoder
+
+    single, last = run(1, False)
+    for size, drafts in ((1, True), (2, True), (3, True), (8, True), (4, False), (24, False)):
+        logits, decoder = run(size, drafts)
+        for slot in range(2):
+            np.testing.assert_array_equal(logits[slot], single[slot])
+        # One more step, so that both have applied all: the states agree, too.
+        for other in (decoder, last):
+            chain_step(other, [[5], [6]], [1, 1], [0, 0])
+        for name, held in last.states.items():
+            if name.startswith("state."):
+                np.testing.assert_array_equal(decoder.states[name], held)
+        last = run(1, False)[1]
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_a_rejected_draft_leaves_no_trace(exported: Exported, has_kernels: bool) -> None:
+    """After any number of accepted nodes the next step has the bits of a fresh prefill, in a ragged batch."""
+    _, graph, dims = exported
+    fused, texts = with_fused_attention(graph), texts_of(2, 9, 5)
+    drafts, after = texts_of(3, 6, 4), texts_of(4, 3, 3)
+
+    def fresh(prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        decoder = Decoder(fused, dims, 2, MAX_SEQ_LEN, has_kernels=has_kernels)
+        counts = [len(prompt) for prompt in prompts]
+        chain_step(decoder, prompts, counts, counts)
+        return chain_step(decoder, after, (0, 0), (0, 0))
+
+    for accepted in ((1, 4), (2, 3), (3, 1), (5, 2), (6, 4)):
+        decoder = Decoder(fused, dims, 2, MAX_SEQ_LEN, has_kernels=has_kernels)
+        chain_step(decoder, texts, (9, 5), (9, 5))
+        chain_step(decoder, drafts, (0, 0), accepted)
+        got = chain_step(decoder, after, (0, 0), (0, 0))
+        prompts = [[*text, *draft[:n]] for text, draft, n in zip(texts, drafts, accepted, strict=True)]
+        for slot, expected in enumerate(fresh(prompts)):
+            np.testing.assert_array_equal(got[slot], expected)
+        # The step that was scored is not kept: it can be run again.
+        for slot, again in enumerate(chain_step(decoder, after, (0, 0), (0, 0))):
+            np.testing.assert_array_equal(got[slot], again)
