@@ -15,8 +15,8 @@ from tests.export.families import VOCAB
 from tests.export.harness import Decoder, chain_parents, logits_of, lowered, make_checkpoint, with_fused_attention
 from tests.export.hybrids import HYBRIDS
 
-# Logits are of order 1 to 10; float32 sums of two implementations differ by 1e-6 to 2e-5 here.
-MAX_RELATIVE_DIFFERENCE = 1e-5
+# Of the largest logit. Sums in another order differ by 1e-6, by 6e-5 after a node whose normed rows are nearly zero.
+MAX_RELATIVE_DIFFERENCE = 1e-4
 MAX_SEQ_LEN = 40
 Exported = tuple[Any, ir.Model, ModelDims]
 
