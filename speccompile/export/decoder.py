@@ -130,33 +130,21 @@ def _trace(module: DecoderGraph, dims: ModelDims, spec: GraphSpec) -> ir.Model:
     # Sizes of the example: none is 0 or 1, which torch would treat as constants.
     sizes = {"batch": 2, "max_seq": 16, PENDING: 3, CONV_ROWS: 5}
     dynamic = {"batch": batch, "max_seq": max_seq, **{n: torch.export.Dim(n, min=1) for n in (PENDING, CONV_ROWS)}}
-    states, caches = ([spec.input(name).dims for name in names] for names in (spec.states, spec.caches))
-    states_held, caches_held = (
-        [torch.zeros([sizes[d] if isinstance(d, str) else d for d in shape]) for shape in held]
-        for held in (states, caches)
-    )
-    states_dims, caches_dims = (
-        [{axis: dynamic[d] for axis, d in enumerate(shape) if isinstance(d, str)} for shape in held]
-        for held in (states, caches)
-    )
-    applied = [torch.zeros(2, dtype=torch.int64) for _ in range(2 if states else 0)]
+    held = spec.inputs[4:]  # after tokens, lengths, tree_mask and scored_nodes
+    dtypes = {"int64": torch.int64, "float32": torch.float32}
     example = (
         torch.zeros(2, 3, dtype=torch.int64),
         torch.zeros(2, dtype=torch.int64),
         torch.ones(2, 3, 3, dtype=torch.bool),
         torch.zeros(2, 2, dtype=torch.int64),
-        applied,
-        states_held,
-        caches_held,
+        [torch.zeros([sizes[d] if isinstance(d, str) else d for d in t.dims], dtype=dtypes[t.dtype]) for t in held],
     )
     shapes = (
         {0: batch, 1: nodes},
         {0: batch},
         {0: batch, 1: nodes, 2: nodes},
         {0: batch, 1: scored},
-        [{0: batch}] * len(applied),
-        states_dims,
-        caches_dims,
+        [{axis: dynamic[d] for axis, d in enumerate(t.dims) if isinstance(d, str)} for t in held],
     )
     return trace_module(module, example, shapes, spec, dims.model_type)
 

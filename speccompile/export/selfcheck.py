@@ -57,22 +57,19 @@ def check_replacement(graph: DecoderGraph, dims: ModelDims) -> float:
 def _run_cached(graph: DecoderGraph, tokens: torch.Tensor, dims: ModelDims) -> torch.Tensor:
     spec = decoder_spec("check", dims, max_pending=NUM_TOKENS)
     shapes = spec.state_shapes(1)
-    states = [torch.zeros(shapes[name]) for name in spec.states]
-    caches = [
-        torch.zeros(1, layer.num_kv_heads, NUM_TOKENS, layer.head_dim)
-        for layer in dims.per_layer
-        for _ in range(2 if layer.num_kv_heads else 0)
-    ]
+    held = [torch.zeros(shapes[name]) for name in spec.states]
+    for name in spec.caches:
+        _, heads, _, width = spec.input(name).dims
+        held.append(torch.zeros(1, int(heads), NUM_TOKENS, int(width)))
     logits, length, applied = [], 0, 0
     for count, sure in _STEPS:
         chain = torch.ones(1, count, count, dtype=torch.bool).tril()
-        step = [torch.tensor([applied]), torch.tensor([sure])] if states else []
+        step = [torch.tensor([applied]), torch.tensor([sure])] if spec.states else []
         nodes = torch.arange(count)[None]
         new = tokens[:, length : length + count]
-        outputs = graph(new, torch.tensor([length]), chain, nodes, step, states, caches)
+        outputs = graph(new, torch.tensor([length]), chain, nodes, [*step, *held])
         logits.append(outputs[0])
-        updated = outputs[len(outputs) - len(states) - len(caches) :]
-        states, caches = list(updated[: len(states)]), list(updated[len(states) :])
+        held = list(outputs[-len(held) :])
         applied, length = length + sure, length + count
     return torch.cat(logits, 1)
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,17 +57,18 @@ class DecoderGraph(nn.Module):
         lengths: torch.Tensor,
         tree_mask: torch.Tensor,
         scored_nodes: torch.Tensor,
-        applied: list[torch.Tensor],
-        states: list[torch.Tensor],
-        caches: list[torch.Tensor],
+        held: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """One step; inputs and outputs as in `decoder_spec`.
+        """One step; inputs and outputs as in `decoder_spec`, those after `scored_nodes` as one list.
 
-        `applied` is `state_lengths` and `sure_nodes`; empty where there are no states, as are `states`.
         A node sees itself, padding included: the number of nodes in its row of `tree_mask` is its depth + 1.
         """
         depth = tree_mask.to(torch.int64).sum(-1) - 1
         positions = lengths.unsqueeze(1) + depth
+        recurrent = self.dims.recurrent_layers
+        num_applied = 2 if recurrent else 0  # state_lengths and sure_nodes
+        applied, states = held[:num_applied], held[num_applied : num_applied + 3 * len(recurrent)]
+        caches = held[num_applied + len(states) :]
         frame = Frame(
             lengths,
             tree_mask,
@@ -75,7 +76,7 @@ class DecoderGraph(nn.Module):
             cache_pairs(self.dims.attention_layers, caches),
             self.windows,
             positions,
-            {layer: (states[3 * i], states[3 * i + 1], states[3 * i + 2]) for i, layer in self._recurrent()},
+            {layer: (states[3 * i], states[3 * i + 1], states[3 * i + 2]) for i, layer in enumerate(recurrent)},
             *applied,
         )
         with forward_pass(frame):
@@ -83,12 +84,9 @@ class DecoderGraph(nn.Module):
         outputs = [logits, *([frame.hidden] if self.wants_hidden else [])]
         outputs += [frame.layer_outputs[i] for i in self.hidden_layers]
         self._check_layers("cached attentions", self.dims.attention_layers, frame.updated)
-        self._check_layers("recurrent steps", self.dims.recurrent_layers, frame.updated_states)
-        outputs += [state for i in self.dims.recurrent_layers for state in frame.updated_states[i]]
+        self._check_layers("recurrent steps", recurrent, frame.updated_states)
+        outputs += [state for i in recurrent for state in frame.updated_states[i]]
         return (*outputs, *(cache for i in self.dims.attention_layers for cache in frame.updated[i]))
-
-    def _recurrent(self) -> Iterator[tuple[int, int]]:
-        return iter(enumerate(self.dims.recurrent_layers))
 
     def _check_layers(self, what: str, layers: Sequence[int], updated: Mapping[int, Any]) -> None:
         missing = [i for i in layers if i not in updated]

@@ -108,15 +108,15 @@ def largest_difference(decoder: Decoder, model: Any) -> float:
     """The largest difference of a node's logits from transformers', over the largest logit.
 
     A ragged prefill longer than every window, single steps, a tree for each sequence, and other tokens over the
-    tree's rows after a rollback.
+    tree's rows after a rollback; with recurrent layers a chain for each sequence, partly accepted.
     """
     rng = np.random.default_rng(0)
 
-    def step(parents: list[list[int]], kept: tuple[int, int] = (0, 0)) -> float:
+    def step(parents: list[list[int]], kept: tuple[int, int] = (0, 0), sure: tuple[int, int] = (0, 0)) -> float:
         nodes = np.array(parents)
         tokens = rng.integers(3, VOCAB, nodes.shape)
         scored = np.tile(np.arange(nodes.shape[1])[::-1], (2, 1)).copy()
-        logits = decoder.step(tokens, nodes, scored)["logits"]
+        logits = decoder.step(tokens, nodes, scored, sure)["logits"]
         worst = 0.0
         for slot in range(2):
             paths = paths_of(decoder.history[slot], tokens[slot], nodes[slot])
@@ -128,8 +128,11 @@ def largest_difference(decoder: Decoder, model: Any) -> float:
             decoder.history[slot] += tokens[slot, : kept[slot]].tolist()
         return worst
 
-    worst = [step([chain_parents(11, 11), chain_parents(4, 11)], (11, 4))]
-    worst += [step([[-1], [-1]], (1, 1)) for _ in range(3)]
+    worst = [step([chain_parents(11, 11), chain_parents(4, 11)], (11, 4), (11, 4))]
+    worst += [step([[-1], [-1]], (1, 1), (1, 1)) for _ in range(3)]
+    if decoder.states:
+        worst += [step([chain_parents(7, 7), chain_parents(5, 7)], (4, 2))]
+        return max(*worst, step([chain_parents(4, 4), chain_parents(3, 4)]))
     worst += [step([[-1, 0, 0, 1, 1, 2, 5], [-1, 0, 1, 1, 0, 4, -1]])]
     decoder.history = [decoder.history[0][:-3], decoder.history[1][:-1]]
     return max(*worst, step([[-1, 0, 1, 2], [-1, 0, 1, 1]]))

@@ -29,7 +29,8 @@ POLL_S = 0.5
 IDLE_S = 900.0  # without any CPU time in between: a process that waits forever
 _SOURCES = (
     *("speccompile/checkpoints", "speccompile/export", "speccompile/ops", "speccompile/passes"),
-    *("speccompile/core/specs.py", "tests/export/sweep.py", "tests/export/sweep_configs.py", "tests/export/harness.py"),
+    *("speccompile/core/specs.py", "speccompile/core/dims.py", "tests/export/sweep.py"),
+    *("tests/export/sweep_configs.py", "tests/export/towers.py", "tests/export/harness.py"),
 )
 COMMAND = (sys.executable, "-m", "tests.export.sweep", "--answer")
 _PACKAGES = ("transformers", "torch", "onnxscript", "onnxruntime")
