@@ -206,8 +206,8 @@ def test_what_the_language_model_is_refused_for() -> None:
     for changes, words in (({"kv_lora_rank": 4}, "latent attention"), ({"model_type": "mamba2"}, "recurrent layers")):
         with pytest.raises(ExportError, match=words):
             check_architecture({"model_type": "gemma3", "text_config": {**text, **changes}})
-    quantised = {"quantization_config": {"quant_method": "gptq"}}
-    with pytest.raises(ExportError, match="quantised by gptq"):
+    quantised = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    with pytest.raises(ExportError, match="quantised by bitsandbytes"):
         check_architecture({"model_type": "gemma3", "text_config": text, **quantised})
 
 
