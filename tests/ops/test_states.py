@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
@@ -147,3 +149,33 @@ def test_the_reference_evaluator_takes_the_twins(layer: Layer) -> None:
     got = ReferenceEvaluator(model, new_ops=reference_ops()).run(None, inputs)
     for mine, twin in zip(got, layer.twin(inputs), strict=True):
         np.testing.assert_array_equal(mine, twin)
+
+
+BODY_MUTANTS = [
+    ("delta rule", "is_owed = Less(replays", "is_owed = LessOrEqual(replays"),
+    ("delta rule", "num_owed = Sub(lengths, state_lengths)", "num_owed = Sub(lengths, lengths)"),
+    ("delta rule", "beta_owed3 = Slice(owed, gate_end, beta_end", "beta_owed3 = Slice(owed, value_end, gate_end"),
+    ("delta rule", "is_sure2 = Less(node_column", "is_sure2 = LessOrEqual(node_column"),
+    ("delta rule", "started = Where(is_new4, nothing, state)", "started = Identity(state)"),
+    ("delta rule", "}>(replayed, replayed,", "}>(replayed, first,"),
+    ("convolution", "past_end = Add(num_owed, num_past)", "past_end = Add(num_owed, kernel)"),
+    ("convolution", "num_applied = Add(num_owed, sure_column)", "num_applied = Identity(sure_column)"),
+    ("convolution", "num_applied = Add(num_owed, sure_column)", "num_applied = Identity(num_owed)"),
+    ("convolution", "known = Where(is_new3, nothing, rows)", "known = Identity(rows)"),
+    ("convolution", "seen = Add(reach3, owed3)", "seen = Identity(reach3)"),
+]
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize(("name", "right", "wrong"), BODY_MUTANTS)
+def test_a_mutated_body_is_noticed(name: str, right: str, wrong: str) -> None:
+    layer = LAYERS[name]
+    model, text = model_of(layer.op.name, **layer.attributes), layer.op.text()
+    assert text.count(right) == 1
+    model.functions[0].CopyFrom(onnx.parser.parse_function(text.replace(right, wrong)))
+    session = session_of(model)
+
+    def run(inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+        return session.run(None, inputs)
+
+    assert rollback_fault(layer, run) or rounds_fault(layer, run)
