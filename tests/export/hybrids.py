@@ -23,7 +23,10 @@ _AXES = {
 }  # fmt: skip
 
 HYBRIDS: dict[str, dict[str, Any]] = {
-    "qwen3.5": {**_COMMON, "model_type": "qwen3_5_text", "intermediate_size": 48, "rope_parameters": _AXES},
+    "qwen3.5": {
+        **_COMMON, "model_type": "qwen3_5_text", "intermediate_size": 48, "rope_parameters": _AXES,
+        "linear_num_key_heads": 1, "linear_num_value_heads": 3,
+    },
     "qwen3.5-moe": {**_COMMON, **_EXPERTS, "model_type": "qwen3_5_moe_text", "rope_parameters": _AXES},
     "qwen3-next": {
         **_COMMON, **_EXPERTS, "model_type": "qwen3_next", "intermediate_size": 48, "partial_rotary_factor": 0.5,

@@ -162,3 +162,13 @@ def test_a_rejected_draft_leaves_no_trace(exported: Exported, has_kernels: bool)
         # The step that was scored is not kept: it can be run again.
         for slot, again in enumerate(chain_step(decoder, after, (0, 0), (0, 0))):
             np.testing.assert_array_equal(got[slot], again)
+
+
+def test_softplus() -> None:
+    import torch
+
+    from speccompile.export.delta_layers import softplus
+
+    x = torch.cat((torch.linspace(-80, 80, 20001), torch.randn(4000)))
+    exact = torch.nn.functional.softplus(x.double(), threshold=100)
+    assert float((softplus(x) / exact - 1).abs().max()) < 5e-7
