@@ -17,6 +17,7 @@ Scales are rounded to float16 before levels are computed, so the levels fit the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,17 +98,22 @@ def pack(weight: Array, form: str) -> Packed:
     return pack_levels(levels, scales, form)
 
 
-def pack_experts(weights: Array, form: str, *, has_gate: bool = False) -> Packed:
-    """Packs the weights [experts, K, N] of experts one by one; all parts get a first dim of experts.
+def pack_experts(weights: Iterable[Array], form: str, *, has_gate: bool = False) -> Packed:
+    """Packs the weights of experts one by one; all parts get a first dim of experts.
 
     Args:
-        weights: see `pack`.
+        weights: of each, see `pack`.
         form: of the result.
         has_gate: gate and up stand side by side and are interleaved.
     """
-    made = [pack(interleave_gate(weight) if has_gate else weight, form) for weight in weights]
-    scales = [part.scales for part in made if part.scales is not None]
-    return Packed(np.stack([part.weights for part in made]), np.stack(scales) if scales else None)
+    whole: list[Array] = []
+    steps: list[Array] = []
+    for weight in weights:
+        packed = pack(interleave_gate(weight) if has_gate else weight, form)
+        whole.append(packed.weights)
+        if packed.scales is not None:
+            steps.append(packed.scales)
+    return Packed(np.stack(whole), np.stack(steps) if steps else None)
 
 
 def pack_scales(weight: Array, form: str) -> Array:

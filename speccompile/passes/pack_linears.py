@@ -14,29 +14,15 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.ops import packing
-from speccompile.ops.packed_linear import GELU_ERF, GELU_TANH, SILU, op_name
+from speccompile.ops.packed_linear import op_name
 from speccompile.passes.attach_blocks import quantised_of
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace, sizes_of, weight_of
-from speccompile.passes.match import ints, only_use, operands, replace_tree
+from speccompile.passes.gates import Gate, gate_of, swapped_halves
+from speccompile.passes.match import only_use, operands, rank, replace_tree
 
 Weights = Literal["float", "int8", "int4"]
-_FORMS = {"int8": "Int8", "int4": "Int4"}
-
-
-@dataclass(frozen=True)
-class _Gate:
-    """act(one half of a linear's columns) * the other half.
-
-    Args:
-        last: the product of both halves.
-        activation: as the op's attribute.
-        is_second: the activation reads the second half.
-    """
-
-    last: ir.Node
-    activation: int
-    is_second: bool
+INTEGER_FORMS = {"int8": "Int8", "int4": "Int4"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +33,7 @@ class _Linear:
     weight: ir.Value
     add: ir.Node | None
     bias: ir.Value | None
-    gate: _Gate | None
+    gate: Gate | None
 
     @property
     def last(self) -> ir.Node:
@@ -65,45 +51,6 @@ def _bias_of(node: ir.Node, num_out: int) -> tuple[ir.Node, ir.Value] | tuple[No
     return None, None
 
 
-def _activation_of(half: ir.Value, other: ir.Value) -> tuple[ir.Node, int] | None:
-    """Returns the Mul of `other` and an activation of `half`, and its kind."""
-    users = [use.node for use in half.uses()]
-    if half.is_graph_output() or any(user.domain != "" for user in users):
-        return None
-    by_type = {user.op_type: user for user in users}
-    if list(by_type) == ["Gelu"] and len(users) == 1:
-        approximate = users[0].attributes.get("approximate")
-        kind = GELU_TANH if approximate is not None and approximate.as_string() == "tanh" else GELU_ERF
-        active = users[0].outputs[0]
-    elif set(by_type) == {"Sigmoid", "Mul"} and len(users) == 2:
-        product = by_type["Mul"]
-        if only_use(by_type["Sigmoid"].outputs[0]) is not product:
-            return None
-        kind, active = SILU, product.outputs[0]
-    else:
-        return None
-    last = only_use(active)
-    if last is None or last.op_type != "Mul" or last.domain != "" or only_use(other) is not last:
-        return None
-    return last, kind
-
-
-def _gate_of(product: ir.Value, num_out: int) -> _Gate | None:
-    split = only_use(product)
-    if split is None or split.op_type != "Split" or split.domain != "" or len(split.outputs) != 2 or num_out % 2:
-        return None
-    axis = split.attributes.get("axis")
-    sizes = ints(split.inputs[1]) if len(split.inputs) > 1 else [num_out // 2] * 2
-    if axis is None or axis.as_int() not in (-1, 2) or sizes != [num_out // 2] * 2:
-        return None
-    first, second = split.outputs
-    for half, other in ((first, second), (second, first)):
-        found = _activation_of(half, other)
-        if found is not None:
-            return _Gate(*found, is_second=half is second)
-    return None
-
-
 def _linears(model: ir.Model) -> list[_Linear]:
     found = []
     for node in nodes_of(model, "MatMul"):
@@ -116,7 +63,7 @@ def _linears(model: ir.Model) -> list[_Linear]:
         num_out = sizes_of(weight)[1]
         add, bias = _bias_of(node, num_out)
         product = (add or node).outputs[0]
-        found.append(_Linear(node, value, add, bias, _gate_of(product, num_out)))
+        found.append(_Linear(node, value, add, bias, gate_of(product, num_out, num_dims=rank(source) or 3)))
     return found
 
 
@@ -143,14 +90,14 @@ class _Packer:
     def _pack(self, linear: _Linear, edit: Editor) -> tuple[str, list[ir.Value]]:
         tensor, gate = linear.weight.const_value, linear.gate
         assert tensor is not None
-        form = _FORMS.get(self.weights) or ("Bf16" if is_bfloat16(tensor.numpy()) else "F32")
+        form = INTEGER_FORMS.get(self.weights) or ("Bf16" if is_bfloat16(tensor.numpy()) else "F32")
 
         quantised = quantised_of(tensor, bits=4) if form == "Int4" else None
 
         def arranged(array: np.ndarray) -> np.ndarray:
             if gate is None:
                 return array
-            return packing.interleave_gate(_swapped(array) if gate.is_second else array)
+            return packing.interleave_gate(swapped_halves(array) if gate.is_second else array)
 
         def packed() -> packing.Packed:
             if quantised is None:
@@ -161,7 +108,7 @@ class _Packer:
         num_in, num_out = sizes_of(tensor)
         dims = packing.packed_dims(num_in, num_out, form, has_gate=gate is not None)
         name = f"{linear.weight.name}.packed"
-        dtype = _DTYPES[form]
+        dtype = PACKED_DTYPES[form]
         # Lazy: a packed copy exists only while it is written out.
         lazy = ir.LazyTensor(lambda: ir.tensor(packed().weights), dtype, ir.Shape(dims), name=name)
         values = [edit.const(lazy, name)]
@@ -172,18 +119,13 @@ class _Packer:
         return form, values
 
 
-_DTYPES = {
+# Element types of packed weights, by form.
+PACKED_DTYPES = {
     "F32": ir.DataType.FLOAT,
     "Bf16": ir.DataType.BFLOAT16,
     "Int8": ir.DataType.UINT8,
     "Int4": ir.DataType.UINT8,
 }
-
-
-def _swapped(array: np.ndarray) -> np.ndarray:
-    """Returns the second half of the columns before the first."""
-    half = array.shape[-1] // 2
-    return np.concatenate([array[..., half:], array[..., :half]], axis=-1)
 
 
 def _bias_value(linear: _Linear, edit: Editor, num_out: int) -> ir.Value:
@@ -193,7 +135,7 @@ def _bias_value(linear: _Linear, edit: Editor, num_out: int) -> ir.Value:
         return linear.bias
     tensor = linear.bias.const_value
     assert tensor is not None
-    return edit.const(_swapped(tensor.numpy()), f"{linear.bias.name}.swapped")
+    return edit.const(swapped_halves(tensor.numpy()), f"{linear.bias.name}.swapped")
 
 
 def pack_linears(model: ir.Model, weights: Weights) -> int:

@@ -14,6 +14,7 @@ from speccompile.passes.attach_tail import attach_tail
 from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.compensation import Blocks
+from speccompile.passes.flat_linears import FLAT_LINEARS
 from speccompile.passes.fold_scale import FOLD_SCALE
 from speccompile.passes.fuse_cross_attention import FUSE_CROSS_ATTENTION
 from speccompile.passes.fuse_growing_attention import FUSE_GROWING_ATTENTION
@@ -27,6 +28,8 @@ from speccompile.passes.lower_attention_tensorrt import LOWER_ATTENTION_TENSORRT
 from speccompile.passes.lower_cross_attention import LOWER_CROSS_ATTENTION, LOWER_CROSS_ATTENTION_TENSORRT
 from speccompile.passes.merge_heads import MERGE_HEADS
 from speccompile.passes.merge_linears import MERGE_LINEARS
+from speccompile.passes.mix_rows import MIX_ROWS
+from speccompile.passes.pack_experts import pack_experts_pass
 from speccompile.passes.pack_linears import pack_linears_pass
 from speccompile.passes.pad_integers import PAD_INTEGERS
 from speccompile.passes.quantize_blocks import quantize_blocks_pass
@@ -48,13 +51,24 @@ ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
     },
     "int4": {"blocks32": (quantize_blocks_pass(4),), PACKED: (pack_linears_pass("int4"), FUSE_NORM_LINEARS)},
 }
+# Experts have one form, whatever that of the linears is: without our kernels its bodies run.
+_ORT_EXPERTS = {
+    "none": pack_experts_pass("float"),
+    "int8": pack_experts_pass("int8"),
+    "int4": pack_experts_pass("int4"),
+}
 
 # The passes on CUDA after bodies are attached: without them nodes on the CPU and copies prevent CUDA graphs.
 ORT_CUDA_FINISH = (INLINE_BODIES, PAD_INTEGERS, SHAPES_ON_DEVICE, REMOVE_DEAD)
 
 
 def onnxruntime_table(
-    spec: GraphSpec, quantization: str, form: str, blocks: Mapping[str, Blocks] | None = None
+    spec: GraphSpec,
+    quantization: str,
+    form: str,
+    blocks: Mapping[str, Blocks] | None = None,
+    *,
+    packs_experts: bool = True,
 ) -> tuple[Pass, ...]:
     """Returns the passes from a neutral decoder to ONNX Runtime.
 
@@ -63,6 +77,7 @@ def onnxruntime_table(
         quantization: none, int8 or int4.
         form: a kernel form of it, a key of `ORT_QUANTIZATION[quantization]`.
         blocks: for int4: the weights of all linears, quantised over calibration text; None: they are rounded.
+        packs_experts: quantised experts have packed weights; False: all experts stay float32.
 
     Raises:
         RecipeError: no such quantisation or form.
@@ -73,11 +88,16 @@ def onnxruntime_table(
         raise RecipeError("quantization", f"{quantization}/{form}", known, "Choose one of these.")
     # Our kernels take attention as it is, from the merged product of Q, K and V where there is one.
     has_kernels = form == PACKED
+    # Unquantised experts without our kernels are as exported: each body would unpack what it gathers.
+    is_packed = packs_experts and (has_kernels or quantization != "none")
     return (
         attach_tail(spec),
         *(() if has_kernels else (LOWER_ATTENTION,)),
         *((FUSE_CROSS_ATTENTION,) if has_kernels and spec.borrowed else ()),
         *((LOWER_CROSS_ATTENTION,) if spec.borrowed else ()),
+        MIX_ROWS,
+        *((_ORT_EXPERTS[quantization],) if is_packed else ()),
+        FLAT_LINEARS,
         MERGE_LINEARS,
         *((FUSE_QKV_ATTENTION, FUSE_GROWING_ATTENTION) if has_kernels else ()),
         MERGE_HEADS,

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over the middle axis of [rows, parts, width] -> products of one row of weights with each row's parts.
+
+So a mixture of experts adds up what its experts give. ONNX Runtime's ReduceSum over an axis that is not the last adds
+in an order that depends on the number of rows (seen in 1.31.1 with 8 parts): a chain would not give the bits of
+single steps. MatMul of [rows, 1, parts] with [rows, parts, width] does each row by itself. Weights that were
+multiplied in before the sum become that row, others are ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from speccompile.passes.base import Pass, Property
+from speccompile.passes.edit import Editor, nodes_of
+from speccompile.passes.match import int_attribute, ints, only_use, operands, producer, rank, replace_tree, static_dim
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum over the middle axis.
+
+    Args:
+        node: the ReduceSum.
+        parts: [rows, parts, width], or [rows * parts, width] where `weights` are known.
+        weights: [rows * parts] that each part is to be multiplied with; None: none.
+        num_parts: static.
+        width: static.
+    """
+
+    node: ir.Node
+    parts: ir.Value
+    weights: ir.Value | None
+    num_parts: int
+    width: int
+
+
+def _find(node: ir.Node) -> _Sum | None:
+    source = node.inputs[0]
+    axes = ints(node.inputs[1]) if len(node.inputs) > 1 else None
+    if source is None or axes not in ([1], [-2]) or rank(source) != 3 or source.dtype != ir.DataType.FLOAT:
+        return None
+    num_parts, width = static_dim(source, 1), static_dim(source, 2)
+    if num_parts is None or width is None:
+        return None
+    reshape = producer(source, "Reshape")
+    if reshape is not None and only_use(source) is node:
+        mul = producer(reshape.inputs[0], "Mul")
+        is_only = mul is not None and only_use(mul.outputs[0]) is reshape
+        for parts, factor in operands(mul) if is_only else ():
+            column = producer(factor, "Unsqueeze")
+            is_column = column is not None and rank(column.inputs[0]) == 1 and ints(column.inputs[1]) in ([1], [-1])
+            if column is not None and is_column and rank(parts) == 2 and static_dim(parts, 1) == width:
+                return _Sum(node, parts, column.inputs[0], num_parts, width)
+    return _Sum(node, source, None, num_parts, width)
+
+
+def mix_rows(model: ir.Model) -> int:
+    """Rewrite every such sum with static parts and width; returns their number."""
+    found = [known for node in nodes_of(model, "ReduceSum") if (known := _find(node)) is not None]
+    for known in found:
+        edit = Editor(model, known.node)
+        if known.weights is None:
+            row, parts = (
+                edit.const(np.ones((1, 1, known.num_parts), np.float32), f"ones.{known.num_parts}"),
+                known.parts,
+            )
+        else:
+            row = edit.op("Reshape", known.weights, edit.ints([-1, 1, known.num_parts]))
+            parts = edit.op("Reshape", known.parts, edit.ints([-1, known.num_parts, known.width]))
+        out = edit.op("MatMul", row, parts)
+        if int_attribute(known.node, "keepdims", 1) == 0:
+            out = edit.op("Squeeze", out, edit.ints([1]))
+        out.type, out.shape = known.node.outputs[0].type, known.node.outputs[0].shape
+        replace_tree(known.node, out)
+    return len(found)
+
+
+def _first_left(model: ir.Model) -> str | None:
+    left = next((node for node in nodes_of(model, "ReduceSum") if _find(node) is not None), None)
+    return None if left is None else f"node {left.name} adds over the middle axis"
+
+
+MIDDLE_SUMS_ARE_PRODUCTS = Property("middle_sums_are_products", _first_left)
+MIX_ROWS = Pass("mix_rows", mix_rows, ensures=(MIDDLE_SUMS_ARE_PRODUCTS,))
