@@ -26,6 +26,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "backends/test_cuda_engine.py",
         "backends/test_cuda_finish.py",
         "backends/test_engines.py",
+        "backends/test_experts.py",
         "backends/test_not_finite.py",
         "backends/test_tune.py",
         "bench/test_gpu_kernels.py",

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts on ONNX Runtime's CPU: small weights, and the same bits in chains as in single steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from speccompile.backends.onnxruntime import fidelity, kernel_library
+from speccompile.backends.onnxruntime.backend import OnnxRuntimeBackend
+from speccompile.backends.onnxruntime.engine import load_engine
+from speccompile.core import specs
+from speccompile.core.dims import ModelDims
+from speccompile.core.specs import decoder_spec, verified_spec
+from speccompile.export.decoder import export_decoder
+from speccompile.passes.pipelines import ORT_QUANTIZATION
+from tests.export.families import CONFIGS as FAMILIES
+from tests.export.families import VOCAB
+from tests.export.harness import make_checkpoint
+from tests.plugins.cpu_lab import needs_compiler
+
+MAX_SEQ, NUM_TOKENS = 32, 19
+_ROUTED = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 40, "decoder_sparse_step": 1}
+_OWN: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": 72, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"norm_topk_prob": True, **_ROUTED},
+    "olmoe": {"num_experts": 16, "num_experts_per_tok": 8},
+    "qwen2_moe": {"shared_expert_intermediate_size": 48, **_ROUTED},
+}
+CONFIGS = {
+    name: {**FAMILIES["llama2"], "hidden_size": 64, "head_dim": 16, "num_key_value_heads": 2, "model_type": name, **own}
+    for name, own in _OWN.items()
+}
+FORMS = [(q, form) for q, forms in ORT_QUANTIZATION.items() for form in forms]
+# All forms of one family; of the others those of our kernels, and the float32 that others are measured against.
+CASES = [("mixtral", *form) for form in FORMS]
+CASES += [(name, q, "packed") for name in ("qwen3_moe", "olmoe") for q in ORT_QUANTIZATION]
+CASES += [("qwen3_moe", "none", "fp32"), ("qwen2_moe", "int8", "packed")]
+
+
+@pytest.fixture(scope="module")
+def neutral(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ir.Model, ModelDims]]:
+    """The exported graph of each config."""
+    made = {}
+    for name, config in CONFIGS.items():
+        folder = tmp_path_factory.mktemp(name)
+        make_checkpoint(config, folder)
+        made[name] = export_decoder(folder, max_seq_len=MAX_SEQ)
+    return made
+
+
+def compiled(graph: tuple[ir.Model, ModelDims], dest: Path, quantization: str, form: str | None) -> dict[str, Any]:
+    """Lowers a target with logits; returns the report."""
+    model, dims = graph
+    spec = verified_spec(decoder_spec("target", dims), keep_logits=True)
+    return OnnxRuntimeBackend().compile(model, spec, dest, quantization=quantization, form=form)
+
+
+def logits_of(path: Path, dims: ModelDims, tokens: np.ndarray, step: int, threads: int = 1) -> np.ndarray:
+    """The logits [tokens, vocab] of a text that is read `step` tokens at a time."""
+    spec = verified_spec(decoder_spec("target", dims), keep_logits=True)
+    engine = load_engine(path, spec, max_slots=1, max_rows=MAX_SEQ, settings={"threads": threads})
+    rows = []
+    for at in range(0, len(tokens), step):
+        feeds = {specs.TOKENS: tokens[None, at : at + step], specs.LENGTHS: np.array([at], np.int64)}
+        rows.append(np.array(engine.run(feeds)[specs.LOGITS])[0])
+    return np.concatenate(rows)
+
+
+def assert_chains_are_single_steps(path: Path, dims: ModelDims) -> None:
+    tokens = np.random.default_rng(3).integers(3, VOCAB, NUM_TOKENS)
+    single = logits_of(path, dims, tokens, 1)
+    assert np.isfinite(single).all()
+    for step, threads in ((1, 2), (2, 1), (3, 2), (5, 1), (8, 2), (NUM_TOKENS, 1)):
+        got = logits_of(path, dims, tokens, step, threads)
+        assert np.array_equal(got.view(np.int32), single.view(np.int32)), f"steps of {step}, {threads} threads"
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "quantization", "form"), CASES)
+def test_a_chain_has_the_bits_of_single_steps(
+    name: str, quantization: str, form: str, neutral: dict[str, tuple[ir.Model, ModelDims]], tmp_path: Path
+) -> None:
+    report = compiled(neutral[name], tmp_path, quantization, form)
+    kinds = Counter(report["op_histogram"]["after"])
+    is_packed = form == "packed" or quantization != "none"
+    assert sum(count for op, count in kinds.items() if "ExpertLinear" in op) == (4 if is_packed else 0)
+    assert kinds["Gemm"] == 2  # the routers
+    assert_chains_are_single_steps(tmp_path / "graph.onnx", neutral[name][1])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_without_our_kernels_the_bodies_keep_the_bits(
+    quantization: str,
+    neutral: dict[str, tuple[ir.Model, ModelDims]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_library, "find_library", lambda: None)
+    compiled(neutral["mixtral"], tmp_path, quantization, "blocks32")
+    assert_chains_are_single_steps(tmp_path / "graph.onnx", neutral["mixtral"][1])
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_distances_to_float32_are_those_of_the_weights(
+    name: str, neutral: dict[str, tuple[ir.Model, ModelDims]], tmp_path: Path
+) -> None:
+    """Unquantised within rounding, int8 near, int4 farther: nothing else differs."""
+    dims, files = neutral[name][1], {}
+    for quantization, form in (("none", "fp32"), ("none", "packed"), ("int8", "packed"), ("int4", "packed")):
+        compiled(neutral[name], tmp_path / quantization / form, quantization, form)
+        files[f"{quantization}/{form}"] = tmp_path / quantization / form / "graph.onnx"
+    tokens = np.random.default_rng(3).integers(3, VOCAB, NUM_TOKENS)
+    rows = {key: logits_of(path, dims, tokens, NUM_TOKENS).astype(np.float64) for key, path in files.items()}
+    kl = {key: fidelity.distance(rows["none/fp32"], row).kl for key, row in rows.items()}
+    assert kl["none/packed"] <= fidelity.MAX_KL_UNQUANTIZED
+    assert kl["int8/packed"] < kl["int4/packed"]
+    assert kl["int8/packed"] < 0.05
