@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemm without bias on flat rows -> MatMul, so that the passes on linears find it.
+"""Gemm without bias on flat rows -> MatMul, so that the passes on linears find it; a router -> Gemm, so that none does.
 
-So are shared experts exported, which stand beside chosen ones and read the same rows. A router is left as it is: its
-numbers choose experts, so its weights keep float32.
+Shared experts, which stand beside chosen ones and read the same rows, are exported as Gemm. The numbers of a router
+choose experts: its weights keep float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of, weight_of
-from speccompile.passes.match import int_attribute
+from speccompile.passes.match import int_attribute, rank
 
 
 def _is_linear(node: ir.Node) -> bool:
@@ -27,7 +27,7 @@ def _is_linear(node: ir.Node) -> bool:
 
 
 def routers_of(model: ir.Model) -> set[ir.Node]:
-    """Returns the Gemm nodes whose results reach a TopK or an ArgMax without another product on the way."""
+    """Returns the products whose results reach a TopK or an ArgMax without another product on the way."""
     found: set[ir.Node] = set()
     choices = [*nodes_of(model, "TopK"), *nodes_of(model, "ArgMax")]
     queue, seen = [node.inputs[0] for node in choices], set[ir.Value]()
@@ -37,17 +37,23 @@ def routers_of(model: ir.Model) -> set[ir.Node]:
         if value is None or node is None:
             continue
         seen.add(value)
-        if node.op_type == "Gemm" and node.domain == "":
+        if node.op_type in ("Gemm", "MatMul") and node.domain == "":
             found.add(node)
-        elif node.op_type != "MatMul" and node.domain == "":
+        elif node.domain == "":
             queue += node.inputs
     return found
 
 
 def flat_linears(model: ir.Model) -> int:
-    """Rewrite every such Gemm that is no router; returns their number."""
+    """Rewrite every such Gemm that is no router and every router that is a MatMul; returns their number."""
     routers = routers_of(model)
     linears = [node for node in nodes_of(model, "Gemm") if node not in routers and _is_linear(node)]
+    flat = [node for node in nodes_of(model, "MatMul") if node in routers and rank(node.inputs[0]) == 2]
+    products = [node for node in flat if weight_of(node.inputs[1]) is not None]
+    for node in products:
+        out = Editor(model, node).op("Gemm", *node.inputs)
+        out.type, out.shape = node.outputs[0].type, node.outputs[0].shape
+        replace(node, out)
     made: dict[ir.Value, ir.Value] = {}
     for node in linears:
         edit, weight = Editor(model, node), node.inputs[1]
@@ -60,9 +66,9 @@ def flat_linears(model: ir.Model) -> int:
         out.type, out.shape = node.outputs[0].type, node.outputs[0].shape
         replace(node, out)
     for weight in made:
-        if weight.name in model.graph.initializers and not weight.uses():
-            del model.graph.initializers[weight.name]
-    return len(linears)
+        if str(weight.name) in model.graph.initializers and not weight.uses():
+            del model.graph.initializers[str(weight.name)]
+    return len(linears) + len(products)
 
 
 def _transposed(edit: Editor, value: ir.Value) -> ir.Value:

@@ -92,9 +92,10 @@ def _bias_of(product: ir.Node, ids: ir.Value, dims: tuple[int, ...]) -> tuple[ir
         gather = second.producer()
         if first is not product.outputs[0] or gather is None or _ids_of(gather) is not ids:
             continue
-        tensor = weight_of(gather.inputs[0])
-        if tensor is not None and sizes_of(tensor) == dims and tensor.dtype == ir.DataType.FLOAT:
-            return add, gather.inputs[0]
+        bias = gather.inputs[0]
+        tensor = weight_of(bias)
+        if bias is not None and tensor is not None and sizes_of(tensor) == dims and tensor.dtype == ir.DataType.FLOAT:
+            return add, bias
     return None, None
 
 
@@ -226,8 +227,8 @@ def pack_experts(model: ir.Model, weights: Weights) -> int:
         replace_tree(experts.last, out)
     for experts in found:
         for value in (experts.weight, experts.bias):
-            if value is not None and value.name in model.graph.initializers and not value.uses():
-                del model.graph.initializers[value.name]
+            if value is not None and str(value.name) in model.graph.initializers and not value.uses():
+                del model.graph.initializers[str(value.name)]
     return len(found)
 
 

@@ -281,6 +281,20 @@ def test_a_gemm_becomes_a_linear_and_a_router_stays() -> None:
     assert np.array_equal(got[1], wanted[1])
 
 
+def test_a_router_with_a_bias_is_kept_from_the_passes_on_linears() -> None:
+    text = "y = Relu(x) m = MatMul(x, c) r = Add(m, b) t, z = TopK(r, k)"
+    model = graph(
+        f"test (float[n, 8] x) => (y, z) <float[8, 6] c, float[6] b, int64[1] k = {{2}}> {{ {text} }}",
+        {"c": numbers(8, 6), "b": numbers(6)},
+    )
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
+    x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    assert flat_linears(model) == 1
+    assert (ops(model)["Gemm"], ops(model)["MatMul"]) == (1, 0)
+    after = ort.InferenceSession(ir.to_proto(model).SerializeToString())
+    assert np.array_equal(after.run(None, {"x": x})[1], session.run(None, {"x": x})[1])
+
+
 @pytest.mark.parametrize(
     "text",
     [
