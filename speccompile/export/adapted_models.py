@@ -125,9 +125,9 @@ def _weighted(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _dbrx_experts(module: Any, _: Attention, hidden: Any, chosen: Any, weights: Any) -> torch.Tensor:
-    rows, mlp = hidden.reshape(-1, module.hidden_size), module.mlp
-    w1, v1, w2 = (w.view(-1, module.ffn_hidden_size, module.hidden_size) for w in (mlp.w1, mlp.v1, mlp.w2))
-    inner = mlp.activation_fn(_experts(rows, w1, chosen)) * _experts(rows, v1, chosen)
+    rows, gated = hidden.reshape(-1, module.hidden_size), module.mlp
+    w1, v1, w2 = (w.view(-1, module.ffn_hidden_size, module.hidden_size) for w in (gated.w1, gated.v1, gated.w2))
+    inner = gated.activation_fn(_experts(rows, w1, chosen)) * _experts(rows, v1, chosen)
     return _weighted(_experts(inner, w2.transpose(1, 2), chosen), weights).view_as(hidden)
 
 
