@@ -60,7 +60,7 @@ def test_there_is_no_relative_import_and_no_blanket_except(trees):
 def test_a_method_is_named_only_in_its_folder_and_in_the_registry(method):
     home = ROOT / "speccompile/speculators" / method
     others = [path for path in PACKAGE if home not in path.parents]
-    # Llama-like layers have a part self.mlp (or module.mlp) with weights called mlp.gate_proj and so on; files of models
+    # Llama-like layers have a part self.mlp (or module.mlp) with weights called mlp.gate_proj and so on; files
     # have parts of other names too, which patterns of keys name with an escaped dot after them.
     parts = r"\.(\{|gate\.|experts|shared_expert|(gate|up|down)_proj)"
     pattern = re.compile(rf"(?<!self\.)(?<!module\.)\b{method}\b(?!\\\.|{parts})")
