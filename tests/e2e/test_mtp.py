@@ -250,9 +250,9 @@ engine: {{backend: onnxruntime, max_batch_size: 4, max_seq_len: 64, max_draft_no
 """
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3"])
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3", "qwen3_5_text", "qwen3_next"])
 def test_a_module_in_the_targets_own_files_is_built_without_being_named(family, tmp_path):
-    """From the recipe to text: transformers' own, plain and speculative."""
+    """From the recipe to text, which is transformers' own, and to its drafts; recurrent targets among them."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -269,10 +269,12 @@ def test_a_module_in_the_targets_own_files_is_built_without_being_named(family, 
     lab.add_to_target(target, module, numbered=family == "glm4_moe")
     bundle = build_bundle(tmp_path, family, RECIPE.format(target=target, fields=""))
     engine = speccompile.load(bundle, verify=False)
+    found = record(engine)
     for batch_size in (1, 4):
         results = engine.generate(prompts(), SamplingParams(max_new_tokens=12, ignore_eos=True), batch_size=batch_size)
         assert [r.tokens for r in results] == texts
         assert sum(r.stats["num_draft_tokens"] for r in results) > 50
+    assert wrong_of(lab.Oracle(target, module), found)[0] == 0
     if family == "glm4_moe":
         again = build_bundle(tmp_path, "named", RECIPE.format(target=target, fields=f"model: {target}, "))
         digests = [json.loads((place / "manifest.json").read_text())["graphs"]["draft"] for place in (bundle, again)]
