@@ -184,7 +184,8 @@ def _normalised(rows: torch.Tensor, module: Any) -> torch.Tensor:
     width = module.head_k_dim
     heads = rows.unflatten(-1, (module.num_k_heads, width))
     mean = heads.pow(2).mean(-1, keepdim=True)
-    normed = heads * torch.rsqrt(mean + _NORM_EPSILON / width)
+    # As a vector of one number: torch's ONNX translation drops an addition of a scalar below 1e-8.
+    normed = heads * torch.rsqrt(mean + torch.full((1,), _NORM_EPSILON / width))
     return (normed * torch.full((width,), width**-0.5)).flatten(-2)
 
 

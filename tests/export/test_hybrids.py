@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,3 +173,16 @@ def test_softplus() -> None:
     x = torch.cat((torch.linspace(-80, 80, 20001), torch.randn(4000)))
     exact = torch.nn.functional.softplus(x.double(), threshold=100)
     assert float((softplus(x) / exact - 1).abs().max()) < 5e-7
+
+
+def test_wide_heads_keep_the_epsilon_of_their_norm(tmp_path: Path) -> None:
+    """Over 128 columns the mean's epsilon is below 1e-8: as a scalar it is lost in the trace, and a zero row is NaN."""
+    from speccompile.export.decoder import export_decoder
+
+    width = 128
+    config = {**HYBRIDS["qwen3.5"], "linear_key_head_dim": width, "num_hidden_layers": 1}
+    make_checkpoint({**config, "layer_types": ["linear_attention"]}, tmp_path)
+    graph, _ = export_decoder(tmp_path, max_seq_len=16)
+    norms = [node for node in graph.graph if node.op_type == "RMSNormalization"]
+    over_heads = [node.attributes["epsilon"].as_float() for node in norms if tuple(node.inputs[1].shape) == (width,)]
+    assert over_heads == pytest.approx([1e-6 / width] * 2)
