@@ -13,7 +13,7 @@ import pytest
 from speccompile.backends import measuring
 from speccompile.backends.base import refuse_states
 from speccompile.backends.onnxruntime.calibration import Collector
-from speccompile.backends.onnxruntime.engine import OrtEngine, open_session
+from speccompile.backends.onnxruntime.engine import OrtEngine, StateOrtEngine, open_session
 from speccompile.backends.onnxruntime.fidelity import draw_texts
 from speccompile.backends.writing import save_rollback
 from speccompile.core import registry
@@ -245,3 +245,8 @@ def test_caches_of_several_sizes_grow_and_compact(tmp_path: Path) -> None:
         assert view.shape[1:] == ((1, 200, 4) if index < 2 else (3, 200, 8))
         np.testing.assert_array_equal(view[0, :, 5:8], old[0, :, [5, 7, 8]].swapaxes(0, 1))
         np.testing.assert_array_equal(view[1, :, :128], old[1])
+
+
+def test_only_a_graph_with_states_has_the_steps_that_keep_them(plain: Hybrid, open_engine: Any) -> None:
+    assert type(open_engine()) is OrtEngine and open_engine().states is None
+    assert type(plain.open(1)) is StateOrtEngine
