@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention ops: CachedAttention, SinkAttention, QkvAttention with and without norm and rotary embedding, RotaryCrossAttention.
+// The attention ops: CachedAttention, SinkAttention, LatentAttention, QkvAttention with and without norm and rotary
+// embedding, RotaryCrossAttention.
 #pragma once
 
 #include <atomic>
@@ -146,26 +147,37 @@ struct AttentionAttributes {
     i64 window;
 };
 
+enum class AttentionKind { kPlain, kSinks, kLatent };
+
 // q [batch, heads, nodes, head_dim], k, v, k_cache, v_cache, lengths, tree_mask [, sinks [heads]]
-// -> out [batch, nodes, heads, head_dim].
-template <bool HasSinks>
+// -> out [batch, nodes, heads, head_dim]. Latent: K is V too, in one cache, and v and v_cache are no inputs.
+template <AttentionKind Kind>
 struct CachedAttention {
-    static constexpr const char* kName = HasSinks ? "SinkAttention" : "CachedAttention";
+    static constexpr bool kHasSinks = Kind == AttentionKind::kSinks, kIsLatent = Kind == AttentionKind::kLatent;
+    static constexpr const char* kName = kHasSinks   ? "SinkAttention"
+                                         : kIsLatent ? "LatentAttention"
+                                                     : "CachedAttention";
+    static constexpr std::size_t kLengths = kIsLatent ? 3 : 5;  // index of the input
     struct InputTypes {
         constexpr abi::ElementType operator[](std::size_t i) const {
-            return i == 5 ? abi::kInt64 : i == 6 ? abi::kBool : abi::kFloat;
+            return i == kLengths ? abi::kInt64 : i == kLengths + 1 ? abi::kBool : abi::kFloat;
         }
-        constexpr std::size_t size() const { return 7 + HasSinks; }
+        constexpr std::size_t size() const { return kLengths + 2 + kHasSinks; }
     };
     static constexpr InputTypes kInputs{};
-    static constexpr abi::ElementType kOutputs[] = {abi::kFloat, abi::kFloat, abi::kFloat};
+    struct OutputTypes {
+        constexpr abi::ElementType operator[](std::size_t) const { return abi::kFloat; }
+        constexpr std::size_t size() const { return kIsLatent ? 2 : 3; }
+    };
+    static constexpr OutputTypes kOutputs{};
     static constexpr std::size_t kNumOptional = 0;
 
-    explicit CachedAttention(const Info& info) : attributes(info, !HasSinks) {}
+    explicit CachedAttention(const Info& info) : attributes(info, !kHasSinks) {}
 
     void run(const Context& context) const {
-        const Tensor q = context.input(0), k = context.input(1), v = context.input(2), k_cache = context.input(3),
-                     v_cache = context.input(4), lengths = context.input(5), tree_mask = context.input(6);
+        const Tensor q = context.input(0), k = context.input(1), v = context.input(kIsLatent ? 1 : 2),
+                     k_cache = context.input(kIsLatent ? 2 : 3), v_cache = context.input(kLengths - 1),
+                     lengths = context.input(kLengths), tree_mask = context.input(kLengths + 1);
         AttentionStep step{};
         if (q.dims.rank != 4 || k_cache.dims.rank != 4) throw Error("q and k_cache must have 4 dims");
         step.batch = q.dims[0], step.heads = q.dims[1], step.nodes = q.dims[2], step.head_dim = q.dims[3];
@@ -182,14 +194,14 @@ struct CachedAttention {
         };
         step.q = heads(q, step.heads), step.k = heads(k, step.kv_heads), step.v = heads(v, step.kv_heads);
         attributes.set(step);
-        if constexpr (HasSinks) {
+        if constexpr (kHasSinks) {
             const Tensor sinks = context.input(7);
             expect_dims(attributes.op, "sinks", sinks.dims, Dims{step.heads});
             step.sinks = sinks.data<float>();
         }
         step.out = context.output<float>(0, Dims{step.batch, step.nodes, step.heads, step.head_dim});
         step.k_cache = updated_cache(context, 1, k_cache);
-        step.v_cache = updated_cache(context, 2, v_cache);
+        step.v_cache = kIsLatent ? step.k_cache : updated_cache(context, 2, v_cache);
         run_attention(context, step, 0);
     }
 
@@ -342,8 +354,9 @@ struct RotaryCrossAttention {
 };
 
 inline void add_attention_ops(OpTable& table) {
-    table.push_back(custom_op<CachedAttention<false>>());
-    table.push_back(custom_op<CachedAttention<true>>());
+    table.push_back(custom_op<CachedAttention<AttentionKind::kPlain>>());
+    table.push_back(custom_op<CachedAttention<AttentionKind::kSinks>>());
+    table.push_back(custom_op<CachedAttention<AttentionKind::kLatent>>());
     table.push_back(custom_op<QkvAttention<false, false>>());
     table.push_back(custom_op<QkvAttention<false, true>>());
     table.push_back(custom_op<QkvAttention<true, false>>());

@@ -12,7 +12,7 @@ from typing import Any
 
 from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.families import MAX_POSITION, POSITION_COLUMNS, has_alibi
-from speccompile.checkpoints.layer_sizes import layer_dims_from_config
+from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent, layer_dims_from_config
 from speccompile.checkpoints.packed_schemes import Scheme, read_scheme
 from speccompile.checkpoints.packed_weights import plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
@@ -42,6 +42,8 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.(.+)$")
 _EVERY_LAYER = re.compile(
     r"(attn|attention|norm|ln_).*\.(weight|bias)$"
 )  # parts that every layer has; MLPs may differ by layer
+# ModernBERT's embeddings are normalised already; A.X K1's first layer is dense.
+_NOT_IN_THE_FIRST = ("attn_norm.weight", "post_mlp_layernorm.weight")
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "LICENSE*", "README.md")
 
 
@@ -198,6 +200,8 @@ def read_dims(source: Path) -> ModelDims:
     if not isinstance(model_type, str):
         expected = "a text such as 'llama'"
         raise CheckpointError(f"{where} (model_type)", shown(model_type), expected, "Download the file again.")
+    if is_latent(config):
+        kv_heads, head_dim = 1, sum(stated_size(source, config, key) for key in LATENT_WIDTHS)
     layer_dims = layer_dims_from_config(where, config, sizes["num_layers"], kv_heads, head_dim)
     return ModelDims(model_type=model_type, num_kv_heads=kv_heads, head_dim=head_dim, layer_dims=layer_dims, **sizes)
 
@@ -367,7 +371,7 @@ def _compare_layers(source: Path, parts: Mapping[int, set[str]], todo: str) -> N
     everywhere = {p for held in parts.values() for p in held if _EVERY_LAYER.search(p)}
     for layer, held in sorted(parts.items()):
         for part in sorted(everywhere - held):
-            if layer == 0 and part == "attn_norm.weight":  # ModernBERT's embeddings are normalised already
+            if layer == 0 and part in _NOT_IN_THE_FIRST:
                 continue
             if all(part in other for index, other in parts.items() if index != layer) and len(parts) > 1:
                 raise CheckpointError(

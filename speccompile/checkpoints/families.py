@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from speccompile.checkpoints.layer_sizes import DELTA_KINDS, DELTA_TYPES
+from speccompile.checkpoints.layer_sizes import DELTA_KINDS, DELTA_TYPES, is_latent
 from speccompile.checkpoints.packed_schemes import METHODS, MXFP4, method_of
 from speccompile.checkpoints.text_towers import is_tower, text_config
 from speccompile.errors import ExportError
@@ -23,8 +23,7 @@ _REFUSED = {
     "mpt": "ALiBi position biases",
     **dict.fromkeys(("cpmant", "reformer", "trocr", "xlm", "xlnet"), _OWN_ATTENTION),
     "mimo_v2_flash": _SINKS,
-    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"), _LATENT),
-    **dict.fromkeys(("minicpm3", "youtu"), _LATENT),
+    "longcat_flash": _LATENT,
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _INDEXED),
     "deepseek_v4": "sparse attention to compressed keys",
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "recurrent layers instead of attention"),
@@ -107,7 +106,7 @@ def _property(config: Mapping[str, Any]) -> str | None:
         return "an encoder beside the decoder"
     if config.get("alibi") or config.get("position_embedding_type") == "alibi":
         return "ALiBi position biases"
-    if config.get("kv_lora_rank"):
+    if config.get("kv_lora_rank") and not is_latent(config):
         return _LATENT
     if (method := method_of(config)) not in (None, MXFP4, *METHODS):
         return f"weights quantised by {method}"

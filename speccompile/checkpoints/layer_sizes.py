@@ -13,6 +13,9 @@ from speccompile.errors import CheckpointError
 # Gated DeltaNet layers beside full attention.
 DELTA_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 FULL, LINEAR = DELTA_KINDS = ("full_attention", "linear_attention")
+# Latent attention: a row of its one cache has the latent and the rotated part of the key, which all heads share.
+LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+LATENT_WIDTHS = ("kv_lora_rank", "qk_rope_head_dim")
 _MAX_SIZE = 2**20
 # Sizes of a Gated DeltaNet layer, and what transformers takes where a config lacks them.
 _DELTA_SIZES = {
@@ -23,6 +26,11 @@ _DELTA_SIZES = {
     "linear_conv_kernel_dim": 4,
 }
 _INTERVAL = 4  # every fourth layer has full attention
+
+
+def is_latent(config: Mapping[str, Any]) -> bool:
+    """Whether the attention of a model of this config is latent: one cache holds what K and V are computed from."""
+    return config.get("model_type") in LATENT_TYPES and bool(config.get("kv_lora_rank"))
 
 
 def layer_kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
@@ -53,6 +61,8 @@ def layer_dims_from_config(
     Raises:
         CheckpointError: a size is none, or the list of kinds is shorter than the model.
     """
+    if is_latent(config):
+        return (LayerDims(num_kv_heads, head_dim, is_latent=True),) * num_layers
     if config.get("model_type") not in DELTA_TYPES:
         return ()
     attention, recurrent = LayerDims(num_kv_heads, head_dim), LayerDims(recurrent=_delta_dims(where, config))

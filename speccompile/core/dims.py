@@ -55,11 +55,18 @@ class LayerDims:
         num_kv_heads: of its K and V; 0: it has none.
         head_dim: columns of each of them.
         recurrent: sizes of its recurrent state; None: it has none.
+        is_latent: V of a row is the first columns of its K, and one cache holds both.
     """
 
     num_kv_heads: int = 0
     head_dim: int = 0
     recurrent: RecurrentDims | None = None
+    is_latent: bool = False
+
+    @property
+    def num_caches(self) -> int:
+        """The caches of the layer."""
+        return (1 if self.is_latent else 2) if self.num_kv_heads else 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,11 @@ class ModelDims:
         return tuple(i for i, layer in enumerate(self.per_layer) if layer.num_kv_heads)
 
     @property
+    def latent_layers(self) -> tuple[int, ...]:
+        """The layers that keep K and V in one cache."""
+        return tuple(i for i, layer in enumerate(self.per_layer) if layer.num_caches == 1)
+
+    @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """The layers that keep a recurrent state."""
         return tuple(i for i, layer in enumerate(self.per_layer) if layer.recurrent is not None)
@@ -106,7 +118,8 @@ class ModelDims:
 
     def cache_row_bytes_in(self, dtype: str) -> int:
         """Returns the bytes of K and V, all layers, of one token of one slot; `dtype` is a key of `DTYPE_BYTES`."""
-        return 2 * DTYPE_BYTES[dtype] * sum(layer.num_kv_heads * layer.head_dim for layer in self.per_layer)
+        columns = sum(layer.num_caches * layer.num_kv_heads * layer.head_dim for layer in self.per_layer)
+        return DTYPE_BYTES[dtype] * columns
 
     def state_bytes(self, max_pending: int) -> int:
         """Returns the bytes of the recurrent states of one slot, all layers, whatever its length.
@@ -138,4 +151,5 @@ def dims_from_json(kind: type[DimsT], data: Mapping[str, Any]) -> DimsT:
 
 def _layer_from_json(row: Mapping[str, Any]) -> LayerDims:
     sizes = row["recurrent"]
-    return LayerDims(row["num_kv_heads"], row["head_dim"], None if sizes is None else RecurrentDims(**sizes))
+    recurrent = None if sizes is None else RecurrentDims(**sizes)
+    return LayerDims(row["num_kv_heads"], row["head_dim"], recurrent, row.get("is_latent", False))

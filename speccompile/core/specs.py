@@ -253,12 +253,11 @@ def _given(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _caches(dims: ModelDims) -> tuple[TensorSpec, ...]:
-    shapes: list[tuple[int, tuple[Dim, ...]]] = [
-        (i, ("batch", layer.num_kv_heads, "max_seq", layer.head_dim))
+    return tuple(
+        TensorSpec(name, ("batch", layer.num_kv_heads, "max_seq", layer.head_dim), "float32")
         for i, layer in enumerate(dims.per_layer)
-        if layer.num_kv_heads
-    ]
-    return tuple(TensorSpec(name, shape, "float32") for i, shape in shapes for name in cache_names(i))
+        for name in cache_names(i)[: layer.num_caches]
+    )
 
 
 def _states(dims: ModelDims) -> tuple[TensorSpec, ...]:

@@ -166,59 +166,148 @@ def _jetmoe(
     return (mixed + experts.bias).view_as(hidden), None, None
 
 
-def _llama4_angles(module: Any, _: Attention, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-    """Cosines and sines [batch, nodes, 1, head_dim / 2] in place of complex numbers, and the positions."""
+def _angles(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns cosines and sines [batch, nodes, rotary_dim], each angle twice, where the model has complex numbers."""
     angles = position_ids[..., None].float() * module.inv_freq
-    factor = module.attention_scaling
-    return tuple((f(angles) * factor).unsqueeze(2) for f in (torch.cos, torch.sin)), position_ids
+    twice = torch.cat((angles, angles), -1)
+    return twice.cos() * module.attention_scaling, twice.sin() * module.attention_scaling
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
+    """Returns [batch, heads, nodes, rotary_dim] rotated.
+
+    Where pairs are neighbours, first columns come before second ones afterwards. Products of Q and K do not change.
+    """
+    if is_interleaved:
+        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+def _gptj(
+    module: Any, attention: Attention, hidden_states: Any, attention_mask: Any, position_ids: torch.Tensor, **_: Any
+) -> Any:
+    query, key, value = (
+        project(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    return _attend_turned(module, attention, query, key, value, attention_mask, position_ids)
+
+
+def _codegen(
+    module: Any, attention: Attention, hidden_states: Any, attention_mask: Any, position_ids: torch.Tensor, **_: Any
+) -> Any:
+    """Columns of the product are in four parts, each of Q, V and K."""
+    parts = module.qkv_proj(hidden_states).unflatten(-1, (4, 3, -1, module.head_dim))
+    query, value, key = (x.flatten(2, 3).transpose(1, 2) for x in parts.unbind(3))
+    return _attend_turned(module, attention, query, key, value, attention_mask, position_ids)
+
+
+def _attend_turned(
+    module: Any,
+    attention: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    position_ids: torch.Tensor,
+) -> Any:
+    """The attention of GPT-J: neighbours among the first columns are rotated; its table of angles is computed here."""
+    width = module.rotary_dim or module.head_dim
+    frequencies = 1.0 / (10000 ** (torch.arange(0, width, 2, dtype=torch.int64) / width))
+    angles = position_ids[..., None].float() * frequencies
+    twice = torch.cat((angles, angles), -1)
+    cos, sin = twice.cos(), twice.sin()
+    query, key = (torch.cat((_turn(x[..., :width], cos, sin, True), x[..., width:]), -1) for x in (query, key))
+    out, _ = attention(module, query, key, value, mask, scaling=1 / module.scale_attn)
+    return module.out_proj(out.flatten(2)), None
+
+
+def _llama4_angles(module: Any, _: Attention, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    return (*_angles(module, x, position_ids), position_ids)
 
 
 def _llama4(
     module: Any, attention: Attention, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **_: Any
 ) -> Any:
     """Layers without rotary embedding scale their queries by the node's position, not by its index in the step."""
-    (cos, sin), positions = position_embeddings
+    cos, sin, positions = position_embeddings
     query, key, value = (
-        project(hidden_states).unflatten(-1, (-1, module.head_dim))
+        project(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
         for project in (module.q_proj, module.k_proj, module.v_proj)
     )
     if module.use_rope:
-        query, key = _turn_pairs(query, cos, sin), _turn_pairs(key, cos, sin)
-        if module.config.use_qk_norm:
+        query, key = _turn(query, cos, sin, True), _turn(key, cos, sin, True)
+        if module.config.use_qk_norm:  # without weights: any order of the columns
             query, key = module.qk_norm(query), module.qk_norm(key)
     elif module.attn_temperature_tuning:
         steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
-        query = query * (torch.log1p(steps) * module.attn_scale + 1.0)[:, :, None, None]
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        query = query * (torch.log1p(steps) * module.attn_scale + 1.0)[:, None, :, None]
     out, _ = attention(module, query, key, value, attention_mask, scaling=module.scaling)
     return module.o_proj(out.flatten(2)), None
 
 
-def _turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates neighbours of the last axis."""
-    first, second = x[..., ::2], x[..., 1::2]
-    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+def _latent(is_interleaved: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Returns the `run` of latent attention in its absorbed form: keys and values are never expanded.
+
+    A row of the cache is [latent | rotated key]. The part of `kv_b_proj` that makes keys is multiplied into the query,
+    the part that makes values into the output.
+    """
+
+    def run(
+        module: Any, attention: Attention, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **_: Any
+    ) -> Any:
+        nope, rotary, rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
+        is_direct = module.q_lora_rank is None
+        query = hidden_states if is_direct else module.q_a_layernorm(module.q_a_proj(hidden_states))
+        query = (module.q_proj if is_direct else module.q_b_proj)(query).unflatten(-1, (-1, nope + rotary))
+        q_nope, q_turned = query.transpose(1, 2).split((nope, rotary), -1)
+        latent, k_turned = module.kv_a_proj_with_mqa(hidden_states).unsqueeze(1).split((rank, rotary), -1)
+        cos, sin = position_embeddings
+        q_turned, k_turned = (_turn(x, cos, sin, is_interleaved(module)) for x in (q_turned, k_turned))
+        by_head = module.kv_b_proj.weight.unflatten(0, (-1, nope + module.v_head_dim))  # [heads, nope + v, rank]
+        to_key, to_value = by_head.split((nope, module.v_head_dim), 1)
+        rows = torch.cat((module.kv_a_layernorm(latent), k_turned), -1)
+        query = torch.cat((q_nope @ to_key, q_turned), -1)
+        out, _ = attention(module, query, rows, rows, attention_mask, scaling=module.scaling)
+        values = out[..., :rank].transpose(1, 2) @ to_value.transpose(1, 2)
+        return module.o_proj(values.transpose(1, 2).flatten(2)), None
+
+    return run
 
 
-_BY_ROOT = _heads(lambda module: 1 / module.scale_attn)
+def _deepseek_v2_angles(module: Any, _: Attention, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    return _angles(module, x, position_ids)
 
+
+_LATENT = _latent(lambda module: bool(module.config.rope_interleave))
 # By `model_type`.
 ADAPTERS: dict[str, tuple[Adapter, ...]] = {
+    "axk1": (Adapter("AXK1Attention", "forward", _LATENT),),
     "bloom": (Adapter("BloomAttention", "forward", _bloom),),
-    "codegen": (Adapter("CodeGenAttention", "_attn", _BY_ROOT),),
+    "codegen": (Adapter("CodeGenAttention", "forward", _codegen),),
     "dbrx": (Adapter("DbrxExperts", "forward", _dbrx_experts),),
+    "deepseek_v2": (
+        Adapter("DeepseekV2Attention", "forward", _latent(lambda module: True)),
+        Adapter("DeepseekV2RotaryEmbedding", "forward", _deepseek_v2_angles),
+    ),
+    "deepseek_v3": (Adapter("DeepseekV3Attention", "forward", _LATENT),),
     "falcon": (Adapter("FalconAttention", "forward", _falcon),),
+    "glm4_moe_lite": (Adapter("Glm4MoeLiteAttention", "forward", _LATENT),),
     "gpt_neo": (Adapter("GPTNeoSelfAttention", "_attn", _heads(lambda module: 1.0, _gpt_neo_window)),),
     "gpt_neox_japanese": (Adapter("GPTNeoXJapaneseAttention", "_attn", _heads(lambda module: 1 / module.norm_factor)),),
-    "gptj": (Adapter("GPTJAttention", "_attn", _BY_ROOT),),
+    "gptj": (Adapter("GPTJAttention", "forward", _gptj),),
     "jetmoe": (Adapter("JetMoeAttention", "forward", _jetmoe), Adapter("JetMoeMoE", "forward", _jetmoe_mlp)),
     "llama4_text": (
         Adapter("Llama4TextAttention", "forward", _llama4),
         Adapter("Llama4TextRotaryEmbedding", "forward", _llama4_angles),
     ),
+    "minicpm3": (Adapter("MiniCPM3Attention", "forward", _latent(lambda module: False)),),
     "openai-gpt": (Adapter("Attention", "_attn", _openai),),
     "xglm": (
         Adapter("XGLMAttention", "forward", _xglm),
         Adapter("XGLMSinusoidalPositionalEmbedding", "forward", _xglm_positions),
     ),
+    "youtu": (Adapter("YoutuAttention", "forward", _LATENT),),
 }

@@ -77,9 +77,15 @@ def forward_pass(frame: Frame) -> Iterator[Frame]:
         _FRAME.reset(token)
 
 
-def cache_pairs(layers: Sequence[int], caches: Sequence[torch.Tensor]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns K and V by layer, from the caches of these layers in order."""
-    return {layer: (caches[2 * i], caches[2 * i + 1]) for i, layer in enumerate(layers)}
+def cache_pairs(
+    layers: Sequence[int], caches: Sequence[torch.Tensor], latent: Sequence[int] = ()
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns K and V by layer, from the caches of these layers in order; of a latent layer its one cache twice."""
+    held, pairs = iter(caches), {}
+    for layer in layers:
+        k_cache = next(held)
+        pairs[layer] = (k_cache, k_cache if layer in latent else next(held))
+    return pairs
 
 
 def find_frame() -> Frame | None:

@@ -73,7 +73,7 @@ class DecoderGraph(nn.Module):
             lengths,
             tree_mask,
             scored_nodes,
-            cache_pairs(self.dims.attention_layers, caches),
+            cache_pairs(self.dims.attention_layers, caches, self.dims.latent_layers),
             self.windows,
             positions,
             {layer: (states[3 * i], states[3 * i + 1], states[3 * i + 2]) for i, layer in enumerate(recurrent)},
@@ -86,7 +86,8 @@ class DecoderGraph(nn.Module):
         self._check_layers("cached attentions", self.dims.attention_layers, frame.updated)
         self._check_layers("recurrent steps", recurrent, frame.updated_states)
         outputs += [state for i in recurrent for state in frame.updated_states[i]]
-        return (*outputs, *(cache for i in self.dims.attention_layers for cache in frame.updated[i]))
+        updated = [frame.updated[i][: self.dims.per_layer[i].num_caches] for i in self.dims.attention_layers]
+        return (*outputs, *(cache for caches in updated for cache in caches))
 
     def _check_layers(self, what: str, layers: Sequence[int], updated: Mapping[int, Any]) -> None:
         missing = [i for i in layers if i not in updated]

@@ -176,4 +176,37 @@ SINK_ATTENTION = Op(
     """,
     attributes={"scale": 1.0, "window": 0},
 )
+
+
+def latent_attention(
+    q: Floats,
+    k: Floats,
+    k_cache: Floats,
+    lengths: Ints,
+    tree_mask: Bools,
+    *,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> tuple[Floats, Floats]:
+    """The numpy twin of LatentAttention: `cached_attention` whose K is V too, in one cache; arguments as there."""
+    attributes = {"scale": scale, "softcap": softcap, "window": window}
+    out, k_updated, _ = cached_attention(q, k, k, k_cache, k_cache, lengths, tree_mask, **attributes)  # type: ignore[arg-type]
+    return out, k_updated
+
+
+# For kernels alone, which would write two caches; the neutral form is CachedAttention, given K twice.
+LATENT_ATTENTION = Op(
+    "LatentAttention",
+    (_INPUTS[0], _INPUTS[1], _INPUTS[3], *_INPUTS[5:]),
+    _OUTPUTS[:2],
+    latent_attention,
+    """
+    out, k_updated, v_updated = speccompile.CachedAttention
+        <scale: float = @scale, softcap: float = @softcap, window: int = @window>
+        (q, k, k, k_cache, k_cache, lengths, tree_mask)
+    """,
+    attributes=CACHED_ATTENTION.attributes,
+    uses=("CachedAttention",),
+)
 ATTENTION_OPS = (CACHED_ATTENTION.name, SINK_ATTENTION.name)

@@ -18,6 +18,7 @@ from speccompile.passes.flat_linears import FLAT_LINEARS
 from speccompile.passes.fold_scale import FOLD_SCALE
 from speccompile.passes.fuse_cross_attention import FUSE_CROSS_ATTENTION
 from speccompile.passes.fuse_growing_attention import FUSE_GROWING_ATTENTION
+from speccompile.passes.fuse_latent_attention import FUSE_LATENT_ATTENTION
 from speccompile.passes.fuse_norm_linears import FUSE_NORM_LINEARS
 from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
 from speccompile.passes.half_precision import half_precision_pass
@@ -99,7 +100,7 @@ def onnxruntime_table(
         *((_ORT_EXPERTS[quantization],) if is_packed else ()),
         FLAT_LINEARS,
         MERGE_LINEARS,
-        *((FUSE_QKV_ATTENTION, FUSE_GROWING_ATTENTION) if has_kernels else ()),
+        *((FUSE_LATENT_ATTENTION, FUSE_QKV_ATTENTION, FUSE_GROWING_ATTENTION) if has_kernels else ()),
         MERGE_HEADS,
         *((attach_blocks_pass(blocks),) if blocks is not None and quantization == "int4" else ()),
         *forms[form],

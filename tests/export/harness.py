@@ -19,6 +19,7 @@ from speccompile.ops.registry import attach_functions, reference_ops
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.edit import OPS_DOMAIN
+from speccompile.passes.fuse_latent_attention import FUSE_LATENT_ATTENTION
 from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
 from speccompile.passes.lower_attention import LOWER_ATTENTION
 from speccompile.passes.merge_heads import MERGE_HEADS
@@ -120,7 +121,7 @@ def lowered(graph: ir.Model) -> ir.Model:
 def with_fused_attention(graph: ir.Model) -> ir.Model:
     """The graph with the attention ops of our CPU kernels and their bodies, without a tail."""
     work = graph.clone()
-    run_pipeline(work, (MERGE_LINEARS, FUSE_QKV_ATTENTION, SHARE_COMMON, REMOVE_DEAD))
+    run_pipeline(work, (MERGE_LINEARS, FUSE_LATENT_ATTENTION, FUSE_QKV_ATTENTION, SHARE_COMMON, REMOVE_DEAD))
     attach_functions(work)
     return work
 

@@ -54,6 +54,10 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 # Values that a class's defaults lack, or that keep two sizes consistent.
 _OWN: dict[str, dict[str, Any]] = {
+    # The rotated part of a head is what these call its width, and each head has its own keys.
+    **{name: {"head_dim": 8, "num_key_value_heads": 4} for name in ("axk1", "deepseek_v3", "minicpm3", "youtu")},
+    "deepseek_v2": {"head_dim": 8, "num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "glm4_moe_lite": {"head_dim": 8, "num_key_value_heads": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gpt_neo": {"defaults": {"attention_types": [[["global", "local"], 1]], "num_layers": 2}, "window_size": WINDOW},

@@ -11,6 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from speccompile.backends.onnxruntime.attention_cases import (
+    CACHES,
     NODE_AXIS,
     Arrays,
     AttentionSizes,
@@ -21,7 +22,7 @@ from speccompile.backends.onnxruntime.attention_cases import (
 from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.backends.onnxruntime.kernel_selftest import run
 from speccompile.core.specs import LENGTHS, TREE_MASK
-from speccompile.ops.cached_attention import CACHED_ATTENTION, SINK_ATTENTION, cached_attention
+from speccompile.ops.cached_attention import CACHED_ATTENTION, LATENT_ATTENTION, SINK_ATTENTION, cached_attention
 from speccompile.ops.op import Op
 from speccompile.ops.qkv_attention import QKV_ATTENTION
 from tests.ops.op_lab import model_of
@@ -30,7 +31,7 @@ from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 
-OPS = (CACHED_ATTENTION, SINK_ATTENTION, *QKV_ATTENTION.values())
+OPS = (CACHED_ATTENTION, SINK_ATTENTION, LATENT_ATTENTION, *QKV_ATTENTION.values())
 NAMES = [op.name for op in OPS]
 HEAD_DIMS = (1, 2, 6, 16, 20, 64, 80, 128, 256)
 KINDS: list[dict[str, Any]] = [
@@ -42,6 +43,11 @@ KINDS: list[dict[str, Any]] = [
     {"rotary": True, "softcap": 1.5},
     {"window": 17, "softcap": 30.0},
 ]
+
+
+def caches_of(inputs: Arrays) -> list[str]:
+    """The names of the caches among the inputs of a call."""
+    return [name for name in CACHES if name in inputs]
 
 
 VARIANTS = ("native", "avx2", "portable")  # instruction sets
@@ -76,6 +82,17 @@ def test_error_is_at_most_twice_the_formulas_own(kind: dict[str, Any], variant: 
         assert errors.max() <= bound, (call.attributes, np.argwhere(errors > bound)[0], errors.max(), bound)
         for new, twin in zip(got[1:], call.twin()[1:], strict=True):
             np.testing.assert_allclose(new, twin, atol=2.0**-21)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_latent_attention_gives_the_bits_of_two_equal_caches(variant: str) -> None:
+    sizes = AttentionSizes(num_kv_heads=1, group=6, head_dim=72)
+    inputs = attention_inputs(LATENT_ATTENTION, sizes, np.random.default_rng(9), np.array([0, 30]))
+    attributes = attention_attributes(LATENT_ATTENTION, sizes, window=6)
+    twice = {**inputs, "v": inputs["k"], "v_cache": inputs["k_cache"]}
+    wanted = run(open_op(CACHED_ATTENTION, 2, variant, **attributes), twice)
+    for mine, other in zip(run(open_op(LATENT_ATTENTION, 2, variant, **attributes), inputs), wanted[:2], strict=True):
+        np.testing.assert_array_equal(mine, other)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -143,7 +160,7 @@ def test_a_path_of_a_tree_gives_the_bits_of_a_chain(op: Op, window: int) -> None
             branched[name][:] = np.nan
             np.moveaxis(branched[name], axis, 0)[path] = np.moveaxis(straight[name], axis, 0)
     for slot, length in enumerate(straight[LENGTHS]):
-        for name in ("k_cache", "v_cache"):
+        for name in caches_of(branched):
             branched[name][slot, :, length:] = np.nan
     branched[TREE_MASK] = tree_mask(rng, 2, tree.nodes)
     for index, node in enumerate(path):
@@ -168,8 +185,8 @@ def bound_run(session: ort.InferenceSession, inputs: Arrays, caches: dict[str, n
         held = caches.get(name, array)
         binding.bind_input(name, "cpu", 0, held.dtype.type, held.shape, held.ctypes.data)
     binding.bind_output("out", "cpu")
-    for name, output in zip(("k_cache", "v_cache"), ("k_updated", "v_updated"), strict=True):
-        held = caches[name]
+    for name, held in caches.items():
+        output = name.replace("cache", "updated")
         binding.bind_output(output, "cpu", 0, np.float32, held.shape, held.ctypes.data)
     session.run_with_iobinding(binding)
     return binding.copy_outputs_to_cpu()[0]
@@ -181,7 +198,7 @@ def test_bound_caches_are_updated_in_place(op: Op) -> None:
     inputs = attention_inputs(op, sizes, np.random.default_rng(4), np.array([3, 30]))
     session = open_op(op, **attention_attributes(op, sizes))
     wanted = run(session, inputs)
-    caches = {name: inputs[name].copy() for name in ("k_cache", "v_cache")}
+    caches = {name: inputs[name].copy() for name in caches_of(inputs)}
     np.testing.assert_array_equal(bound_run(session, inputs, caches), wanted[0])
     for held, copied in zip(caches.values(), wanted[1:], strict=True):
         np.testing.assert_array_equal(held, copied)
@@ -194,7 +211,7 @@ def test_lengths_outside_the_caches_are_refused_and_nothing_is_written(op: Op, l
     inputs = attention_inputs(op, sizes, np.random.default_rng(5), np.array([3, 30]))
     inputs[LENGTHS][1] = length
     session = open_op(op, **attention_attributes(op, sizes))
-    caches = {name: inputs[name].copy() for name in ("k_cache", "v_cache")}
+    caches = {name: inputs[name].copy() for name in caches_of(inputs)}
     with pytest.raises(FAULTS, match=rf"{op.name}: lengths\[1\] is {length} "):
         bound_run(session, inputs, caches)
     for name, held in caches.items():

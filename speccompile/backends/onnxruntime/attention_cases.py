@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.specs import LENGTHS, TREE_MASK
-from speccompile.ops.cached_attention import CACHED_ATTENTION, SINK_ATTENTION
+from speccompile.ops.cached_attention import CACHED_ATTENTION, LATENT_ATTENTION, SINK_ATTENTION
 from speccompile.ops.cross_attention import ROTARY_CROSS_ATTENTION
 from speccompile.ops.op import Op
 from speccompile.ops.qkv_attention import QKV_ATTENTION
 
 Arrays = dict[str, NDArray[Any]]
 Run = Callable[[Arrays], list[NDArray[Any]]]  # of one session: inputs by name -> outputs
+CACHES = ("k_cache", "v_cache")  # of a latent attention the first alone
 NODE_AXIS = {"q": 2, "k": 2, "v": 2, "qkv": 1}  # of the inputs that have one row for each node
 
 
@@ -68,7 +69,7 @@ def attention_attributes(op: Op, sizes: AttentionSizes, **others: float) -> dict
 def attention_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
     """Yields (op, inputs, attributes): every attention op, plainly and with a window and a softcap."""
     rng, sizes = np.random.default_rng(0), AttentionSizes()
-    for op in (CACHED_ATTENTION, SINK_ATTENTION, *QKV_ATTENTION.values()):
+    for op in (CACHED_ATTENTION, SINK_ATTENTION, LATENT_ATTENTION, *QKV_ATTENTION.values()):
         for others in ({}, {"window": 5, "softcap": 2.0} if "softcap" in op.attributes else {"window": 5}):
             inputs = attention_inputs(op, sizes, rng, np.array([0, sizes.max_seq - sizes.nodes]))
             yield op, inputs, attention_attributes(op, sizes, **others)
@@ -107,12 +108,12 @@ def cross_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
 
 def single_steps(run: Run, inputs: Arrays) -> Iterator[tuple[int, NDArray[Any]]]:
     """Runs a chain node by node; yields (node, its output [batch, ...])."""
-    caches: Mapping[str, NDArray[Any]] = {name: inputs[name] for name in ("k_cache", "v_cache")}
+    caches: Mapping[str, NDArray[Any]] = {name: inputs[name] for name in CACHES if name in inputs}
     for node in range(inputs[TREE_MASK].shape[1]):
         step = {n: a.take([node], NODE_AXIS[n]) if n in NODE_AXIS else a for n, a in inputs.items()}
         step |= {**caches, LENGTHS: inputs[LENGTHS] + node, TREE_MASK: np.ones((len(inputs[LENGTHS]), 1, 1), np.bool_)}
-        out, k_updated, v_updated = run(step)
-        caches = {"k_cache": k_updated, "v_cache": v_updated}
+        out, *updated = run(step)
+        caches = dict(zip(caches, updated, strict=True))
         yield node, out[:, 0]
 
 
