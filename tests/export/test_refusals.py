@@ -25,7 +25,7 @@ _LLAMA = CONFIGS["llama2"]
         ({"model_type": "mamba2"}, "recurrent layers"),
         ({"model_type": "bamba"}, "linear-attention"),
         ({"model_type": "qwen4_exp"}, "linear-attention"),
-        ({"model_type": "deepseek_v3"}, "latent attention"),
+        ({"model_type": "longcat_flash"}, "latent attention"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder"),
         (
             {"model_type": "llama4_text", "layer_types": ["chunked_attention"], "attention_chunk_size": 64},

@@ -18,6 +18,9 @@ from tests.export.sweep import Verdict, judge, refusal_of_config
 TRANSFORMERS, VERDICTS = sweep_all.read_result()
 # The others need `make sweep`. These have features that no config of tests/checkpoints/families.py has.
 SLICE = {
+    "bloom": "position biases as columns of Q and K",
+    "deepseek_v2": "latent attention over one cache, rotation by complex numbers",
+    "llama4_text": "chunks, layers without rope, experts that all run",
     "biogpt": "a table of positions with an offset",
     "cohere_compass_text": "rope by the kind of layer, none in full layers",
     "glm4_moe": "a dense layer, then experts in groups with a shared one",
