@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A multimodal Qwen3.5 folder, whose language model has recurrent layers, builds and decodes as transformers does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from speccompile.bundling.stage_cache import StageCache
+from speccompile.pipeline import build
+from tests.export.families import VOCAB
+from tests.export.towers import make_tower, tower_config
+from tests.pipeline import fakes
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("onnxruntime")
+
+import speccompile  # noqa: E402
+from speccompile import SamplingParams  # noqa: E402
+
+NUM_TOKENS = 40
+PROMPTS = [np.random.default_rng(seed).integers(3, VOCAB, n).tolist() for seed, n in enumerate((9, 1, 17, 4, 6))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with the recipe's checkpoint, and transformers' whole model."""
+    made = tmp_path_factory.mktemp("hybrid")
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    config = tower_config("qwen3_5", hidden_size=64, num_hidden_layers=3, layer_types=kinds, head_dim=16)
+    model = make_tower(config, made / "target")
+    (made / "target/tokenizer.json").write_text(json.dumps(fakes.tokenizer(VOCAB)))
+    return made, model
+
+
+def _load(folder: Path, quantization: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    # On a target as small as this plain decoding is often faster: no clock decides whether to draft.
+    monkeypatch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)
+    recipe = folder / f"{quantization}.yaml"
+    engine = "{max_batch_size: 4, max_seq_len: 64, max_draft_nodes: 8, threads: 1}"
+    recipe.write_text(
+        f"target: {{model: target, quantization: {quantization}}}\n"
+        f"speculator: {{method: ngram, num_draft_tokens: 4, tokens_per_match: 1}}\nengine: {engine}\n"
+    )
+    bundle = build(fakes.make_plan(recipe), folder / f"out-{quantization}", cache=StageCache(folder / "cache"))
+    return speccompile.load(bundle.path)
+
+
+def _own_text(model: Any, prompt: list[int]) -> list[int]:
+    """The tokens that transformers' greedy generate gives after a prompt."""
+    ids = torch.tensor([prompt])
+    options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def test_greedy_text_equals_transformers(folder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, params = _load(folder[0], "none", monkeypatch), SamplingParams(max_new_tokens=NUM_TOKENS)
+    expected = [_own_text(folder[1], prompt) for prompt in PROMPTS]
+    for batch_size in (1, 4):
+        results = engine.generate(PROMPTS, params, batch_size=batch_size)
+        assert [r.tokens for r in results] == expected
+        plain = engine.generate(PROMPTS, params, batch_size=batch_size, speculative=False)
+        assert [r.tokens for r in plain] == expected
+        assert sum(r.stats["num_accepted"] for r in results) > 0
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_text_is_the_same_with_drafts(
+    folder: tuple[Path, Any], quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, params = _load(folder[0], quantization, monkeypatch), SamplingParams(max_new_tokens=NUM_TOKENS)
+    single = [r.tokens for r in engine.generate(PROMPTS, params, batch_size=1, speculative=False)]
+    for batch_size in (1, 4):
+        results = engine.generate(PROMPTS, params, batch_size=batch_size)
+        assert [r.tokens for r in results] == single
+        assert sum(r.stats["num_accepted"] for r in results) > 0
