@@ -129,6 +129,7 @@ class WeightCounts:
         num_plain: the others: embeddings, norms, tables.
         num_head: of `num_linear`, those of an LM head that a backend may treat in its own way.
         is_tied: whether that head is the embedding.
+        num_experts: of `num_linear`, those of experts that a router chooses.
     """
 
     num_params: int
@@ -136,6 +137,7 @@ class WeightCounts:
     num_plain: int
     num_head: int = 0
     is_tied: bool = False
+    num_experts: int = 0
 
 
 @dataclass(frozen=True)

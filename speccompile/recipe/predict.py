@@ -77,16 +77,19 @@ def predict(
         CheckpointError: a size in the config is not a positive integer.
     """
     head = dims.vocab_size * dims.hidden_size
-    layers = _attention(dims) + dims.num_layers * _feed_forward(config, dims)
+    feed_forward = _feed_forward(config, dims)
+    layers = _attention(dims) + feed_forward.num_dense + feed_forward.num_experts
     embedding = head
     if dims.model_type in _LEARNED_POSITIONS:
         embedding += dims.max_positions * dims.hidden_size
-    norms = (2 * dims.num_layers + 1) * dims.hidden_size
+    norms = (2 * dims.num_layers + 1) * dims.hidden_size + feed_forward.num_routers
     is_tied = _is_tied(config, dims)
     num_params = layers + embedding + norms + (0 if is_tied else head)
     # Sine and cosine of every position are tables in the graph.
     tables = 0 if dims.model_type in _LEARNED_POSITIONS else rows * dims.head_dim
-    counts = WeightCounts(num_params, layers + head, embedding + norms + tables, head, is_tied)
+    counts = WeightCounts(
+        num_params, layers + head, embedding + norms + tables, head, is_tied, feed_forward.num_experts
+    )
     cache_bytes = slots * (rows * dims.cache_row_bytes_in(dtype) + 2 * dims.state_bytes(max_pending))
     return predict_counts(counts, quantization, cache_bytes, backend, dtype)
 
@@ -136,14 +139,28 @@ def _mixer(dims: ModelDims, layer: LayerDims) -> int:
     return dims.hidden_size * 2 * heads * layer.head_dim
 
 
-def _feed_forward(config: Mapping[str, Any], dims: ModelDims) -> int:
+@dataclass(frozen=True)
+class _FeedForward:
+    """Weights of all feed-forward layers: of dense ones and shared experts, of chosen experts, of their routers."""
+
+    num_dense: int
+    num_experts: int = 0
+    num_routers: int = 0
+
+
+def _feed_forward(config: Mapping[str, Any], dims: ModelDims) -> _FeedForward:
     inner = optional_size(_CONFIG, config, ("intermediate_size", "n_inner", "ffn_dim"), 4 * dims.hidden_size)
-    matrices = 2 if dims.model_type in _UNGATED else 3
-    experts = optional_size(_CONFIG, config, ("num_local_experts", "num_experts"), 1)
+    unit = (2 if dims.model_type in _UNGATED else 3) * dims.hidden_size  # weights for each inner column
+    experts = optional_size(_CONFIG, config, ("num_local_experts", "num_experts", "n_routed_experts"), 1)
     if experts == 1:
-        return matrices * dims.hidden_size * inner
-    inner = optional_size(_CONFIG, config, ("moe_intermediate_size",), inner)
-    return experts * (matrices * dims.hidden_size * inner + dims.hidden_size)
+        return _FeedForward(dims.num_layers * unit * inner)
+    own = optional_size(_CONFIG, config, ("moe_intermediate_size",), inner)
+    num_first = config.get("first_k_dense_replace") or 0
+    layers = dims.num_layers - num_first
+    num_shared = config.get("n_shared_experts") or 0
+    shared = (config.get("shared_expert_intermediate_size") or 0) + num_shared * own
+    dense = num_first * unit * inner + layers * unit * shared
+    return _FeedForward(dense, layers * experts * unit * own, layers * experts * dims.hidden_size)
 
 
 def _is_tied(config: Mapping[str, Any], dims: ModelDims) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from speccompile.core.dims import ModelDims
 from speccompile.core.specs import decoder_spec, verified_spec
 from speccompile.export.decoder import export_decoder
 from speccompile.passes.pipelines import ORT_QUANTIZATION
+from speccompile.recipe.predict import predict
 from tests.export.families import CONFIGS as FAMILIES
 from tests.export.families import VOCAB
 from tests.export.harness import make_checkpoint
@@ -122,3 +124,35 @@ def test_distances_to_float32_are_those_of_the_weights(
     assert kl["none/packed"] <= fidelity.MAX_KL_UNQUANTIZED
     assert kl["int8/packed"] < kl["int4/packed"]
     assert kl["int8/packed"] < 0.05
+
+
+# The sizes of Mixtral, an eighth as wide and two layers deep.
+_MIXTRAL = {**FAMILIES["mixtral"], "vocab_size": 4000, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64,
+            "num_attention_heads": 8, "num_local_experts": 8}  # fmt: skip
+_BYTES_OF_A_WEIGHT = {"int4": 0.6, "int8": 1.1}  # at most, scales included
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[ir.Model, ModelDims]]:
+    """A random Mixtral: its folder and its graph."""
+    folder = tmp_path_factory.mktemp("wide")
+    (folder / "config.json").write_text(json.dumps(_MIXTRAL))
+    return folder, export_decoder(folder, weights="random", max_seq_len=64)
+
+
+@needs_compiler
+@pytest.mark.parametrize("quantization", _BYTES_OF_A_WEIGHT)
+def test_quantised_experts_are_small_and_as_large_as_predicted(
+    quantization: str, wide: tuple[Path, tuple[ir.Model, ModelDims]], tmp_path: Path
+) -> None:
+    _, graph = wide
+    compiled(graph, tmp_path, quantization, "packed")
+    model = ir.load(tmp_path / "graph.onnx")
+    experts = [node for node in model.graph if "ExpertLinear" in node.op_type]
+    assert len(experts) == 4
+    num_bytes = sum(v.const_value.nbytes for node in experts for v in node.inputs if v is not None and v.const_value)
+    num_weights = 2 * 8 * 3 * 512 * 1024
+    assert num_bytes <= _BYTES_OF_A_WEIGHT[quantization] * num_weights
+    written = sum(file.stat().st_size for file in tmp_path.iterdir())
+    predicted = predict(_MIXTRAL, graph[1], quantization, slots=1, rows=64, backend=OnnxRuntimeBackend())
+    assert written == pytest.approx(predicted.file_bytes, rel=0.02)

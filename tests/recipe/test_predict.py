@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from speccompile.backends.predicting import predict_float32
+from speccompile.backends.tensorrt.sizes import predicted_weight_bytes
 from speccompile.checkpoints.checkpoint import count_params, read_dims
 from speccompile.core.dims import LayerDims, RecurrentDims
+from speccompile.core.jobs import WeightCounts
 from speccompile.recipe.predict import predict
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
@@ -82,3 +85,23 @@ def test_caches_and_states_of_each_layer_are_counted() -> None:
     without = predict(config, plain, "none", slots=8, rows=1024)
     attention, mixer = 2 * (plain.num_heads + 2) * 64, 512 + 2 * 256 + 8
     assert got.num_params - without.num_params == 6 * (plain.hidden_size * (mixer - attention) + 512 * 4)
+
+
+def test_experts_are_quantised_where_the_backend_packs_them() -> None:
+    counts = WeightCounts(num_params=1000, num_linear=900, num_plain=100, num_experts=640)
+    assert predict_float32(counts, "none").weights_bytes == 4000
+    assert predict_float32(counts, "int4").weights_bytes == 260 * 0.625 // 1 + 640 * 0.5625 + 400
+    assert predict_float32(counts, "int8").weights_bytes == int(260 * 1.125 + 640 * 1.0625) + 400
+    assert predict_float32(counts, "int4", packs_experts=False).weights_bytes == int(260 * 0.625) + 2560 + 400
+    assert predicted_weight_bytes(counts, "int8", "float16") == 260 + 2 * 740
+
+
+def test_shared_experts_and_dense_layers_are_no_chosen_experts(tmp_path: Path) -> None:
+    config = {"model_type": "glm4_moe", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "n_routed_experts": 8,
+              "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_shared_experts": 1}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64, **config}))
+    whole = predict(config, read_dims(tmp_path), "none", slots=1, rows=64).num_params
+    without = {**config, "n_routed_experts": 1, "intermediate_size": 1}
+    base = predict(without, read_dims(tmp_path), "none", slots=1, rows=64).num_params - 3 * 3 * 32
+    assert whole - base == 3 * 32 * 48 + 2 * (3 * 32 * 16 * (8 + 1) + 8 * 32)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.backends.base import refuse_states
 from speccompile.backends.onnxruntime.backend import GRAPH_FILE, OnnxRuntimeBackend
-from speccompile.core.jobs import CompileOptions
+from speccompile.backends.predicting import predict_float32
+from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import RecipeError, RuntimeFault
 
@@ -77,6 +78,11 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         """
         del options, quantization
         refuse_states("engine.backend onnxruntime, engine.device cuda", spec)
+
+    def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
+        """Predicts the sizes of a float32 graph: see `predicting.predict_float32`; experts are not quantised."""
+        del dtype
+        return predict_float32(counts, quantization, packs_experts=False)
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
         """Returns the sizes: bodies are unrolled over the nodes of a tree."""
