@@ -14,7 +14,6 @@ from speccompile.errors import ExportError
 _HYBRID = "recurrent or linear-attention layers beside attention"
 _LATENT = "multi-head latent attention, whose cache is no K and V per head"
 _OWN_ATTENTION = "attention that does not go through transformers' attention interface"
-_SINKS = "attention sinks"
 _ENCODER = "an encoder of masked tokens, whatever its config says of decoding"
 _INDEXED = "sparse attention to keys that an index chooses"
 
@@ -22,7 +21,6 @@ _INDEXED = "sparse attention to keys that an index chooses"
 _REFUSED = {
     "mpt": "ALiBi position biases",
     **dict.fromkeys(("cpmant", "reformer", "trocr", "xlm", "xlnet"), _OWN_ATTENTION),
-    "mimo_v2_flash": _SINKS,
     "longcat_flash": _LATENT,
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _INDEXED),
     "deepseek_v4": "sparse attention to compressed keys",

@@ -63,6 +63,8 @@ def layer_dims_from_config(
     """
     if is_latent(config):
         return (LayerDims(num_kv_heads, head_dim, is_latent=True),) * num_layers
+    if config.get("model_type") == "mimo_v2_flash":
+        return _window_dims(where, config, num_layers, num_kv_heads, head_dim)
     if config.get("model_type") not in DELTA_TYPES:
         return ()
     attention, recurrent = LayerDims(num_kv_heads, head_dim), LayerDims(recurrent=_delta_dims(where, config))
@@ -71,6 +73,19 @@ def layer_dims_from_config(
         expected = f"{num_layers} times {FULL} or {LINEAR}"
         raise CheckpointError(f"{where} (layer_types)", shown(list(kinds)), expected, "Download the file again.")
     return tuple(attention if kind == FULL else recurrent for kind in kinds[:num_layers])
+
+
+def _window_dims(
+    where: str, config: Mapping[str, Any], num_layers: int, num_kv_heads: int, head_dim: int
+) -> tuple[LayerDims, ...]:
+    """Layers with a window have twice the KV heads; V is narrower than K, and its rows are filled up."""
+    stated = config.get("layer_types")
+    if not isinstance(stated, list) or len(stated) < num_layers:
+        expected = f"the kind of each of {num_layers} layers"
+        raise CheckpointError(f"{where} (layer_types)", shown(stated), expected, "Save the config by transformers.")
+    return tuple(
+        LayerDims(num_kv_heads * (2 if kind == "sliding_attention" else 1), head_dim) for kind in stated[:num_layers]
+    )
 
 
 def _delta_dims(where: str, config: Mapping[str, Any]) -> RecurrentDims:

@@ -216,6 +216,8 @@ def attend(
     width, scale = value.shape[3], query.shape[3] ** -0.5 if scaling is None else float(scaling)
     if slopes is not None:
         query, key, value = _with_positions(frame, query, key, value, slopes / scale)
+    elif width < key.shape[3]:
+        value = functional.pad(value, (0, key.shape[3] - width))  # caches of K and V have one width
     _check_layer(where, layer, frame, query, key, value, attention_mask)
     for name, given in kwargs.items():
         if given is not None and name not in _INERT:
@@ -240,7 +242,7 @@ def attend(
         s_aux,
     )
     frame.updated[layer] = (new_k, new_v)
-    return (out if slopes is None else out[..., :width]), None
+    return (out if out.shape[3] == width else out[..., :width]), None
 
 
 def _with_positions(

@@ -66,6 +66,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
              "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}},
     "jetmoe": {"num_attention_heads": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "kv_channels": 8},
+    "mimo_v2_flash": {"head_dim": 12, "v_head_dim": 8},
     "llama4_text": {"attention_chunk_size": 24},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},

@@ -153,9 +153,9 @@ def test_heads_that_do_not_fit_the_cache() -> None:
 
     module = torch.nn.Module()
     module.layer_idx = 0
-    q, k, v = torch.zeros(1, 4, 2, 12), torch.zeros(1, 4, 2, 12), torch.zeros(1, 4, 2, 8)
+    q, k, v = torch.zeros(1, 4, 2, 12), torch.zeros(1, 4, 2, 12), torch.zeros(1, 4, 2, 16)
     frame = Frame(torch.zeros(1), torch.ones(1, 2, 2), torch.zeros(1, 1), {0: (torch.zeros(1, 4, 4, 12),) * 2})
-    with forward_pass(frame), pytest.raises(ExportError, match="value heads of 4 x 8 and query heads of width 12"):
+    with forward_pass(frame), pytest.raises(ExportError, match="value heads of 4 x 16 and query heads of width 12"):
         attend(module, q, k, v, None)
 
 
