@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from speccompile.core import specs
 from speccompile.core.dims import ModelDims
+from speccompile.passes.base import run_pipeline
+from speccompile.passes.pipelines import PACKED, onnxruntime_table
 from tests.export.families import VOCAB
 from tests.export.harness import Decoder, chain_parents, logits_of, lowered, make_checkpoint, with_fused_attention
 from tests.export.hybrids import HYBRIDS
@@ -186,3 +191,20 @@ def test_wide_heads_keep_the_epsilon_of_their_norm(tmp_path: Path) -> None:
     norms = [node for node in graph.graph if node.op_type == "RMSNormalization"]
     over_heads = [node.attributes["epsilon"].as_float() for node in norms if tuple(node.inputs[1].shape) == (width,)]
     assert over_heads == pytest.approx([1e-6 / width] * 2)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_the_compiled_graph_has_our_kernels_ops(exported: Exported, quantization: str) -> None:
+    """One attention op with norm, rope and cache, gated attention included; every dense linear is packed."""
+    _, graph, dims = exported
+    spec = replace(specs.decoder_spec("target", dims, max_pending=8), max_rows=MAX_SEQ_LEN)
+    work = graph.clone()
+    run_pipeline(work, onnxruntime_table(specs.verified_spec(spec), quantization, PACKED))
+    ops = Counter(node.op_type for node in work.graph)
+    assert ops["NormRotaryQkvAttention"] == len(dims.attention_layers) and not ops["CachedAttention"]
+    assert ops["GatedDelta"] == ops["ConvRows"] == len(dims.recurrent_layers)
+    # One product for all projections of a layer's input, one for its output.
+    packed = sum(count for name, count in ops.items() if "PackedLinear" in name)
+    assert packed >= 2 * dims.num_layers + 1
+    if "moe" not in dims.model_type and dims.model_type != "qwen3_next":
+        assert not ops["MatMul"] and packed == 4 * dims.num_layers + 1
