@@ -46,17 +46,17 @@ class Script(NoneProposer):
     Args:
         texts: tokens by prompt and sampling parameters.
         seed: of lengths and mistakes.
-        behind: rows of a prefix that it needs again, as a draft that reads the target's states.
+        num_again: rows of a prefix that it needs again, as a draft that reads the target's states.
     """
 
-    def __init__(self, texts: dict[Any, list[int]], seed: int = 0, behind: int = 0) -> None:
-        self.texts, self.rng, self.behind = texts, np.random.default_rng(seed), behind
+    def __init__(self, texts: dict[Any, list[int]], seed: int = 0, num_again: int = 0) -> None:
+        self.texts, self.rng, self.num_again = texts, np.random.default_rng(seed), num_again
         self.num_accepted: list[int] = []
         self.resumed: list[tuple[int, int]] = []
 
     def resume(self, slot: int, sequence: Any, num_rows: int) -> int:
         self.resumed.append((slot, num_rows))
-        return num_rows - self.behind
+        return num_rows - self.num_again
 
     def propose(self, batch: Any) -> TokenTree:
         rows = []
@@ -83,9 +83,9 @@ class Script(NoneProposer):
 class Bench:
     """A scheduler on the tiny target, with the texts of plain decoding."""
 
-    def __init__(self, hybrid: Hybrid, seed: int = 0, behind: int = 0, keeps: bool = True) -> None:
+    def __init__(self, hybrid: Hybrid, seed: int = 0, num_again: int = 0, keeps: bool = True) -> None:
         self.hybrid, self.texts, self.target = hybrid, {}, hybrid.open(SLOTS)
-        self.script = Script(self.texts, seed, behind)
+        self.script = Script(self.texts, seed, num_again)
         self.engine = _spec_engine(self.target, self.script)
         self.plain = _spec_engine(hybrid.open(1), NoneProposer(), slots=1)
         self.scheduler = Scheduler(self.engine, prefill_chunk=2 * CHUNK, keep_prefixes=keeps)
@@ -155,9 +155,9 @@ def numbers(num: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, num).tolist()
 
 
-def run_rounds(hybrid: Hybrid, seed: int, num_rounds: int, behind: int = 0) -> Bench:
+def run_rounds(hybrid: Hybrid, seed: int, num_rounds: int, num_again: int = 0) -> Bench:
     """Random requests of all kinds, some cancelled, with the states of every slot checked after every round."""
-    bench, rng = Bench(hybrid, seed, behind), np.random.default_rng(seed)
+    bench, rng = Bench(hybrid, seed, num_again), np.random.default_rng(seed)
     kinds = (
         GREEDY,
         SamplingParams(max_new_tokens=9, repetition_penalty=1.4),
@@ -192,11 +192,11 @@ def _next_prompt(bench: Bench, rng: np.random.Generator) -> list[int]:
     return [*whole[:cut], *fresh[:12]][: MAX_SEQ - 20]
 
 
-@pytest.mark.parametrize(("seed", "behind"), [(0, 0), (1, 1)])
+@pytest.mark.parametrize(("seed", "num_again"), [(0, 0), (1, 1)])
 def test_200_rounds_keep_the_bits_of_a_fresh_prefill_and_the_texts_of_plain_decoding(
-    hybrid: Hybrid, seed: int, behind: int
+    hybrid: Hybrid, seed: int, num_again: int
 ) -> None:
-    bench = run_rounds(hybrid, seed, 200, behind)
+    bench = run_rounds(hybrid, seed, 200, num_again)
     accepted, counters = bench.script.num_accepted, bench.scheduler.counters
     assert set(accepted) == set(range(NUM_DRAFTS + 1)) and len(accepted) > 100
     assert counters.num_prefix_hits > 5 and counters.num_reused_tokens > 100
@@ -229,7 +229,7 @@ def test_a_conversation_goes_on_from_the_state_itself(hybrid: Hybrid) -> None:
 
 
 def test_a_draft_that_needs_the_last_row_again_gets_it_from_a_pending_row(hybrid: Hybrid) -> None:
-    bench, prompt = Bench(hybrid, behind=1), numbers(40, 6)
+    bench, prompt = Bench(hybrid, num_again=1), numbers(40, 6)
     bench.ask(prompt)
     assert bench.ask(prompt) == len(prompt) - 3
     bench.ask(prompt, speculation="off")  # a plain step leaves nothing pending, so the snapshot is used
