@@ -34,6 +34,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "bench/test_pad_checkpoint.py",
         "e2e/*",
         "examples/test_eagle_recipe.py",
+        "examples/test_hybrid.py",
         "checkpoints/*",
         "cli/test_doctor.py",
         "doctor/*",
