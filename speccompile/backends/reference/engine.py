@@ -52,7 +52,8 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
                 self.bound[cache_ref.name] = np.zeros(shapes[cache_ref.name], np.float32)
                 continue
             held = {name: (cache.shape[1], cache.shape[3]) for name, cache in owner.caches.items()}
-            find_owner(spec, cache_ref, held, owner.max_slots, max_slots)
+            num_slots = min(len(cache) for cache in owner.caches.values())
+            find_owner(spec, cache_ref, held, num_slots, max_slots)
             self.bound[cache_ref.name] = owner.caches[cache_ref.cache]
         self.bound |= self.states.arrays if self.states is not None else {}
 
