@@ -122,7 +122,7 @@ def test_weights_that_do_not_fit_the_disk_are_a_build_error(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "words"), [("bloom", "ALiBi"), ("falcon", "attention interface"), ("no_such_type", "no_such_type")]
+    ("model_type", "words"), [("mpt", "ALiBi"), ("longcat_flash", ""), ("no_such_type", "no_such_type")]
 )
 def test_an_architecture_that_cannot_be_expressed_is_refused_by_name(folder: Path, model_type: str, words: str) -> None:
     source = folder / model_type
