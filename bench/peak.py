@@ -33,8 +33,9 @@ constexpr long turns = 40000000, floats = 64L << 20;
 constexpr int chains = 12;  // more than latency times units
 volatile float sink;
 
-void multiply(const float*) {
-  Lanes sums[chains] = {};
+void multiply(const float* from) {
+  Lanes sums[chains];
+  for (int chain = 0; chain < chains; ++chain) sums[chain] = Lanes{} + from[chain];  // none equals another
   const Lanes factor = Lanes{} + 1.0001f, add = Lanes{} + 0.5f;
   for (long turn = 0; turn < turns; ++turn)
     for (int chain = 0; chain < chains; ++chain) sums[chain] = sums[chain] * factor + add;
@@ -66,7 +67,7 @@ int main(int, char** argv) {
   std::vector<float*> arrays;
   for (int thread = 0; thread < num_threads; ++thread) {
     arrays.push_back(static_cast<float*>(std::aligned_alloc(64, floats * 4)));
-    for (long at = 0; at < floats; ++at) arrays.back()[at] = 1.0f;
+    for (long at = 0; at < floats; ++at) arrays.back()[at] = at % 64;
   }
   const double multiply_s = seconds(multiply, arrays), read_s = seconds(read, arrays);
   std::printf("%d %g %g\n", width, 1e-9 * num_threads * turns * chains / multiply_s,
@@ -85,7 +86,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder) / "peak.cpp", Path(folder) / "peak"
         source.write_text(SOURCE)
-        flags = ["-O3", "-march=native", "-ffast-math", "-std=c++17", "-pthread"]
+        flags = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-pthread"]
         subprocess.run([args.compiler, *flags, str(source), "-o", str(program)], check=True)
         print("threads   vector multiply-adds (10^9/s)   GFLOP/s   read GB/s")
         for threads in args.threads.split(","):
