@@ -59,7 +59,7 @@ class BlsPart:
         self._names = engine_names()
         self._numbers = itertools.count()
         self._open: set[Relay] = set()
-        self._lock = threading.Lock()  # over _open
+        self._lock = threading.Lock()  # over _open, and while a sender in it is asked
         self._is_ending = threading.Event()
         self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="speccompile-relay")
         self._watcher = threading.Thread(target=self._watch, name="speccompile-watch", daemon=True)
@@ -159,9 +159,14 @@ class BlsPart:
             with self._lock:
                 still = [relay for relay in self._open if not relay.is_stopped]
             for relay in still:
-                if relay.sender.is_cancelled():
+                if self._is_gone(relay):
                     relay.is_stopped = True
                     self._stop(relay)
+
+    def _is_gone(self, relay: Relay) -> bool:
+        """Returns whether the client of an open request has gone. Asked after its last response, Triton 2.51 ends."""
+        with self._lock:
+            return relay in self._open and bool(relay.sender.is_cancelled())
 
     def _stop(self, relay: Relay) -> None:
         """Ask the engine to end the request of this name: the input `stop`, as old clients send it."""
