@@ -9,6 +9,9 @@ budget drafts now and then, what a draft costs shows in the steps after it as we
 the target's. A comparison loses tokens, as half of its steps are slower; the next one comes when that loss is
 `MAX_LOSS` of the time in between, or `MAX_CLEAR_LOSS` where one way is clearly the faster.
 
+The more sequences, the more a draft token costs and the longer it takes until all of them have a draft to compare with.
+So where drafts are clearly slower, a larger batch that is new begins without them, as if it had been compared itself.
+
 Only batches whose text does not depend on drafts may have a controller, as its decisions depend on measured times.
 """
 
@@ -135,6 +138,7 @@ class Controller:
         self._sizes: dict[tuple[int, bool], _Comparison] = {}  # by batch size, and whether some must draft
         self._reading = _Reading()
         self._at: _Comparison | None = None  # of this step; None: no sequence has `auto`
+        self._waiting: _Comparison | None = None  # drafts are off, and it wants all sequences to have one
         self._is_plain = False  # this step
         self._was_plain = False  # the step before it
 
@@ -152,14 +156,21 @@ class Controller:
             self._at = None
             return METHOD_DEFAULT
         key = (bucket_of(len(slots)), is_forced)
-        at = self._sizes.get(key) or self._sizes.setdefault(key, _Comparison())
+        at = self._sizes.get(key) or self._sizes.setdefault(key, self._first(*key))
         # A comparison waits for a batch whose sequences all have a draft; drafts need at least one that has.
-        if num_ready < num_auto and (at.is_comparing or (at.is_on and not num_ready)):
+        is_short = num_ready < num_auto
+        self._waiting = at if is_short and at.is_comparing and not at.is_on else None
+        if is_short and (at.is_comparing or (at.is_on and not num_ready)):
             self._at = None
             return METHOD_DEFAULT if at.is_on and num_ready else PLAIN
         self._at, limit = at, at.next_limit
         self._is_plain = limit == PLAIN
         return limit
+
+    def _first(self, size: int, is_forced: bool) -> _Comparison:
+        """Returns the comparison of a batch size that is new: it knows what the next smaller one has found."""
+        smaller = [known for known, forced in self._sizes if forced == is_forced and known < size]
+        return _Comparison(self._sizes[max(smaller), is_forced] if smaller else None)
 
     def observe(self, slots: Sequence[Slot], steps: Sequence[Step], times: StepTimes) -> None:
         """See `Planner.observe`."""
@@ -188,11 +199,14 @@ class Controller:
     def read(self, num_tokens: int, draft_s: float | None) -> None:
         """See `Planner.read`."""
         self._reading.read(num_tokens, draft_s)
+        if draft_s is not None and self._waiting is not None:
+            self._waiting.wait(draft_s)
 
     def expects_drafts(self, num_active: int) -> bool:
         """See `Planner.expects_drafts`."""
-        known = self._sizes.get((bucket_of(num_active), False))
-        return known is None or known.is_on or known.is_comparing
+        size = bucket_of(num_active)
+        known = self._sizes.get((size, False)) or self._first(size, False)
+        return known.is_on or known.is_comparing
 
     def decisions(self) -> dict[str, Any]:
         """Returns by batch size whether drafts are on, and the measured gain: tokens/s over plain tokens/s."""
@@ -203,9 +217,13 @@ class Controller:
 
 
 class _Comparison:
-    """The comparisons of one batch size."""
+    """The comparisons of one batch size.
 
-    def __init__(self) -> None:
+    Args:
+        smaller: of a smaller batch. Where drafts are clearly slower there, this one begins with what it knows.
+    """
+
+    def __init__(self, smaller: _Comparison | None = None) -> None:
         self.is_on = True
         self.num_steps = self.num_plain = 0
         # Decaying sums over the steps that the budget decided: tokens per sequence, steps; seconds, steps of these.
@@ -217,6 +235,19 @@ class _Comparison:
         self._spent: tuple[list[float], list[float]] = ([], [])  # the same, first steps and reading included
         self._brought = [0.0, 0.0]  # tokens per sequence in them
         self._has_drafts = self._is_probe = self._is_unconfirmed = False
+        self._waited_s = 0.0  # in which drafts read prompts for the next comparison alone
+        self._last_pause = LEAST_PAUSE
+        self._num_known = 0  # steps of smaller batches
+        if smaller is not None and smaller.is_clearly_off:
+            self.is_on, self._log_ratio, self._num_compared = False, smaller._log_ratio, smaller._num_compared
+            self._tokens, self._num_drafting = smaller._tokens, smaller._num_drafting
+            self._last_pause, self._num_known = smaller._last_pause, smaller._num_known + smaller.num_steps
+            self._left += self._last_pause
+
+    @property
+    def is_clearly_off(self) -> bool:
+        """Whether drafts are off, and more than one comparison says that they are slower by a good deal."""
+        return not self.is_on and self._num_compared > 1 and self.gain <= 1 / CLOSE
 
     @property
     def gain(self) -> float:
@@ -240,6 +271,10 @@ class _Comparison:
         self.num_steps += 1
         self.num_plain += 1
         self._left -= 1
+
+    def wait(self, draft_s: float) -> None:
+        """Adds the seconds in which a draft read a prompt, as all sequences need one for the next comparison."""
+        self._waited_s += draft_s
 
     @property
     def next_limit(self) -> int | None:
@@ -300,10 +335,13 @@ class _Comparison:
                 self.is_on = is_on
         is_close = self._has_drafts and 1 / CLOSE < self.gain < CLOSE
         again = self._is_unconfirmed or (is_close and self._num_compared < NUM_FIRST)
-        self._left = 2 * TURN + (0 if again else self._pause(drafting, plain, MAX_LOSS if is_close else MAX_CLEAR_LOSS))
+        if not again:
+            self._last_pause = self._pause(drafting, plain, MAX_LOSS if is_close else MAX_CLEAR_LOSS)
+        self._left = 2 * TURN + (0 if again else self._last_pause)
         # A budget that drafts nothing never measures what drafts cost at this batch size: every other comparison does.
         self._is_probe, self._has_drafts = not (self._has_drafts or self._is_probe), False
         self._times, self._spent, self._brought = ([], []), ([], []), [0.0, 0.0]
+        self._waited_s = 0.0
 
     def _pause(self, drafting_s: float, plain_s: float, max_loss: float) -> int:
         """Returns steps to the next comparison, so that comparisons lose `max_loss` of the time.
@@ -315,13 +353,13 @@ class _Comparison:
         step_s = drafting_s if self.is_on else plain_s
         # Seconds per token of each sequence, with drafts or without, whichever is faster.
         token_s = min(plain_s, drafting_s * self._num_drafting / self._tokens)
-        lost_s = 0.0
+        lost_s = self._waited_s
         for typical_s, spent, tokens in zip((drafting_s, plain_s), self._spent, self._brought, strict=True):
             # Other processes may have held up a step: that time was not lost by the comparison.
             spent_s = spent[0] + sum(min(s, 3 * typical_s) for s in spent[1:])
             lost_s += max(spent_s - tokens * token_s, 0.0)
         pause = int(min(lost_s / max_loss / step_s, MAX_PAUSE))
-        return max(min(pause, GROWTH * self.num_steps), LEAST_PAUSE)
+        return max(min(pause, GROWTH * (self._num_known + self.num_steps)), LEAST_PAUSE)
 
     def json_from_comparison(self) -> dict[str, Any]:
         """Returns a JSON-ready dict."""

@@ -42,6 +42,38 @@ class Relay:
         self.is_stopped = False
 
 
+class OpenRelays:
+    """The requests whose last response was not sent yet."""
+
+    def __init__(self) -> None:
+        self._relays: set[Relay] = set()
+        self._lock = threading.Lock()  # over the set, and while a sender in it is asked
+
+    def add(self, relay: Relay) -> None:
+        """Adds a request."""
+        with self._lock:
+            self._relays.add(relay)
+
+    def close(self, relay: Relay) -> None:
+        """Removes a request: to be called before its last response is sent."""
+        with self._lock:
+            self._relays.discard(relay)
+
+    def running(self) -> list[Relay]:
+        """Returns the requests that were not asked to stop."""
+        with self._lock:
+            return [relay for relay in self._relays if not relay.is_stopped]
+
+    def is_gone(self, relay: Relay) -> bool:
+        """Returns whether the client of an open request has gone.
+
+        Triton 2.51 crashes when it is asked about a request after its last response, so no request is closed while it
+        is asked, and none is asked that is closed.
+        """
+        with self._lock:
+            return relay in self._relays and bool(relay.sender.is_cancelled())
+
+
 class BlsPart:
     """See the module.
 
@@ -58,8 +90,7 @@ class BlsPart:
         self._inputs = [entry["name"] for entry in config["input"]]
         self._names = engine_names()
         self._numbers = itertools.count()
-        self._open: set[Relay] = set()
-        self._lock = threading.Lock()  # over _open, and while a sender in it is asked
+        self._open = OpenRelays()
         self._is_ending = threading.Event()
         self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="speccompile-relay")
         self._watcher = threading.Thread(target=self._watch, name="speccompile-watch", daemon=True)
@@ -72,8 +103,7 @@ class BlsPart:
             # Copied: Triton takes the request's memory back when this method returns.
             arrays = {name: np.array(tensor.as_numpy()) for name, tensor in found.items() if tensor is not None}
             relay = Relay(request.get_response_sender(), f"{os.getpid()}-{next(self._numbers)}")
-            with self._lock:
-                self._open.add(relay)
+            self._open.add(relay)
             self._pool.submit(self._run, relay, arrays, self._wanted(request), request.parameters())
 
     def finalize(self) -> None:
@@ -99,8 +129,7 @@ class BlsPart:
         except pb.TritonModelException as fault:  # a model that is not there, or that ended under the request
             error = pb.TritonError(str(fault), pb.TritonError.INTERNAL)
         finally:
-            with self._lock:
-                self._open.discard(relay)
+            self._open.close(relay)
             final = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
             if error is None:
                 relay.sender.send(flags=final)
@@ -156,17 +185,10 @@ class BlsPart:
 
     def _watch(self) -> None:
         while not self._is_ending.wait(POLL_S):
-            with self._lock:
-                still = [relay for relay in self._open if not relay.is_stopped]
-            for relay in still:
-                if self._is_gone(relay):
+            for relay in self._open.running():
+                if self._open.is_gone(relay):
                     relay.is_stopped = True
                     self._stop(relay)
-
-    def _is_gone(self, relay: Relay) -> bool:
-        """Returns whether the client of an open request has gone. Asked after its last response, Triton 2.51 ends."""
-        with self._lock:
-            return relay in self._open and bool(relay.sender.is_cancelled())
 
     def _stop(self, relay: Relay) -> None:
         """Ask the engine to end the request of this name: the input `stop`, as old clients send it."""
