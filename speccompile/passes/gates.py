@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.ops.packed_linear import GELU_ERF, GELU_TANH, SILU
+from speccompile.passes.edit import Editor
 from speccompile.passes.match import ints, only_use
 
 
@@ -77,3 +78,21 @@ def swapped_halves(array: np.ndarray) -> np.ndarray:
     """Returns the second half of the columns before the first."""
     half = array.shape[-1] // 2
     return np.concatenate([array[..., half:], array[..., :half]], axis=-1)
+
+
+def packed_bias(bias: ir.Value | None, gate: Gate | None, shape: tuple[int, ...], edit: Editor) -> ir.Value:
+    """Returns the bias of a packed linear, its columns in the order of the packed weights.
+
+    Args:
+        bias: constant; None: zeros.
+        gate: after the linear.
+        shape: of the bias.
+        edit: adds constants.
+    """
+    if bias is None:
+        return edit.const(np.zeros(shape, np.float32), f"zeros.{'.'.join(map(str, shape))}")
+    if gate is None or not gate.is_second:
+        return bias
+    tensor = bias.const_value
+    assert tensor is not None
+    return edit.const(swapped_halves(tensor.numpy()), f"{bias.name}.swapped")

@@ -19,7 +19,7 @@ from speccompile.ops import packing
 from speccompile.ops.expert_linear import expert_op_name
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, sizes_of, weight_of
-from speccompile.passes.gates import Gate, gate_of, swapped_halves
+from speccompile.passes.gates import Gate, gate_of, packed_bias, swapped_halves
 from speccompile.passes.match import int_attribute, ints, only_use, operands, producer, rank, replace_tree, static_dim
 from speccompile.passes.pack_linears import INTEGER_FORMS, PACKED_DTYPES, Weights, is_bfloat16
 
@@ -190,17 +190,6 @@ def _dims(experts: _Experts) -> tuple[int, int, int]:
     return (num_experts, first, second) if experts.is_transposed else (num_experts, second, first)
 
 
-def _bias_value(experts: _Experts, edit: Editor) -> ir.Value:
-    num_experts, _, num_out = _dims(experts)
-    if experts.bias is None:
-        return edit.const(np.zeros((num_experts, num_out), np.float32), f"zeros.{num_experts}.{num_out}")
-    if experts.gate is None or not experts.gate.is_second:
-        return experts.bias
-    tensor = experts.bias.const_value
-    assert tensor is not None
-    return edit.const(swapped_halves(tensor.numpy()), f"{experts.bias.name}.swapped")
-
-
 def pack_experts(model: ir.Model, weights: Weights) -> int:
     """Pack the weights of every mixture of experts.
 
@@ -221,7 +210,7 @@ def pack_experts(model: ir.Model, weights: Weights) -> int:
         if experts.gate is not None:
             attributes["activation"] = experts.gate.activation
         name = expert_op_name(form, has_gate=experts.gate is not None)
-        bias = _bias_value(experts, edit)
+        bias = packed_bias(experts.bias, experts.gate, (num_experts, num_out), edit)
         out = edit.op(name, experts.source, experts.ids, *constants, bias, domain=OPS_DOMAIN, **attributes)
         out.shape, out.type = experts.last.outputs[0].shape, experts.last.outputs[0].type
         replace_tree(experts.last, out)

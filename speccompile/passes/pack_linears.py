@@ -18,7 +18,7 @@ from speccompile.ops.packed_linear import op_name
 from speccompile.passes.attach_blocks import quantised_of
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace, sizes_of, weight_of
-from speccompile.passes.gates import Gate, gate_of, swapped_halves
+from speccompile.passes.gates import Gate, gate_of, packed_bias, swapped_halves
 from speccompile.passes.match import only_use, operands, rank, replace_tree
 
 Weights = Literal["float", "int8", "int4"]
@@ -128,16 +128,6 @@ PACKED_DTYPES = {
 }
 
 
-def _bias_value(linear: _Linear, edit: Editor, num_out: int) -> ir.Value:
-    if linear.bias is None:
-        return edit.const(np.zeros(num_out, np.float32), f"zeros.{num_out}")
-    if linear.gate is None or not linear.gate.is_second:
-        return linear.bias
-    tensor = linear.bias.const_value
-    assert tensor is not None
-    return edit.const(swapped_halves(tensor.numpy()), f"{linear.bias.name}.swapped")
-
-
 def pack_linears(model: ir.Model, weights: Weights) -> int:
     """Pack every linear with constant weights [in, out].
 
@@ -158,7 +148,7 @@ def pack_linears(model: ir.Model, weights: Weights) -> int:
         attributes = {"num_in": num_in, "num_out": num_out}
         if linear.gate is not None:
             attributes["activation"] = linear.gate.activation
-        bias = _bias_value(linear, edit, num_out)
+        bias = packed_bias(linear.bias, linear.gate, (num_out,), edit)
         name = op_name(form, has_gate=linear.gate is not None)
         out = edit.op(name, linear.node.inputs[0], *constants, bias, domain=OPS_DOMAIN, **attributes)
         out.shape, out.type = linear.last.outputs[0].shape, linear.last.outputs[0].type
