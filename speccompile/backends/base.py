@@ -21,7 +21,7 @@ from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
-from speccompile.errors import BuildError, RuntimeFault
+from speccompile.errors import RuntimeFault
 
 RollbackT = TypeVar("RollbackT")  # with which an engine compacts its caches
 
@@ -192,42 +192,20 @@ class Backend(ABC):
         """
 
 
-def refuse_states(where: str, spec: GraphSpec) -> None:
-    """Refuses a graph whose layers keep other things than K and V of one size.
-
-    Args:
-        where: the backend's keys of a recipe, for the message.
-        spec: inputs and outputs of the neutral graph.
-
-    Raises:
-        BuildError: it has recurrent states, or caches of several sizes.
-    """
-    todo = "Build with engine.backend: onnxruntime and engine.device: cpu."
-    if spec.states:
-        got, expected = f"recurrent states of {spec.name}", "attention layers alone: recurrent ones not yet"
-        raise BuildError(where, got, expected, todo)
-    sizes = {(cache.dims[1], cache.dims[3]) for cache in map(spec.input, spec.caches)}
-    if len(sizes) > 1:
-        shown = " and ".join(f"{heads} heads of {width}" for heads, width in sorted(sizes, key=str))
-        raise BuildError(where, f"K and V caches of {shown}", "one size in all layers: several not yet", todo)
-
-
 class EngineBase(ABC, Generic[RollbackT]):
     """Bounds of steps, and defaults for engines whose caches have one layout. See `core.protocols.Engine`.
 
     Args:
         spec: inputs and outputs of the graph.
         max_slots, max_rows: capacity of the caches.
+        states: the recurrent states of its slots, where the graph has any.
     """
 
     compacts_in_step: bool = False
     rollback: RollbackT | None = None  # set by engines that were given one
-    states: SlotStates | None = None
 
-    def __init__(self, spec: GraphSpec, max_slots: int, max_rows: int) -> None:
-        self.spec, self.max_slots, self.max_rows = spec, max_slots, max_rows
-        if spec.states:
-            self.states = SlotStates(spec, max_slots)
+    def __init__(self, spec: GraphSpec, max_slots: int, max_rows: int, states: SlotStates[Any] | None = None) -> None:
+        self.spec, self.max_slots, self.max_rows, self.states = spec, max_slots, max_rows, states
 
     @property
     def view_rows(self) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent states of an engine's slots in host memory: what each holds, and copies to begin again from.
+"""Recurrent states of an engine's slots: what each holds, and copies to begin again from.
 
 A state holds the first `lengths[slot]` tokens of its sequence. The rows of the last step that were not sure to stay are
 pending: the next step of the slot applies those that were accepted, which its own `lengths` say. So a sequence can go
@@ -8,9 +8,10 @@ on at any length from `lengths[slot]` to `lengths[slot] + num_pending[slot]`, an
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,22 +20,23 @@ from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TOKENS, G
 from speccompile.core.tree import Ints
 from speccompile.errors import RuntimeFault
 
+KeptT = TypeVar("KeptT")  # a copy of the states of one slot
 _AGAIN = "Send the request again; if that fails too, report it: the states were not kept by this engine's steps."
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(Generic[KeptT]):
     """A copy of the states of one slot.
 
     Args:
         length: tokens that they hold.
         num_pending: rows that are pending.
-        arrays: in the order of the spec's states, without the axis of the slots.
+        arrays: the states of the slot, which are never written again.
     """
 
     length: int
     num_pending: int
-    arrays: tuple[NDArray[np.float32], ...]
+    arrays: KeptT
 
 
 class StateStep(NamedTuple):
@@ -53,15 +55,14 @@ class StateStep(NamedTuple):
     num_pending: Ints
 
 
-class SlotStates:
-    """The recurrent states of all slots of an engine, and a snapshot for each.
+class SlotStates(ABC, Generic[KeptT]):
+    """What the recurrent states of all slots of an engine hold, and a snapshot for each; the subclass has the memory.
 
     Args:
         spec: with states.
         max_slots: sequences.
 
     Attributes:
-        arrays: by name, [max_slots, ...] float32; they never move.
         lengths: [max_slots] int64: tokens that the states of each slot hold.
         num_pending: [max_slots] int64: rows of its last step that are pending.
         snapshots: by slot; one may stand for several slots, as it is never written again.
@@ -69,15 +70,34 @@ class SlotStates:
 
     def __init__(self, spec: GraphSpec, max_slots: int) -> None:
         self.where, self.max_pending = f"engine {spec.name}", spec.max_pending
-        self.arrays = {name: np.zeros(shape, np.float32) for name, shape in spec.state_shapes(max_slots).items()}
         self.lengths: Ints = np.zeros(max_slots, np.int64)
         self.num_pending: Ints = np.zeros(max_slots, np.int64)
-        self.snapshots: list[Snapshot | None] = [None] * max_slots
+        self.snapshots: list[Snapshot[KeptT] | None] = [None] * max_slots
 
     @property
+    @abstractmethod
     def num_bytes(self) -> int:
         """Returns the bytes of the states, and of as many snapshots as there are slots."""
-        return 2 * sum(array.nbytes for array in self.arrays.values())
+
+    @abstractmethod
+    def copy_arrays(self, source: int, dest: int) -> None:
+        """Copies the states of slot `source` over those of slot `dest`, another one."""
+
+    @abstractmethod
+    def swap_arrays(self, first: int, second: int) -> None:
+        """Exchanges the states of two slots."""
+
+    @abstractmethod
+    def zero_arrays(self, slot: int) -> None:
+        """Fills the states of a slot with zeros."""
+
+    @abstractmethod
+    def save_arrays(self, slot: int) -> KeptT:
+        """Returns a copy of the states of a slot; it may use the memory of a copy that no snapshot has any more."""
+
+    @abstractmethod
+    def restore_arrays(self, slot: int, kept: KeptT) -> None:
+        """Copies what `save_arrays` returned over the states of a slot."""
 
     def begin(self, feeds: Mapping[str, Any], first_slot: int) -> StateStep:
         """Returns what a step makes of the states; until `end` the states of its slots count as lost.
@@ -148,8 +168,7 @@ class SlotStates:
         elif self._holds(slot, rows):
             self.num_pending[slot] = rows - self.lengths[slot]
         elif snapshot is not None:
-            for array, kept in zip(self.arrays.values(), snapshot.arrays, strict=True):
-                array[slot] = kept
+            self.restore_arrays(slot, snapshot.arrays)
             self.lengths[slot], self.num_pending[slot] = snapshot.length, snapshot.num_pending
 
     def _holds(self, slot: int, rows: int) -> bool:
@@ -158,30 +177,31 @@ class SlotStates:
     def take_snapshot(self, slot: int) -> None:
         """Copies the states of a slot, in place of its earlier snapshot."""
         length, num_pending = int(self.lengths[slot]), int(self.num_pending[slot])
-        arrays = tuple(array[slot].copy() for array in self.arrays.values())
-        self.snapshots[slot] = Snapshot(length, num_pending, arrays) if length + num_pending else None
+        self.snapshots[slot] = None
+        if length + num_pending:
+            self.snapshots[slot] = Snapshot(length, num_pending, self.save_arrays(slot))
 
     def move(self, source: int, dest: int, rows: int | None = None) -> None:
         """Copies states and snapshot of slot `source` to slot `dest`; states that hold more than `rows` are left."""
         self.snapshots[dest] = self.snapshots[source]
         self.lengths[dest] = self.num_pending[dest] = 0
         if rows is None or self._holds(source, rows):
-            for array in self.arrays.values():
-                array[dest] = array[source]
+            self.copy_arrays(source, dest)
             self.lengths[dest], self.num_pending[dest] = self.lengths[source], self.num_pending[source]
 
     def swap(self, first: int, second: int) -> None:
         """Exchanges states and snapshots of two slots."""
-        counts: tuple[NDArray[Any], ...] = (self.lengths, self.num_pending)
-        for array in (*self.arrays.values(), *counts):
-            array[[first, second]] = array[[second, first]]
+        if first == second:
+            return
+        self.swap_arrays(first, second)
+        for counts in (self.lengths, self.num_pending):
+            counts[[first, second]] = counts[[second, first]]
         snapshots = self.snapshots
         snapshots[first], snapshots[second] = snapshots[second], snapshots[first]
 
     def clear(self, slot: int) -> None:
         """Zeroes the states of a slot and drops its snapshot."""
-        for array in self.arrays.values():
-            array[slot] = 0
+        self.zero_arrays(slot)
         self.lengths[slot] = self.num_pending[slot] = 0
         self.snapshots[slot] = None
 
@@ -189,3 +209,53 @@ class SlotStates:
         """Marks the states of all slots as unused, and drops all snapshots."""
         self.lengths[:] = self.num_pending[:] = 0
         self.snapshots = [None] * len(self.snapshots)
+
+
+class HostStates(SlotStates[tuple[NDArray[np.float32], ...]]):
+    """Recurrent states in host memory.
+
+    Args:
+        spec: with states.
+        max_slots: sequences.
+
+    Attributes:
+        arrays: by name, [max_slots, ...] float32; they never move.
+    """
+
+    def __init__(self, spec: GraphSpec, max_slots: int) -> None:
+        super().__init__(spec, max_slots)
+        self.arrays = {name: np.zeros(shape, np.float32) for name, shape in spec.state_shapes(max_slots).items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """See `SlotStates.num_bytes`."""
+        return 2 * sum(array.nbytes for array in self.arrays.values())
+
+    def copy_arrays(self, source: int, dest: int) -> None:
+        """See `SlotStates.copy_arrays`."""
+        for array in self.arrays.values():
+            array[dest] = array[source]
+
+    def swap_arrays(self, first: int, second: int) -> None:
+        """See `SlotStates.swap_arrays`."""
+        for array in self.arrays.values():
+            array[[first, second]] = array[[second, first]]
+
+    def zero_arrays(self, slot: int) -> None:
+        """See `SlotStates.zero_arrays`."""
+        for array in self.arrays.values():
+            array[slot] = 0
+
+    def save_arrays(self, slot: int) -> tuple[NDArray[np.float32], ...]:
+        """See `SlotStates.save_arrays`."""
+        return tuple(array[slot].copy() for array in self.arrays.values())
+
+    def restore_arrays(self, slot: int, kept: tuple[NDArray[np.float32], ...]) -> None:
+        """See `SlotStates.restore_arrays`."""
+        for array, saved in zip(self.arrays.values(), kept, strict=True):
+            array[slot] = saved
+
+
+def host_states(spec: GraphSpec, max_slots: int) -> HostStates | None:
+    """Returns states in host memory; None for a graph without any."""
+    return HostStates(spec, max_slots) if spec.states else None

@@ -100,8 +100,9 @@ class FeatureDraft(nn.Module):
         read = gather_nodes(features, feature_nodes)
         depth = tree_mask.to(torch.int64).sum(-1) - 1
         pairs = cache_pairs(range(self.num_layers), caches)
-        with forward_pass(Frame(lengths, tree_mask, scored_nodes, pairs)) as frame:
-            own = self.body.advance(tokens, read, self.rotary(read, lengths.unsqueeze(1) + depth))
+        positions = lengths.unsqueeze(1) + depth
+        with forward_pass(Frame(lengths, tree_mask, scored_nodes, pairs, positions=positions)) as frame:
+            own = self.body.advance(tokens, read, self.rotary(read, positions))
         logits, tokens_of = self.body.logits(gather_nodes(own, scored_nodes)), self.body.target_tokens
         if self.dists:  # candidates share the distributions' vocabulary, the target's: bodies support only one
             logits, tokens_of = self._spread(logits), None

@@ -7,8 +7,6 @@ as they were accepted. So a rejected draft never reaches the state, and the call
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TensorSpec
@@ -133,22 +131,11 @@ _ROW = """
         next_{0} = Add(decayed_{0}, added_{0})
 """
 
-# As many pending rows as some slot needs, and at least one, as ONNX Runtime's Scan refuses none. TensorRT takes no
-# slice whose size is computed on the device: there all pending rows are run over, void or not.
-_OWED_ROWS = """
-    most_owed = ReduceMax<keepdims = 1>(num_owed)
-    num_taken = Max(most_owed, unit)
-    replayable = Slice(pending, nowhere, num_taken, second)
-"""
-_ALL_ROWS = """
-    replayable = Identity(pending)
-"""
-
 # Rows come first for Scan, and every head of k has an axis for the value heads that share it:
 # k [rows, batch, key_heads, 1, 1, key_dim], v [rows, batch, key_heads, group, 1, value_dim].
 # Void pending rows are zeros, so they change no bit of the state. An engine binds `pending_updated` at the address of
 # `pending`: the zeros after its rows are computed from the replayed state, so that it is written last.
-_HEAD = """
+BODY_HEAD = """
     none = Constant<value_int = 0>()
     one = Constant<value_int = 1>()
     nothing = Constant<value_float = 0.0>()
@@ -190,8 +177,12 @@ _HEAD = """
     num_owed = Sub(lengths, state_lengths)
 """
 
-_TAIL = (
+# As many pending rows are replayed as some slot needs, and at least one, as ONNX Runtime's Scan refuses none.
+_SCANS = (
     """
+    most_owed = ReduceMax<keepdims = 1>(num_owed)
+    num_taken = Max(most_owed, unit)
+    replayable = Slice(pending, nowhere, num_taken, second)
     num_replayed1 = Shape<start = 1, end = 2>(replayable)
     num_replayed = Squeeze(num_replayed1, nowhere)
     replays = Range(none, num_replayed, one)
@@ -297,8 +288,6 @@ GATED_DELTA = Op(
         TensorSpec("pending_updated", _PENDING_DIMS, "float32"),
     ),
     gated_delta,
-    _HEAD + _OWED_ROWS + _TAIL,
+    BODY_HEAD + _SCANS,
     attributes={"num_key_heads": 1, "num_value_heads": 1, "scale": 1.0, "delta": 1},
 )
-
-TENSORRT_GATED_DELTA = replace(GATED_DELTA, body=_HEAD + _ALL_ROWS + _TAIL)

@@ -22,6 +22,7 @@ from speccompile.ops.qkv_attention import QKV_ATTENTION
 from speccompile.ops.sample_token import SAMPLE_TOKEN
 from speccompile.ops.spec_verify import SPEC_VERIFY
 from speccompile.ops.tensorrt.bodies import drafts_from_width, tensorrt_ops
+from speccompile.ops.tensorrt.recurrence import gated_delta_op, most_rows
 from speccompile.ops.walk import WALK, WALK_PROBS
 from speccompile.ops.warp import WARP
 
@@ -102,6 +103,9 @@ def _vocab_of(nodes: Iterable[ir.Node]) -> int | None:
     return size if isinstance(size, int) else None
 
 
+_PENDING = [tensor.name for tensor in GATED_DELTA.inputs].index("pending")
+
+
 def _ops_for_tensorrt(nodes: Iterable[ir.Node], vocab: int | None, max_nodes: int) -> Mapping[str, Op]:
     """Returns the ops with bodies that TensorRT builds, in the form that the graph's SpecVerify needs."""
     verifying = [n for n in nodes if n.op_type == SPEC_VERIFY.name]
@@ -116,7 +120,16 @@ def _ops_for_tensorrt(nodes: Iterable[ir.Node], vocab: int | None, max_nodes: in
     widths = {dist.shape[-1] if dist is not None and dist.shape is not None else None for dist in dists}
     width = next(iter(widths)) if len(widths) == 1 else None
     drafts = drafts_from_width(width if isinstance(width, int) else None, vocab)
-    return {**OPS, **tensorrt_ops(drafts, max_nodes)}
+    return {**OPS, **tensorrt_ops(drafts, max_nodes), GATED_DELTA.name: _recurrence(nodes, max_nodes)}
+
+
+def _recurrence(nodes: Iterable[ir.Node], max_nodes: int) -> Op:
+    """Returns GatedDelta in the form that the graph's nodes need: for their pending rows, with or without the rule."""
+    ours = [n for n in nodes if n.op_type == GATED_DELTA.name]
+    pending = [n.inputs[_PENDING] for n in ours]
+    sizes = [p.shape[1] for p in pending if p is not None and p.shape is not None and isinstance(p.shape[1], int)]
+    has_rule = not ours or any(n.attributes["delta"].as_int() for n in ours)
+    return gated_delta_op(most_rows(max([max_nodes, *sizes]), max_nodes), has_rule)
 
 
 def attach_functions(model: ir.Model, dialect: Dialect = "onnx", max_nodes: int = 17) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One KVRollback over all caches after their updates, where a plugin compacts inside the target's step.
+"""One KVRollback over all caches of a size after their updates, where a plugin compacts inside the target's step.
 
 The path comes from the verdict of the same step, so attention has read the caches before they are compacted.
 """
@@ -15,29 +15,24 @@ from speccompile.passes.edit import OPS_DOMAIN, Editor, input_of
 
 
 def attach_compaction(model: ir.Model, spec: GraphSpec) -> int:
-    """Add the node and its outputs after all others; returns the number of caches.
+    """Add the nodes and their outputs after all others; returns the number of caches.
 
     Args:
         model: with the updated caches and `path` among its outputs.
         spec: its caches are compacted.
     """
     outputs = {v.name: v for v in model.graph.outputs}
-    updated = [outputs[updated_cache_name(name)] for name in spec.caches]
-    # TensorRT asks a plugin for the number of its outputs before it passes the inputs.
-    attributes = {"num_caches": len(updated)} if len(updated) > 1 else {}
-    made = Editor(model).op(
-        "KVRollback",
-        *updated,
-        input_of(model, specs.LENGTHS),
-        outputs[specs.PATH],
-        domain=OPS_DOMAIN,
-        num_outputs=len(updated),
-        **attributes,
-    )
-    for name, value, cache in zip(spec.caches, made if len(updated) > 1 else [made], updated, strict=True):
-        value.name, value.shape, value.type = compacted_cache_name(name), cache.shape, cache.type
-        model.graph.outputs.append(value)
-    return len(updated)
+    lengths, path, edit, compacted = input_of(model, specs.LENGTHS), outputs[specs.PATH], Editor(model), {}
+    for names in spec.cache_groups:
+        updated, num = [outputs[updated_cache_name(name)] for name in names], len(names)
+        # TensorRT asks a plugin for the number of its outputs before it passes the inputs.
+        attributes = {"num_caches": num} if num > 1 else {}
+        made = edit.op("KVRollback", *updated, lengths, path, domain=OPS_DOMAIN, num_outputs=num, **attributes)
+        for name, value, cache in zip(names, made if num > 1 else [made], updated, strict=True):
+            value.name, value.shape, value.type = compacted_cache_name(name), cache.shape, cache.type
+            compacted[name] = value
+    model.graph.outputs.extend(compacted[name] for name in spec.caches)
+    return len(compacted)
 
 
 def attach_compaction_pass(spec: GraphSpec) -> Pass:

@@ -23,6 +23,10 @@ FLOAT32_OPS = ("RMSNormalization", "LayerNormalization", "RotaryEmbedding", "Sof
 TAIL_OPS = ("SpecVerify", "FiniteToken", "SampleToken", "TopTokens", "NodeProbs")
 # Keep their states and sums in float32 whatever type the rows have; by op: the input whose type the output has.
 STATE_OPS = {"GatedDelta": 2, "ConvRows": 0}
+# Their inputs that are computed in float32, back to the products and parts of rows that they are made of: keys,
+# queries and gates, whose errors stay in the state for as long as it decays.
+_EXACT_INPUTS = {"GatedDelta": (0, 1, 3, 4), "ConvRows": ()}
+_ENDS = ("MatMul", "Gemm", "ConvRows", "Split", "Slice", "Gather", "TensorScatter")
 _FLOAT = ir.DataType.FLOAT
 
 
@@ -122,6 +126,19 @@ class _Converter:
                 _retype(out, self.dtype, out.shape)
 
 
+def _exact_nodes(model: ir.Model) -> set[ir.Node]:
+    """Returns the nodes that normalise the keys and queries of recurrent layers, and those that compute their gates."""
+    ops = [n for n in model.graph if n.domain == OPS_DOMAIN and n.op_type in STATE_OPS]
+    left, found = [n.inputs[i] for n in ops for i in _EXACT_INPUTS[n.op_type]], set[ir.Node]()
+    while left:
+        value = left.pop()
+        maker = None if value is None else value.producer()
+        if maker is not None and maker not in found and maker.op_type not in _ENDS:
+            found.add(maker)
+            left += maker.inputs
+    return found
+
+
 def _check_angles(model: ir.Model, dtype: ir.DataType) -> None:
     """Refuse computed angles: positions beyond 2048 (256 in bfloat16) have no exact half, so angles must be tables."""
     for node in model.graph:
@@ -145,7 +162,7 @@ def convert_precision(model: ir.Model, spec: GraphSpec, dtype: str) -> int:
     for value in model.graph.inputs:
         if value.name in halves:
             _retype(value, half, value.shape)
-    converter, count = _Converter(model, half), 0
+    converter, count, exact = _Converter(model, half), 0, _exact_nodes(model)
     for node in list(model.graph):
         if node.domain == OPS_DOMAIN and node.op_type in TAIL_OPS:
             continue
@@ -153,6 +170,9 @@ def convert_precision(model: ir.Model, spec: GraphSpec, dtype: str) -> int:
             row = node.inputs[STATE_OPS[node.op_type]]
             assert row is not None and row.dtype is not None
             _retype(node.outputs[0], row.dtype, node.outputs[0].shape)
+            continue
+        if node in exact:
+            converter.keep(node)
             continue
         if node.domain == "" and node.op_type in FLOAT32_OPS:
             converter.island(node)

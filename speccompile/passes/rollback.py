@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache compaction graph: KVRollback alone, one node per cache or one for all."""
+"""The cache compaction graph: KVRollback alone, one node per cache or one for all of a size."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ def build_rollback(spec: GraphSpec, joined: bool = False) -> ir.Model:
 
     Args:
         spec: its inputs and outputs.
-        joined: one node over all caches, which a plugin compacts in one launch; no function body takes several.
+        joined: one node over all caches of a size, which a plugin compacts in one launch; no body takes several.
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 24, OPS_DOMAIN: 1}, name=spec.name)
     model = ir.Model(graph, ir_version=11)
     values = {t.name: add_input(model, t.name, t.dims, t.dtype) for t in spec.inputs}
     lengths, path, edit = values[specs.LENGTHS], values[specs.PATH], Editor(model)
-    groups = [spec.caches] if joined else [(name,) for name in spec.caches]
+    groups = spec.cache_groups if joined else tuple((name,) for name in spec.caches)
+    updated = {}
     for names in groups:
         caches = [values[name] for name in names]
         num = len(names)
@@ -29,5 +30,6 @@ def build_rollback(spec: GraphSpec, joined: bool = False) -> ir.Model:
         made = edit.op("KVRollback", *caches, lengths, path, domain=OPS_DOMAIN, num_outputs=num, **attributes)
         for name, out in zip(names, made if num > 1 else [made], strict=True):
             out.name, out.shape, out.type = updated_cache_name(name), values[name].shape, values[name].type
-            graph.outputs.append(out)
+            updated[name] = out
+    graph.outputs.extend(updated[name] for name in spec.caches)
     return model

@@ -17,7 +17,7 @@ from speccompile.core.specs import GraphSpec, decoder_spec, state_names, verifie
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
 
 VOCAB, WIDTH, NUM_DRAFTS, MAX_SEQ = 29, 16, 4, 96
-RECURRENT = RecurrentDims(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4, conv_channels=16, conv_kernel=3)
+RECURRENT = RecurrentDims(num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16, conv_channels=64, conv_kernel=3)
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 8
 DIMS = ModelDims(
     "hybrid", VOCAB, WIDTH, 2, HEADS, KV_HEADS, HEAD_DIM, MAX_SEQ,
@@ -67,19 +67,20 @@ def hybrid_model(seed: int = 3, bad: int | None = None) -> ir.Model:
     conv, conv_after = edit.op(
         "ConvRows", raw, taps, bias, conv_rows, *counts, domain=OPS_DOMAIN, num_outputs=2, activation=1
     )
-    q, k, v = edit.op("Split", conv, edit.ints([4, 4, 8]), axis=2, num_outputs=3)
-    ones = edit.const(np.ones((4, 4), np.float32), "ones")
+    keys, values = RECURRENT.key_dim, RECURRENT.num_value_heads * RECURRENT.value_dim
+    q, k, v = edit.op("Split", conv, edit.ints([keys, keys, values]), axis=2, num_outputs=3)
+    ones = edit.const(np.ones((keys, keys), np.float32), "ones")
     norm = edit.op("Sqrt", edit.op("Add", edit.op("MatMul", edit.op("Mul", k, k), ones), _small(edit)))
     # ONNX Runtime computes Softplus by vectors: the rest of a row that does not fill one gets other bits.
     gates = edit.op("Softplus", linear(x, "gates", WIDTH, 16))
     gate, weight_of_row, _ = edit.op("Split", gates, edit.ints([2, 2, 12]), axis=2, num_outputs=3)
     g, beta = edit.op("Neg", gate), edit.op("Sigmoid", weight_of_row)
-    heads = {"num_key_heads": 1, "num_value_heads": 2, "scale": 0.5, "delta": 1}
+    heads = {"num_key_heads": 1, "num_value_heads": 2, "scale": RECURRENT.key_dim**-0.5, "delta": 1}
     out, state_after, pending_after = edit.op(
         "GatedDelta", q, edit.op("Div", k, norm), v, g, beta, state, pending, *counts,
         domain=OPS_DOMAIN, num_outputs=3, **heads,
     )  # fmt: skip
-    x = edit.op("Add", x, linear(out, "out_proj", 8, WIDTH))
+    x = edit.op("Add", x, linear(out, "out_proj", values, WIDTH))
 
     nums = (HEADS, KV_HEADS, KV_HEADS)
     sides = [linear(x, f"{n}_proj", WIDTH, num * HEAD_DIM) for n, num in zip("qkv", nums, strict=True)]

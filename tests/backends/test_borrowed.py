@@ -113,7 +113,7 @@ def addresses(kind, engine, names):
     if kind == "onnxruntime":
         by_name = {cache.name: cache for cache in engine.bound}
         return [by_name[name].address(1) for name in names]
-    found = engine.runner.caches.addresses(1, frozenset(names))
+    found = engine.runner.bound[0].addresses(1, frozenset(names))
     return [found[name] for name in names]
 
 

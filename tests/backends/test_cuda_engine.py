@@ -153,7 +153,7 @@ def test_a_tree_is_compacted_once_at_every_run(load, open_engine, fake_ort):
             engine.compact(np.array([length]), path)
     assert set(fake_ort.opened[1].ids) == {NO_GRAPH} and not ours.rollback.plan.has_graphs
     for index in range(len(theirs.caches.names)):
-        shape, theirs_view = (3, *ours.caches.dims), theirs.caches.view(index)
+        shape, theirs_view = ours.caches.shape(index, 3), theirs.caches.view(index)
         view = fake_ort.device.api.view(ours.caches.address(index, 0), shape, np.float32)
         np.testing.assert_array_equal(view[0, :, :9], theirs_view[0, :, :9])
 
@@ -289,18 +289,18 @@ def test_rows_move_with_the_view(cuda, load):
     spec = load().spec
     caches = GrowingCaches(device, spec, 3, 700)
     device.synchronize()
-    view = cuda.view(caches.address(spec.caches.index("k_cache.0"), 0), (3, *caches.dims), np.float32)
+    view = cuda.view(caches.address(spec.caches.index("k_cache.0"), 0), caches.shape(0, 3), np.float32)
     view[...] = np.random.default_rng(0).standard_normal(view.shape)
     before, address = view.copy(), view.ctypes.data
     for rows, kept in ((300, 128), (700, 128), (10, 128)):
         assert caches.resize(rows)
-        view = cuda.view(address, (3, *caches.dims), np.float32)
+        view = cuda.view(address, caches.shape(0, 3), np.float32)
         np.testing.assert_array_equal(view[:, :, :kept], before[:, :, :kept])
     assert not caches.resize(100) and caches.rows == 128
     caches.move_slot(2, 0)
     device.synchronize()
     wanted = before[[2, 1, 2]]
-    np.testing.assert_array_equal(cuda.view(address, (3, *caches.dims), np.float32), wanted)
+    np.testing.assert_array_equal(cuda.view(address, caches.shape(0, 3), np.float32), wanted)
 
 
 def test_nan_in_a_slot_is_cleared_and_does_not_spread_where_the_view_grows(cuda, load):
@@ -309,11 +309,11 @@ def test_nan_in_a_slot_is_cleared_and_does_not_spread_where_the_view_grows(cuda,
     caches = GrowingCaches(device, spec, 3, 700)
     device.synchronize()
     address = caches.address(0, 0)
-    view = cuda.view(address, (3, *caches.dims), np.float32)
+    view = cuda.view(address, caches.shape(0, 3), np.float32)
     view[...] = np.random.default_rng(0).standard_normal(view.shape)
     view[1, :, 20:] = np.nan
     assert caches.resize(300)
-    grown = cuda.view(address, (3, *caches.dims), np.float32)
+    grown = cuda.view(address, caches.shape(0, 3), np.float32)
     assert np.isfinite(grown[[0, 2]]).all() and not grown[:, :, 128:].any()
     before = grown.copy()
     caches.clear_slot(1)
@@ -327,7 +327,7 @@ def test_some_rows_are_copied_and_exchanged_on_the_device(cuda, load):
     spec = load().spec
     caches = GrowingCaches(device, spec, 3, 700)
     device.synchronize()
-    view = cuda.view(caches.address(0, 0), (3, *caches.dims), np.float32)
+    view = cuda.view(caches.address(0, 0), caches.shape(0, 3), np.float32)
     view[...] = np.random.default_rng(0).standard_normal(view.shape)
     wanted = view.copy()
     caches.move_slot(2, 0, 50)

@@ -11,19 +11,16 @@ import numpy as np
 import pytest
 
 from speccompile.backends import measuring
-from speccompile.backends.base import refuse_states
 from speccompile.backends.onnxruntime.calibration import Collector
 from speccompile.backends.onnxruntime.engine import OrtEngine, StateOrtEngine, open_session
 from speccompile.backends.onnxruntime.fidelity import draw_texts
 from speccompile.backends.writing import save_rollback
-from speccompile.core import registry
 from speccompile.core.dims import LayerDims, ModelDims
-from speccompile.core.jobs import CompileOptions
 from speccompile.core.probes import probe_inputs
-from speccompile.core.specs import LOGITS, decoder_spec
-from speccompile.errors import BuildError, RuntimeFault
+from speccompile.core.specs import LOGITS
+from speccompile.errors import RuntimeFault
 from speccompile.export.checks import check_decoder
-from tests.backends.hybrid_lab import DIMS, NUM_DRAFTS, VOCAB, Hybrid, feed, hybrid_spec
+from tests.backends.hybrid_lab import DIMS, NUM_DRAFTS, VOCAB, Hybrid, feed
 from tests.plugins.cpu_lab import needs_compiler
 
 TOKENS = np.random.default_rng(5).integers(0, VOCAB, (4, 80)).tolist()
@@ -198,15 +195,6 @@ def test_a_probe_needs_no_sequence(plain: Hybrid) -> None:
 
 def test_the_check_of_a_build_reads_its_prompt_again(plain: Hybrid) -> None:
     assert check_decoder(plain.open(1), NUM_DRAFTS + 1) == {"num_tokens": NUM_DRAFTS, "num_equal": NUM_DRAFTS}
-
-
-@pytest.mark.parametrize(("name", "device"), [("onnxruntime", "cuda"), ("tensorrt", "cuda")])
-def test_backends_without_states_refuse_them_by_name(name: str, device: str) -> None:
-    with pytest.raises(BuildError, match=r"recurrent states of target; expected attention layers alone.*not yet"):
-        registry.backend(name, device).check(hybrid_spec(), CompileOptions(), "none")
-    mixed = ModelDims("m", 9, 8, 2, 2, 1, 4, 64, layer_dims=(LayerDims(1, 4), LayerDims(1, 8)))
-    with pytest.raises(BuildError, match="caches of 1 heads of 4 and 1 heads of 8; expected one size in all layers"):
-        refuse_states("here", decoder_spec("target", mixed))
 
 
 def test_steps_are_timed_and_texts_drawn(plain: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import onnx.parser
-import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from speccompile.ops.registry import attach_functions, reference_ops
+from speccompile.ops.registry import reference_ops
 from tests.ops.op_lab import model_of, session_of
 from tests.ops.state_lab import (
     Layer,
@@ -51,20 +50,10 @@ def _body_in_place(layer: Layer) -> Run:
     return bound_run(session_of(model_of(layer.op.name, **layer.attributes)), layer)
 
 
-def _body_for_tensorrt(layer: Layer) -> Run:
-    model = model_of(layer.op.name, **layer.attributes)
-    del model.functions[:]
-    attached = ir.from_proto(model)
-    assert attach_functions(attached, dialect="tensorrt") == 1
-    session = session_of(ir.to_proto(attached))
-    return lambda inputs: session.run(None, inputs)
-
-
 RUNS: dict[str, Callable[[Layer], Run]] = {
     "twin": lambda layer: layer.twin,
     "body": body_run,
     "body in place": _body_in_place,
-    "body for TensorRT": _body_for_tensorrt,
 }
 each_run = pytest.mark.parametrize("run_of", RUNS.values(), ids=RUNS.keys())
 

@@ -126,7 +126,11 @@ def test_recurrent_states_stay_in_float32() -> None:
     assert convert_precision(model, spec, "float16") > 0
     kinds = {v.name: v.dtype for v in model.graph.outputs}
     assert kinds.pop("y") == ir.DataType.FLOAT16 and set(kinds.values()) == {ir.DataType.FLOAT}
-    assert ops(model).get("Cast", 0) == 0
+    assert ops(model)["Cast"] == 2, "of what the gates are computed from"
+    (delta,) = (node for node in model.graph if node.op_type == "GatedDelta")
+    single = ir.DataType.FLOAT
+    assert [v.dtype for v in delta.inputs[:5]] == [ir.DataType.FLOAT16] * 3 + [single] * 2
+    assert all(n.inputs[0].dtype == single for n in model.graph if n.op_type in ("Sigmoid", "Neg"))
     feeds = {"x": generator.standard_normal((2, 3, 8)), "rows": generator.standard_normal((2, 5, 8))}
     feeds |= {"state": generator.standard_normal((2, 1, 8, 8)), "pending": -generator.random((2, 2, 18))}
     given = {name: array.astype(np.float32) for name, array in feeds.items()}

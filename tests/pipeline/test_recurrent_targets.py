@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from speccompile.backends.tensorrt.config import Config
+from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.bundling import graphs
 from speccompile.core import registry
+from speccompile.core.dims import LayerDims, RecurrentDims
+from speccompile.core.jobs import CompileOptions
+from speccompile.core.specs import decoder_spec
 from speccompile.errors import BuildError, RecipeError
 from tests.backends.hybrid_lab import DIMS, hybrid_spec
 from tests.pipeline.fakes import make_plan, write_recipe
@@ -37,7 +43,18 @@ def test_a_tree_for_a_target_with_recurrent_layers_is_refused(recipe: Path) -> N
     assert caught.value.where == "speculator.tree"
 
 
-def test_a_device_without_states_refuses_the_target(recipe: Path) -> None:
-    plan = make_plan(recipe)
-    with pytest.raises(BuildError, match="recurrent states of target"):
-        graphs.find_graph(plan, plan.target, None, registry.backend("onnxruntime", "cuda"))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_target_with_recurrent_layers_is_taken_on_both_devices(device: str) -> None:
+    registry.backend("onnxruntime", device).check(hybrid_spec(), CompileOptions(), "none")
+
+
+def test_tensorrt_aligns_the_states_or_refuses_them_by_name() -> None:
+    backend, spec = registry.backend("tensorrt"), hybrid_spec()
+    options = CompileOptions("float16", 2, 104, 5, Config(variant="tensorrt_rtx"))
+    assert (spec.max_pending, tensorrt_spec(spec, "float16", 104).max_pending) == (5, 16)
+    backend.check(spec, options, "none")
+    odd = RecurrentDims(1, 2, 4, 4, conv_channels=16, conv_kernel=3)
+    spec = decoder_spec("target", replace(DIMS, layer_dims=(LayerDims(recurrent=odd), LayerDims(1, 8))), max_pending=5)
+    with pytest.raises(BuildError, match=r"got state\.0 of \(2, 4, 4\) a slot; expected a multiple of 256 bytes"):
+        backend.check(spec, options, "none")
+    backend.check(spec, replace(options, max_slots=1), "none")

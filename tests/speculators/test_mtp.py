@@ -7,6 +7,7 @@ import json
 import shutil
 
 import numpy as np
+import onnx
 import pytest
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims
@@ -97,6 +98,8 @@ def test_a_graph_is_transformers_own_module(family, made, tmp_path):
         fresh = oracle.read(longer[1:], hidden, oracle.begin(), 0)
         assert_close(held[1:], fresh[0, 10:])
         assert token == int(oracle.logits(fresh[:, -1:]).argmax())
+    lowered = onnx.load(tmp_path / "onnxruntime/draft/graph.onnx", load_external_data=False)
+    assert {"Cos", "Sin"}.isdisjoint(node.op_type for node in lowered.graph.node), "angles have no half-precision form"
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "glm4_moe"])

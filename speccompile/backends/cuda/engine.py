@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared base of engines on CUDA, whatever library runs their plans: caches bound in place, a runner, slots."""
+"""Shared base of engines on CUDA, whatever library runs their plans: caches and states bound, a runner, slots."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 
 from speccompile.backends.base import EngineBase
+from speccompile.backends.cuda.device import ALIGNMENT
 from speccompile.backends.cuda.kv_caches import Caches, bind_caches
-from speccompile.backends.cuda.runner import Executable, Runner
+from speccompile.backends.cuda.runner import Bound, Executable, Runner
+from speccompile.backends.cuda.states import DeviceStates
 from speccompile.core import specs
 from speccompile.core.specs import GraphSpec
 
@@ -33,10 +35,16 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
         rollback: the plan that compacts caches of this spec, for trees.
         owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
 
+    Attributes:
+        alignment: bytes to whose multiples the addresses of slots are aligned.
+
     Raises:
-        BundleError: see `bind_caches`.
+        BundleError: see `bind_caches` and `DeviceStates`.
         RuntimeFault: there is not enough memory.
     """
+
+    alignment: int = ALIGNMENT
+    states: DeviceStates | None
 
     def __init__(
         self,
@@ -48,7 +56,9 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
         rollback: PlanT | None = None,
         owners: Mapping[str, CudaEngine[PlanT, CachesT]] | None = None,
     ) -> None:
-        super().__init__(plan.spec, max_slots, max_rows)
+        spec = plan.spec
+        states = DeviceStates(plan.device, spec, max_slots, self.alignment) if spec.states else None
+        super().__init__(spec, max_slots, max_rows, states)
         self.plan, self.device = plan, plan.device
         own = self.spec.own_caches
         self.caches = allocate(replace(self.spec, caches=own)) if own else None
@@ -59,19 +69,27 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
         reads_kv = any(tensor.name == specs.KV_ROWS for tensor in self.spec.inputs)
         self.kv_rows = self.written[0].rows if reads_kv and self.written else 0
         self._kv_memory = plan.device.allocate_zeroed(self.kv_rows)
-        self.runner = Runner(plan, bound, self._kv_memory.address, settings)
-        self.rollback = None if rollback is None else Runner(rollback, bound, 0, settings)
+        caches: list[Bound] = [] if bound is None else [bound]
+        kept = caches if states is None else [*caches, states]
+        self.runner = Runner(plan, kept, self._kv_memory.address, settings)
+        self.rollback = None if rollback is None else Runner(rollback, caches, 0, settings)
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of the caches."""
-        return 0 if self.caches is None else self.caches.num_bytes
+        """Returns the bytes of caches and states."""
+        caches = 0 if self.caches is None else self.caches.num_bytes
+        return caches if self.states is None else caches + self.states.num_bytes
 
     def run(self, feeds: Mapping[str, Any], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""
         sizes, rows = self.check_step(feeds, first_slot)
         self.make_view(sizes, rows)
-        return cast(Mapping[str, np.ndarray], self.runner.run(feeds, sizes, first_slot))
+        if self.states is None:
+            return cast(Mapping[str, np.ndarray], self.runner.run(feeds, sizes, first_slot))
+        step = self.states.begin(feeds, first_slot)
+        outputs = self.runner.run({**feeds, specs.STATE_LENGTHS: step.state_lengths}, sizes, first_slot)
+        self.states.end(step)
+        return cast(Mapping[str, np.ndarray], outputs)
 
     @abstractmethod
     def make_view(self, sizes: dict[str, int], rows: int) -> None:
@@ -79,21 +97,29 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""
-        if source != dest and self.caches is not None:
+        if source == dest:
+            return
+        if self.caches is not None:
             self.device.activate()
             self.caches.move_slot(source, dest, rows)
+        if self.states is not None:
+            self.states.move(source, dest, rows)
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
         """See `speccompile.core.protocols.Engine.swap_slots`."""
         if self.caches is not None:
             self.device.activate()
             self.caches.swap_slots(first, second, rows)
+        if self.states is not None:
+            self.states.swap(first, second)
 
     def clear_slot(self, slot: int) -> None:
         """See `speccompile.core.protocols.Engine.clear_slot`."""
         if self.caches is not None:
             self.device.activate()
             self.caches.clear_slot(slot)
+        if self.states is not None:
+            self.states.clear(slot)
 
     def compact_with(self, rollback: Runner, lengths: np.ndarray, path: np.ndarray) -> None:
         """See `speccompile.backends.base.EngineBase.compact_with`."""

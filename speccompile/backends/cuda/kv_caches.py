@@ -17,8 +17,9 @@ from speccompile.graph_kinds.borrowed import find_owner
 
 
 def cache_bytes(spec: GraphSpec, max_slots: int) -> int:
-    """Returns the bytes of the caches that an engine of this spec owns."""
-    return max_slots * sum(_slot_bytes(spec.input(name)) for name in spec.own_caches)
+    """Returns the bytes of the caches and states that an engine of this spec owns, snapshots included."""
+    states = 3 * sum(4 * math.prod(shape) for shape in spec.state_shapes(1).values())
+    return max_slots * (sum(_slot_bytes(spec.input(name)) for name in spec.own_caches) + states)
 
 
 def _slot_bytes(cache: TensorSpec) -> int:
@@ -26,7 +27,7 @@ def _slot_bytes(cache: TensorSpec) -> int:
 
 
 class Caches:
-    """One [max_slots, kv_heads, rows, head_dim] buffer per cache.
+    """One [max_slots, kv_heads, rows, head_dim] buffer per cache; kv_heads and head_dim are each cache's own.
 
     Unused rows are always finite: a masked row has weight zero, and zero times NaN is NaN.
 
@@ -37,7 +38,8 @@ class Caches:
         max_rows: rows where the graph has a dynamic number.
 
     Attributes:
-        dims: (kv_heads, rows, head_dim) of a slot as it is laid out.
+        rows: of each slot in the present layout.
+        sizes: (kv_heads, head_dim) of each cache, in the order of `names`.
         alignment: bytes to whose multiples the slots' addresses are aligned.
 
     Raises:
@@ -49,65 +51,65 @@ class Caches:
 
     def __init__(self, device: Device, spec: GraphSpec, max_slots: int, max_rows: int | None = None) -> None:
         self.device, self.names, self.max_slots = device, spec.caches, max_slots
-        first = spec.input(spec.caches[0])
-        _, kv_heads, rows, head_dim = first.dims
-        self.dims = cast(tuple[int, int, int], (kv_heads, rows if max_rows is None else max_rows, head_dim))
-        self.dtype = first.dtype
-        if max_slots > 1 and self.slot_bytes % self.alignment:
-            got, expected = f"{self.slot_bytes} bytes a slot", f"a multiple of {self.alignment}"
-            raise BundleError(f"engine {spec.name}", got, expected, "Build with a number of cache rows divisible by 8.")
-        self._memories = [device.allocate_zeroed(max_slots * self.slot_bytes) for _ in self.names]
+        held = [spec.input(name) for name in spec.caches]
+        self.sizes = [cast(tuple[int, int], (cache.dims[1], cache.dims[3])) for cache in held]
+        self.rows = cast(int, held[0].dims[2]) if max_rows is None else max_rows
+        self.dtype = held[0].dtype
+        for name, num_bytes in zip(self.names, map(self.slot_bytes, range(len(held))), strict=True):
+            if max_slots > 1 and num_bytes % self.alignment:
+                got, expected = f"{num_bytes} bytes a slot of {name}", f"a multiple of {self.alignment}"
+                todo = "Build with a number of cache rows divisible by 8."
+                raise BundleError(f"engine {spec.name}", got, expected, todo)
+        self._memories = [device.allocate_zeroed(max_slots * self.slot_bytes(i)) for i in range(len(held))]
 
-    @property
-    def rows(self) -> int:
-        """Returns the rows of each slot in the present layout."""
-        return self.dims[1]
+    def row_bytes(self, index: int) -> int:
+        """Returns the bytes of a row of one KV head of a cache."""
+        return self.sizes[index][1] * item_bytes(self.dtype)
 
-    @property
-    def slot_bytes(self) -> int:
-        """Returns the bytes of a slot of one cache in the present layout."""
-        return math.prod(self.dims) * item_bytes(self.dtype)
+    def slot_bytes(self, index: int) -> int:
+        """Returns the bytes of a slot of a cache in the present layout."""
+        return self.sizes[index][0] * self.rows * self.row_bytes(index)
 
     @property
     def num_bytes(self) -> int:
         """Returns the bytes reserved, all caches together."""
         return sum(memory.num_bytes for memory in self._memories)
 
-    def shape(self, batch: int) -> tuple[int, ...]:
+    def shape(self, index: int, batch: int) -> tuple[int, ...]:
         """Returns the shape of a cache viewed with `batch` slots."""
-        return (batch, *self.dims)
+        kv_heads, head_dim = self.sizes[index]
+        return (batch, kv_heads, self.rows, head_dim)
 
-    def address(self, index: int, first_slot: int) -> int:
-        """Returns the address of slot `first_slot` of a cache."""
-        return self._memories[index].address + first_slot * self.slot_bytes
+    def address(self, index: int, slot: int) -> int:
+        """Returns the address of a slot of a cache."""
+        return self._memories[index].address + slot * self.slot_bytes(index)
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """Copy the first `rows` rows of slot `source`, or all, over those of slot `dest`, on the device."""
-        for memory in self._memories:
-            start = memory.address
-            self._copy_slot(start + dest * self.slot_bytes, start + source * self.slot_bytes, rows)
+        for index in range(len(self.names)):
+            self._copy_slot(index, self.address(index, dest), self.address(index, source), rows)
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
         """Exchange the first `rows` rows of two slots, on the device; waits for it."""
-        spare = self.device.allocate(self.slot_bytes)
-        for memory in self._memories:  # one after another on the stream, so they share the spare memory
-            one, other = (memory.address + slot * self.slot_bytes for slot in (first, second))
+        spare = self.device.allocate(max(map(self.slot_bytes, range(len(self.names)))))
+        for index in range(len(self.names)):  # one after another on the stream, so they share the spare memory
+            one, other = (self.address(index, slot) for slot in (first, second))
             for dest, source in ((spare.address, one), (one, other), (other, spare.address)):
-                self._copy_slot(dest, source, rows)
+                self._copy_slot(index, dest, source, rows)
         self.device.synchronize()  # before the spare memory is freed
 
     def clear_slot(self, slot: int) -> None:
         """Zero all rows of a slot, on the device."""
-        for memory in self._memories:
-            self.device.clear(memory.address + slot * self.slot_bytes, self.slot_bytes)
+        for index in range(len(self.names)):
+            self.device.clear(self.address(index, slot), self.slot_bytes(index))
 
-    def _copy_slot(self, dest: int, source: int, rows: int | None) -> None:
+    def _copy_slot(self, index: int, dest: int, source: int, rows: int | None) -> None:
         if rows is None or rows >= self.rows:
-            self.device.copy(dest, source, self.slot_bytes)
+            self.device.copy(dest, source, self.slot_bytes(index))
         elif rows > 0:
-            kv_heads, held, head_dim = self.dims
-            row_bytes = head_dim * item_bytes(self.dtype)
-            self.device.copy_rows(dest, held * row_bytes, source, held * row_bytes, rows * row_bytes, kv_heads)
+            kv_heads, row_bytes = self.sizes[index][0], self.row_bytes(index)
+            pitch = self.rows * row_bytes
+            self.device.copy_rows(dest, pitch, source, pitch, rows * row_bytes, kv_heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +136,11 @@ class BoundCaches:
 
     def __init__(self, bound: Sequence[BoundCache]) -> None:
         self._bound = tuple(bound)
-        self.names = tuple(cache.name for cache in bound)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the inputs."""
+        return tuple(cache.name for cache in self._bound)
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -143,7 +149,7 @@ class BoundCaches:
 
     def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the inputs with `batch` slots."""
-        return {cache.name: cache.caches.shape(batch) for cache in self._bound}
+        return {cache.name: cache.caches.shape(cache.index, batch) for cache in self._bound}
 
     def addresses(self, first_slot: int, names: frozenset[str]) -> dict[str, int]:
         """Returns addresses by tensor name, of `names` only; a cache and its updated and compacted forms share one."""
@@ -191,7 +197,7 @@ def bind_caches(
                 alone[is_written] = allocate(replace(spec, caches=names))
             bound.append(BoundCache(cache_ref.name, alone[is_written], names.index(cache_ref.name)))
             continue
-        sizes = dict.fromkeys(held.names, (held.dims[0], held.dims[2]))
+        sizes = dict(zip(held.names, held.sizes, strict=True))
         index = find_owner(spec, cache_ref, sizes, held.max_slots, max_slots)
         wanted = spec.input(cache_ref.name)
         if held.dtype != wanted.dtype or (isinstance(wanted.dims[2], int) and wanted.dims[2] != held.rows):

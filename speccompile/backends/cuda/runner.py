@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from speccompile.backends.cuda.arrays import DeviceArray
 from speccompile.backends.cuda.device import Device
-from speccompile.backends.cuda.kv_caches import BoundCaches
 from speccompile.backends.cuda.profile import Profile
 from speccompile.backends.cuda.steps import Region, Step
 from speccompile.core.specs import GraphSpec, compacted_cache_name, updated_cache_name
@@ -41,23 +40,43 @@ class Executable(Protocol):
         ...
 
 
+class Bound(Protocol):
+    """Inputs that stay in device memory from step to step, caches or states, and the outputs that update them."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the inputs."""
+        ...
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """What shapes and addresses depend on besides the batch and the first slot."""
+        ...
+
+    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the inputs with `batch` slots."""
+        ...
+
+    def addresses(self, first_slot: int, names: frozenset[str]) -> dict[str, int]:
+        """Returns addresses by tensor name, of `names` only: of inputs, updates and compacted forms."""
+        ...
+
+
 class Runner:
     """One plan with its input and output memory.
 
     Args:
         plan: the executable.
-        caches: None for a graph without.
+        bound: its caches and states.
         kv_address: of a resident vector of which only the length is read (`kv_rows`).
         settings: `cuda_graphs` (default true), `max_contexts`.
     """
 
-    def __init__(
-        self, plan: Executable, caches: BoundCaches | None, kv_address: int, settings: Mapping[str, Any]
-    ) -> None:
-        self.plan, self.device, self.caches, self.kv_address = plan, plan.device, caches, kv_address
-        names = () if caches is None else caches.names
+    def __init__(self, plan: Executable, bound: Sequence[Bound], kv_address: int, settings: Mapping[str, Any]) -> None:
+        self.plan, self.device, self.bound, self.kv_address = plan, plan.device, tuple(bound), kv_address
+        names = [name for part in self.bound for name in part.names]
         kept = {n for c in names for n in (c, updated_cache_name(c), compacted_cache_name(c))}
-        self.cache_tensors = frozenset(t.name for t in (*plan.spec.inputs, *plan.spec.outputs) if t.name in kept)
+        self.bound_tensors = frozenset(t.name for t in (*plan.spec.inputs, *plan.spec.outputs) if t.name in kept)
         self.plain_inputs = tuple(t for t in plan.spec.inputs if t.name not in kept)
         self.plain_outputs = tuple(t for t in plan.spec.outputs if t.name not in kept)
         self.inputs, self.outputs = Region(plan.device), Region(plan.device)
@@ -85,8 +104,8 @@ class Runner:
         """
         self.device.activate()
         shared, copied = self._split(feeds)
-        layout = () if self.caches is None else self.caches.layout
-        key = (*sizes.values(), first_slot, layout, *((n, a.address) for n, a in (*shared.items(), *copied.items())))
+        layouts = [part.layout for part in self.bound]
+        key = (*sizes.values(), first_slot, *layouts, *((n, a.address) for n, a in (*shared.items(), *copied.items())))
         step = self._steps.get(key)
         if step is None:
             step = Step(self, sizes, first_slot, shared, copied)

@@ -83,13 +83,13 @@ class Step:
         self.graph: Graph | None = None
         self.nodes = sizes.get("nodes", 1)
         self.shapes = {t.name: shape_from_dims(t, sizes) for t in runner.plain_inputs}
-        if runner.caches is not None:
-            self.shapes |= runner.caches.shapes(sizes["batch"])
+        for part in runner.bound:
+            self.shapes |= part.shapes(sizes["batch"])
         self.profile = runner.plan.find_profile(self.shapes)
         self.output_shapes = self._infer_output_shapes(runner)
         self.addresses = {name: array.address for name, array in shared.items()}
-        if runner.caches is not None:
-            self.addresses |= runner.caches.addresses(first_slot, runner.cache_tensors)
+        for part in runner.bound:
+            self.addresses |= part.addresses(first_slot, runner.bound_tensors)
         if specs.KV_ROWS in self.shapes:
             self.addresses[specs.KV_ROWS] = runner.kv_address
         self.arrays: dict[str, NDArray[Any]] = {}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.backends.base import refuse_states
 from speccompile.backends.onnxruntime.backend import GRAPH_FILE, OnnxRuntimeBackend
 from speccompile.backends.predicting import predict_float32
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
@@ -69,15 +68,6 @@ class OrtCudaBackend(OnnxRuntimeBackend):
             finish=ORT_CUDA_FINISH,
         )
         return {"form": form, "forms_measured": {}, **report}
-
-    def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
-        """Refuses graphs with recurrent states, or with caches of several sizes.
-
-        Raises:
-            BuildError: the graph is one.
-        """
-        del options, quantization
-        refuse_states("engine.backend onnxruntime, engine.device cuda", spec)
 
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
         """Predicts the sizes of a float32 graph: see `predicting.predict_float32`; experts are not quantised."""

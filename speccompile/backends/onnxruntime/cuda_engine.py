@@ -35,31 +35,25 @@ class GrowingCaches(Caches):
     def __init__(self, device: Device, spec: GraphSpec, max_slots: int, max_rows: int) -> None:
         super().__init__(device, spec, max_slots, max_rows)
         self.max_rows = max_rows
-        self._lay_out(bucket_rows(1, max_rows))
-
-    def _lay_out(self, rows: int) -> None:
-        kv_heads, _, head_dim = self.dims
-        self.dims = (kv_heads, rows, head_dim)
+        self.rows = bucket_rows(1, max_rows)
 
     def resize(self, rows: int) -> bool:
         """Resize the view to the bucket of `rows`, keeping that many rows of every slot; returns whether it changed."""
-        new = bucket_rows(max(rows, 1), self.max_rows)
-        if new == self.rows:
+        new, old = bucket_rows(max(rows, 1), self.max_rows), self.rows
+        if new == old:
             return False
-        kv_heads, held, _ = self.dims
-        row_bytes = self.slot_bytes // (kv_heads * held)
-        pitches = new * row_bytes, held * row_bytes
-        used = self.max_slots * self.slot_bytes
-        scratch = self.device.allocate(used)
-        for memory in self._memories:  # one after another on the stream, so they share the scratch memory
-            self.device.copy(scratch.address, memory.address, used)
+        used = [self.max_slots * self.slot_bytes(index) for index in range(len(self.names))]
+        scratch = self.device.allocate(max(used))
+        for index, memory in enumerate(self._memories):  # one after another on the stream: they share the scratch
+            heads, row_bytes = self.max_slots * self.sizes[index][0], self.row_bytes(index)
+            self.device.copy(scratch.address, memory.address, used[index])
             # Rows that the view gains must be finite: other slots' rows were there, of which one may be NaN.
-            self.device.clear(memory.address, self.max_slots * kv_heads * new * row_bytes)
+            self.device.clear(memory.address, heads * new * row_bytes)
             self.device.copy_rows(
-                memory.address, pitches[0], scratch.address, pitches[1], min(pitches), self.max_slots * kv_heads
+                memory.address, new * row_bytes, scratch.address, old * row_bytes, min(new, old) * row_bytes, heads
             )
         self.device.synchronize()  # before the scratch memory is freed
-        self._lay_out(new)
+        self.rows = new
         return True
 
 
@@ -73,6 +67,8 @@ class OrtCudaEngine(CudaEngine[SessionPlan, GrowingCaches]):
         rollback: session of the rollback graph of the same model, for trees.
         owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
     """
+
+    alignment = 1  # ONNX Runtime accepts any address
 
     def __init__(
         self,

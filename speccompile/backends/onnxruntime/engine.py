@@ -23,6 +23,7 @@ from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.backends.onnxruntime.buffers import BoundCache, CacheBuffers, bind_borrowed, cache_sizes
 from speccompile.backends.onnxruntime.crowding import Crowding
 from speccompile.backends.onnxruntime.kernel_library import register_kernels
+from speccompile.backends.states import HostStates, host_states
 from speccompile.core import specs
 from speccompile.core.jobs import StepCosts
 from speccompile.core.specs import GraphSpec, updated_cache_name
@@ -117,6 +118,8 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
     """
 
+    states: HostStates | None
+
     def __init__(
         self,
         session: ort.InferenceSession,
@@ -126,7 +129,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         rollback: ort.InferenceSession | None = None,
         owners: Mapping[str, OrtEngine] | None = None,
     ) -> None:
-        super().__init__(spec, max_slots, max_rows)
+        super().__init__(spec, max_slots, max_rows, host_states(spec, max_slots))
         self.session, self.rollback = session, rollback
         self.plain_inputs = spec.plain_inputs
         self.plain_outputs = spec.plain_outputs

@@ -12,6 +12,7 @@ from onnx.reference import ReferenceEvaluator
 
 from speccompile.backends.base import EngineBase
 from speccompile.backends.feeds import neutral_value, shape_from_dims
+from speccompile.backends.states import HostStates, host_states
 from speccompile.core import specs
 from speccompile.core.specs import GraphSpec
 from speccompile.graph_kinds.borrowed import find_owner
@@ -29,6 +30,8 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
         owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
     """
 
+    states: HostStates | None
+
     def __init__(
         self,
         path: Path,
@@ -37,7 +40,7 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
         max_rows: int,
         owners: Mapping[str, ReferenceEngine] | None = None,
     ) -> None:
-        super().__init__(spec, max_slots, max_rows)
+        super().__init__(spec, max_slots, max_rows, host_states(spec, max_slots))
         self.rollback = kv_rollback
         self.evaluator = ReferenceEvaluator(str(path), new_ops=reference_ops())
         self.plain_inputs = spec.plain_inputs

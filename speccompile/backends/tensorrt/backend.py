@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.backends.base import Backend, refuse_states
+from speccompile.backends.base import Backend
 from speccompile.backends.tensorrt.config import Config, config_from_options
-from speccompile.backends.tensorrt.specs import tensorrt_spec
+from speccompile.backends.tensorrt.specs import ADDRESS_BYTES, misaligned_states, tensorrt_spec
 from speccompile.core import specs
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.specs import GraphSpec, rollback_spec
+from speccompile.errors import BuildError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -97,7 +98,7 @@ class TensorRTBackend(Backend):
         options = options or CompileOptions("float16", max_rows=spec.max_rows)
         config = config_from_options(options)
         plugins = PLUGIN_OPS if config.has_plugins else ()
-        own = tensorrt_spec(spec, options.dtype, options.max_rows, compacts=_verifies(spec) and bool(plugins))
+        own = tensorrt_spec(spec, options.dtype, options.max_rows, compacts=_compacts(spec) and bool(plugins))
         table = tensorrt_table(own, quantization, dtype=options.dtype, plugins=plugins)
         source = dest / LOWERED_FILE
         # A body takes precedence over the ahead-of-time form; the parser can be told to prefer the other forms.
@@ -173,18 +174,24 @@ class TensorRTBackend(Backend):
         """Refuse what cannot be built before anything is exported.
 
         Raises:
-            BuildError: the graph has recurrent states or caches of several sizes, TensorRT is not installed, or
-                profiles or fields do not fit the graph or the variant.
+            BuildError: TensorRT is not installed, profiles or fields do not fit the graph or the variant, the
+                slots of recurrent states cannot be aligned, or a plugin's form takes caches of one size alone.
         """
         from speccompile.backends.tensorrt import settings
         from speccompile.backends.tensorrt.import_helper import load_tensorrt
         from speccompile.backends.tensorrt.plugin_names import SPEC_VERIFY
         from speccompile.backends.tensorrt.profiles import make_profiles
 
-        refuse_states("engine.backend tensorrt", spec)
         config = config_from_options(options)
         variant = load_tensorrt(config.variant)
         own = tensorrt_spec(spec, options.dtype, options.max_rows)
+        if (odd := misaligned_states(own)) and options.max_slots > 1:
+            got = f"{odd[0]} of {own.state_shapes(1)[odd[0]][1:]} a slot"
+            expected = f"a multiple of {ADDRESS_BYTES} bytes: TensorRT takes no other addresses"
+            raise BuildError(f"engine.backend tensorrt, {spec.name}", got, expected, "Build with max_batch_size: 1.")
+        if config.plugins == "aot" and _compacts(spec) and len(spec.cache_groups) > 1:
+            got, expected = f"{len(spec.cache_groups)} sizes of caches in {spec.name}", "one: KVRollback has one kernel"
+            raise BuildError("engine.plugins aot", got, expected, "Build with engine.plugins: native.")
         profiles = make_profiles(own, options)
         plugins = [SPEC_VERIFY] if _verifies(spec) and config.has_plugins else []
         settings.settings_from_options(variant.can, own, options, profiles, plugins, quantization)
@@ -270,6 +277,11 @@ class TensorRTBackend(Backend):
 
 def _verifies(spec: GraphSpec) -> bool:
     return bool(spec.caches) and any(t.name == specs.PATH for t in spec.outputs)
+
+
+def _compacts(spec: GraphSpec) -> bool:
+    """Whether steps may be trees, whose accepted rows have to be moved; recurrent states follow one path."""
+    return _verifies(spec) and not spec.states
 
 
 def _release(model: ir.Model) -> None:

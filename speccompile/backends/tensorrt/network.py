@@ -120,8 +120,8 @@ def configure(variant: Variant, builder: Any, settings: Mapping[str, Any]) -> An
     Args:
         variant: which TensorRT.
         builder: its Builder.
-        settings: `flags`, `compute_capabilities`, `workspace_gib`, `optimization_level`, `plugins`, `profiles` (by
-            input: min, opt and max shape), as `settings.settings_from_options` makes them.
+        settings: `flags`, `cleared_flags`, `compute_capabilities`, `workspace_gib`, `optimization_level`, `plugins`,
+            `profiles` (by input: min, opt and max shape), as `settings.settings_from_options` makes them.
 
     Raises:
         BuildError: TensorRT refuses a profile.
@@ -129,6 +129,8 @@ def configure(variant: Variant, builder: Any, settings: Mapping[str, Any]) -> An
     trt, config = variant.trt, builder.create_builder_config()
     for name in settings["flags"]:
         config.set_flag(getattr(trt.BuilderFlag, name))
+    for name in settings["cleared_flags"]:
+        config.clear_flag(getattr(trt.BuilderFlag, name))
     capabilities = settings["compute_capabilities"]
     if capabilities:
         config.num_compute_capabilities = len(capabilities)

@@ -37,8 +37,8 @@ def make_record(
 
     Returns:
         {"variant", "version", "platform", "compute_capabilities", "plugins", "plugin_form", "plugin_abi",
-        "plugin_layers": {op: layers of the network}, "flags", "workspace_gib", "optimization_level", "profiles",
-        "plan_bytes", "lowered_weights_bytes": in `source`,
+        "plugin_layers": {op: layers of the network}, "flags", "cleared_flags", "workspace_gib", "optimization_level",
+        "profiles", "plan_bytes", "lowered_weights_bytes": in `source`,
         "build": {"stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes"}}.
     """
     return {
@@ -51,6 +51,7 @@ def make_record(
         "plugin_abi": plugin_abi_of(bool(settings["plugins"])),
         "plugin_layers": dict(built["plugin_layers"]),
         "flags": list(settings["flags"]),
+        "cleared_flags": list(settings["cleared_flags"]),
         "workspace_gib": settings["workspace_gib"],
         "optimization_level": settings["optimization_level"],
         "profiles": [profile.json_from_profile() for profile in profiles],

@@ -55,7 +55,9 @@ def settings_from_options(
     if SPEC_VERIFY in plugins:
         _check_plugin("engine.max_draft_nodes", options.max_nodes - 1, MAX_NODES - 1)
         _check_plugin(f"the vocabulary of {spec.name}", spec.vocab_size, MAX_VOCAB)
+    # TF32, which TensorRT uses by default, rounds the float32 products of recurrent states to 10 bits.
     return {
+        "cleared_flags": ["TF32"] if spec.states else [],
         "flags": ["WEIGHT_STREAMING"] if config.weight_streaming else [],
         "compute_capabilities": _capabilities(variant, [str(c) for c in config.compute_capabilities], quantization),
         "workspace_gib": config.workspace_gib,

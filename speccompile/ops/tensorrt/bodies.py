@@ -9,7 +9,6 @@ from typing import Literal
 from speccompile.core.specs import NODE_PROBS, SAMPLED_PROBS, TensorSpec
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
 from speccompile.ops.finite_token import FINITE_TOKEN
-from speccompile.ops.gated_delta import TENSORRT_GATED_DELTA
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.op import Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
@@ -104,8 +103,9 @@ def drafts_from_width(draft_vocab: int | str | None, vocab: int | None) -> Draft
 def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
     """Returns the ops by name, with bodies for TensorRT; names and signatures are those of the ordinary ones.
 
-    The ordinary bodies of FiniteToken, KVRollback and ConvRows build. KVRollback is a gather of rows and TensorRT's
-    in-place cache layer, whose cache must be an input of the graph and its update an output.
+    The ordinary bodies of FiniteToken, KVRollback and ConvRows build; GatedDelta's is in `recurrence`. KVRollback is a
+    gather of rows and TensorRT's in-place cache layer, whose cache must be an input of the graph and its update an
+    output.
 
     Args:
         drafts: `tokens`: draft_vocab is 1; `dists`: it is the target's; `both`: it may be either at run time.
@@ -123,7 +123,6 @@ def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
         replace(NODE_PROBS_OP, outputs=dists, body=_NODE_PROBS),
         FINITE_TOKEN,
         KV_ROLLBACK,
-        TENSORRT_GATED_DELTA,
         walk,
         walk_probs,
         TRT_WARP,

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from speccompile.checkpoints.target_tables import TargetTables
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.export import attention
+from speccompile.export.delta_layers import replace_layers
 from speccompile.export.feature_draft import FeatureBody, fill_weights
 from speccompile.graph_kinds.features import FeatureDims
 from speccompile.speculators.mtp.layer_rows import EMBEDDINGS, LM_HEAD
@@ -90,7 +91,9 @@ class MtpBody(FeatureBody):
 
     def make_rotary(self) -> nn.Module:
         """See `FeatureBody`."""
-        return self.module.make_rotary()
+        rotary = self.module.make_rotary()
+        replace_layers(rotary)  # positions of text are the same on all axes, so that the angles become tables
+        return rotary
 
     def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
         """See `FeatureBody`."""

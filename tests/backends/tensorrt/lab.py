@@ -14,6 +14,7 @@ from speccompile.core.specs import GraphSpec, TensorSpec
 
 SETTINGS = {
     "flags": [],
+    "cleared_flags": [],
     "compute_capabilities": [],
     "workspace_gib": "auto",
     "optimization_level": "auto",
