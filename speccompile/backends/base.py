@@ -203,9 +203,11 @@ class EngineBase(ABC, Generic[RollbackT]):
 
     compacts_in_step: bool = False
     rollback: RollbackT | None = None  # set by engines that were given one
+    states: SlotStates[Any] | None = None
 
     def __init__(self, spec: GraphSpec, max_slots: int, max_rows: int, states: SlotStates[Any] | None = None) -> None:
-        self.spec, self.max_slots, self.max_rows, self.states = spec, max_slots, max_rows, states
+        self.spec, self.max_slots, self.max_rows = spec, max_slots, max_rows
+        self.states = states
 
     @property
     def view_rows(self) -> int:

@@ -188,15 +188,6 @@ class GraphSpec:
         return tuple(t.name for t in self.inputs if t.name in held)
 
     @property
-    def cache_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The names in `caches` by KV heads and width of a head, in the order of the first of each group."""
-        groups: dict[tuple[Dim, Dim], list[str]] = {}
-        for name in self.caches:
-            _, heads, _, width = self.input(name).dims
-            groups.setdefault((heads, width), []).append(name)
-        return tuple(map(tuple, groups.values()))
-
-    @property
     def plain_inputs(self) -> tuple[TensorSpec, ...]:
         """The inputs that are no caches and no states."""
         held = {*self.cache_inputs, *self.states}

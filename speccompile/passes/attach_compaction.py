@@ -12,6 +12,7 @@ from speccompile.core import specs
 from speccompile.core.specs import GraphSpec, compacted_cache_name, updated_cache_name
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, input_of
+from speccompile.passes.rollback import cache_groups
 
 
 def attach_compaction(model: ir.Model, spec: GraphSpec) -> int:
@@ -23,7 +24,7 @@ def attach_compaction(model: ir.Model, spec: GraphSpec) -> int:
     """
     outputs = {v.name: v for v in model.graph.outputs}
     lengths, path, edit, compacted = input_of(model, specs.LENGTHS), outputs[specs.PATH], Editor(model), {}
-    for names in spec.cache_groups:
+    for names in cache_groups(spec):
         updated, num = [outputs[updated_cache_name(name)] for name in names], len(names)
         # TensorRT asks a plugin for the number of its outputs before it passes the inputs.
         attributes = {"num_caches": num} if num > 1 else {}

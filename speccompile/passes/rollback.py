@@ -6,8 +6,17 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from speccompile.core import specs
-from speccompile.core.specs import GraphSpec, updated_cache_name
+from speccompile.core.specs import Dim, GraphSpec, updated_cache_name
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
+
+
+def cache_groups(spec: GraphSpec) -> tuple[tuple[str, ...], ...]:
+    """Returns the names in `spec.caches` by KV heads and width of a head, in the order of the first of each group."""
+    groups: dict[tuple[Dim, Dim], list[str]] = {}
+    for name in spec.caches:
+        _, heads, _, width = spec.input(name).dims
+        groups.setdefault((heads, width), []).append(name)
+    return tuple(map(tuple, groups.values()))
 
 
 def build_rollback(spec: GraphSpec, joined: bool = False) -> ir.Model:
@@ -21,7 +30,7 @@ def build_rollback(spec: GraphSpec, joined: bool = False) -> ir.Model:
     model = ir.Model(graph, ir_version=11)
     values = {t.name: add_input(model, t.name, t.dims, t.dtype) for t in spec.inputs}
     lengths, path, edit = values[specs.LENGTHS], values[specs.PATH], Editor(model)
-    groups = spec.cache_groups if joined else tuple((name,) for name in spec.caches)
+    groups = cache_groups(spec) if joined else tuple((name,) for name in spec.caches)
     updated = {}
     for names in groups:
         caches = [values[name] for name in names]

@@ -181,6 +181,7 @@ class TensorRTBackend(Backend):
         from speccompile.backends.tensorrt.import_helper import load_tensorrt
         from speccompile.backends.tensorrt.plugin_names import SPEC_VERIFY
         from speccompile.backends.tensorrt.profiles import make_profiles
+        from speccompile.passes.rollback import cache_groups
 
         config = config_from_options(options)
         variant = load_tensorrt(config.variant)
@@ -189,8 +190,8 @@ class TensorRTBackend(Backend):
             got = f"{odd[0]} of {own.state_shapes(1)[odd[0]][1:]} a slot"
             expected = f"a multiple of {ADDRESS_BYTES} bytes: TensorRT takes no other addresses"
             raise BuildError(f"engine.backend tensorrt, {spec.name}", got, expected, "Build with max_batch_size: 1.")
-        if config.plugins == "aot" and _compacts(spec) and len(spec.cache_groups) > 1:
-            got, expected = f"{len(spec.cache_groups)} sizes of caches in {spec.name}", "one: KVRollback has one kernel"
+        if config.plugins == "aot" and _compacts(spec) and (num_sizes := len(cache_groups(spec))) > 1:
+            got, expected = f"{num_sizes} sizes of caches in {spec.name}", "one: KVRollback has one kernel"
             raise BuildError("engine.plugins aot", got, expected, "Build with engine.plugins: native.")
         profiles = make_profiles(own, options)
         plugins = [SPEC_VERIFY] if _verifies(spec) and config.has_plugins else []
