@@ -19,7 +19,7 @@ from speccompile.bundling.tokenizers import check_same_tokenizer, check_tokenize
 from speccompile.core import registry
 from speccompile.core.specs import spec_from_json
 from speccompile.errors import RecipeError
-from speccompile.recipe.plan import BuildPlan
+from speccompile.recipe.plan import VISION, BuildPlan
 from speccompile.runtime.bundle import Bundle, read_bundle, weights_beside
 
 ROLLBACK = "rollback"
@@ -70,7 +70,8 @@ def build(
         for graph in graphs:
             record = records[graph.job.name]
             spec, file = spec_from_json(record["spec"]), folder / record["file"]
-            others = weights_beside(file, [files[other.job.name] for other in graphs])
+            in_turn = [other for other in graphs if other.job.name != VISION]  # an image is read once, before all steps
+            others = weights_beside(file, [files[other.job.name] for other in in_turn])
             record["tuning"] = tune_graph(graph, spec, plan, backend, file, others, cache, log)
         with log.stage("check graphs") as stage:
             stage.skipped = backend.why_unchecked()
@@ -94,7 +95,7 @@ def _check_checkpoints(plan: BuildPlan, backend: Backend, log: StageLog) -> list
     target = find_graph(plan, plan.target, None, backend)
     check_tokenizer(target.source.folder, target.dims, plan.weights)
     graphs = [target]
-    for job in plan.drafts:
+    for job in plan.jobs[1:]:
         log.step(job.name)
         graphs.append(graph := find_graph(plan, job, target.dims, backend))
         if graph.source.has_tokenizer:

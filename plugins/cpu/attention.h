@@ -78,9 +78,9 @@ inline Visibility see(const AttentionStep& step, i64* memory) {
         Visibility::Node* nodes = all + slot * step.nodes;
         const std::uint8_t* mask = step.tree + slot * step.nodes * step.nodes;
         for (i64 node = 0; node < step.nodes; node++) {
-            i64 num_ancestors = -1;
-            for (i64 i = 0; i < step.nodes; i++) num_ancestors += mask[node * step.nodes + i] != 0;
-            nodes[node].position = length + num_ancestors;
+            i64 num_before = 0;  // in an image, later nodes are seen too: they do not count
+            for (i64 i = 0; i < node; i++) num_before += mask[node * step.nodes + i] != 0;
+            nodes[node].position = length + num_before;
         }
         for (i64 node = 0; node < step.nodes; node++) {
             Visibility::Node& here = nodes[node];

@@ -24,7 +24,8 @@ MIN_REPEATS, MAX_REPEATS = 5, 40
 def measured_sizes(spec: GraphSpec) -> tuple[int, int]:
     """Returns (slots, cache rows) of the engine that `measure_steps` needs."""
     # Without caches a step of n nodes is one of n slots.
-    max_slots = 1 if spec.caches else max(NODE_COUNTS)
+    is_batched = any("batch" in tensor.dims for tensor in spec.inputs)
+    max_slots = max(NODE_COUNTS) if is_batched and not spec.caches else 1
     return max_slots, min(CONTEXT + max(NODE_COUNTS) + spec.rows_written_ahead, spec.max_rows or sys.maxsize)
 
 

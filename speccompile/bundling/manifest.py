@@ -14,6 +14,7 @@ import speccompile
 from speccompile.bundling.digests import versions_from_environment
 from speccompile.bundling.report import html_from_manifest
 from speccompile.bundling.tokenizers import copy_tokenizer, special_tokens
+from speccompile.checkpoints.vision import image_record
 from speccompile.recipe.plan import BuildPlan
 from speccompile.runtime.bundle import (
     MANIFEST,
@@ -58,6 +59,8 @@ def write_bundle_files(
         "bos_token_id": bos_token_id,
         "stages": list(stages),
     }
+    if plan.vision is not None:
+        manifest["images"] = image_record(target_source, plan.weights)
     (folder / REPORT).write_text(html_from_manifest(manifest), encoding="utf-8")
     manifest["files"].update({k: v for k, v in digests_from_folder(folder).items() if k == REPORT})
     # Through JSON once, so that the digest is over what a reader loads (tuples become lists).

@@ -65,11 +65,13 @@ class DecoderOptions(TargetOutputs):
         keep_logits: of the target: logits come out as well.
         num_layers: build with fewer layers; None: all.
         candidates: of a draft: what it gives after every node.
+        images: of the target: rows of images are inputs beside tokens.
     """
 
     keep_logits: bool = False
     num_layers: int | None = None
     candidates: CandidateOptions = CandidateOptions(1, gives_probs=True)
+    images: bool = False
 
 
 def json_from_options(options: Any) -> dict[str, Any]:

@@ -34,6 +34,8 @@ PATH = "path"  # [batch, scored] int64: accepted nodes from the root on, -1 afte
 NUM_ACCEPTED = "num_accepted"  # [batch] int64: accepted draft tokens, root not counted
 NEXT_TOKEN = "next_token"  # [batch] int64: recovered or bonus token
 LOGITS = "logits"  # [batch, scored, vocab] float32
+IMAGE_NODES = "image_nodes"  # [batch, nodes] bool: nodes whose embedding is a row of an image
+IMAGE_ROWS = "image_rows"  # [batch, nodes, hidden] float32: those rows; not read at other nodes
 HIDDEN = "hidden"  # [batch, nodes, hidden] float32: what the LM head reads
 KV_ROWS = "kv_rows"  # [kv] int8, never read: its length is the number of cache rows that this step attends to
 SAMPLED_TOKEN = "sampled_token"  # [batch] int64: the draft's own next token
@@ -154,6 +156,7 @@ class GraphSpec:
             nodes of a step with drafts, the root included. The size of the dim "pending".
         conv_history: of a graph with states: rows before its own that a row of a causal convolution sees. The dim
             "conv_rows" is `conv_history + max_pending`.
+        image_tokens: of a graph that reads images: tokens of each, which a chunk of a prompt holds all or none of.
     """
 
     name: str
@@ -174,6 +177,7 @@ class GraphSpec:
     states: tuple[str, ...] = ()
     max_pending: int = 0
     conv_history: int = 0
+    image_tokens: int = 0
 
     @property
     def own_caches(self) -> tuple[str, ...]:
@@ -223,9 +227,10 @@ class GraphSpec:
         return {t.name: t for t in self.outputs}[name]
 
     def json_from_spec(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict; `spec_from_json` reads it back. What only states have is left out without any."""
+        """Returns a JSON-ready dict for `spec_from_json`, without what only states or images have if there are none."""
         data = asdict(self)
-        for name in () if self.states else ("states", "max_pending", "conv_history"):
+        unused = () if self.states else ("states", "max_pending", "conv_history")
+        for name in (*unused, *(() if self.image_tokens else ("image_tokens",))):
             del data[name]
         return data
 
@@ -285,6 +290,7 @@ def decoder_spec(
     hidden_layers: tuple[int, ...] = (),
     logits: bool = True,
     max_pending: int = 0,
+    image_tokens: int = 0,
 ) -> GraphSpec:
     """Returns the spec of a decoder as it is exported: tokens in, logits, hidden states and caches out.
 
@@ -295,13 +301,16 @@ def decoder_spec(
         hidden_layers: give the residual stream after these layers.
         logits: give logits.
         max_pending: see `GraphSpec`; read where layers are recurrent.
+        image_tokens: see `GraphSpec`; 0: its prompts have no images.
     """
     caches, states = _caches(dims), _states(dims)
+    rows = TensorSpec(IMAGE_ROWS, ("batch", "nodes", dims.hidden_size), "float32")
     inputs = (
         TensorSpec(TOKENS, ("batch", "nodes"), "int64", "tokens"),
         TensorSpec(LENGTHS, ("batch",), "int64", "lengths"),
         TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
         TensorSpec(SCORED_NODES, ("batch", "scored"), "int64"),
+        *((TensorSpec(IMAGE_NODES, ("batch", "nodes"), "bool"), rows) if image_tokens else ()),
         *(_STATE_INPUTS if states else ()),
         *states,
         *caches,
@@ -311,7 +320,7 @@ def decoder_spec(
     wanted += [TensorSpec(n, ("batch", "nodes", dims.hidden_size), "float32") for n in names]
     outputs = (*wanted, *_updates(states), *_updates(caches))
     held = tuple(c.name for c in caches)
-    spec = GraphSpec(name, inputs, outputs, held, dims.vocab_size, reads_prompts=True)
+    spec = GraphSpec(name, inputs, outputs, held, dims.vocab_size, reads_prompts=True, image_tokens=image_tokens)
     if not states:
         return spec
     history = max(layer.recurrent.conv_kernel for layer in dims.per_layer if layer.recurrent is not None) - 1

@@ -47,6 +47,8 @@ class Frame:
             `speccompile.core.specs.state_names`.
         state_lengths: [batch] int64, tokens that the states hold.
         sure_nodes: [batch] int64, first nodes that are applied to the states.
+        image_nodes: [batch, nodes] bool, nodes whose embedding is a row of an image; None: no images are read.
+        image_rows: [batch, nodes, hidden] float32, those rows.
     """
 
     lengths: torch.Tensor
@@ -58,6 +60,8 @@ class Frame:
     states: Mapping[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     state_lengths: torch.Tensor | None = None
     sure_nodes: torch.Tensor | None = None
+    image_nodes: torch.Tensor | None = None
+    image_rows: torch.Tensor | None = None
     updated: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     updated_states: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     layer_outputs: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -141,7 +145,7 @@ def cached_attention(
     visible = (row_ids < lengths[:, None, None]).repeat(1, nodes, 1)
     visible[slots[:, :, None], torch.arange(nodes)[None, :, None], rows[:, None, :]] = tree_mask
     if window:
-        depth = tree_mask.sum(-1) - 1
+        depth = tree_mask.tril().sum(-1) - 1
         positions = row_ids[:, 0].clone()
         positions[slots, rows] = lengths[:, None] + depth
         query_positions = lengths[:, None] + depth

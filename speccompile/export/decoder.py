@@ -63,6 +63,7 @@ def export_decoder(
     max_seq_len: int,
     hidden: bool = False,
     hidden_layers: tuple[int, ...] = (),
+    image_tokens: int = 0,
     prepare: Callable[[Any, ModelDims], ModelDims] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[ir.Model, ModelDims]:
@@ -74,6 +75,7 @@ def export_decoder(
         max_seq_len: rows of the cache; no position is larger.
         hidden: whether `hidden` (what the LM head reads) is an output.
         hidden_layers: layers after which the residual stream is an output.
+        image_tokens: tokens of an image, whose rows are inputs; 0: no images are read.
         prepare: changes the loaded model in place; takes its sizes and returns the new ones.
         progress: called with the name of each stage as it begins.
 
@@ -99,12 +101,12 @@ def export_decoder(
     if prepare is not None:
         dims = prepare(model, dims)
     dims = replace(dims, num_params=sum(p.numel() for p in model.parameters()))
-    spec = decoder_spec("decoder", dims, hidden=hidden, hidden_layers=hidden_layers)
+    spec = decoder_spec("decoder", dims, hidden=hidden, hidden_layers=hidden_layers, image_tokens=image_tokens)
     replace_layers(model)
     names = names_by_address(model)
     say("compare attention")
     windows = read_windows(model, attention.IMPLEMENTATION, dims.num_layers, max_seq_len, dims.model_type)
-    module = DecoderGraph(model, dims, hidden, hidden_layers, windows)
+    module = DecoderGraph(model, dims, hidden, hidden_layers, windows, image_tokens > 0)
     check_replacement(module, dims)
     say("trace")
     graph = _trace(module, dims, spec)
@@ -128,10 +130,11 @@ def _check_hidden_layers(dims: ModelDims, hidden_layers: tuple[int, ...]) -> Non
 def _trace(module: DecoderGraph, dims: ModelDims, spec: GraphSpec) -> ir.Model:
     batch, nodes, scored, max_seq = (torch.export.Dim(n, min=1) for n in ("batch", "nodes", "scored", "max_seq"))
     # Sizes of the example: none is 0 or 1, which torch would treat as constants.
-    sizes = {"batch": 2, "max_seq": 16, PENDING: 3, CONV_ROWS: 5}
-    dynamic = {"batch": batch, "max_seq": max_seq, **{n: torch.export.Dim(n, min=1) for n in (PENDING, CONV_ROWS)}}
+    sizes = {"batch": 2, "nodes": 3, "max_seq": 16, PENDING: 3, CONV_ROWS: 5}
+    dynamic = {"batch": batch, "nodes": nodes, "max_seq": max_seq}
+    dynamic |= {name: torch.export.Dim(name, min=1) for name in (PENDING, CONV_ROWS)}
     held = spec.inputs[4:]  # after tokens, lengths, tree_mask and scored_nodes
-    dtypes = {"int64": torch.int64, "float32": torch.float32}
+    dtypes = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
     example = (
         torch.zeros(2, 3, dtype=torch.int64),
         torch.zeros(2, dtype=torch.int64),

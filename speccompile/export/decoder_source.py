@@ -19,6 +19,7 @@ from speccompile.checkpoints.checkpoint import (
 )
 from speccompile.checkpoints.families import check_architecture
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.vision import check_vision, image_record, read_vision_dims
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec, verified_spec
@@ -57,10 +58,29 @@ class DecoderSource:
         if not isinstance(layers, tuple):
             layers = layers.layers(self.dims.num_layers, context.weights)
         self.outputs: dict[str, Any] = {"hidden": self.options.hidden, "hidden_layers": layers}
+        if self.options.images:
+            self.outputs["image_tokens"] = self._image_tokens()
         self.max_rows = min(context.max_seq_len, self.dims.max_positions)
         if context.target is None and self.max_rows < context.max_seq_len:
             got, expected = f"{context.max_seq_len}", f"at most {self.max_rows}, the positions of {job.model}"
             raise RecipeError("engine.max_seq_len", got, expected, "Lower it.")
+
+    def _image_tokens(self) -> int:
+        """Returns the tokens of an image.
+
+        Raises:
+            RecipeError: the model's images cannot be read, or one has more tokens than a sequence may have.
+        """
+        check_vision(read_config(self.folder))
+        num = read_vision_dims(self.folder, self.dims.hidden_size).num_tokens
+        record = image_record(self.folder, self.context.weights)
+        if record["image_token_id"] >= self.dims.vocab_size:
+            got, expected = f"image token {record['image_token_id']}", f"one below vocab_size {self.dims.vocab_size}"
+            raise RecipeError("target.vision", got, expected, "Use a checkpoint whose embedding has the image token.")
+        if num + 2 >= self.context.max_seq_len:
+            got, expected = str(self.context.max_seq_len), f"more than {num + 2}, an image and its text"
+            raise RecipeError("engine.max_seq_len", got, expected, "Raise it, or leave target.vision out.")
+        return num
 
     def _with_layers(self, num_layers: int) -> ModelDims:
         if num_layers > self.dims.num_layers:

@@ -67,6 +67,8 @@ def _run_cached(graph: DecoderGraph, tokens: torch.Tensor, dims: ModelDims) -> t
         step = [torch.tensor([applied]), torch.tensor([sure])] if spec.states else []
         nodes = torch.arange(count)[None]
         new = tokens[:, length : length + count]
+        if graph.reads_images:
+            step = [torch.zeros(1, count, dtype=torch.bool), torch.zeros(1, count, dims.hidden_size), *step]
         outputs = graph(new, torch.tensor([length]), chain, nodes, [*step, *held])
         logits.append(outputs[0])
         held = list(outputs[-len(held) :])

@@ -11,7 +11,7 @@ from torch import nn
 
 from speccompile.core.dims import ModelDims
 from speccompile.errors import ExportError
-from speccompile.export.attention import Frame, cache_pairs, current_frame, forward_pass, gather_nodes
+from speccompile.export.attention import Frame, cache_pairs, current_frame, find_frame, forward_pass, gather_nodes
 
 
 class ScoredHead(nn.Module):
@@ -37,16 +37,26 @@ class DecoderGraph(nn.Module):
         hidden: whether the LM head's input is an output.
         hidden_layers: decoder layers whose output is also an output.
         windows: the sliding window of each layer, as `masks.read_windows` finds it.
+        reads_images: rows of images take the place of embeddings, and `tree_mask` may show a node later ones.
     """
 
     def __init__(
-        self, model: Any, dims: ModelDims, hidden: bool, hidden_layers: Sequence[int], windows: Sequence[int]
+        self,
+        model: Any,
+        dims: ModelDims,
+        hidden: bool,
+        hidden_layers: Sequence[int],
+        windows: Sequence[int],
+        reads_images: bool = False,
     ) -> None:
         super().__init__()
+        self.reads_images = reads_images
         self.windows = tuple(windows)
         self.model, self.dims = model, dims
         self.wants_hidden, self.hidden_layers = hidden, tuple(hidden_layers)
         _wrap_head(model)
+        if reads_images:
+            model.get_input_embeddings().register_forward_hook(_place_images)
         layers = find_layers(model, dims.num_layers)
         for index in self.hidden_layers:
             layers[index].register_forward_hook(_note_output(index))
@@ -61,11 +71,14 @@ class DecoderGraph(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """One step; inputs and outputs as in `decoder_spec`, those after `scored_nodes` as one list.
 
-        A node sees itself, padding included: the number of nodes in its row of `tree_mask` is its depth + 1.
+        A node sees itself, padding included: the number of nodes in its row of `tree_mask` is its depth + 1. Nodes of
+        an image see later ones too, which do not count.
         """
-        depth = tree_mask.to(torch.int64).sum(-1) - 1
+        seen = tree_mask.to(torch.int64)
+        depth = (seen.tril() if self.reads_images else seen).sum(-1) - 1
         positions = lengths.unsqueeze(1) + depth
         recurrent = self.dims.recurrent_layers
+        images, held = (held[:2], held[2:]) if self.reads_images else ([None, None], held)
         num_applied = 2 if recurrent else 0  # state_lengths and sure_nodes
         applied, states = held[:num_applied], held[num_applied : num_applied + 3 * len(recurrent)]
         caches = held[num_applied + len(states) :]
@@ -79,6 +92,7 @@ class DecoderGraph(nn.Module):
             {layer: (states[3 * i], states[3 * i + 1], states[3 * i + 2]) for i, layer in enumerate(recurrent)},
             *applied,
         )
+        frame.image_nodes, frame.image_rows = images
         with forward_pass(frame):
             logits = self.model(input_ids=tokens, position_ids=positions, use_cache=False).logits
         outputs = [logits, *([frame.hidden] if self.wants_hidden else [])]
@@ -128,6 +142,14 @@ def find_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
             "This architecture cannot be exported.",
         )
     return found[0]
+
+
+def _place_images(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Returns embeddings [batch, nodes, hidden] with the frame's rows of images at their nodes."""
+    frame = find_frame()
+    if frame is None or frame.image_nodes is None or frame.image_rows is None:
+        return output
+    return torch.where(frame.image_nodes[..., None], frame.image_rows, output)
 
 
 def _note_output(index: int) -> Any:

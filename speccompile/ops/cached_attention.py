@@ -22,12 +22,13 @@ def visible_rows(lengths: Ints, tree_mask: Bools, max_seq: int, window: int) -> 
 
     Args:
         lengths: [batch] int64, rows in use before the step.
-        tree_mask: [batch, nodes, nodes] bool.
+        tree_mask: [batch, nodes, nodes] bool. A node sees itself. It may see later nodes, as in an image; its position
+            is the number of earlier ones that it sees, after `lengths`.
         max_seq: rows of the cache.
         window: a key is seen only where position(query) - position(key) < window; 0 = no limit.
     """
     batch, nodes, _ = tree_mask.shape
-    depths = tree_mask.sum(axis=-1) - 1
+    depths = np.tril(tree_mask).sum(axis=-1) - 1
     visible = np.broadcast_to((np.arange(max_seq) < lengths[:, None])[:, None], (batch, nodes, max_seq)).copy()
     key = np.broadcast_to(np.arange(max_seq), (batch, max_seq)).copy()
     for slot, length in enumerate(lengths):
@@ -126,7 +127,8 @@ _MASK = """
     past_full = Expand(past, mask_shape)
     fresh = Where(tree_mask, visible, hidden)
     linked = TensorScatter<axis = 2, mode = "linear">(past_full, fresh, lengths)
-    ancestors = Cast<to = 7>(tree_mask)
+    seen = Cast<to = 7>(tree_mask)
+    ancestors = Trilu<upper = 0>(seen)
     count = ReduceSum<keepdims = 0>(ancestors, third)
     depth = Sub(count, one)
     query = Add(depth, base)

@@ -102,7 +102,7 @@ def qkv_attention(
     if gammas is not None:
         q, k = normalize(q, gammas[0], epsilon), normalize(k, gammas[1], epsilon)
     if tables is not None:
-        positions = lengths[:, None] + tree_mask.sum(axis=-1) - 1
+        positions = lengths[:, None] + np.tril(tree_mask).sum(axis=-1) - 1
         q, k = (rotate(x, *tables, positions, interleaved) for x in (q, k))
     step = (q, k, v, k_cache, v_cache, lengths, tree_mask)
     out, k_updated, v_updated = cached_attention(*step, scale=scale, softcap=softcap, window=window)
@@ -146,7 +146,8 @@ _SPLIT = """
     parts = Concat<axis = 0>(heads1, kv_heads1, kv_heads1)
     q, k, v = Split<axis = 1>(heads, parts)
     base = Unsqueeze(lengths, second)
-    ancestors = Cast<to = 7>(tree_mask)
+    seen_nodes = Cast<to = 7>(tree_mask)
+    ancestors = Trilu<upper = 0>(seen_nodes)
     count = ReduceSum<keepdims = 0>(ancestors, third)
     depth = Sub(count, one)
     positions = Add(depth, base)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from speccompile.core.specs import LENGTHS, TREE_MASK
+from speccompile.core.specs import IMAGE_NODES, LENGTHS, TREE_MASK
 from speccompile.passes.edit import Editor, input_of
 
 HIDDEN_SCORE = np.float32(-3e38)  # added to a score: finite, so that the softmax of a row never computes inf - inf
@@ -38,6 +38,7 @@ class AttentionMasks:
     ) -> None:
         self.edit = edit = Editor(model, anchor)
         self.tree = input_of(model, TREE_MASK)
+        self.has_images = any(value.name == IMAGE_NODES for value in model.graph.inputs)
         hidden = HALF_HIDDEN_SCORE if dtype == ir.DataType.FLOAT16 else HIDDEN_SCORE
         self.visible = edit.const(np.float32(0).astype(dtype.numpy()), "mask.visible")
         self.hidden = edit.const(hidden.astype(dtype.numpy()), "mask.hidden")
@@ -53,9 +54,14 @@ class AttentionMasks:
 
     @property
     def depth(self) -> ir.Value:
-        """Returns the number of ancestors of each node, [batch, nodes, 1] int64."""
+        """Returns the number of ancestors of each node, [batch, nodes, 1] int64.
+
+        Nodes of an image see later ones too, which do not count.
+        """
         if self._depth is None:
             ones = self.edit.op("Cast", self.tree, to=ir.DataType.INT64)
+            if self.has_images:
+                ones = self.edit.op("Trilu", ones, upper=0)
             count = self.edit.op("ReduceSum", ones, self.edit.ints([2]), keepdims=1)
             self._depth = self.edit.op("Sub", count, self.edit.ints(1))
         return self._depth

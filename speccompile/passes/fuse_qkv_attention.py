@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from speccompile.core.specs import LENGTHS, TREE_MASK
+from speccompile.core.specs import IMAGE_NODES, LENGTHS, TREE_MASK
 from speccompile.ops.qkv_attention import QKV_ATTENTION
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, input_of, nodes_of, replace
@@ -113,9 +113,10 @@ def heads_of(value: ir.Value | None) -> Heads | None:
     return None if value is None else Heads(value, num, head_dim, norm, rotary)
 
 
-def _positions_rule() -> Rule:
+def _positions_rule(has_images: bool) -> Rule:
     def formula(op: Any, lengths: Any, tree_mask: Any, second: Any, third: Any) -> Any:
-        count = op.ReduceSum(op.Cast(tree_mask), third, _outputs=["count"])
+        seen = op.Cast(tree_mask)
+        count = op.ReduceSum(op.Trilu(seen, 0, upper=0) if has_images else seen, third, _outputs=["count"])
         return op.Add(op.Unsqueeze(lengths, second), op.Sub(count, 1))
 
     def holds(lengths: ir.Value, tree_mask: ir.Value, second: ir.Value, third: ir.Value, count: ir.Value) -> bool:
@@ -216,7 +217,7 @@ def fuse_qkv_attention(model: ir.Model) -> int:
 
     Nodes that are then unused stay, for `remove_dead`.
     """
-    rule = _positions_rule()
+    rule = _positions_rule(any(value.name == IMAGE_NODES for value in model.graph.inputs))
     nodes = nodes_of(model, "CachedAttention", OPS_DOMAIN)
     matches = [m for node in nodes if (m := _match(rule, model, node)) is not None]
     made: dict[str, ir.Value] = {}

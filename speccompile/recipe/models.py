@@ -59,6 +59,9 @@ class TargetSection(Section):
     num_layers: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Build the first layers only; with random weights, for sizing."
     )
+    vision: bool = Field(
+        False, description="Build the checkpoint's vision tower too: prompts may have images. Gemma 3."
+    )
 
 
 class EngineSection(Section):

@@ -18,7 +18,8 @@ from speccompile.errors import RecipeError
 from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS, EngineSection, Recipe, backend_config
 
 Weights = Literal["checkpoint", "random"]
-TARGET = "target"
+TARGET, VISION = "target", "vision"
+VISION_SOURCE = "speccompile.export.vision_source:VisionSource"
 AUTO = "auto"  # the quantisation that a backend chooses by measuring
 
 
@@ -78,6 +79,7 @@ class BuildPlan:
         engine: backend and sizes.
         decoding: defaults of a request.
         calibration: of the target's weights: "auto", "none" or a file, see the recipe.
+        vision: the target's vision tower as a graph job; None: its prompts have no images.
     """
 
     target: GraphJob
@@ -89,11 +91,12 @@ class BuildPlan:
     engine: EnginePlan
     decoding: SamplingParams
     calibration: str = AUTO_TEXTS
+    vision: GraphJob | None = None
 
     @property
     def jobs(self) -> tuple[GraphJob, ...]:
         """Returns all graphs of the bundle that have weights, the target first."""
-        return (self.target, *self.drafts)
+        return (self.target, *self.drafts, *(() if self.vision is None else (self.vision,)))
 
     def recipe_from_plan(self) -> dict[str, Any]:
         """Returns the plan as a recipe with all defaults, JSON-ready."""
@@ -106,6 +109,7 @@ class BuildPlan:
                 "calibration": self.calibration,
                 "weights": self.weights,
                 "num_layers": self.target.options.num_layers,
+                "vision": self.vision is not None,
             },
             "speculator": {"method": self.method, **asdict(self.speculator)},
             "engine": self.engine.keys(),
@@ -168,7 +172,13 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         engine=engine_plan,
         decoding=SamplingParams(**recipe.decoding.model_dump()),
         calibration=recipe.target.calibration,
+        vision=_vision_job(recipe),
     )
+
+
+def _vision_job(recipe: Recipe) -> GraphJob | None:
+    target = recipe.target
+    return GraphJob(VISION, target.model, source=VISION_SOURCE, config=target.config) if target.vision else None
 
 
 def _decided(job: GraphJob, recipe: Recipe) -> GraphJob:
@@ -221,5 +231,7 @@ def _target_job(recipe: Recipe, outputs: TargetOutputs, keeps_logits: bool) -> G
         got = f"{target.num_layers} with target.weights: {target.weights}"
         todo = "A checkpoint is built whole: build with --weights random, or leave num_layers out."
         raise RecipeError("target.num_layers", got, "target.weights: random", todo)
-    options = DecoderOptions(outputs.hidden, outputs.hidden_layers, keeps_logits, target.num_layers)
+    options = DecoderOptions(
+        outputs.hidden, outputs.hidden_layers, keeps_logits, target.num_layers, images=target.vision
+    )
     return GraphJob(TARGET, target.model, target.quantization, options=options, config=target.config)

@@ -16,12 +16,12 @@ from speccompile.common.json_reader import read_json_object, shown
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BundleError
 from speccompile.runtime.manifest_checks import check_types
-from speccompile.runtime.records import GraphRecord, RecipeRecord
+from speccompile.runtime.records import GraphRecord, ImageRecord, RecipeRecord
 from speccompile.runtime.rules import record_from_json
 
 SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
-TARGET = "target"
+TARGET, VISION = "target", "vision"
 _REBUILD = "Build the bundle again, or copy it again from where it was built."
 _CHUNK_BYTES = 1 << 22
 
@@ -59,6 +59,12 @@ class Bundle:
         """The path of tokenizer.json; None where the bundle was built from a config alone."""
         name = self.manifest.get("tokenizer")
         return None if name is None else self.path / name
+
+    @property
+    def images(self) -> ImageRecord | None:
+        """How images of prompts are prepared; None: the bundle has no vision tower."""
+        record = self.manifest.get("images")
+        return None if record is None or VISION not in self.graphs else record_from_json(ImageRecord, record)
 
     def graph(self, name: str) -> GraphRecord:
         """Returns the record of a graph."""

@@ -9,6 +9,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from speccompile.backends.base import Backend
 from speccompile.common.cores import num_usable_cores
 from speccompile.common.tokenizer_file import load_tokenizer
@@ -18,7 +20,8 @@ from speccompile.core.protocols import Engine
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.drafting.tree_config import check_chain
 from speccompile.errors import BundleError, RuntimeFault
-from speccompile.runtime.bundle import TARGET, Bundle, check_files, read_bundle, weights_beside
+from speccompile.runtime.bundle import TARGET, VISION, Bundle, check_files, read_bundle, weights_beside
+from speccompile.runtime.images import ImageEncoder
 from speccompile.runtime.manifest_checks import check_fields
 from speccompile.runtime.spec_engine import Generation, SpecEngine, Stream
 from speccompile.runtime.stats import DraftEngine, TimedEngine
@@ -77,17 +80,32 @@ def load(
         loaded[graph] = _load_engine(bundle, graph, opener, context, tunings[graph], dict(loaded))
     engines = {graph: (TimedEngine if graph == TARGET else DraftEngine)(engine) for graph, engine in loaded.items()}
     drafts = {graph: engine for graph, engine in engines.items() if graph != TARGET}
-    tokenizer_path = bundle.tokenizer_path
+    tokenizer_path, todo = bundle.tokenizer_path, "Build the bundle again."
+    tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path, BundleError, todo)
     return SpecEngine(
         engines[TARGET],
         drafts,
         chosen.make_proposer(config, drafts, context),
-        None if tokenizer_path is None else load_tokenizer(tokenizer_path, BundleError, "Build the bundle again."),
+        tokenizer,
         context,
         bundle.eos_token_ids,
         _defaults(recipe.decoding),
         bundle,
         may_stop=config.leaves_length,
+        images=_image_encoder(bundle, opener, tokenizer),
+    )
+
+
+def _image_encoder(bundle: Bundle, backend: Backend, tokenizer: Tokenizer | None) -> ImageEncoder | None:
+    """Returns the vision tower; None where the bundle has none."""
+    record = bundle.images
+    if record is None:
+        return None
+    path, spec = bundle.graph_path(VISION), bundle.graph_spec(VISION)
+    tuning = _tuning(bundle, VISION, [VISION], backend)
+    device = bundle.recipe.engine.device
+    return ImageEncoder(
+        backend.load(path, spec, max_slots=1, max_rows=0, tuning=tuning, device=device), record, tokenizer
     )
 
 

@@ -99,15 +99,17 @@ def open_outputs(handle: RequestHandle, engine: SpecEngine, default: Speculation
         default: the speculation that `auto` stands for.
 
     Raises:
-        RuntimeFault: the prompt is empty, too long or not of the vocabulary; or stop strings without a tokenizer.
+        RuntimeFault: the prompt is empty, too long or not of the vocabulary; its images cannot be read; or stop
+            strings without a tokenizer.
     """
     request = handle.request
-    prompt = engine.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+    images = engine.read_images(request.images)
+    prompt = engine.encode(request.prompt, len(images)) if isinstance(request.prompt, str) else list(request.prompt)
     for index in range(request.num_outputs):
         sampling = request.sampling
         if index:
             sampling = replace(sampling, seed=(sampling.seed + index) % 2**64)
-        slot = engine.make_slot(0, prompt, sampling, with_text=True)
+        slot = engine.make_slot(0, prompt, sampling, with_text=True, images=images)
         slot.index = index
         slot.speculation = default if request.speculation == "auto" else request.speculation
         handle.open.append(RequestOutput(handle, slot))

@@ -217,7 +217,7 @@ def _start_sequence(
     slot.stats.start_s = perf_counter()
     reads, draft_s = needs_draft(proposer, planner, slots, slot), 0.0
     proposer.start(place, slot)
-    for tokens, start, outputs in verifier.prefill(place, slot.tokens):
+    for tokens, start, outputs in verifier.prefill(place, slot.tokens, slot.images):
         if reads:
             start_s = perf_counter()
             proposer.prefill(place, slot, tokens, start, outputs)

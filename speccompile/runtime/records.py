@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,9 @@ from speccompile.runtime.rules import (
     ANY_OBJECT,
     DIM,
     FLAG,
+    NUMBER,
     PATH,
+    POSITIVE,
     TEXT,
     THREADS,
     TIME,
@@ -106,6 +108,7 @@ _SPEC = closed(
     may_num_candidates=whole(0), may_num_drafts=whole(0), may_gives_probs=FLAG,
     may_tail=one_of("none", "verify", "candidates"),
     may_states=list_of(TEXT), may_max_pending=whole(0, 1025), may_conv_history=whole(0, 1024),
+    may_image_tokens=whole(0, 65536),
 )  # fmt: skip
 
 
@@ -151,11 +154,38 @@ class GraphRecord:
         return spec_from_json(self.spec)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageRecord:
+    """How images of prompts are prepared for the vision tower, and which tokens stand for them.
+
+    Args:
+        image_size: height and width, in pixels.
+        num_tokens: of an image.
+        begin_token_id: before them; in a text it marks where an image stands.
+        image_token_id: each of them.
+        end_token_id: after them.
+        resample: Pillow's number of the filter that resizes.
+        scale: factor of the values 0 to 255.
+        mean: subtracted afterwards, by channel.
+        std: divided by at last, by channel.
+    """
+
+    image_size: int = recorded(whole(1, 8192))
+    num_tokens: int = recorded(whole(1, 65536))
+    begin_token_id: int = recorded(whole(0))
+    image_token_id: int = recorded(whole(0))
+    end_token_id: int = recorded(whole(0))
+    resample: int = recorded(whole(0, 5))
+    scale: float = recorded(POSITIVE)
+    mean: Sequence[float] = recorded(list_of(NUMBER))
+    std: Sequence[float] = recorded(list_of(POSITIVE))
+
+
 MANIFEST_RULE = an_object(
     recipe=rule_from_record(RecipeRecord), versions=ANY_OBJECT, graphs=map_of(rule_from_record(GraphRecord)),
     eos_token_ids=list_of(whole(0)),
     files=Rule("an object", lambda v: isinstance(v, dict) and all(map(is_path, v)), items=an_object(
         sha256=TEXT, size_bytes=whole(0, 2**56))),
     stages=list_of(an_object(name=TEXT, may_seconds=TIME, may_peak_rss_bytes=whole(0, 2**56))),
-    may_tokenizer=PATH, may_bos_token_id=whole(0),
+    may_tokenizer=PATH, may_bos_token_id=whole(0), may_images=rule_from_record(ImageRecord),
 )  # fmt: skip

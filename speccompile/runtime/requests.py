@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.images import ImageData
 
 Speculation = Literal["auto", "on", "off"]
 SPECULATION: tuple[Speculation, ...] = ("auto", "on", "off")
@@ -29,6 +30,7 @@ class Request:
         speculation: `auto`: the controller decides; `on`: always draft, within the limits; `off`: never.
         timeout_s: seconds from submission to the last token; None: no limit but the service's own.
         wants_trace: add the tree of every step to its step output.
+        images: of the prompt, in its order: see `SpecEngine.generate`.
 
     Raises:
         RuntimeFault: a value is out of range.
@@ -40,6 +42,7 @@ class Request:
     speculation: Speculation = "auto"
     timeout_s: float | None = None
     wants_trace: bool = False
+    images: Sequence[ImageData] = ()
 
     def __post_init__(self) -> None:
         timeout = self.timeout_s

@@ -81,6 +81,8 @@ def map_of(rule: Rule) -> Rule:
 TEXT, PATH = Rule("a text", is_text), Rule("a relative path", is_path)
 ANY_OBJECT = Rule("an object", lambda v: isinstance(v, dict))
 TIME = Rule("a finite number from 0 on", lambda v: (number := finite_number(v)) is not None and number >= 0)
+NUMBER = Rule("a finite number", lambda v: finite_number(v) is not None)
+POSITIVE = Rule("a number above 0", lambda v: (number := finite_number(v)) is not None and number > 0)
 DIM = Rule("a size, or a dim by name", lambda v: is_text(v) or whole_number(v, 0, MAX_COUNT) is not None)
 THREADS = Rule("'auto', or threads from 1 to 1024", lambda v: v == "auto" or whole_number(v, 1, 1024) is not None)
 FLAG = Rule("true or false", lambda v: isinstance(v, bool))

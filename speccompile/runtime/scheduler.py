@@ -158,7 +158,7 @@ class Scheduler:
         num = 0
         if start < len(tokens) - 1:
             proposer.flush()
-            nodes, outputs = verifier.read(slot, tokens, most)
+            nodes, outputs = verifier.read(slot, tokens, most, output.slot.images)
             if NEXT_TOKEN in outputs and outputs[NEXT_TOKEN][0] < 0:
                 self._clear(slot)
                 raise NotFinite(start + nodes.shape[1])
@@ -259,8 +259,8 @@ class Scheduler:
         room = self.allocator.max_slots - len(self.allocator.active) + 1
         if len(self.queue) < room:
             return True
-        start = output.slot.tokens[:MIN_SHARED]
-        return any(waiting.slot.tokens[:MIN_SHARED] == start for waiting in islice(self.queue, room))
+        start = output.slot.keys[:MIN_SHARED]
+        return any(waiting.slot.keys[:MIN_SHARED] == start for waiting in islice(self.queue, room))
 
     def json_from_scheduler(self) -> dict[str, Any]:
         """Returns counters, gauges and the planner's decisions."""

@@ -46,7 +46,7 @@ class SlotAllocator:
         Returns:
             How many tokens of the prompt the slot's caches have already.
         """
-        front, prompt = len(self.active), output.slot.tokens
+        front, prompt = len(self.active), output.slot.keys
         rows = self.verifier.cache
         source, num = best_match(prompt, self._held(), rows.reusable) if self.keeps else (-1, 0)
         self.reading, self.reading_slot = output, front
@@ -86,7 +86,7 @@ class SlotAllocator:
         while, older ones may lack the draft's rows.
         """
         lengths = self.verifier.lengths
-        decoding = [(slot, output.slot.tokens[: lengths[slot]]) for slot, output in enumerate(self.active)]
+        decoding = [(slot, output.slot.keys[: lengths[slot]]) for slot, output in enumerate(self.active)]
         return [*reversed(list(self.kept.items())), *decoding]
 
     def _may_take(self, source: int, num: int) -> bool:
@@ -181,7 +181,7 @@ class SlotAllocator:
     def _keep(self, slot: int, output: RequestOutput, keeps: bool) -> None:
         """Keeps the rows of the output's tokens; after a stop string these are fewer than its last step wrote."""
         if keeps and self._is_long_enough(slot, output):
-            tokens = output.slot.tokens[: int(self.verifier.lengths[slot])]
+            tokens = output.slot.keys[: int(self.verifier.lengths[slot])]
             self.verifier.lengths[slot] = len(tokens)
             self.kept.put(slot, tokens)
 

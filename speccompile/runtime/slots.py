@@ -23,6 +23,7 @@ from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.runtime.faults import FAULTS, text_from_fault
+from speccompile.runtime.images import PromptImages
 from speccompile.runtime.logits_processors import LogitsProcessor
 from speccompile.runtime.requests import Speculation
 from speccompile.runtime.stats import SlotStats
@@ -107,6 +108,7 @@ class Slot:
         "draft_state",
         "error",
         "has_draft",
+        "images",
         "index",
         "logits_processor",
         "max_drafts",
@@ -136,8 +138,14 @@ class Slot:
         self.has_draft = True  # see the protocol
         self.speculation: Speculation = "auto"
         self.logits_processor: LogitsProcessor | None = None  # made at its first verdict, if it needs logits
+        self.images: PromptImages | None = None  # of its prompt, if that has some
         self.stats = SlotStats(0.0)
         self.table = None if sampling.is_greedy else UniformTable(sampling.seed, len(prompt) - 1)
+
+    @property
+    def keys(self) -> list[int]:
+        """Its tokens, by which caches are compared; those of images stand for their content."""
+        return self.tokens if self.images is None else self.images.keys(self.tokens)
 
     def plan(self, max_seq_len: int, limit: int | None = None) -> None:
         """Sets the limits of the next step, which needs the root's row and one row per draft.

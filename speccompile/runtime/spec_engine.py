@@ -19,6 +19,7 @@ from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.bundle import Bundle
 from speccompile.runtime.control import Controller
+from speccompile.runtime.images import Image, ImageData, ImageEncoder
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots, Step
 from speccompile.runtime.stats import TimedEngine
@@ -26,6 +27,7 @@ from speccompile.runtime.text import TextSink
 from speccompile.runtime.verifier import Verifier
 
 Prompt = str | Sequence[int]
+Images = Sequence[ImageData] | Sequence[Sequence[ImageData]]
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class SpecEngine:
         bundle: that it was loaded from.
         chunk: prompt tokens read at once.
         may_stop: the method's draft length is not fixed, so drafting may stop where plain decoding is faster.
+        images: the vision tower; None: prompts have no images.
     """
 
     def __init__(
@@ -100,7 +103,9 @@ class SpecEngine:
         bundle: Bundle | None = None,
         chunk: int = 128,
         may_stop: bool = False,
+        images: ImageEncoder | None = None,
     ) -> None:
+        self.images = images
         self.tokenizer, self.context, self.bundle = tokenizer, context, bundle
         self.defaults = defaults or SamplingParams()
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -124,6 +129,7 @@ class SpecEngine:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        images: Images | None = None,
         speculative: bool = True,
         batch_size: int | None = None,
     ) -> list[Generation]:
@@ -132,6 +138,9 @@ class SpecEngine:
         Args:
             prompts: one or more texts, or lists of token ids.
             sampling: for all prompts, or one for each; None: the bundle's defaults.
+            images: a list for each prompt, or of one prompt its list, in the order of the prompt: PNG, JPEG or WebP as
+                bytes or a path, or arrays [height, width, 3] uint8. A text has the token that begins an image where
+                each stands; token ids have all tokens of each.
             speculative: False decodes with the target alone.
             batch_size: sequences decoded at once; None: as many as the bundle was built for.
 
@@ -140,10 +149,11 @@ class SpecEngine:
 
         Raises:
             RuntimeFault: a prompt is empty, too long, not of the vocabulary, or neither a text nor token ids; the
-                message has its index. Or `sampling` is not a `SamplingParams`.
+                message has its index. Or `sampling` is not a `SamplingParams`; or an image cannot be read.
         """
         results: dict[int, Generation] = {}
-        for index, generation in self.run(prompts, sampling, speculative=speculative, batch_size=batch_size):
+        given: dict[str, Any] = {"images": images, "speculative": speculative, "batch_size": batch_size}
+        for index, generation in self.run(prompts, sampling, **given):
             results[index] = generation
         return [results[index] for index in range(len(results))]
 
@@ -152,6 +162,7 @@ class SpecEngine:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        images: Images | None = None,
         speculative: bool = True,
         batch_size: int | None = None,
     ) -> Iterator[tuple[int, Generation]]:
@@ -160,10 +171,17 @@ class SpecEngine:
         Raises:
             RuntimeFault: as `generate`, before anything is decoded; or as `stream`.
         """
-        slots = self._make_slots(prompts, sampling, with_text=False)
+        slots = self._make_slots(prompts, sampling, images, with_text=False)
         return self._finished(slots, self._decode(slots, speculative, batch_size))
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, speculative: bool = True) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        images: Sequence[ImageData] = (),
+        speculative: bool = True,
+    ) -> Stream:
         """Decodes one prompt step by step.
 
         Returns:
@@ -172,7 +190,7 @@ class SpecEngine:
         Raises:
             RuntimeFault: as `generate`; or another run was started since the last step was read.
         """
-        slots = self._make_slots([prompt], sampling, with_text=True)
+        slots = self._make_slots([prompt], sampling, [images], with_text=True)
         return Stream(slots[0], self._decode(slots, speculative, 1), self._generation)
 
     def _finished(self, slots: list[Slot], decoded: Iterator[list[Step]]) -> Iterator[tuple[int, Generation]]:
@@ -181,13 +199,30 @@ class SpecEngine:
                 if step.finish_reason:
                     yield step.prompt_index, self._generation(slots[step.prompt_index], step.finish_reason)
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a text, with the special tokens that the tokenizer adds."""
+    def read_images(self, images: Sequence[ImageData]) -> list[Image]:
+        """Returns images as the vision tower reads them.
+
+        Raises:
+            RuntimeFault: the bundle has no vision tower, or one cannot be read.
+        """
+        if not images:
+            return []
+        if self.images is None:
+            todo = "Build it from a recipe with target.vision: true, or leave the images out."
+            raise RuntimeFault("images", f"{len(images)}, for a model of text alone", "a vision tower", todo)
+        return [self.images.read(image) for image in images]
+
+    def expand_images(self, text: str, num_images: int, where: str = "prompt") -> str:
+        """Returns a text with the tokens of each image where its mark is; see `ImageEncoder.expand`."""
+        return text if self.images is None or not num_images else self.images.expand(where, text, num_images)
+
+    def encode(self, text: str, num_images: int = 0) -> list[int]:
+        """Returns the token ids of a text, with the special tokens that the tokenizer adds, and those of its images."""
         if self.tokenizer is None:
             raise RuntimeFault(
                 "prompt", "a text", "token ids", "This bundle has no tokenizer: it was built from a config."
             )
-        ids: list[int] = self.tokenizer.encode(text).ids
+        ids: list[int] = self.tokenizer.encode(self.expand_images(text, num_images)).ids
         return ids
 
     def text_sink(self, params: SamplingParams) -> TextSink | None:
@@ -232,6 +267,7 @@ class SpecEngine:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
+        images: Images | None,
         with_text: bool,
     ) -> list[Slot]:
         are_many = isinstance(prompts, Sequence | np.ndarray) and not isinstance(prompts, str | bytes)
@@ -245,9 +281,19 @@ class SpecEngine:
             if not isinstance(params, SamplingParams):
                 got, expected = f"a {type(params).__name__}", "SamplingParams, or one for each prompt"
                 raise RuntimeFault("sampling", got, expected, "Write SamplingParams(temperature=0.8).")
-        return [self.make_slot(i, p, params, with_text) for i, (p, params) in enumerate(zip(given, asked, strict=True))]
+        rows = cast("Sequence[Sequence[ImageData]]", [()] * len(given))
+        if images:
+            rows = cast("Sequence[Sequence[ImageData]]", images if are_many else [images])
+        if len(rows) != len(given):
+            got, expected = f"{len(rows)} lists", f"{len(given)}, one for each prompt"
+            raise RuntimeFault("images", got, expected, "Give an empty list where a prompt has none.")
+        read = [self.read_images(row) for row in rows]
+        jobs = enumerate(zip(given, asked, read, strict=True))
+        return [self.make_slot(i, prompt, params, with_text, found) for i, (prompt, params, found) in jobs]
 
-    def make_slot(self, index: int, prompt: Prompt, params: SamplingParams, with_text: bool) -> Slot:
+    def make_slot(
+        self, index: int, prompt: Prompt, params: SamplingParams, with_text: bool, images: Sequence[Image] = ()
+    ) -> Slot:
         """Returns a sequence to decode.
 
         Args:
@@ -255,17 +301,20 @@ class SpecEngine:
             prompt: a text, or token ids.
             params: of the request.
             with_text: make text step by step.
+            images: of the prompt.
 
         Raises:
             RuntimeFault: as `generate`.
         """
-        tokens = self.encode(prompt) if isinstance(prompt, str) else _token_ids(index, prompt)
+        tokens = self.encode(prompt, len(images)) if isinstance(prompt, str) else _token_ids(index, prompt)
         self._check_prompt(index, tokens)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         if params.stop and self.tokenizer is None:
             raise RuntimeFault(f"prompt {index}", "stop strings", "a bundle with a tokenizer", "Use stop_token_ids.")
         sink = self.text_sink(params) if with_text or params.stop else None
         slot = Slot(index, tokens, params, stop_ids, sink)
+        if images and self.images is not None:
+            slot.images = self.images.place(f"prompt {index}", tokens, images)
         slot.may_draft = self.verifier.may_draft(f"prompt {index}", params)
         return slot
 

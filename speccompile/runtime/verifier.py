@@ -30,6 +30,7 @@ from speccompile.core.specs import (
 from speccompile.core.tree import Ints, TokenTree, chain_parents
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.host_verify import verify_on_host
+from speccompile.runtime.images import PromptImages
 from speccompile.runtime.slots import Slots
 
 END_ROWS = 2  # rows of a prompt's end that stay pending: the same prompt again, and a draft, begin that much earlier
@@ -80,24 +81,34 @@ class Verifier:
             raise RuntimeFault(f"{where} (logit_bias)", f"token {wrong[0]}", expected, "Use the bundle's own ids.")
         return self._compacts
 
-    def prefill(self, slot: int, tokens: Sequence[int]) -> Iterator[tuple[Ints, int, Outputs]]:
+    def prefill(
+        self, slot: int, tokens: Sequence[int], images: PromptImages | None = None
+    ) -> Iterator[tuple[Ints, int, Outputs]]:
         """Reads all prompt tokens but the last, chunk by chunk.
+
+        Args:
+            slot: slot index of the sequence.
+            tokens: all of the prompt.
+            images: of the prompt.
 
         Yields:
             The tokens of the chunk [1, nodes], where they start, and the target's outputs.
         """
         self.lengths[slot] = 0
         while (start := int(self.lengths[slot])) < len(tokens) - 1:
-            nodes, outputs = self.read(slot, tokens)
+            nodes, outputs = self.read(slot, tokens, images=images)
             yield nodes, start, outputs
 
-    def read(self, slot: int, tokens: Sequence[int], most: int | None = None) -> tuple[Ints, Outputs]:
+    def read(
+        self, slot: int, tokens: Sequence[int], most: int | None = None, images: PromptImages | None = None
+    ) -> tuple[Ints, Outputs]:
         """Reads the next chunk of a prompt; the prompt's last token is never read.
 
         Args:
             slot: slot index of the sequence; its cache holds the first `lengths[slot]` tokens.
             tokens: all of the prompt.
-            most: most tokens to read; None: no bound but `chunk`.
+            most: most tokens to read; None: no bound but `chunk`. An image is read whole, whatever its tokens.
+            images: of the prompt; None: it has none.
 
         Returns:
             The tokens of the chunk [1, nodes], and the target's outputs.
@@ -106,11 +117,15 @@ class Verifier:
         start = int(row[0])
         left, num = len(tokens) - 1 - start, self.chunk if most is None else min(self.chunk, most)
         num, sure = self._split(left, num) if self._has_states else (min(left, num), None)
+        if images is not None:
+            num = images.chunk(start, num)
         nodes = np.array([tokens[start : start + num]], dtype=np.int64)
         # One scored node, so that the LM head is computed for one row. The last node attends to all others.
         feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.array([[nodes.shape[1] - 1]], dtype=np.int64)}
         if sure is not None:
             feeds[SURE_NODES] = sure
+        if images is not None:
+            feeds |= images.feeds(start, num)
         outputs = self.engine.run(feeds, first_slot=slot)
         row += nodes.shape[1]
         return nodes, outputs

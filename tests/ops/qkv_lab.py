@@ -60,9 +60,13 @@ def random_call(
     rotary: bool = False,
     lengths: np.ndarray | None = None,
     is_chain: bool = False,
+    has_image: bool = False,
     **attributes: Any,
 ) -> Call:
-    """A call of one of the four ops with scores of order 1; `attributes` replace the defaults."""
+    """A call of one of the four ops with scores of order 1; `attributes` replace the defaults.
+
+    With `has_image` the nodes are a chain, of which all but the first and the last see each other both ways.
+    """
     op = QKV_ATTENTION[norm, rotary]
 
     def normal(*shape: int) -> np.ndarray:
@@ -78,7 +82,12 @@ def random_call(
     inputs |= {"k_cache": normal(*cache), "v_cache": normal(*cache)}
     if lengths is None:
         lengths = rng.integers(0, sizes.max_seq - sizes.nodes + 1, sizes.batch)
-    inputs |= {"lengths": lengths, "tree_mask": tree_mask(rng, sizes.batch, sizes.nodes, is_chain=is_chain)}
+    inputs |= {
+        "lengths": lengths,
+        "tree_mask": tree_mask(rng, sizes.batch, sizes.nodes, is_chain=is_chain or has_image),
+    }
+    if has_image:
+        inputs["tree_mask"][:, 1:-1, 1:-1] = True
     inputs["num_rows"] = np.array([sizes.max_seq])
     given = {
         "num_heads": sizes.num_heads,
@@ -97,7 +106,7 @@ def naive(call: Call, dtype: type[np.floating[Any]] = np.float64) -> np.ndarray:
     kinds, dim = call.attributes, call.attributes["head_dim"]
     num_heads, kv_heads, window = kinds["num_heads"], kinds["num_kv_heads"], kinds["window"]
     lengths, mask = call.inputs["lengths"], call.inputs["tree_mask"]
-    positions = lengths[:, None] + mask.sum(-1) - 1
+    positions = lengths[:, None] + np.tril(mask).sum(-1) - 1
     batch, nodes, _ = mask.shape
     heads = given["qkv"].reshape(batch, nodes, -1, dim)
 

@@ -43,7 +43,7 @@ def _naive(case: dict[str, np.ndarray], scale: float, softcap: float, window: in
     for b, h, i in np.ndindex(batch, heads, nodes):
         kv = h * k.shape[1] // heads
         length, mask = case["lengths"][b], case["tree_mask"][b]
-        depth = mask.sum(-1) - 1
+        depth = np.tril(mask).sum(-1) - 1
         keys = [(case["k_cache"][b, kv, r], case["v_cache"][b, kv, r], r) for r in range(length)]
         keys += [(k[b, kv, j], v[b, kv, j], length + depth[j]) for j in range(nodes) if mask[i, j]]
         position = length + depth[i]
@@ -74,8 +74,11 @@ def test_cached_attention(op: str, scale: float, softcap: float, window: int) ->
     has_sinks = op == "SinkAttention"
     model = model_of(op, scale=scale, window=window, **({} if has_sinks else {"softcap": softcap}))
     session, evaluator = session_of(model), ReferenceEvaluator(model)
-    for _ in range(12):
+    for turn in range(12):
         case = _attention_case(rng)
+        if turn % 4 == 3:  # an image: all nodes but the first see each other both ways
+            case["tree_mask"] = np.broadcast_to(np.tri(case["q"].shape[2], dtype=bool), case["tree_mask"].shape).copy()
+            case["tree_mask"][:, 1:, 1:] = True
         if has_sinks:
             case["sinks"] = rng.normal(size=case["q"].shape[1]).astype(np.float32) * 3
         expected = cached_attention(**case, scale=scale, softcap=softcap, window=window)

@@ -23,6 +23,7 @@ KINDS: list[dict[str, Any]] = [
     {"rotary": True, "softcap": 1.5},
     {"rotary": True, "window": 3},
     {"window": 1},
+    {"rotary": True, "window": 3, "has_image": True},
 ]
 
 

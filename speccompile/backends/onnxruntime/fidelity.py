@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.backends.onnxruntime.tune import typical_cost
 from speccompile.core import specs
 from speccompile.core.probes import all_sure
 from speccompile.core.specs import GraphSpec, TensorSpec, spec_from_json
@@ -68,7 +69,7 @@ def choose_form(
     if not near:
         most = SAME_WEIGHTS * min(row.kl for row in distances.values())
         near = [form for form in step_ms if distances[form].kl <= most]
-    return min(near, key=lambda form: step_ms[form]["1"] * step_ms[form]["4"])
+    return min(near, key=lambda form: typical_cost(step_ms[form]))
 
 
 def with_logits(spec: GraphSpec) -> GraphSpec:

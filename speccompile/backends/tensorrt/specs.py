@@ -9,6 +9,7 @@ from dataclasses import replace
 from speccompile.core.specs import (
     CONV_ROWS,
     HIDDEN,
+    IMAGE_ROWS,
     KV_ROWS,
     PENDING,
     SHARED_ROWS,
@@ -17,6 +18,7 @@ from speccompile.core.specs import (
     compacted_cache_name,
     updated_cache_name,
 )
+from speccompile.graph_kinds.vision import IMAGE_EMBEDDING, PIXELS
 
 ADDRESS_BYTES = 256  # alignment of every address that TensorRT takes
 _FLOATS = ADDRESS_BYTES // 4
@@ -58,7 +60,7 @@ def tensorrt_spec(spec: GraphSpec, dtype: str, max_rows: int, *, compacts: bool 
     fixed = {PENDING: spec.max_pending, CONV_ROWS: spec.conv_history + spec.max_pending}
 
     def convert(tensor: TensorSpec) -> TensorSpec:
-        if tensor.name.split(".")[0] == HIDDEN:
+        if tensor.name.split(".")[0] == HIDDEN or tensor.name in (IMAGE_EMBEDDING, IMAGE_ROWS, PIXELS):
             return replace(tensor, dtype=dtype)
         if tensor.name in states:
             return replace(tensor, dims=tuple(fixed.get(str(d), d) for d in tensor.dims))

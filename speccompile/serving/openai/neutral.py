@@ -135,6 +135,8 @@ TEXT_PART: Mapping[str, Neutral] = {
     "prompt_cache_breakpoint": LABELS,
 }
 
+IMAGE_URL: Mapping[str, Neutral] = {"detail": Neutral("every image is read at one size", ("auto",))}
+
 STREAM_OPTIONS: Mapping[str, Neutral] = {
     "include_obfuscation": Neutral("events are not padded", (False,)),
     "continuous_usage_stats": Neutral("the usage comes once, at the end", (False,)),

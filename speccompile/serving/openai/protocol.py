@@ -19,6 +19,7 @@ from speccompile.serving.openai.neutral import (
     BODY,
     CHAT,
     COMPLETION,
+    IMAGE_URL,
     MESSAGE,
     STREAM_OPTIONS,
     TEXT_PART,
@@ -115,12 +116,32 @@ class CompletionBody(Sampled):
 
 
 class TextPart(_Body):
-    """A part of a message's content; text is all there is."""
+    """A text in a message's content."""
 
     neutral: ClassVar = TEXT_PART
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(_Body):
+    """A data URL: images are not fetched."""
+
+    neutral: ClassVar = IMAGE_URL
+
+    url: str
+
+
+class ImagePart(_Body):
+    """An image in a message's content."""
+
+    neutral: ClassVar = TEXT_PART
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class Message(_Body):
@@ -129,13 +150,28 @@ class Message(_Body):
     neutral: ClassVar = MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | list[Part]
     name: str | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message as a chat template reads it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content: str | list[dict[str, str]]
+        if isinstance(self.content, str):
+            content = self.content
+        elif self.image_urls():
+            content = [_part_for_template(part) for part in self.content]
+        else:
+            content = "".join(part.text for part in self.content if isinstance(part, TextPart))
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
+
+    def image_urls(self) -> list[str]:
+        """Returns the URLs of its images, in order."""
+        parts = () if isinstance(self.content, str) else self.content
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+
+
+def _part_for_template(part: TextPart | ImagePart) -> dict[str, str]:
+    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
 
 
 class ChatBody(Sampled):

@@ -12,10 +12,12 @@ from typing import Any
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.core.surfaces import BIASES, FLAG, STRINGS, Kind
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.images import Image
 from speccompile.runtime.requests import Request
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.serving.openai.chat import ChatTemplate
 from speccompile.serving.openai.errors import ApiError, error_from_fault
+from speccompile.serving.openai.images import error_from_images, read_images
 from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
 
 MAX_CHOICES = 128  # of one request
@@ -90,21 +92,34 @@ async def request_from_chat(body: ChatBody, engine: SpecEngine, template: ChatTe
     """
     if template is None:
         raise ApiError(400, _NO_TEMPLATE, param="messages", code="no_chat_template")
+    images = await read_images([url for message in body.messages for url in message.image_urls()], engine)
     messages = [message.for_template() for message in body.messages]
     prompt = template.render(messages, body.add_generation_prompt, body.chat_template_kwargs)
     sampling = sampling_from_body(body, engine.defaults)
+    try:
+        prompt = engine.expand_images(prompt, len(images))
+    except RuntimeFault as fault:
+        raise error_from_images(fault) from fault
     # Templates write special tokens themselves.
-    return request_from_tokens(await encode(engine, prompt, special=False), body, sampling)
+    return request_from_tokens(await encode(engine, prompt, special=False), body, sampling, images)
 
 
-def request_from_tokens(tokens: Sequence[int], body: Sampled, sampling: SamplingParams) -> Request:
+def request_from_tokens(
+    tokens: Sequence[int], body: Sampled, sampling: SamplingParams, images: Sequence[Image] = ()
+) -> Request:
     """Returns the request of a prompt.
+
+    Args:
+        tokens: of the prompt, with those of its images.
+        body: of the HTTP request.
+        sampling: of the request.
+        images: of the prompt.
 
     Raises:
         ApiError: a value is out of range.
     """
     try:
-        return Request(tokens, sampling, body.n, body.speculation, body.timeout_s)
+        return Request(tokens, sampling, body.n, body.speculation, body.timeout_s, images=images)
     except RuntimeFault as fault:
         raise error_from_fault(fault) from fault
 

@@ -111,10 +111,20 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(app, change, param, code
     assert (error["param"], error["code"]) == (param, code)
 
 
-def test_pictures_are_refused(app):
-    parts = [{"type": "image_url", "image_url": {"url": "x"}}]
+def test_images_are_refused_where_the_bundle_has_no_vision_tower(app):
+    parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "auto"}}]
     reply = post(app, PATH, {"messages": [{"role": "user", "content": parts}]})
-    assert reply.status == 400 and reply.json()["error"]["param"] == "messages.0.content"
+    error = reply.json()["error"]
+    assert (reply.status, error["param"], error["code"]) == (400, "messages", "no_vision")
+    assert "target.vision: true" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "input_audio"}, {"type": "image_url", "image_url": {"url": "x", "detail": "low"}}]
+)
+def test_other_parts_are_refused(app, part):
+    reply = post(app, PATH, {"messages": [{"role": "user", "content": [part]}]})
+    assert reply.status == 400 and reply.json()["error"]["param"].startswith("messages.0.content")
 
 
 def test_a_template_gets_variables_of_the_request(app):

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vision tower with its projection -> the neutral graph of `vision_spec`. Its weights alone are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
+
+from speccompile.checkpoints.tensor_files import open_files
+from speccompile.core.specs import GraphSpec
+from speccompile.export.trace import trace_module
+from speccompile.export.vision_source import own_name
+from speccompile.export.weights import RANDOM_SEED, check_loading, name_weights, names_by_address
+from speccompile.graph_kinds.vision import PIXELS
+from speccompile.passes.base import Pass, run_pipeline
+from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
+from speccompile.passes.fold_weights import FOLD_WEIGHTS
+from speccompile.passes.fuse_gelu import FUSE_GELU
+from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM
+from speccompile.passes.unflatten_linears import UNFLATTEN_LINEARS
+
+_CLEANUP: tuple[Pass, ...] = (
+    REMOVE_DEAD,
+    SHARE_COMMON,
+    FUSE_RMS_NORM,
+    FUSE_GELU,
+    UNFLATTEN_LINEARS,
+    FOLD_WEIGHTS,
+    SHARE_COMMON,
+    REMOVE_DEAD,
+)
+
+
+class VisionGraph(nn.Module):
+    """The module that is traced: transformers' own tower and projector.
+
+    Args:
+        config: transformers' config of the multimodal model.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        config.vision_config.vision_use_head = False  # pools what the projection reads row by row
+        self.tower = AutoModel.from_config(config.vision_config, attn_implementation="eager", dtype=torch.float32)
+        self.projector = Gemma3MultiModalProjector(config)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Pixels [1, 3, height, width] float32 -> rows [1, image_tokens, hidden] float32."""
+        rows: torch.Tensor = self.projector(self.tower(pixel_values=pixels).last_hidden_state)
+        return rows
+
+
+def export_vision(source: Path, spec: GraphSpec, weights: str, progress: Callable[[str], None]) -> tuple[ir.Model, int]:
+    """Trace the vision tower in `source` and clean the trace.
+
+    Args:
+        source: a multimodal checkpoint folder; with random weights its config.json is enough.
+        spec: of the graph.
+        weights: "checkpoint" or "random" (with a fixed seed).
+        progress: called with the name of each stage as it begins.
+
+    Returns:
+        The model, whose weights refer to torch's memory, and its number of parameters.
+
+    Raises:
+        CheckpointError: a weight is missing, left over or of another shape.
+        ExportError: the tower cannot be traced.
+    """
+    progress("load weights")
+    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(RANDOM_SEED)
+        module = VisionGraph(config).eval()
+        if weights == "random":
+            nn.init.normal_(module.projector.mm_input_projection_weight, std=config.initializer_range)
+    if weights == "checkpoint":
+        _load(module, source)
+    names = names_by_address(module)
+    progress("trace")
+    pixels = torch.zeros([int(d) for d in spec.input(PIXELS).dims])
+    graph = trace_module(module, (pixels,), ({},), spec, f"{config.model_type} (vision tower)")
+    name_weights(graph, names)
+    run_pipeline(graph, _CLEANUP, progress)
+    return graph, sum(p.numel() for p in module.parameters())
+
+
+def _load(module: nn.Module, source: Path) -> None:
+    files = open_files(source)
+    held = {own: files.tensor(key) for key in files.headers if (own := own_name(key)) is not None}
+    wanted = dict(module.state_dict())
+    mismatched = [name for name in held.keys() & wanted.keys() if held[name].shape != wanted[name].shape]
+    missing, left = wanted.keys() - held.keys(), held.keys() - wanted.keys()
+    found = {"missing_keys": _weights(missing), "unexpected_keys": _weights(left), "mismatched_keys": mismatched}
+    check_loading(source, found)
+    module.load_state_dict({name: held[name].to(torch.float32) for name in wanted if name in held}, strict=False)
+
+
+def _weights(names: Any) -> list[str]:
+    """Returns the names without the index of positions, a buffer that older files have."""
+    return [name for name in names if not name.endswith("position_ids")]

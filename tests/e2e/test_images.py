@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny Gemma 3 with images, end to end: transformers' text offline, in the scheduler, and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.conftest import build_bundle
+from tests.export import image_lab as lab
+
+torch = pytest.importorskip("torch")
+Pillow = pytest.importorskip("PIL.Image")
+
+import speccompile  # noqa: E402
+from speccompile import SamplingParams  # noqa: E402
+from speccompile.errors import RuntimeFault  # noqa: E402
+from speccompile.runtime import slots  # noqa: E402
+from speccompile.runtime.control import FixedLength  # noqa: E402
+from speccompile.runtime.handles import RequestHandle, open_outputs  # noqa: E402
+from speccompile.runtime.images import PromptImages  # noqa: E402
+from speccompile.runtime.requests import Request  # noqa: E402
+from speccompile.runtime.scheduler import Scheduler  # noqa: E402
+from speccompile.runtime.service import Service  # noqa: E402
+from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app  # noqa: E402
+from tests.serving.asgi_lab import ask  # noqa: E402
+
+NUM_TOKENS = 16
+PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS)
+FIRST, SECOND = lab.image(1), lab.image(2, 64, 40)
+LONG = " ".join(f"w{i}" for i in range(30, 42))  # with an image more than the tokens that a cache is kept for
+CASES: list[tuple[str, list[np.ndarray]]] = [
+    ("w7 w8 <start_of_image> w9 w10", [FIRST]),
+    ("w7 <start_of_image> w9 w10 w11 <start_of_image> w12", [SECOND, FIRST]),
+    ("w4 w5 w6 w7", []),
+    ("w7 w8 <start_of_image> w9 w10", [SECOND]),
+    (f"{LONG} <start_of_image> w5 w6", [FIRST]),
+    (f"{LONG} <start_of_image> w5 w6", [SECOND]),
+]
+TEXTS, IMAGES = [case[0] for case in CASES], [case[1] for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def vlm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("vlm")
+    return folder, lab.make_vlm(folder / "target")
+
+
+@pytest.fixture(scope="module")
+def bundle(vlm: tuple[Path, Any]) -> Path:
+    """The target drafts for itself as a model of text: it embeds image tokens where the target has rows of an image."""
+    model = vlm[0] / "target"
+    recipe = (
+        f"target: {{model: {model}, vision: true}}\n"
+        f"speculator: {{method: draft_model, model: {model}, num_draft_tokens: 4}}\n"
+        "engine: {max_batch_size: 4, max_seq_len: 64, max_draft_nodes: 8, threads: 1}\n"
+    )
+    return build_bundle(vlm[0], "bundle", recipe)
+
+
+@pytest.fixture(scope="module")
+def expected(vlm: tuple[Path, Any]) -> list[list[int]]:
+    """The tokens of transformers' own greedy generate."""
+    process, texts = lab.processor(vlm[0] / "target"), []
+    for text, images in CASES:
+        given = process(images=[images] if images else None, text=[text], return_tensors="pt")
+        out = vlm[1].generate(**given, max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=2)
+        texts.append(out[0, given["input_ids"].shape[1] :].tolist())
+    assert len({tuple(text) for text in texts}) == len(CASES)  # every image changes the text
+    return texts
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Path) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:  # no clock decides whether to draft
+        patch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)
+        yield speccompile.load(bundle)
+
+
+def _tokens(engine: Any, **options: Any) -> list[list[int]]:
+    return [r.tokens for r in engine.generate(TEXTS, PARAMS, images=IMAGES, **options)]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+def test_greedy_text_equals_transformers(
+    bundle: Path, expected: list[list[int]], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)
+    engine = speccompile.load(bundle, method=method, verify=False)
+    for batch_size in (1, 4):
+        results = engine.generate(TEXTS, PARAMS, images=IMAGES, batch_size=batch_size)
+        assert [r.tokens for r in results] == expected
+        assert method == "ngram" or sum(r.stats["num_accepted"] for r in results) > 0
+        assert _tokens(engine, batch_size=batch_size, speculative=False) == expected
+
+
+def test_chunks_of_a_prompt_never_cut_an_image(
+    engine: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for chunk in (1, 5):
+        monkeypatch.setattr(engine.verifier, "chunk", chunk)
+        assert _tokens(engine) == expected
+
+
+def test_a_causal_image_and_shifted_rows_are_noticed(
+    engine: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feeds = PromptImages.feeds
+
+    def causal(self: PromptImages, start: int, num: int) -> dict[str, Any]:
+        return {name: value for name, value in feeds(self, start, num).items() if name != "tree_mask"}
+
+    def shifted(self: PromptImages, start: int, num: int) -> dict[str, Any]:
+        return {n: np.roll(v, 1, axis=1) if n == "image_rows" else v for n, v in feeds(self, start, num).items()}
+
+    for mutant in (causal, shifted):
+        monkeypatch.setattr(PromptImages, "feeds", mutant)
+        found = _tokens(engine)
+        assert found[2] == expected[2]  # without an image
+        assert sum(a != b for a, b in zip(found, expected, strict=True)) >= 2
+
+
+def test_files_and_token_ids_are_read_alike(engine: Any, expected: list[list[int]], tmp_path: Path) -> None:
+    path = tmp_path / "first.png"
+    Pillow.fromarray(FIRST).save(path)
+    ids = [7, 8, *lab.BLOCK, 9, 10]
+    for prompt, image in ((TEXTS[0], path), (TEXTS[0], path.read_bytes()), (ids, FIRST)):
+        assert engine.generate(prompt, PARAMS, images=[image])[0].tokens == expected[0]
+    assert [t for step in engine.stream(ids, PARAMS, images=[FIRST]) for t in step.tokens] == expected[0]
+
+
+def _drain(scheduler: Scheduler, engine: Any, *requests: Request) -> list[tuple[list[int], dict[str, Any]]]:
+    """Submits requests at once; returns tokens and stats of each."""
+    found: dict[int, tuple[list[int], dict[str, Any]]] = {}
+    for number, request in enumerate(requests):
+        handle = RequestHandle(request, number, 0.0, None, lambda output: None)
+        open_outputs(handle, engine, "auto")
+        scheduler.add(handle)
+        found[number] = ([], {})
+    while scheduler.has_work:
+        for handle, output in scheduler.step():
+            found[handle.number][0].extend(output.tokens)
+            found[handle.number][1].update(output.stats or {})
+    return list(found.values())
+
+
+def _request(case: int) -> Request:
+    return Request(TEXTS[case], PARAMS, images=IMAGES[case])
+
+
+def test_a_kept_cache_is_never_that_of_another_image(
+    engine: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Scheduler(engine, FixedLength(), prefill_chunk=3)
+    reused = []
+    for case in (4, 5, 4, 5):
+        [(tokens, stats)] = _drain(scheduler, engine, _request(case))
+        assert tokens == expected[case]
+        reused.append(stats["num_reused_tokens"])
+    begin = 12 + 2  # the text before the image, the line break and the token that begins it
+    assert reused[:2] == [0, 0] and begin < 16 < begin + lab.NUM_TOKENS <= min(reused[2:])
+
+    monkeypatch.setattr(slots.Slot, "keys", property(lambda self: self.tokens))
+    scheduler = Scheduler(engine, FixedLength(), prefill_chunk=3)
+    assert [_drain(scheduler, engine, _request(case))[0][0] for case in (4, 5)] != [expected[4], expected[5]]
+
+
+def test_prompts_with_images_are_read_again_after_a_fault(
+    engine: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoding step fails while another prompt is half read: that one is read again from its start."""
+    scheduler = Scheduler(engine, FixedLength(), prefill_chunk=3)
+    score, failed = engine.verifier.score, []
+
+    def fail_once(tree: Any, batch: Any) -> Any:
+        reading = scheduler.allocator.reading
+        if not failed and reading is not None and engine.verifier.lengths[scheduler.allocator.reading_slot] > 3:
+            failed.append(reading)
+            raise RuntimeFault("engine target", "a fault", "none", "Try again.")
+        return score(tree, batch)
+
+    monkeypatch.setattr(engine.verifier, "score", fail_once)
+    first, *others = _drain(scheduler, engine, *(_request(case) for case in (0, 1, 4)))
+    assert failed and len(first[0]) < NUM_TOKENS
+    assert [tokens for tokens, _ in others] == [expected[1], expected[4]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "got"),
+    [
+        ("w7 w8", [FIRST], "0 marks <start_of_image>"),
+        ("<start_of_image> w7 <start_of_image> w8", [FIRST], "2 marks"),
+        ([7, 90, 90, 8], [FIRST], "a run of 2 image tokens"),
+        ([7, *lab.BLOCK, 8], [FIRST, FIRST], "1 images by their tokens"),
+        ([7, 91, 90, 90, 90, 90], [FIRST], "an image at its end"),
+        ("<start_of_image> w7", [b"no image"], "no image that can be decoded"),
+        ("<start_of_image> w7", [np.zeros((2, 2), np.uint8)], "an array uint8"),
+        ("<start_of_image> w7", ["first.png"], "a str"),
+    ],
+)
+def test_wrong_images_are_refused(engine: Any, prompt: Any, images: list[Any], got: str) -> None:
+    with pytest.raises(RuntimeFault, match=got):
+        engine.generate(prompt, PARAMS, images=images)
+
+
+def _data_url(image: np.ndarray, form: str = "PNG") -> str:
+    file = io.BytesIO()
+    Pillow.fromarray(image).save(file, form)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _chat(url: str, text: str = "w9 w10") -> dict[str, Any]:
+    parts = [{"type": "text", "text": "w7 w8"}, {"type": "image_url", "image_url": {"url": url}}]
+    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}], "max_tokens": 8}
+
+
+def test_chats_with_images_are_answered_over_http(engine: Any, vlm: tuple[Path, Any]) -> None:
+    service = Service(engine)
+    app = make_app(OpenAIServer(service, ServerOptions("tiny")))
+    prompt = [7, 8, *lab.BLOCK, 9, 10, 5]  # as the chat template writes it
+    given = lab.processor(vlm[0] / "target")(images=[[FIRST]], text=["w7 w8 <start_of_image> w9 w10 w5"])
+    assert list(given["input_ids"][0]) == prompt
+    tokens = engine.generate(prompt, SamplingParams(max_new_tokens=8), images=[FIRST])[0].tokens
+    service.start()
+    try:
+
+        def post(body: dict[str, Any]) -> Any:
+            return asyncio.run(ask(app, "POST", "/v1/chat/completions", body))
+
+        answer = post(_chat(_data_url(FIRST)))
+        assert answer.status == 200, answer.body
+        said = answer.json()
+        assert said["choices"][0]["message"]["content"] == engine.tokenizer.decode(tokens)
+        assert said["usage"]["prompt_tokens"] == len(prompt)
+        other = post(_chat(_data_url(SECOND, "JPEG"))).json()
+        assert other["choices"][0]["message"]["content"] != said["choices"][0]["message"]["content"]
+        for url, code, message in (
+            ("https://example.com/cat.png", "unsupported_url", "fetches nothing"),
+            ("file:///etc/passwd", "unsupported_url", "fetches nothing"),
+            ("data:image/png;base64,?", "invalid_value", "not base64"),
+            ("data:image/png;base64,AAAA", "invalid_value", "no image that can be decoded"),
+            ("data:text/plain;base64,AAAA", "invalid_value", "no data URL of an image"),
+        ):
+            error = post(_chat(url)).json()["error"]
+            assert (error["code"], error["param"]) == (code, "messages") and message in error["message"]
+        error = post(_chat(_data_url(FIRST), "<start_of_image>")).json()["error"]
+        assert error["param"] == "messages" and "2 marks" in error["message"]
+        many = {"type": "image_url", "image_url": {"url": _data_url(FIRST)}}
+        error = post({"messages": [{"role": "user", "content": [many] * 17}]}).json()["error"]
+        assert error["param"] == "messages" and "at most 16" in error["message"]
+    finally:
+        service.close()
