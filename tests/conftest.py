@@ -84,6 +84,14 @@ def pytest_runtest_setup() -> None:
     for name in [name for name in sys.modules if name.startswith("onnxscript._framework_apis.torch_2_")]:
         if hasattr(sys.modules[name], "get_torchlib_ops"):  # later versions import it from the first one
             sys.modules[name].get_torchlib_ops = kept  # type: ignore[attr-defined]
+    from torch import ops
+    from torch._export import utils
+    from torch.onnx._internal.exporter import _schemas
+
+    # Each export also reads the signatures of all translations, and loads all of torch's composite ops, 50 times.
+    _schemas.op_signature_from_function = functools.lru_cache(2000)(_schemas.op_signature_from_function)
+    load = functools.cache(lambda num_namespaces, load=utils._materialize_cpp_cia_ops: load())
+    utils._materialize_cpp_cia_ops = lambda: load(len(ops._dir))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -110,6 +118,15 @@ def real_wait_share() -> Iterator[float]:
 def with_wait_share(real_wait_share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Doubts measurements beside other work as the product does."""
     monkeypatch.setattr(contention, "MAX_WAIT_SHARE", real_wait_share)
+
+
+@pytest.fixture(scope="module")
+def cheap_measurements() -> Iterator[None]:
+    """See `tests.store.cheap_measurements`."""
+    from tests import store
+
+    with store.cheap_measurements():
+        yield
 
 
 @pytest.fixture(scope="session")

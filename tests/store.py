@@ -105,14 +105,14 @@ def export(source: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def cheap_stages() -> Iterator[None]:
-    """Builds inside take exports from the store, and measure a few steps on one thread in this process.
+def cheap_measurements() -> Iterator[None]:
+    """ONNX Runtime's backend inside measures a few steps on one thread in this process.
 
-    A build measures 1.5 s in a child process, three times where other work disturbs it, as the second worker does.
+    It measures 1.5 s in a child process, three times where other work disturbs it, as the second worker does; and each
+    kernel form of a graph that is compiled without a form's name.
     """
     from speccompile.backends import measuring
     from speccompile.backends.onnxruntime import tune
-    from speccompile.bundling import graphs
 
     def measure(path: Path, spec: Any, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
         settings = {"threads": threads or 1, "spinning": "stop"}
@@ -123,6 +123,15 @@ def cheap_stages() -> Iterator[None]:
         patch.setattr(measuring, "SECONDS_PER_SETTING", 0.0)
         patch.setattr(measuring, "MIN_REPEATS", 2)
         patch.setattr(tune, "measure_graph", measure)
+        yield
+
+
+@contextmanager
+def cheap_stages() -> Iterator[None]:
+    """Builds inside take exports from the store; see `cheap_measurements`."""
+    from speccompile.bundling import graphs
+
+    with cheap_measurements(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "_export", lambda source, log: export(source))
         yield
 

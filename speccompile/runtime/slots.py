@@ -74,9 +74,9 @@ class UniformTable:
         """Returns accept, target and draft draws of positions start .. end - 1, [3, end - start] float32."""
         while self._start + self._table.shape[1] < end:
             first = self._start + self._table.shape[1]
-            positions = np.arange(first, first + BLOCK, dtype=np.int64)[None]
-            block = [uniforms(self.seed, positions, lane)[0] for lane in LANES]
-            self._table = np.concatenate((self._table, np.stack(block)), axis=1)
+            positions = np.tile(np.arange(first, first + BLOCK, dtype=np.int64), (len(LANES), 1))
+            block = uniforms(self.seed, positions, np.array(LANES)[:, None])
+            self._table = np.concatenate((self._table, block), axis=1)
         rows: Floats = self._table[:, start - self._start : end - self._start]
         return rows
 

@@ -18,9 +18,9 @@ from speccompile.backends.onnxruntime.engine import load_engine
 from speccompile.core import specs
 from speccompile.core.dims import ModelDims
 from speccompile.core.specs import decoder_spec, verified_spec
-from speccompile.export.decoder import export_decoder
 from speccompile.passes.pipelines import ORT_QUANTIZATION
 from speccompile.recipe.predict import predict
+from tests import store
 from tests.export.families import CONFIGS as FAMILIES
 from tests.export.families import VOCAB
 from tests.export.harness import make_checkpoint
@@ -28,16 +28,14 @@ from tests.plugins.cpu_lab import needs_compiler
 
 MAX_SEQ, NUM_TOKENS = 32, 19
 _ROUTED = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 40, "decoder_sparse_step": 1}
+_SIZES = {"hidden_size": 64, "head_dim": 16, "num_key_value_heads": 2, "num_hidden_layers": 1}  # layers are alike
 _OWN: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 72, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {"norm_topk_prob": True, **_ROUTED},
     "olmoe": {"num_experts": 16, "num_experts_per_tok": 8},
     "qwen2_moe": {"shared_expert_intermediate_size": 48, **_ROUTED},
 }
-CONFIGS = {
-    name: {**FAMILIES["llama2"], "hidden_size": 64, "head_dim": 16, "num_key_value_heads": 2, "model_type": name, **own}
-    for name, own in _OWN.items()
-}
+CONFIGS = {name: {**FAMILIES["llama2"], **_SIZES, "model_type": name, **own} for name, own in _OWN.items()}
 FORMS = [(q, form) for q, forms in ORT_QUANTIZATION.items() for form in forms]
 # All forms of one family; of the others those of our kernels, and the float32 that others are measured against.
 CASES = [("mixtral", *form) for form in FORMS]
@@ -52,7 +50,7 @@ def neutral(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ir.Mode
     for name, config in CONFIGS.items():
         folder = tmp_path_factory.mktemp(name)
         make_checkpoint(config, folder)
-        made[name] = export_decoder(folder, max_seq_len=MAX_SEQ)
+        made[name] = store.export_decoder(folder, max_seq_len=MAX_SEQ)
     return made
 
 
@@ -91,8 +89,8 @@ def test_a_chain_has_the_bits_of_single_steps(
     report = compiled(neutral[name], tmp_path, quantization, form)
     kinds = Counter(report["op_histogram"]["after"])
     is_packed = form == "packed" or quantization != "none"
-    assert sum(count for op, count in kinds.items() if "ExpertLinear" in op) == (4 if is_packed else 0)
-    assert kinds["Gemm"] == 2  # the routers
+    assert sum(count for op, count in kinds.items() if "ExpertLinear" in op) == (2 if is_packed else 0)
+    assert kinds["Gemm"] == 1  # the router
     assert_chains_are_single_steps(tmp_path / "graph.onnx", neutral[name][1])
 
 
@@ -126,9 +124,9 @@ def test_distances_to_float32_are_those_of_the_weights(
     assert kl["int8/packed"] < 0.05
 
 
-# The sizes of Mixtral, an eighth as wide and two layers deep.
+# The sizes of Mixtral, an eighth as wide and one layer deep.
 _MIXTRAL = {**FAMILIES["mixtral"], "vocab_size": 4000, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64,
-            "num_attention_heads": 8, "num_local_experts": 8}  # fmt: skip
+            "num_attention_heads": 8, "num_local_experts": 8, "num_hidden_layers": 1}  # fmt: skip
 _BYTES_OF_A_WEIGHT = {"int4": 0.6, "int8": 1.1}  # at most, scales included
 
 
@@ -137,7 +135,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[ir.Model
     """A random Mixtral: its folder and its graph."""
     folder = tmp_path_factory.mktemp("wide")
     (folder / "config.json").write_text(json.dumps(_MIXTRAL))
-    return folder, export_decoder(folder, weights="random", max_seq_len=64)
+    return folder, store.export_decoder(folder, weights="random", max_seq_len=64)
 
 
 @needs_compiler
@@ -149,9 +147,9 @@ def test_quantised_experts_are_small_and_as_large_as_predicted(
     compiled(graph, tmp_path, quantization, "packed")
     model = ir.load(tmp_path / "graph.onnx")
     experts = [node for node in model.graph if "ExpertLinear" in node.op_type]
-    assert len(experts) == 4
+    assert len(experts) == 2
     num_bytes = sum(v.const_value.nbytes for node in experts for v in node.inputs if v is not None and v.const_value)
-    num_weights = 2 * 8 * 3 * 512 * 1024
+    num_weights = 8 * 3 * 512 * 1024
     assert num_bytes <= _BYTES_OF_A_WEIGHT[quantization] * num_weights
     written = sum(file.stat().st_size for file in tmp_path.iterdir())
     predicted = predict(_MIXTRAL, graph[1], quantization, slots=1, rows=64, backend=OnnxRuntimeBackend())

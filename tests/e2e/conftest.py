@@ -50,6 +50,11 @@ def golden() -> list[dict]:
     return json.loads((Path(__file__).parent / "golden/greedy.json").read_text())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _cheap(cheap_measurements: None) -> None:
+    """No test here looks at measured times."""
+
+
 @pytest.fixture(autouse=True)
 def without_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets no clock decide whether to draft: on targets as small as these plain decoding is often faster."""

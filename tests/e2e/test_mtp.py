@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import speccompile
 from speccompile.core import registry
 from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
-from speccompile.core.sampling import SamplingParams, warp
+from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import FEATURE_NODES, FEATURES, LENGTHS, TOKENS
 from speccompile.errors import RecipeError
 from speccompile.runtime.handles import RequestHandle, open_outputs
@@ -211,35 +210,12 @@ def test_rows_after_rollbacks_are_those_of_a_fresh_prompt(engines, oracle):
 @pytest.mark.parametrize("heat", [0.5, 0.8, 1.2])
 def test_two_sampled_tokens_follow_the_targets_distribution(engines, place, heat):
     """Drawn drafts over the target's whole vocabulary; the seeds are fixed."""
-    import torch
-    from scipy.stats import chisquare
-    from transformers import LlamaForCausalLM
+    from tests.e2e.two_tokens import exact_dist, fit_p_value
 
     num, prompt, top_k = 1200, prompts()[0], 6
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     results = load(engines).generate([prompt] * num, params, batch_size=8)
-    model = LlamaForCausalLM.from_pretrained(place / "target", dtype=torch.float32).eval()
-
-    def dist(text):
-        with torch.no_grad():
-            logits = model(torch.tensor([text])).logits[:, -1].numpy()
-        return warp(logits, [heat], [top_k], [1.0])[0].astype(np.float64)
-
-    first = dist(prompt)
-    expected = {
-        (int(a), int(b)): num * first[a] * p
-        for a in np.flatnonzero(first)
-        for b, p in enumerate(dist([*prompt, int(a)]))
-        if p > 0
-    }
-    counts = Counter(tuple(r.tokens[:2]) for r in results)
-    common = [pair for pair, mass in expected.items() if mass >= 8]
-    got = [*(counts[pair] for pair in common), num - sum(counts[pair] for pair in common)]
-    wanted = [*(expected[pair] for pair in common), num - sum(expected[pair] for pair in common)]
-    if wanted[-1] < 1e-3 * num and got[-1] == 0:
-        got, wanted = got[:-1], wanted[:-1]
-    assert set(counts) <= set(expected)
-    assert chisquare(got, wanted, sum_check=False).pvalue > 1e-4
+    assert fit_p_value(results, exact_dist(place / "target", prompt, heat, top_k)) > 1e-4
     assert sum(r.stats["num_accepted"] for r in results) > 20
 
 

@@ -24,8 +24,12 @@ from tests.export.harness import (
 # Logits are of order 1 (std 1.4 to 3.5); float32 sums of two implementations differ by 2e-6 to 1.2e-5 here.
 MAX_ABS_DIFFERENCE = 2e-5
 MAX_SEQ_LEN = 24
-# Variants of a class that is here with two layers too: what is theirs is in every layer, and a trace costs by layers.
-ONE_LAYER = {"llama2", "llama-linear", "llama-yarn", "qwen2", "phi3-longrope"}
+# A trace costs by layers. One has all kinds of layers of these; those with more are traced with two or three, and the
+# sweep has two of every class.
+ONE_LAYER = {
+    *("llama2", "llama-linear", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma", "phi", "phi3", "phi3-longrope"),
+    *("granite", "olmo2", "starcoder2", "gpt-neox", "qwen3-moe", "mixtral"),
+}
 
 
 # Families whose Q, K and V are not columns of one product, or are scaled or normalised otherwise before the heads, or

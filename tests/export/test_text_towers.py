@@ -47,34 +47,65 @@ def _logits(graph: Any, dims: ModelDims, tokens: np.ndarray) -> np.ndarray:
     return decoder.step(tokens[None], np.arange(-1, count - 1)[None], np.arange(count)[None])["logits"][0]
 
 
-@pytest.mark.parametrize("model_type", EXPORTED)
-def test_a_multimodal_folder_exports_as_its_language_model(model_type: str, tmp_path: Path) -> None:
+def _folders(model_type: str, folder: Path) -> tuple[Any, Path, Path]:
+    """Returns transformers' whole model, its folder, and that of the language model alone, written by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from speccompile.checkpoints.model_config import read_model_config
     from speccompile.checkpoints.text_towers import RENAMED
-    from speccompile.export.decoder import export_decoder
 
-    whole, alone = tmp_path / "whole", tmp_path / "alone"
+    whole, alone = folder / "whole", folder / "alone"
     model = make_tower(tower_config(model_type), whole)
     loaded = AutoModelForCausalLM.from_pretrained(whole, config=read_model_config(whole), key_mapping=RENAMED)
     twin_model = AutoModelForCausalLM.from_config(read_model_config(whole), dtype=torch.float32)
     twin_model.load_state_dict(loaded.state_dict())
     twin_model.save_pretrained(alone)  # `loaded` would be saved under the names of the multimodal file
+    return model, whole, alone
 
+
+@pytest.mark.parametrize("model_type", EXPORTED)
+def test_a_multimodal_folder_exports_as_its_language_model(model_type: str, tmp_path: Path) -> None:
+    """Its logits are those of the whole model; what is traced is what a folder of the language model alone gives."""
+    import torch
+
+    from speccompile.export import attention
+    from speccompile.export.decoder import export_decoder
+    from speccompile.export.weights import load_model
+
+    model, whole, alone = _folders(model_type, tmp_path)
     graph, dims = export_decoder(whole, max_seq_len=MAX_SEQ_LEN)
-    twin, twin_dims = export_decoder(alone, max_seq_len=MAX_SEQ_LEN)
-    assert dims == twin_dims and dims.num_params == twin_dims.num_params
-    weights, twin_weights = ({k: v.const_value.numpy() for k, v in g.graph.initializers.items()} for g in (graph, twin))
-    assert list(weights) == list(twin_weights)
-    for name, weight in weights.items():
-        np.testing.assert_array_equal(weight, twin_weights[name])
     tokens = np.random.default_rng(0).integers(3, VOCAB, 9)
     logits = _logits(graph, dims, tokens)
-    np.testing.assert_array_equal(logits, _logits(twin, twin_dims, tokens))
     for node in range(9):
         assert np.abs(logits[node] - logits_of(model, tokens[: node + 1])).max() < MAX_ABS_DIFFERENCE
+
+    attention.register()
+    assert read_dims(whole) == read_dims(alone)
+    loaded, twin = (load_model(folder, "checkpoint") for folder in (whole, alone))
+    assert type(loaded) is type(twin) and _plain(loaded.config) == _plain(twin.config)
+    weights, twin_weights = loaded.state_dict(), twin.state_dict()
+    assert list(weights) == list(twin_weights)
+    assert all(torch.equal(weight, twin_weights[name]) for name, weight in weights.items())
+    if model_type == EXPORTED[0]:  # of all types it is the same graph, as the same is traced
+        _assert_same_graph((graph, dims), export_decoder(alone, max_seq_len=MAX_SEQ_LEN))
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Returns a config without where it was read and which class and version wrote it."""
+    own = {"_name_or_path", "architectures", "transformers_version"}
+    return {key: value for key, value in config.to_dict().items() if key not in own}
+
+
+def _assert_same_graph(graph: Any, twin: Any) -> None:
+    """Names and weights in their order, and the bits of the logits."""
+    assert graph[1] == twin[1] and graph[1].num_params == twin[1].num_params
+    weights, others = ({k: v.const_value.numpy() for k, v in g.graph.initializers.items()} for g, _ in (graph, twin))
+    assert list(weights) == list(others)
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(weight, others[name])
+    tokens = np.random.default_rng(0).integers(3, VOCAB, 9)
+    np.testing.assert_array_equal(_logits(*graph, tokens), _logits(*twin, tokens))
 
 
 @pytest.mark.parametrize("model_type", sorted(TOWERS))

@@ -12,6 +12,7 @@ import pytest
 
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.pipeline import build
+from tests import store
 from tests.export.families import VOCAB
 from tests.export.towers import make_tower, tower_config
 from tests.pipeline import fakes
@@ -46,7 +47,8 @@ def _load(folder: Path, quantization: str, monkeypatch: pytest.MonkeyPatch) -> A
         f"target: {{model: target, quantization: {quantization}}}\n"
         f"speculator: {{method: ngram, num_draft_tokens: 4, tokens_per_match: 1}}\nengine: {engine}\n"
     )
-    bundle = build(fakes.make_plan(recipe), folder / f"out-{quantization}", cache=StageCache(folder / "cache"))
+    with store.cheap_stages():  # one export for all quantizations
+        bundle = build(fakes.make_plan(recipe), folder / f"out-{quantization}", cache=StageCache(folder / "cache"))
     return speccompile.load(bundle.path)
 
 

@@ -42,7 +42,8 @@ def _compile(sources: Path, *arguments: str) -> None:
 def _fetch(sources: Path, library: Path, options: Sequence[str], make: Callable[[Path], None]) -> ctypes.CDLL:
     """Loads the new file `library`, compiled by `make` now or before from the same sources and options."""
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
-    texts = {p.relative_to(sources).as_posix(): p.read_text() for p in sources.rglob("*.*") if p.suffix in _SUFFIXES}
+    names = (p.relative_to(sources) for p in sorted(sources.rglob("*.*")) if p.suffix in _SUFFIXES)
+    texts = {name.as_posix(): (sources / name).read_text() for name in names if name.parts[0] != "cpu"}
     folder = library.with_suffix(".made")
     store.fetch("host", {"sources": texts, "options": [*_FLAGS, *options], "g++": version}, folder, make)
     (folder / _LIBRARY).rename(library)

@@ -44,11 +44,17 @@ def _compile(source: Path, scratch: Path, *options: str) -> str:
         assert done.returncode == 0, done.stderr
         (folder / "said.txt").write_text(done.stderr)
 
-    sources = {str(p.relative_to(kernels.find_sources())): p.read_text() for p in kernels.find_sources().rglob("*.*h")}
+    sources = {str(p.relative_to(kernels.find_sources())): p.read_text() for p in _headers()}
     own = {"options": [*kernels._OPTIONS, *options], "source": source.read_text(), "nvcc": version}
     dest = scratch / "-".join(("said", *options))
     store.fetch("kernels", {**own, "sources": sources}, dest, make)
     return (dest / "said.txt").read_text()
+
+
+def _headers() -> list[Path]:
+    """Returns the headers that nvcc may read."""
+    root = kernels.find_sources()
+    return sorted(p for p in root.rglob("*.*h") if p.relative_to(root).parts[0] != "cpu")
 
 
 @needs_nvcc

@@ -11,12 +11,12 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from speccompile.backends.onnxruntime import kernel_build
 from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.backends.onnxruntime.expert_cases import expert_cases, expert_row_fault
 from speccompile.backends.onnxruntime.kernel_selftest import Case, error_of, open_case, run
 from tests.plugins.cpu_lab import needs_compiler
-from tests.plugins.mutants import Mutants, Swap, chosen, write_mutants
+from tests.plugins.cpu_mutants import mutated_library
+from tests.plugins.mutants import Mutants, Swap, chosen
 
 pytestmark = [needs_compiler, pytest.mark.plan, pytest.mark.mutant]
 
@@ -92,18 +92,7 @@ def _accepted(case: Case, session: ort.InferenceSession) -> str | None:
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """All mutants, without the kernels of other families."""
-    folder = tmp_path_factory.mktemp("mutants")
-    write_mutants(folder / "plugins", MUTANTS, "cpu/kernel.h")
-    table = folder / "plugins/cpu/library.cpp"
-    lines = table.read_text().splitlines()
-    dropped = [line for line in lines if "_op" in line and "(table);" in line and "expert" not in line]
-    dropped += [
-        line for line in lines if line.startswith('#include "') and not line.endswith(('experts.h"', 'kernel.h"'))
-    ]
-    table.write_text("\n".join(line for line in lines if line not in dropped))
-    path, compiler = folder / "mutants.so", kernel_build.find_compiler()
-    assert compiler is not None
-    assert kernel_build.compile_library(table.parent, path, compiler, ("-O1", *kernel_build.native_flags())) is None
+    path = mutated_library(tmp_path_factory.mktemp("mutants"), MUTANTS, "expert_ops")
     cases = [Case(*call, by_row=()) for call in expert_cases()]
     return Lab(ctypes.CDLL(str(path)), [(case, open_case(case, str(path))) for case in cases])
 

@@ -7,14 +7,12 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 import pytest
 
-from speccompile.backends.onnxruntime import kernel_build
 from speccompile.backends.onnxruntime.tail_cases import tail_cases
 from speccompile.ops.op import Op
 from speccompile.ops.registry import OPS
@@ -22,8 +20,9 @@ from tests.ops.op_lab import Case, is_at_boundary, model_of, verify_case
 from tests.ops.test_finite_token import VALUES, case_of
 from tests.plugins.cases import is_possible, wide_case
 from tests.plugins.cpu_lab import needs_compiler, session_of
-from tests.plugins.mutants import Mutants, Swap, chosen, write_mutants
-from tests.plugins.verify_cases import KINDS, empty_residual_case, late_draws_case, warp_case
+from tests.plugins.cpu_mutants import mutated_library
+from tests.plugins.mutants import Mutants, Swap, chosen
+from tests.plugins.verify_cases import KINDS, empty_residual_case, grandchild_case, late_draws_case, warp_case
 
 pytestmark = [needs_compiler, pytest.mark.plan, pytest.mark.mutant]
 
@@ -122,18 +121,8 @@ class Call:
     is_excused: bool
 
 
-def _grandchild_case() -> Case:
-    """The token drawn at the root is that of a grandchild, and of no child."""
-    case = verify_case(np.random.default_rng(0), 300, is_chain=True, has_probs=False, heat="greedy")
-    case = {n: a[:1, :1] if a.ndim > 1 else a[:1] for n, a in case.items()}
-    case = {n: np.repeat(a, 3, axis=1) if a.ndim > 1 else a for n, a in case.items()}
-    case["parents"], drawn = np.array([[-1, 0, 1]]), int(case["logits"][0, 0].argmax())
-    case["tokens"] = np.array([[0, drawn + 1, drawn]])
-    return case
-
-
 def _verify_cases() -> Iterator[Case]:
-    yield _grandchild_case()
+    yield grandchild_case(has_probs=False)
     wide = wide_case(np.random.default_rng(2), 9000, 2, (-1,), spread=0.0, dtype="float32", temperature=0)
     wide["logits"][0, 0, [520, 800]] = wide["logits"][1, 0, [2600, 7700]] = 1  # maxima in one block, and in two
     yield wide
@@ -196,23 +185,7 @@ def _is_right(got: list[Any], wanted: tuple[Any, ...]) -> bool:
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """All mutants, without the kernels of other families."""
-    folder = tmp_path_factory.mktemp("mutants")
-    write_mutants(folder / "plugins", MUTANTS, "cpu/kernel.h")
-    table = folder / "plugins/cpu/library.cpp"
-    linears = ("add_linear_ops(table);", '#include "linear.h"', "add_expert_ops(table);", '#include "experts.h"')
-    others = (*linears, "add_attention_ops(table);")
-    text = table.read_text()
-    for line in others:
-        assert text.count(line) == 1
-        text = text.replace(line, "")
-    table.write_text(text)
-    path, compiler = folder / "mutants.so", kernel_build.find_compiler()
-    assert compiler is not None
-    assert kernel_build.compile_library(table.parent, path, compiler, ("-O1", *kernel_build.native_flags())) is None
-    return _lab(path)
-
-
-def _lab(path: Path) -> Lab:
+    path = mutated_library(tmp_path_factory.mktemp("mutants"), MUTANTS, "verify_ops", "draft_ops", "rollback_op")
     used = {call.op.name: call.attributes for call in calls()}
     sessions = {name: session_of(model_of(name, **attributes), path) for name, attributes in used.items()}
     return Lab(ctypes.CDLL(str(path)), sessions)

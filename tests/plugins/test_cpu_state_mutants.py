@@ -12,13 +12,13 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from speccompile.backends.onnxruntime import kernel_build
 from speccompile.backends.onnxruntime.kernel_selftest import Case, error_of, open_case, run
 from speccompile.backends.onnxruntime.state_cases import state_cases, steps_fault
 from tests.ops.op_lab import model_of
 from tests.ops.state_lab import Layer, conv_layer, delta_layer, rounds_fault
 from tests.plugins.cpu_lab import needs_compiler, session_of
-from tests.plugins.mutants import Mutants, Swap, chosen, write_mutants
+from tests.plugins.cpu_mutants import mutated_library
+from tests.plugins.mutants import Mutants, Swap, chosen
 
 pytestmark = [needs_compiler, pytest.mark.plan, pytest.mark.mutant]
 
@@ -113,14 +113,6 @@ MUTANTS: Mutants = {
     ),
 }
 
-OTHERS = {  # families of kernels that are not compiled
-    "add_linear_ops(table);": '#include "linear.h"',
-    "add_expert_ops(table);": '#include "experts.h"',
-    "add_attention_ops(table);": '#include "attention_ops.h"',
-    "add_verify_ops(table);": '#include "verify_ops.h"',
-    "add_draft_ops(table);": '#include "draft_ops.h"',
-}
-
 
 @dataclass(frozen=True)
 class Lab:
@@ -142,17 +134,7 @@ class Lab:
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """All mutants, without the kernels of other families."""
-    folder = tmp_path_factory.mktemp("mutants")
-    write_mutants(folder / "plugins", MUTANTS, "cpu/kernel.h")
-    table = folder / "plugins/cpu/library.cpp"
-    text = table.read_text()
-    for call, header in OTHERS.items():
-        assert text.count(call) == text.count(header) == 1
-        text = text.replace(call, "").replace(header, "")
-    table.write_text(text)
-    path, compiler = folder / "mutants.so", kernel_build.find_compiler()
-    assert compiler is not None
-    assert kernel_build.compile_library(table.parent, path, compiler, ("-O1", *kernel_build.native_flags())) is None
+    path = mutated_library(tmp_path_factory.mktemp("mutants"), MUTANTS, "state_ops")
     cases = [Case(*call, by_row=()) for call in state_cases()]
     layers = [delta_layer(), conv_layer()]
     return Lab(

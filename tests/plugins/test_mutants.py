@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -17,8 +16,7 @@ from tests.ops.op_lab import Case, is_at_boundary, same, verify_case
 from tests.plugins import host_lab
 from tests.plugins.cases import wide_case
 from tests.plugins.mutants import Mutants, Swap, chosen, write_mutants
-
-KINDS = list(itertools.product(("greedy", "sampled", "mixed"), (True, False), (True, False)))
+from tests.plugins.verify_cases import KINDS, grandchild_case
 
 SCAN, WALK, DIST = "spec_verify/scan.cuh", "spec_verify/walk.cuh", "spec_verify/dist.cuh"
 LAYOUT, VERDICT, ROLL = "spec_verify/layout.cuh", "spec_verify/kernel.cuh", "kv_rollback/kernel.cuh"
@@ -125,15 +123,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return host_lab.build(folder / "plugins", folder / "mutants.so")
 
 
-def _grandchild_case() -> Case:
-    """The token drawn at the root is that of a grandchild, and of no child."""
-    case = {n: a[:1, :1] if a.ndim > 1 else a[:1] for n, a in _random_case(0, np.random.default_rng(0)).items()}
-    case = {n: np.repeat(a, 3, axis=1) if a.ndim > 1 else a for n, a in case.items()}
-    case["parents"], drawn = np.array([[-1, 0, 1]]), int(case["logits"][0, 0].argmax())
-    case["tokens"] = np.array([[0, drawn + 1, drawn]])
-    return case
-
-
 def _random_case(number: int, rng: np.random.Generator) -> Case:
     heat, is_chain, has_probs = KINDS[number % len(KINDS)]
     return verify_case(rng, (1300, 300)[has_probs], is_chain=is_chain, has_probs=has_probs, heat=heat)
@@ -154,7 +143,7 @@ def _wide_ties() -> Case:
 
 
 def _cases() -> Iterator[Case]:
-    yield _grandchild_case()
+    yield grandchild_case(has_probs=True)
     yield _wide_ties()
     for top_k in range(1, 6):
         yield _late_draws(top_k, 1.0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from speccompile.core.sampling import warp
 from speccompile.ops.spec_verify import spec_verify
-from tests.ops.op_lab import Case, zero_residual_case
+from tests.ops.op_lab import Case, verify_case, zero_residual_case
 
 KINDS = list(itertools.product(("greedy", "sampled", "mixed"), (True, False), (True, False)))
 LAST_DRAW = np.float32(1 - 2**-24)
@@ -98,6 +98,16 @@ def warp_case(vocab: int, kind: str, has_probs: bool) -> Case:
 def empty_residual_case() -> Case:
     """One-hot target and draft distributions, equal, with candidates outside both, and the greatest draws."""
     return {**zero_residual_case(has_probs=True), "uniforms": np.full((1, 3, 2), LAST_DRAW, np.float32)}
+
+
+def grandchild_case(has_probs: bool) -> Case:
+    """One greedy slot in which the token drawn at the root is that of a grandchild, and of no child."""
+    case = verify_case(np.random.default_rng(0), 300, is_chain=True, has_probs=has_probs, heat="greedy")
+    case = {n: a[:1, :1] if a.ndim > 1 else a[:1] for n, a in case.items()}
+    case = {n: np.repeat(a, 3, axis=1) if a.ndim > 1 else a for n, a in case.items()}
+    case["parents"], drawn = np.array([[-1, 0, 1]]), int(case["logits"][0, 0].argmax())
+    case["tokens"] = np.array([[0, drawn + 1, drawn]])
+    return case
 
 
 def late_draws_case(vocab: int = 256) -> Case:

@@ -71,7 +71,7 @@ def check_dist(lab: Lab, num: int = 1500) -> None:
     """Two tokens after the first follow the target's distribution. p < 1e-4 occurs in one of ten thousand seeds."""
     prompt, heat, top_k = list(PROMPT), 0.9, 4
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
-    slots = lab.run([prompt] * num, params, 20)
+    slots = lab.run([prompt] * num, params, 60)
     assert fit_p_value(slots, TARGET, (heat, top_k, 1.0), num_tokens=2) > LEAST
     accepted = sum(slot.stats.json_from_stats()["num_accepted"] for slot in slots)
     assert accepted > 0.1 * num

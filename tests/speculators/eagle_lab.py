@@ -216,7 +216,8 @@ def compiled(source, folder: Path, *backends: str, slots: int = 2, rows: int = 6
     engines = []
     for name in backends or ("onnxruntime",):
         chosen, place = registry.backend(name), folder / name / source.job.name
-        chosen.compile(model, source.spec(), place)
+        with store.cheap_measurements():
+            chosen.compile(model, source.spec(), place)
         sizes = {"max_slots": slots, "max_rows": rows, "tuning": {"threads": 1}}
         if source.role == "target":
             chosen.compile_rollback(source.dims, place / "rollback")

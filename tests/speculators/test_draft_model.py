@@ -238,11 +238,11 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
 @pytest.mark.parametrize("config", [{"num_draft_tokens": 2}, {}, {"min_confidence": 0.2}, {"drafts": "greedy"}])
 def test_three_sampled_tokens_follow_the_targets_distribution(config):
     num, prompt, heat, top_k = 3000, list(PROMPT), 0.9, 4
-    proposer = make_proposer(slots=20, costs=CHEAP, **config)
-    verifier = Verifier(MockEngine(TARGET, "target", 20, 96, headroom=9), 96)
+    proposer = make_proposer(slots=60, costs=CHEAP, **config)
+    verifier = Verifier(MockEngine(TARGET, "target", 60, 96, headroom=9), 96)
     asked = [SamplingParams(max_new_tokens=4, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     waiting = [Slot(i, prompt, p, frozenset(), None) for i, p in enumerate(asked)]
-    for _ in decode(verifier, proposer, Slots(waiting, 20)):
+    for _ in decode(verifier, proposer, Slots(waiting, 60)):
         pass
     assert fit_p_value(waiting, TARGET, (heat, top_k, 1.0)) > LEAST
     assert sum(slot.stats.num_draft_tokens for slot in waiting) > num
@@ -274,12 +274,12 @@ class Dropping:
 @pytest.mark.distribution
 @pytest.mark.parametrize("costs", [CHEAP, {**CHEAP, "draft": StepCosts(((1, 1.0),))}])
 def test_an_adaptive_stop_keeps_the_targets_distribution_and_dropping_drawn_tokens_does_not(costs):
-    engine = MockEngine(TARGET, "target", 20, 96, headroom=9)
-    done = decode_many(engine, make_proposer(costs, 20), HEAT, 1500, 96, 7)
+    engine = MockEngine(TARGET, "target", 60, 96, headroom=9)
+    done = decode_many(engine, make_proposer(costs, 60), HEAT, 1500, 96, 7)
     assert fit_p_value(done, TARGET, HEAT) > LEAST
     first = Counter(next(iter(slot.stats.outcomes))[0] for slot in done)
     assert sum(count > 100 for count in first.values()) > 1  # it does adapt
-    wrong = Dropping(make_proposer(costs, 20))
+    wrong = Dropping(make_proposer(costs, 60))
     assert fit_p_value(decode_many(engine, wrong, HEAT, 1500, 96), TARGET, HEAT) < LEAST
     assert wrong.num_dropped > 1000
 

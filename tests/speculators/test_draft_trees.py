@@ -130,8 +130,8 @@ def test_rows_of_accepted_drafts_are_kept(num_accepted, reads):
 @pytest.mark.parametrize("tree", TREES[1:])
 @pytest.mark.parametrize("heat", WARPS)
 def test_drawn_trees_follow_the_targets_distribution(tree, heat):
-    proposer = make_proposer(tree, slots=20)
-    target = MockEngine(TARGET, "target", 20, ROWS, headroom=NODES + 1)
+    proposer = make_proposer(tree, slots=60)
+    target = MockEngine(TARGET, "target", 60, ROWS, headroom=NODES + 1)
     done = decode_many(target, proposer, heat, 1000, ROWS)
     assert fit_p_value(done, TARGET, heat) > LEAST
     assert sum(slot.stats.num_draft_tokens for slot in done) > 1000
@@ -175,8 +175,8 @@ def _of_the_parent(dist, draws, dists):
 @pytest.mark.parametrize("wrong", [_with_replacement, _of_the_parent])
 def test_a_wrong_distribution_of_siblings_is_noticed(monkeypatch, wrong):
     monkeypatch.setattr(static_trees, "draw_siblings", wrong)
-    proposer = make_proposer({"widths": [3, 2]}, slots=20)
-    target = MockEngine(TARGET, "target", 20, ROWS, headroom=NODES + 1)
+    proposer = make_proposer({"widths": [3, 2]}, slots=60)
+    target = MockEngine(TARGET, "target", 60, ROWS, headroom=NODES + 1)
     heat = WARPS[0]
     assert fit_p_value(decode_many(target, proposer, heat, 1000, ROWS), TARGET, heat) < LEAST
 

@@ -22,6 +22,7 @@ from speccompile.speculators.early_exit.model import ExitHead, ExitSizes, cut_mo
 from tests.mock_lm import MockEngine
 from tests.speculators.borrower_lab import MAX_SEQ, Lab, check_dist, check_greedy, check_seeds
 
+pytestmark = pytest.mark.usefixtures("cheap_measurements")
 NUM_LAYERS = 2
 SIZES = ExitSizes(48, 61, NUM_LAYERS, 24)
 

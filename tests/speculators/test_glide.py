@@ -27,6 +27,7 @@ from speccompile.training_contract import TrainingBatch
 from tests.mock_lm import MockEngine
 from tests.speculators.borrower_lab import MAX_SEQ, Lab, check_dist, check_greedy, check_seeds
 
+pytestmark = pytest.mark.usefixtures("cheap_measurements")
 TARGET = ModelDims("llama", 61, 48, 3, 4, 2, 12, 128)
 SIZES = GlideSizes(32, 40, 2, 4, 2, 8, 61, 48, 4, 2, 12, 1e-5, 10000.0, 5000.0)
 BLOCK, NODES = 4, 23

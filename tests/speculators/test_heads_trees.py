@@ -95,9 +95,9 @@ def test_sampled_text_depends_on_the_seed_alone(method, tree):
 @pytest.mark.parametrize(("method", "tree"), [("medusa", "auto"), ("mlp", "auto"), ("prophet", CHOICES)], ids=str)
 def test_two_sampled_tokens_follow_the_targets_distribution(method, tree):
     num, prompt, heat, top_k = 1500, list(PROMPT), 0.9, 4
-    verifier, proposer, _ = make(method, tree, slots=20)
+    verifier, proposer, _ = make(method, tree, slots=60)
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
-    slots = run(verifier, proposer, [prompt] * num, params, 20)
+    slots = run(verifier, proposer, [prompt] * num, params, 60)
     assert fit_p_value(slots, TARGET, (heat, top_k, 1.0), num_tokens=2) > LEAST
     assert accepted(slots) > 0.2 * num
 

@@ -125,8 +125,8 @@ def test_a_raw_chain_drafts_the_same_first_token_from_the_same_state(made, tmp_p
     """The head reads the normed state either way; what is carried on differs, and so do later drafts."""
     target, model, module = made("llama")
     hidden, found = lab.Oracle(target, module).hidden(TEXT[:-1]), {}
-    for chaining in ("normed", "raw"):
-        (engine,) = compiled(source_of(target, model, chaining=chaining), tmp_path / chaining)
+    for chaining, fields in (("normed", {}), ("raw", {"chaining": "raw"})):
+        (engine,) = compiled(source_of(target, model, **fields), tmp_path / chaining)
         held, token = run(engine, TEXT[1:], 0, hidden, range(10), 9)
         found[chaining] = (token, run(engine, [token], 10, held[None], [10], 0)[0][1])
     assert found["normed"][0] == found["raw"][0]
