@@ -107,9 +107,9 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
 @pytest.mark.parametrize(("config", "costs"), [({}, None), ({}, CHEAP), ({"drafts": "greedy"}, CHEAP)])
 def test_three_sampled_tokens_follow_the_targets_distribution(config, costs):
     num, prompt, heat, top_k = 3000, list(PROMPT), 0.9, 4
-    verifier, proposer, _ = make(costs, slots=60, **config)
+    verifier, proposer, _ = make(costs, slots=20, **config)
     params = [SamplingParams(max_new_tokens=4, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
-    slots = run(verifier, proposer, [prompt] * num, params, 60)
+    slots = run(verifier, proposer, [prompt] * num, params, 20)
     assert fit_p_value(slots, TARGET, (heat, top_k, 1.0)) > LEAST
     drafts = sum(slot.stats.num_draft_tokens for slot in slots)
     accepted = sum(slot.stats.json_from_stats()["num_accepted"] for slot in slots)
@@ -122,7 +122,7 @@ def test_the_distribution_test_notices_the_distributions_of_another_draft():
     from scipy.stats import chisquare
 
     num, prompt = 1500, [3, 1, 4]
-    verifier, proposer, heads = make(None, slots=60)
+    verifier, proposer, heads = make(None, slots=20)
     right = heads.run
 
     def wrong(feeds, first_slot=0):
@@ -131,7 +131,7 @@ def test_the_distribution_test_notices_the_distributions_of_another_draft():
 
     heads.run = wrong
     params = [SamplingParams(max_new_tokens=2, temperature=0.9, seed=s) for s in range(num)]
-    slots = run(verifier, proposer, [prompt] * num, params, 60)
+    slots = run(verifier, proposer, [prompt] * num, params, 20)
     dist = warp(TARGET.logits(np.array(prompt))[None], [0.9], [0], [1.0])[0].astype(np.float64)
     counts = np.bincount([slot.tokens[3] for slot in slots], minlength=VOCAB)
     seen = dist * num >= 5
