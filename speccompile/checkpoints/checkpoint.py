@@ -13,6 +13,7 @@ from typing import Any
 from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.families import MAX_POSITION, POSITION_COLUMNS, has_alibi
 from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent, layer_dims_from_config
+from speccompile.checkpoints.mamba_sizes import with_stated_sizes
 from speccompile.checkpoints.packed_schemes import Scheme, read_scheme
 from speccompile.checkpoints.packed_weights import plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
@@ -37,7 +38,7 @@ GGUF = ".gguf"
 GGUF_TODO = "Make a checkpoint of the GGUF file first: speccompile convert FILE.gguf -o FOLDER."
 HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _MAX_SHOWN = 255  # also of a file's name, in bytes
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "backbone.embeddings.weight")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.(.+)$")
 _EVERY_LAYER = re.compile(
     r"(attn|attention|norm|ln_).*\.(weight|bias)$"
@@ -113,7 +114,7 @@ def read_text_config(source: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: see `read_config`.
     """
-    return text_config(read_config(source))
+    return with_stated_sizes(text_config(read_config(source)))
 
 
 def layers_key(config: Mapping[str, Any]) -> str:
@@ -361,9 +362,10 @@ def _check_layers(source: Path, tensors: Mapping[str, TensorHeader], dims: Model
         missing = sorted(set(range(dims.num_layers)) - set(parts))
         got = f"no weights of layer {missing[0]}" if missing else f"weights of layer {max(parts)}"
         raise CheckpointError(str(source), got, f"layers 0 to {dims.num_layers - 1}", todo)
-    recurrent = set(dims.recurrent_layers)
-    for kind in (recurrent, set(parts) - recurrent):
-        _compare_layers(source, {layer: held for layer, held in parts.items() if layer in kind}, todo)
+    recurrent, attention = set(dims.recurrent_layers), set(dims.attention_layers)
+    for kind in {(layer in recurrent, layer in attention) for layer in parts}:
+        alike = {n: held for n, held in parts.items() if (n in recurrent, n in attention) == kind}
+        _compare_layers(source, alike, todo)
 
 
 def _compare_layers(source: Path, parts: Mapping[int, set[str]], todo: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from speccompile.checkpoints.layer_sizes import DELTA_KINDS, DELTA_TYPES, is_latent
+from speccompile.checkpoints.mamba_sizes import MIXER_KINDS, MIXER_TYPES, mixer_kinds
 from speccompile.checkpoints.packed_schemes import METHODS, MXFP4, method_of
 from speccompile.checkpoints.text_towers import is_tower, text_config
 from speccompile.errors import ExportError
@@ -25,9 +26,8 @@ _REFUSED = {
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _INDEXED),
     "deepseek_v4": "sparse attention to compressed keys",
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "recurrent layers instead of attention"),
-    **dict.fromkeys(("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear"), _HYBRID),
-    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3", "minimax", "nemotron_h", "olmo_hybrid"), _HYBRID),
-    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2"), _HYBRID),
+    **dict.fromkeys(("bailing_hybrid", "jamba", "kimi_linear", "lfm3", "minimax", "olmo_hybrid"), _HYBRID),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "zamba"), _HYBRID),
     **dict.fromkeys(("inkling_text", "inkling2_text"), "convolutions over keys and values and relative positions"),
     **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"), _ENCODER),
     **dict.fromkeys(("ernie", "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert"), _ENCODER),
@@ -109,7 +109,10 @@ def _property(config: Mapping[str, Any]) -> str | None:
     if (method := method_of(config)) not in (None, MXFP4, *METHODS):
         return f"weights quantised by {method}"
     known = DELTA_KINDS if config.get("model_type") in DELTA_TYPES else _LAYER_KINDS
-    kinds = sorted(set(config.get("layer_types") or ()) - set(known))
+    found = config.get("layer_types") or ()
+    if config.get("model_type") in MIXER_TYPES:
+        known, found = MIXER_KINDS[config["model_type"]], mixer_kinds(config, 0)
+    kinds = sorted(set(found) - set(known))
     return f"layers of the kind {', '.join(kinds)}" if kinds else None
 
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from speccompile.checkpoints.mamba_sizes import FULL, LINEAR, MIXER_TYPES, mixer_layer_dims
 from speccompile.common.json_reader import shown, whole_number
 from speccompile.core.dims import LayerDims, RecurrentDims
 from speccompile.errors import CheckpointError
 
 # Gated DeltaNet layers beside full attention.
 DELTA_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-FULL, LINEAR = DELTA_KINDS = ("full_attention", "linear_attention")
+DELTA_KINDS = (FULL, LINEAR)
 # Latent attention: a row of its one cache has the latent and the rotated part of the key, which all heads share.
 LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 LATENT_WIDTHS = ("kv_lora_rank", "qk_rope_head_dim")
@@ -65,6 +66,8 @@ def layer_dims_from_config(
         return (LayerDims(num_kv_heads, head_dim, is_latent=True),) * num_layers
     if config.get("model_type") == "mimo_v2_flash":
         return _window_dims(where, config, num_layers, num_kv_heads, head_dim)
+    if config.get("model_type") in MIXER_TYPES:
+        return mixer_layer_dims(where, config, num_layers, LayerDims(num_kv_heads, head_dim))
     if config.get("model_type") not in DELTA_TYPES:
         return ()
     attention, recurrent = LayerDims(num_kv_heads, head_dim), LayerDims(recurrent=_delta_dims(where, config))

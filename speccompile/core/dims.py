@@ -16,9 +16,10 @@ class RecurrentDims:
     """Sizes of what a recurrent layer keeps of a sequence, however long it is.
 
     Args:
-        num_key_heads: Hk, heads of the queries and keys.
-        num_value_heads: Hv, a multiple of Hk: heads of the values and of the state.
-        key_dim: dk, columns of a query or key head.
+        num_key_heads: Hk, heads of the queries and keys; of Mamba 2 its groups.
+        num_value_heads: Hv, a multiple of Hk: heads of the values and of the state; 0: there is none, only the rows of
+            a convolution are kept.
+        key_dim: dk, columns of a query or key head; of Mamba 2 the size of its state.
         value_dim: dv, columns of a value head.
         conv_channels: C, columns of the rows that its causal convolution reads.
         conv_kernel: K, rows that the convolution sees, the present one included.
@@ -30,6 +31,16 @@ class RecurrentDims:
     value_dim: int
     conv_channels: int
     conv_kernel: int
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a state is kept beside the rows of the convolution."""
+        return self.num_value_heads > 0
+
+    @property
+    def num_states(self) -> int:
+        """The inputs that hold what is kept, see `speccompile.core.specs.state_names`."""
+        return 3 if self.has_state else 1
 
     @property
     def pending_width(self) -> int:
@@ -49,7 +60,7 @@ class RecurrentDims:
 
 @dataclass(frozen=True)
 class LayerDims:
-    """What one layer keeps of a sequence: K and V rows, a recurrent state, or nothing.
+    """What one layer keeps of a sequence: K and V rows, a recurrent state, both, or nothing.
 
     Args:
         num_kv_heads: of its K and V; 0: it has none.
@@ -108,7 +119,7 @@ class ModelDims:
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """The layers that keep a recurrent state."""
+        """The layers that keep a recurrent state, or the rows of a convolution alone."""
         return tuple(i for i, layer in enumerate(self.per_layer) if layer.recurrent is not None)
 
     @property

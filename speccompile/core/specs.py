@@ -70,7 +70,7 @@ def cache_names(layer: int) -> tuple[str, str]:
 
 
 def state_names(layer: int) -> tuple[str, str, str]:
-    """Returns the names of a recurrent layer's states.
+    """Returns the names of a recurrent layer's states; a layer without a state has the last one alone.
 
     `state.i` [batch, Hv, dk, dv] float32; `pending.i` [batch, pending, width] float32, the rows of the last step that
     are not applied to it; `conv_rows.i` [batch, conv_rows, C] float32, the raw rows before its causal convolution: the
@@ -274,7 +274,8 @@ def _states(dims: ModelDims) -> tuple[TensorSpec, ...]:
                 ("batch", PENDING, sizes.pending_width),
                 ("batch", CONV_ROWS, sizes.conv_channels),
             )
-            made += [TensorSpec(n, shape, "float32") for n, shape in zip(state_names(i), shapes, strict=True)]
+            named = list(zip(state_names(i), shapes, strict=True))[-sizes.num_states :]
+            made += [TensorSpec(name, shape, "float32") for name, shape in named]
     return tuple(made)
 
 

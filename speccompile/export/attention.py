@@ -43,8 +43,8 @@ class Frame:
         caches: K and V of each attention layer, [batch, kv_heads, max_seq, head_dim] float32.
         windows: the sliding window of each layer, 0 = none; None: what the layer passes to its attention.
         positions: [batch, nodes] int64, where a model is run; None: of its own computation.
-        states: of each recurrent layer its state, pending rows and rows before its convolution, see
-            `speccompile.core.specs.state_names`.
+        states: of each recurrent layer its state, pending rows and rows before its convolution, or these rows alone,
+            see `speccompile.core.specs.state_names`.
         state_lengths: [batch] int64, tokens that the states hold.
         sure_nodes: [batch] int64, first nodes that are applied to the states.
         image_nodes: [batch, nodes] bool, nodes whose embedding is a row of an image; None: no images are read.
@@ -57,13 +57,13 @@ class Frame:
     caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     windows: Sequence[int] | None = None
     positions: torch.Tensor | None = None
-    states: Mapping[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    states: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     state_lengths: torch.Tensor | None = None
     sure_nodes: torch.Tensor | None = None
     image_nodes: torch.Tensor | None = None
     image_rows: torch.Tensor | None = None
     updated: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    updated_states: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    updated_states: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     layer_outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: torch.Tensor | None = None
 
@@ -79,6 +79,12 @@ def forward_pass(frame: Frame) -> Iterator[Frame]:
         yield frame
     finally:
         _FRAME.reset(token)
+
+
+def state_groups(nums: Mapping[int, int], states: Sequence[torch.Tensor]) -> dict[int, tuple[torch.Tensor, ...]]:
+    """Returns the states by layer, from those of all layers in order; `nums` says how many each layer has."""
+    held = iter(states)
+    return {layer: tuple(next(held) for _ in range(num)) for layer, num in nums.items()}
 
 
 def cache_pairs(

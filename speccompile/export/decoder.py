@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from speccompile.core.dims import ModelDims
 from speccompile.core.specs import CONV_ROWS, PENDING, GraphSpec, decoder_spec
 from speccompile.errors import ExportError
 from speccompile.export import attention
-from speccompile.export.delta_layers import replace_layers
+from speccompile.export.layer_changes import replace_layers
 from speccompile.export.masks import read_windows
 from speccompile.export.selfcheck import check_replacement
 from speccompile.export.trace import trace_module
@@ -153,9 +153,10 @@ def _trace(module: DecoderGraph, dims: ModelDims, spec: GraphSpec) -> ir.Model:
 
 
 def _check_attention(model: ir.Model, dims: ModelDims) -> None:
-    counts = {
+    with_state = [kept for layer in dims.per_layer if (kept := layer.recurrent) is not None and kept.has_state]
+    counts: dict[str, tuple[int, Sequence[object]]] = {
         "cached attentions": (len(attentions_of(model)), dims.attention_layers),
-        "GatedDelta nodes": (len(nodes_of(model, "GatedDelta", OPS_DOMAIN)), dims.recurrent_layers),
+        "GatedDelta nodes": (len(nodes_of(model, "GatedDelta", OPS_DOMAIN)), with_state),
         "ConvRows nodes": (len(nodes_of(model, "ConvRows", OPS_DOMAIN)), dims.recurrent_layers),
     }
     for what, (count, layers) in counts.items():

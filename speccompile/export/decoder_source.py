@@ -142,7 +142,8 @@ class DecoderSource:
         """Writes the config with fewer layers, from which random weights are made."""
         config = read_text_config(self.folder)
         config[layers_key(config)] = self.dims.num_layers
-        if config.get("layer_types"):
-            config["layer_types"] = config["layer_types"][: self.dims.num_layers]
+        for kinds in ("layer_types", "layers_block_type"):
+            if config.get(kinds):
+                config[kinds] = config[kinds][: self.dims.num_layers]
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         return folder

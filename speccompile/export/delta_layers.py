@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,27 +18,12 @@ from torch import nn
 from speccompile.export.attention import IMPLEMENTATION, find_frame
 from speccompile.export.recurrent import conv_rows, gated_delta
 
+Change = tuple[Callable[[Any], None], Callable[..., Any], Callable[[Any], bool]]
+
 _NORM_EPSILON = 1e-6  # of queries and keys, fixed in the architecture
 _SILU = 1
 # 2 atanh(s) / s in powers of s^2, which is at most 1/9; interpolated in Chebyshev's points.
 _ATANH = (1.9999996423721313, 0.6667584776878357, 0.3959318697452545, 0.3420361876487732)
-
-
-def replace_layers(model: Any) -> None:
-    """Replace the forward of the layers that have one here; a model without any stays as it is."""
-    for module in model.modules():
-        changes = _CHANGES.get(type(module).__name__)
-        if changes is not None:
-            prepare, run, is_ours = changes
-            prepare(module)
-            module.forward = MethodType(_switch(module.forward, run, is_ours), module)
-
-
-def _switch(own: Callable[..., Any], run: Callable[..., Any], is_ours: Callable[[Any], bool]) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(self, *args, **kwargs) if is_ours(self) else own(*args, **kwargs)
-
-    return forward
 
 
 class QueryGate(nn.Module):
@@ -105,11 +89,12 @@ def _split_groups(module: Any) -> None:
     module.in_proj_ba = GroupedParts(module.in_proj_ba, module.num_k_heads, (group, group))
 
 
-def _keep(module: Any) -> None:
-    pass
+def keep(module: Any) -> None:
+    """Leaves a module as it is."""
 
 
-def _has_state(module: Any) -> bool:
+def has_state(module: Any) -> bool:
+    """Whether the enclosing pass has a state for the module's layer."""
     frame = find_frame()
     return frame is not None and module.layer_idx in frame.states
 
@@ -222,16 +207,15 @@ def _text_rotary(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tu
     return angles.cos() * module.attention_scaling, angles.sin() * module.attention_scaling
 
 
-_Change = tuple[Callable[[Any], None], Callable[..., Any], Callable[[Any], bool]]
 # By class: what is split on the module, its forward, and whether a run is ours.
-_CHANGES: dict[str, _Change] = {
-    **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), (_keep, _delta_net, _has_state)),
-    "Qwen3NextGatedDeltaNet": (_split_groups, _delta_net, _has_state),
+CHANGES: dict[str, Change] = {
+    **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), (keep, _delta_net, has_state)),
+    "Qwen3NextGatedDeltaNet": (_split_groups, _delta_net, has_state),
     **dict.fromkeys(
         ("Qwen3_5Attention", "Qwen3_5MoeAttention", "Qwen3NextAttention"),
         (_split_query, _gated_attention, _uses_caches),
     ),
     **dict.fromkeys(
-        ("Qwen3_5TextRotaryEmbedding", "Qwen3_5MoeTextRotaryEmbedding"), (_keep, _text_rotary, _has_positions)
+        ("Qwen3_5TextRotaryEmbedding", "Qwen3_5MoeTextRotaryEmbedding"), (keep, _text_rotary, _has_positions)
     ),
 }

@@ -11,7 +11,15 @@ from torch import nn
 
 from speccompile.core.dims import ModelDims
 from speccompile.errors import ExportError
-from speccompile.export.attention import Frame, cache_pairs, current_frame, find_frame, forward_pass, gather_nodes
+from speccompile.export.attention import (
+    Frame,
+    cache_pairs,
+    current_frame,
+    find_frame,
+    forward_pass,
+    gather_nodes,
+    state_groups,
+)
 
 
 class ScoredHead(nn.Module):
@@ -77,10 +85,10 @@ class DecoderGraph(nn.Module):
         seen = tree_mask.to(torch.int64)
         depth = (seen.tril() if self.reads_images else seen).sum(-1) - 1
         positions = lengths.unsqueeze(1) + depth
-        recurrent = self.dims.recurrent_layers
+        recurrent = {i: kept.num_states for i, d in enumerate(self.dims.per_layer) if (kept := d.recurrent) is not None}
         images, held = (held[:2], held[2:]) if self.reads_images else ([None, None], held)
         num_applied = 2 if recurrent else 0  # state_lengths and sure_nodes
-        applied, states = held[:num_applied], held[num_applied : num_applied + 3 * len(recurrent)]
+        applied, states = held[:num_applied], held[num_applied : num_applied + sum(recurrent.values())]
         caches = held[num_applied + len(states) :]
         frame = Frame(
             lengths,
@@ -89,7 +97,7 @@ class DecoderGraph(nn.Module):
             cache_pairs(self.dims.attention_layers, caches, self.dims.latent_layers),
             self.windows,
             positions,
-            {layer: (states[3 * i], states[3 * i + 1], states[3 * i + 2]) for i, layer in enumerate(recurrent)},
+            state_groups(recurrent, states),
             *applied,
         )
         frame.image_nodes, frame.image_rows = images
@@ -98,7 +106,7 @@ class DecoderGraph(nn.Module):
         outputs = [logits, *([frame.hidden] if self.wants_hidden else [])]
         outputs += [frame.layer_outputs[i] for i in self.hidden_layers]
         self._check_layers("cached attentions", self.dims.attention_layers, frame.updated)
-        self._check_layers("recurrent steps", recurrent, frame.updated_states)
+        self._check_layers("recurrent steps", tuple(recurrent), frame.updated_states)
         outputs += [state for i in recurrent for state in frame.updated_states[i]]
         updated = [frame.updated[i][: self.dims.per_layer[i].num_caches] for i in self.dims.attention_layers]
         return (*outputs, *(cache for caches in updated for cache in caches))

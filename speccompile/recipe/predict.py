@@ -131,12 +131,15 @@ def _attention(dims: ModelDims) -> int:
 
 
 def _mixer(dims: ModelDims, layer: LayerDims) -> int:
-    if (sizes := layer.recurrent) is not None:
-        values = sizes.num_value_heads * sizes.value_dim
-        gates = 2 * values + 2 * sizes.num_value_heads  # z and the output; g and beta
-        return dims.hidden_size * (sizes.conv_channels + gates) + sizes.conv_channels * sizes.conv_kernel
     heads = dims.num_heads + layer.num_kv_heads if layer.num_kv_heads else 0
-    return dims.hidden_size * 2 * heads * layer.head_dim
+    attention = dims.hidden_size * 2 * heads * layer.head_dim
+    if (sizes := layer.recurrent) is None:
+        return attention
+    values = sizes.num_value_heads * sizes.value_dim
+    gates = 2 * values + 2 * sizes.num_value_heads  # z and the output; g and beta
+    if not sizes.has_state:
+        gates = 3 * sizes.conv_channels  # what gates its input and its output; the output
+    return attention + dims.hidden_size * (sizes.conv_channels + gates) + sizes.conv_channels * sizes.conv_kernel
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,16 @@ def judge(model_type: str) -> Verdict:
             return Verdict("no model", "", _first_line(fault))
         try:
             graph, dims = export_decoder(folder, max_seq_len=MAX_SEQ_LEN)
-            difference = largest_difference(Decoder(lowered(graph), dims, batch=2, max_seq=MAX_SEQ_LEN), model)
+            work, sizes = lowered(graph), {"dims": dims, "batch": 2, "max_seq": MAX_SEQ_LEN}
+            difference = largest_difference(Decoder(work, **sizes), model)
+            fault = bits_fault(lambda: Decoder(work, **sizes)) if dims.recurrent_layers else None
         except (ExportError, CheckpointError) as refusal:
             return Verdict("refused", "model", refusal.got.replace(name, "."))
         except Exception as fault:  # noqa: BLE001
             return Verdict("fault", "", _first_line(fault))
     if not difference <= MAX_RELATIVE_DIFFERENCE:  # NaN counts as a difference
         return Verdict("wrong", "", f"logits differ by {difference:.1e} of the largest")
-    return Verdict("equal")
+    return Verdict("equal") if fault is None else Verdict("wrong", "", fault)
 
 
 def refusal_of_config(model_type: str) -> Verdict | None:
@@ -136,6 +139,44 @@ def largest_difference(decoder: Decoder, model: Any) -> float:
     worst += [step([[-1, 0, 0, 1, 1, 2, 5], [-1, 0, 1, 1, 0, 4, -1]])]
     decoder.history = [decoder.history[0][:-3], decoder.history[1][:-1]]
     return max(*worst, step([[-1, 0, 1, 2], [-1, 0, 1, 1]]))
+
+
+def bits_fault(made: Callable[[], Decoder]) -> str | None:
+    """What of a model with recurrent layers has other bits than it must; None where nothing has.
+
+    A text of chains of any size has the bits of single steps; a step after accepted drafts those after a fresh prefill.
+    """
+    rng = np.random.default_rng(1)
+    texts, drafts, after = (rng.integers(3, VOCAB, (2, count)) for count in (9, 5, 3))
+
+    def run(decoder: Decoder, rows: np.ndarray, sure: Sequence[int], kept: Sequence[int]) -> np.ndarray:
+        count = rows.shape[1]
+        nodes = np.array([chain_parents(count, count)] * 2)
+        scored = np.tile(np.arange(count), (2, 1))
+        logits = decoder.step(rows, nodes, scored, sure)["logits"]
+        for slot in range(2):
+            decoder.history[slot] += rows[slot, : kept[slot]].tolist()
+        return logits
+
+    single = made()
+    rows = [run(single, texts[:, i : i + 1], (1, 1), (1, 1)) for i in range(9)]
+    for size in (2, 4, 9):
+        decoder = made()
+        parts = [texts[:, i : i + size] for i in range(0, 9, size)]
+        chains = [run(decoder, p, (0, 0) if size < 9 else (9, 9), (p.shape[1],) * 2) for p in parts]
+        if not np.array_equal(np.concatenate(chains, 1), np.concatenate(rows, 1)):
+            return f"chains of {size} nodes have other bits than single steps"
+    for first in range(1, 6):
+        accepted, decoder = (first, 6 - first), made()
+        run(decoder, texts, (9, 9), (9, 9))
+        run(decoder, drafts, (0, 0), accepted)
+        got = run(decoder, after, (0, 0), (0, 0))
+        for slot, count in enumerate(accepted):
+            fresh, prompt = made(), np.concatenate([texts, drafts[:, :count]], 1)
+            run(fresh, prompt, (9 + count,) * 2, (9 + count,) * 2)
+            if not np.array_equal(got[slot], run(fresh, after, (0, 0), (0, 0))[slot]):
+                return f"after {count} accepted drafts the bits are not those of a fresh prefill"
+    return None
 
 
 def answer_names() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes in the layers of Qwen3.5 and Qwen3-Next change logits, so the equality tests would notice each of them."""
+"""Mistakes in the layers of hybrids change logits, so the equality tests would notice each of them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 
 from tests.export.harness import make_checkpoint
-from tests.export.hybrids import HYBRIDS
+from tests.export.hybrids import HYBRIDS, VARIANTS
 
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
 from speccompile.checkpoints.checkpoint import read_dims  # noqa: E402
-from speccompile.export import attention, delta_layers, selfcheck  # noqa: E402
-from speccompile.export.delta_layers import GroupedParts, QueryGate, replace_layers  # noqa: E402
+from speccompile.errors import ExportError  # noqa: E402
+from speccompile.export import attention, delta_layers, mamba_layers, selfcheck  # noqa: E402
+from speccompile.export.delta_layers import GroupedParts, QueryGate  # noqa: E402
+from speccompile.export.layer_changes import replace_layers  # noqa: E402
 from speccompile.export.weights import load_model  # noqa: E402
 from speccompile.export.wrapper import DecoderGraph  # noqa: E402
 
@@ -27,11 +29,14 @@ Patch = pytest.MonkeyPatch
 MAX_RELATIVE_DIFFERENCE = 1e-4  # as in the equality tests
 
 
+FAMILIES = {**HYBRIDS, **VARIANTS}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     """A checkpoint of each family, and transformers' model."""
-    made = {name: tmp_path_factory.mktemp(name) for name in ("qwen3.5", "qwen3-next")}
-    return {name: (folder, make_checkpoint(HYBRIDS[name], folder)) for name, folder in made.items()}
+    made = {name: tmp_path_factory.mktemp(name) for name in FAMILIES}
+    return {name: (folder, make_checkpoint(FAMILIES[name], folder)) for name, folder in made.items()}
 
 
 def difference(folder: Path, own: Any, change: Callable[[Any], None] = lambda model: None) -> float:
@@ -96,7 +101,23 @@ MUTANTS: dict[str, tuple[str, dict[str, Any], Callable[[Any], None]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+# Of a mixer, by the function that they replace.
+MIXER_MUTANTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "norm before gate": ("granite4", "_gated", lambda module, out, gate: module.norm(out) * nn.functional.silu(gate)),
+    "no D x": ("granite4", "_with_skip", lambda out, x, module: out),
+    "D of the head before": (
+        "granite4", "_with_skip", lambda out, x, module: out + x * module.D.roll(1).repeat_interleave(module.head_dim)
+    ),
+    "convolution without bias": ("granite4", "_bias_of", lambda conv: torch.zeros(conv.out_channels)),
+    "short convolution without bias": ("lfm2", "_bias_of", lambda conv: torch.zeros(conv.out_channels)),
+    "dt without limits": ("granite4", "_limited", lambda time_step, limits: time_step),
+    "dt without its lower limit": ("nemotron-h", "_limited", lambda time_step, limits: time_step),
+    "SiLU after a short convolution": ("lfm2", "_NO_ACTIVATION", 1),
+    "factors left out": ("falcon-h1", "_scale", lambda linear, *factors: None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "granite4", "nemotron-h", "lfm2", *VARIANTS])
 def test_without_a_mistake_the_logits_are_equal(folders: dict[str, tuple[Path, Any]], name: str) -> None:
     assert difference(*folders[name]) < MAX_RELATIVE_DIFFERENCE
 
@@ -107,6 +128,21 @@ def test_a_mistake_is_noticed(folders: dict[str, tuple[Path, Any]], name: str, m
     for attribute, value in replaced.items():
         monkeypatch.setattr(delta_layers, attribute, value)
     assert difference(*folders[family], change) > 100 * MAX_RELATIVE_DIFFERENCE
+
+
+@pytest.mark.parametrize("name", MIXER_MUTANTS)
+def test_a_mistake_in_a_mixer_is_noticed(folders: dict[str, tuple[Path, Any]], name: str, monkeypatch: Patch) -> None:
+    family, attribute, value = MIXER_MUTANTS[name]
+    monkeypatch.setattr(mamba_layers, attribute, value)
+    assert difference(*folders[family]) > 100 * MAX_RELATIVE_DIFFERENCE
+
+
+def test_other_activations_are_refused(folders: dict[str, tuple[Path, Any]]) -> None:
+    model = folders["bamba"][1]
+    mixer = next(m for m in model.modules() if type(m).__name__ == "BambaMixer")
+    mixer.activation = "gelu"
+    with pytest.raises(ExportError, match=r"BambaMixer \(layer 0\): got the activation 'gelu'"):
+        replace_layers(model)
 
 
 def test_split_projections_give_what_the_whole_one_gives() -> None:
