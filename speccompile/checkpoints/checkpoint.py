@@ -44,6 +44,7 @@ _EVERY_LAYER = re.compile(
     r"(attn|attention|norm|ln_).*\.(weight|bias)$"
 )  # parts that every layer has; MLPs may differ by layer
 # ModernBERT's embeddings are normalised already; A.X K1's first layer is dense.
+_TIED = "shared_transformer."  # of Zamba 2: a block of several layers, stored with the first of them
 _NOT_IN_THE_FIRST = ("attn_norm.weight", "post_mlp_layernorm.weight")
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "LICENSE*", "README.md")
 
@@ -370,7 +371,7 @@ def _check_layers(source: Path, tensors: Mapping[str, TensorHeader], dims: Model
 
 def _compare_layers(source: Path, parts: Mapping[int, set[str]], todo: str) -> None:
     """Refuses a layer without a part that every other layer of its kind has."""
-    everywhere = {p for held in parts.values() for p in held if _EVERY_LAYER.search(p)}
+    everywhere = {p for held in parts.values() for p in held if _EVERY_LAYER.search(p) and not p.startswith(_TIED)}
     for layer, held in sorted(parts.items()):
         for part in sorted(everywhere - held):
             if layer == 0 and part in _NOT_IN_THE_FIRST:
