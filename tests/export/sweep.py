@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,15 @@ from typing import Any
 import numpy as np
 
 from speccompile.errors import CheckpointError, ExportError
-from tests.export.harness import Decoder, chain_parents, logits_of, lowered, make_checkpoint, paths_of
+from tests.export.harness import (
+    Decoder,
+    chain_parents,
+    logits_of,
+    lowered,
+    make_checkpoint,
+    paths_of,
+    with_fused_attention,
+)
 from tests.export.sweep_configs import VOCAB, config_of
 
 MAX_SEQ_LEN = 24
@@ -63,9 +71,8 @@ def judge(model_type: str) -> Verdict:
             return Verdict("no model", "", _first_line(fault))
         try:
             graph, dims = export_decoder(folder, max_seq_len=MAX_SEQ_LEN)
-            work, sizes = lowered(graph), {"dims": dims, "batch": 2, "max_seq": MAX_SEQ_LEN}
-            difference = largest_difference(Decoder(work, **sizes), model)
-            fault = bits_fault(lambda: Decoder(work, **sizes)) if dims.recurrent_layers else None
+            difference = largest_difference(Decoder(lowered(graph), dims, batch=2, max_seq=MAX_SEQ_LEN), model)
+            fault = bits_fault(graph, dims) if dims.recurrent_layers else None
         except (ExportError, CheckpointError) as refusal:
             return Verdict("refused", "model", refusal.got.replace(name, "."))
         except Exception as fault:  # noqa: BLE001
@@ -141,12 +148,17 @@ def largest_difference(decoder: Decoder, model: Any) -> float:
     return max(*worst, step([[-1, 0, 1, 2], [-1, 0, 1, 1]]))
 
 
-def bits_fault(made: Callable[[], Decoder]) -> str | None:
+def bits_fault(graph: Any, dims: Any) -> str | None:
     """What of a model with recurrent layers has other bits than it must; None where nothing has.
 
-    A text of chains of any size has the bits of single steps; a step after accepted drafts those after a fresh prefill.
+    A text of chains of any size has the bits of single steps, a step after accepted drafts those after a fresh
+    prefill, with the kernels of attention and states, of which a bundle's graph is made.
     """
-    rng = np.random.default_rng(1)
+    rng, fused = np.random.default_rng(1), with_fused_attention(graph)
+
+    def made() -> Decoder:
+        return Decoder(fused, dims, batch=2, max_seq=MAX_SEQ_LEN, has_kernels=True)
+
     texts, drafts, after = (rng.integers(3, VOCAB, (2, count)) for count in (9, 5, 3))
 
     def run(decoder: Decoder, rows: np.ndarray, sure: Sequence[int], kept: Sequence[int]) -> np.ndarray:

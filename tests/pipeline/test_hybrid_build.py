@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A multimodal Qwen3.5 folder, whose language model has recurrent layers, builds and decodes as transformers does."""
+"""Targets with recurrent layers build and decode as transformers does: a multimodal Qwen3.5 folder, Granite 4."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from speccompile.bundling.stage_cache import StageCache
 from speccompile.pipeline import build
 from tests import store
 from tests.export.families import VOCAB
+from tests.export.harness import make_checkpoint
+from tests.export.hybrids import VARIANTS
 from tests.export.towers import make_tower, tower_config
 from tests.pipeline import fakes
 
@@ -81,3 +83,15 @@ def test_quantised_text_is_the_same_with_drafts(
         results = engine.generate(PROMPTS, params, batch_size=batch_size)
         assert [r.tokens for r in results] == single
         assert sum(r.stats["num_accepted"] for r in results) > 0
+
+
+def test_greedy_text_of_a_mamba_2_hybrid_equals_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # After a cache transformers steps without limits of dt.
+    model = make_checkpoint({**VARIANTS["granite4-dense"], "time_step_limit": [0.0, float("inf")]}, tmp_path / "target")
+    (tmp_path / "target/tokenizer.json").write_text(json.dumps(fakes.tokenizer(VOCAB)))
+    engine, params = _load(tmp_path, "none", monkeypatch), SamplingParams(max_new_tokens=NUM_TOKENS)
+    expected = [_own_text(model, prompt) for prompt in PROMPTS]
+    results = engine.generate(PROMPTS, params, batch_size=4)
+    plain = engine.generate(PROMPTS, params, batch_size=1, speculative=False)
+    assert [r.tokens for r in results] == [r.tokens for r in plain] == expected
+    assert sum(r.stats["num_accepted"] for r in results) > 0
