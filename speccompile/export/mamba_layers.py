@@ -99,7 +99,7 @@ def _number_shared(module: Any) -> None:
 
 def _fold_multipliers(layer: Any) -> None:
     """Multiplies the factors of a layer of Falcon H1 into the weights beside them; all become 1."""
-    mixer, attention, mlp = layer.mamba, layer.self_attn, layer.feed_forward
+    mixer, attention, feed = layer.mamba, layer.self_attn, layer.feed_forward
     _scale(mixer.in_proj, mixer.mup_vector.flatten(), mixer.ssm_in_multiplier)
     _scale(mixer.out_proj, layer.ssm_out_multiplier)
     mixer.mup_vector.fill_(1)
@@ -110,10 +110,10 @@ def _fold_multipliers(layer: Any) -> None:
     ):
         _scale(linear, factor, layer.attention_in_multiplier)
     _scale(attention.o_proj, layer.attn_out_multiplier)
-    _scale(mlp.gate_proj, mlp.gate_multiplier)
-    _scale(mlp.down_proj, mlp.down_multiplier)
+    _scale(feed.gate_proj, feed.gate_multiplier)
+    _scale(feed.down_proj, feed.down_multiplier)
     mixer.ssm_in_multiplier = layer.ssm_out_multiplier = layer.attention_in_multiplier = layer.attn_out_multiplier = 1.0
-    attention.key_multiplier = mlp.gate_multiplier = mlp.down_multiplier = 1.0
+    attention.key_multiplier = feed.gate_multiplier = feed.down_multiplier = 1.0
 
 
 def _scale(linear: nn.Linear, rows: torch.Tensor | float, columns: float = 1.0) -> None:
