@@ -108,7 +108,7 @@ def _property(config: Mapping[str, Any]) -> str | None:
         return _LATENT
     if (method := method_of(config)) not in (None, MXFP4, *METHODS):
         return f"weights quantised by {method}"
-    known = DELTA_KINDS if config.get("model_type") in DELTA_TYPES else _LAYER_KINDS
+    known: tuple[str, ...] = DELTA_KINDS if config.get("model_type") in DELTA_TYPES else _LAYER_KINDS
     found = config.get("layer_types") or ()
     if config.get("model_type") in MIXER_TYPES:
         known, found = MIXER_KINDS[config["model_type"]], mixer_kinds(config, 0)

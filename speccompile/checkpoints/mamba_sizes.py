@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from speccompile.common.json_reader import shown, whole_number
+from speccompile.common.json_reader import finite_number, shown, whole_number
 from speccompile.core.dims import LayerDims, RecurrentDims
 from speccompile.errors import CheckpointError
 
@@ -44,9 +44,8 @@ def _expanded(key: str) -> Callable[[Mapping[str, Any]], Any]:
     """Returns the function that gives the hidden size times the number under a key, 2 where it is missing."""
 
     def width(config: Mapping[str, Any]) -> Any:
-        factor, hidden = config.get(key, 2), config.get("hidden_size")
-        is_number = isinstance(factor, int | float) and isinstance(hidden, int)
-        return int(factor * hidden) if is_number and 0 < factor < _MAX_SIZE and 0 < hidden < _MAX_SIZE else None
+        factor, hidden = finite_number(config.get(key, 2)), whole_number(config.get("hidden_size"), 1, _MAX_SIZE)
+        return None if factor is None or hidden is None or factor > _MAX_SIZE else int(factor * hidden)
 
     return width
 

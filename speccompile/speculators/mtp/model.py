@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from speccompile.checkpoints.target_tables import TargetTables
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.export import attention
-from speccompile.export.delta_layers import replace_layers
 from speccompile.export.feature_draft import FeatureBody, fill_weights
+from speccompile.export.layer_changes import replace_layers
 from speccompile.graph_kinds.features import FeatureDims
 from speccompile.speculators.mtp.layer_rows import EMBEDDINGS, LM_HEAD
 
