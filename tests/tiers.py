@@ -32,6 +32,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "bench/test_gpu_kernels.py",
         "bench/test_gpu_ort_cuda.py",
         "bench/test_pad_checkpoint.py",
+        "bench/test_pairs.py",
         "e2e/*",
         "examples/test_eagle_recipe.py",
         "examples/test_hybrid.py",

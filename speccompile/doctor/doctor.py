@@ -159,6 +159,24 @@ def _is_other(found: Checkpoint) -> bool:
     return not is_named and known_format(found.config, found.files.headers) is not None
 
 
+def check_kind(folder: Path, formats: Sequence[Format]) -> None:
+    """Refuses a speculator by its config alone: of a kind that is not supported yet, whatever it resembles.
+
+    Args:
+        folder: with its config.json.
+        formats: layouts that it may have.
+
+    Raises:
+        CheckpointError: it is of such a kind.
+    """
+    config = read_config(folder)
+    layout = next((f for f in formats if f.is_in(config, ())), None)
+    found = Checkpoint(folder, config, TensorFiles({}, {}), layout)
+    if known_format(config, ()) is not None and (layout is None or _is_other(found)):
+        _, _, fault = _describe_unknown(found)
+        raise CheckpointError(fault.where, fault.got, fault.expected, fault.todo)
+
+
 def _describe_unknown(found: Checkpoint) -> tuple[str, str, Finding]:
     known = known_format(found.config, found.files.headers)
     if known is not None:

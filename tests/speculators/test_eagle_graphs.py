@@ -314,6 +314,11 @@ REFUSED_CONFIGS = [
     ({"target_hidden_size": 64}, RecipeError, "target states of 64; expected 32"),
     ({"vocab_size": 48}, RecipeError, "a vocabulary of 48 tokens; expected 40"),
     ({"num_attention_heads": 0}, CheckpointError, r"\(num_attention_heads\): got 0"),
+    (
+        {"architectures": ["PeagleLlamaForCausalLM"], "ptd_token_id": 3},
+        CheckpointError,
+        "got P-EAGLE: parallel drafting",
+    ),
 ]
 
 

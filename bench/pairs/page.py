@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated part of docs/pairs.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.pairs.rows import MAX_CHOSEN, MAX_DRAFT_VOCAB, MAX_EXPERTS, MAX_VOCAB, PAIRS, TARGET, Pair
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/pairs.md"
+BEGIN, END = "<!-- begin: written by bench/pairs/main.py -->", "<!-- end: written by bench/pairs/main.py -->"
+GIB = 1 << 30
+Records = Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+
+def block(result: Records) -> str:
+    """Returns the generated part.
+
+    Args:
+        result: the records by pair and backend.
+    """
+    counts = {
+        backend: sum(held.get(backend, {}).get("outcome") == "built" for held in result.values())
+        for backend in ("onnxruntime", "tensorrt")
+    }
+    lines = [
+        BEGIN,
+        f"Of {len(PAIRS)} pairs, {counts['onnxruntime']} build on ONNX Runtime, and {counts['tensorrt']} of these to "
+        "TensorRT-RTX plans.",
+        "",
+        f"Widths are published ones; vocabularies are cut to {MAX_VOCAB} tokens (a reduced draft vocabulary to "
+        f"{MAX_DRAFT_VOCAB}), experts to {MAX_EXPERTS} (fewer where stated), of which {MAX_CHOSEN} at most are chosen, "
+        "and a drafter's layers to two where it has more of the same kind, P-EAGLE's four excepted.",
+        "",
+        "| family | speculator | target's sizes, layers | `method` | ONNX Runtime | TensorRT-RTX |",
+        "|---|---|---|---|---|---|",
+        *(_row(pair, result[pair.name]) for pair in PAIRS),
+        "",
+        "| pair | refused for |",
+        "|---|---|",
+        *_reasons(result),
+        END,
+    ]
+    return "\n".join(lines)
+
+
+def _row(pair: Pair, held: Mapping[str, Mapping[str, Any]]) -> str:
+    target = pair.configs(is_full=True)[TARGET]
+    text = target.get("text_config", target)
+    kinds = text.get("layers_block_type") or ()
+    num = len(kinds) or text.get("num_hidden_layers") or text["n_layer"]
+    few = f", {pair.max_experts} experts" if pair.max_experts < MAX_EXPERTS else ""
+    first, second = (held.get(backend) for backend in ("onnxruntime", "tensorrt"))
+    is_open = first is not None and first["outcome"] == "built"
+    cells = f"{_cell(first)} | {_cell(second) if is_open else '-'}"
+    return f"| {pair.family} | {pair.speculator} | {pair.model}, {num}{few} | `{pair.method}` | {cells} |"
+
+
+def _cell(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "not run"
+    if record["outcome"] != "built":
+        return str(record["outcome"])
+    return f"{record['seconds']} s, {record['peak_bytes'] / GIB:.1f} GiB"
+
+
+def _reasons(result: Records) -> list[str]:
+    rows = []
+    labels = {"onnxruntime": "", "tensorrt": " on TensorRT-RTX"}
+    for pair in PAIRS:
+        for backend, label in labels.items():
+            record = result[pair.name].get(backend)
+            if record is not None and record["outcome"] != "built":
+                told = "" if record["outcome"] == "refused" else f"{record['outcome']}: "
+                reason = str(record["reason"]).replace("|", "\\|").replace("<", "&lt;")
+                rows.append(f"| {pair.family}, {pair.speculator.partition(' (')[0]}{label} | {told}{reason} |")
+    return rows
+
+
+def write(result: Records) -> None:
+    """Writes the generated part of the page."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + block(result) + rest.partition(END)[2])
