@@ -222,6 +222,16 @@ def test_latent_attention_is_refused_by_name(made, tmp_path):
         source_of(target, place)
 
 
+@pytest.mark.parametrize(
+    "blocks", [{"layers_block_type": ["full_attention", "moe"]}, {"hybrid_override_pattern": "*E"}]
+)
+def test_a_module_of_blocks_is_refused_by_name(blocks, made, tmp_path):
+    target, model, _ = made("glm4_moe")
+    place = changed(model, tmp_path / "model", lambda held: None, model_type="nemotron_h", **blocks)
+    with pytest.raises(ExportError, match="a module of nemotron_h: got a module of several blocks"):
+        source_of(target, place)
+
+
 def test_a_module_of_another_target_is_refused(made):
     target, _, _ = made("llama")
     dims = read_dims(target)

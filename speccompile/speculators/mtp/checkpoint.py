@@ -22,7 +22,7 @@ from speccompile.core.specs import GraphSpec
 from speccompile.doctor.doctor import Checkpoint, make_case, open_known
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Target
-from speccompile.errors import CheckpointError, RecipeError
+from speccompile.errors import CheckpointError, ExportError, RecipeError
 from speccompile.export.checks import check_candidates
 from speccompile.export.feature_source import check_window, dims_from_config
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
@@ -202,7 +202,7 @@ class DraftSource(SpeculatorSource):
 
     Raises:
         CheckpointError: there is no module, or its config is wrong.
-        ExportError: the architecture of its layer is not supported.
+        ExportError: the architecture of its layer is not supported, or it has several.
         RecipeError: its sizes are not the target's, or the recipe reads another state than it was trained for.
     """
 
@@ -218,6 +218,12 @@ class DraftSource(SpeculatorSource):
         self.config: dict[str, Any] = stated | {name: value for name, value in asked.items() if value != "auto"}
         self._check_hidden(stated["target_hidden"])
         layer = self.config[SCOPE]
+        if layer.get("layers_block_type") or layer.get("hybrid_override_pattern"):
+            got, expected = (
+                "a module of several blocks, each of one mixer",
+                "one layer of attention and an MLP or experts",
+            )
+            raise ExportError(f"a module of {layer.get('model_type')}", got, expected, "Draft with another method.")
         if "layer_types" not in layer:
             check_window(self.folder, layer)
         # Its architecture may be one of hybrids or mixtures: only the layer itself has to be expressed.
