@@ -205,7 +205,7 @@ class SpecEngine:
         Raises:
             RuntimeFault: the bundle has no vision tower, or one cannot be read.
         """
-        if not images:
+        if not len(images):
             return []
         if self.images is None:
             todo = "Build it from a recipe with target.vision: true, or leave the images out."
@@ -282,7 +282,7 @@ class SpecEngine:
                 got, expected = f"a {type(params).__name__}", "SamplingParams, or one for each prompt"
                 raise RuntimeFault("sampling", got, expected, "Write SamplingParams(temperature=0.8).")
         rows = cast("Sequence[Sequence[ImageData]]", [()] * len(given))
-        if images:
+        if images is not None and len(images):
             rows = cast("Sequence[Sequence[ImageData]]", images if are_many else [images])
         if len(rows) != len(given):
             got, expected = f"{len(rows)} lists", f"{len(given)}, one for each prompt"

@@ -160,6 +160,24 @@ def test_weights_are_found_under_the_names_of_every_version() -> None:
     assert own_name("language_model.model.norm.weight") is None
 
 
+def test_sizes_of_a_published_tower(tmp_path: Path) -> None:
+    """Gemma 3 4B: SigLIP without its pooling head has 416.9 M parameters, the projection 2.9 M."""
+    tower = {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "num_hidden_layers": 27}
+    config = {"model_type": "gemma3", "text_config": {}, "vision_config": {**tower, "patch_size": 14}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    dims = read_vision_dims(tmp_path, 2560)
+    assert dims.num_tokens == 256
+    assert dims.counts().num_params == pytest.approx(416_866_032 + 2_950_272, rel=1e-4)
+
+
+def test_random_weights_need_no_files_of_weights(vlm: tuple[Path, Any], tmp_path: Path) -> None:
+    shutil.copy(vlm[0] / "config.json", tmp_path)
+    target = _source(vlm[0]).dims
+    source = VisionSource(GraphJob("vision", str(tmp_path)), SourceContext("random", MAX_SEQ_LEN, 8, target))
+    engine = _load(OnnxRuntimeBackend(), source, source.export(lambda stage: None)[0], tmp_path / "graph", "fp32")
+    assert source.check_compiled(engine, 2) == {"num_tokens": lab.NUM_TOKENS}
+
+
 def test_a_target_without_images_has_no_inputs_for_them(vlm: tuple[Path, Any]) -> None:
     job = GraphJob("target", str(vlm[0]))
     spec = DecoderSource(job, SourceContext("checkpoint", MAX_SEQ_LEN, 8)).spec()

@@ -42,7 +42,7 @@ KINDS: list[dict[str, Any]] = [
     {"norm": True, "rotary": True, "window": 3},
     {"rotary": True, "softcap": 1.5},
     {"window": 17, "softcap": 30.0},
-    {"norm": True, "rotary": True, "window": 4, "has_image": True},
+    {"rotary": True, "window": 4, "has_image": True},
 ]
 
 
