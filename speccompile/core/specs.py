@@ -84,11 +84,6 @@ def updated_cache_name(cache: str) -> str:
     return f"{cache}.updated"
 
 
-def borrowed_name(owner: str, cache: str) -> str:
-    """Returns the name of the input that is the cache `cache` of the graph `owner`, where it is only read."""
-    return f"{owner}.{cache}"
-
-
 def compacted_cache_name(cache: str) -> str:
     """Returns the name of the output that carries the updated `cache` after KVRollback; it aliases the same memory."""
     return f"{cache}.compacted"

@@ -13,10 +13,14 @@ from speccompile.core.specs import (
     BorrowedCache,
     GraphSpec,
     TensorSpec,
-    borrowed_name,
     decoder_spec,
 )
 from speccompile.errors import BundleError
+
+
+def borrowed_name(owner: str, cache: str) -> str:
+    """Returns the name of the input that is the cache `cache` of the graph `owner`, where it is only read."""
+    return f"{owner}.{cache}"
 
 
 def shared_cache(dims: ModelDims, cache: str, owner: str = "target") -> TensorSpec:
