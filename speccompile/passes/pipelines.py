@@ -14,6 +14,7 @@ from speccompile.passes.attach_tail import attach_tail
 from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.compensation import Blocks
+from speccompile.passes.dense_experts import dense_experts_pass
 from speccompile.passes.flat_linears import FLAT_LINEARS
 from speccompile.passes.fold_scale import FOLD_SCALE
 from speccompile.passes.fuse_cross_attention import FUSE_CROSS_ATTENTION
@@ -139,10 +140,12 @@ def tensorrt_table(
     compacted = {compacted_cache_name(c) for c in spec.caches}
     compacts = any(t.name in compacted for t in spec.outputs)
     inner = replace(spec, outputs=tuple(t for t in spec.outputs if t.name not in compacted))
-    quantize = () if quantization == "none" else (MERGE_LINEARS, quantize_qdq_pass(quantization, dtype))
+    experts = dense_experts_pass(quantization, dtype)
+    linears = () if quantization == "none" else (MERGE_LINEARS, quantize_qdq_pass(quantization, dtype))
     return (
         FOLD_SCALE,
-        *quantize,
+        experts,
+        *linears,
         TIE_WEIGHTS,
         attach_tail(inner),
         static_caches_pass(inner),

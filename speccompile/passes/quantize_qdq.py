@@ -23,10 +23,10 @@ BLOCKS = (128, 64, 32, 16)  # of int4, the first that divides the inputs: larger
 MIN_SCALE = {"float32": np.float32(1e-12), "bfloat16": np.float32(1e-12), "float16": np.float32(2**-20)}
 LARGEST = {"int8": np.float32(127), "int4": np.float32(7), "fp8": np.float32(448)}  # levels; symmetric
 
-_TYPES = {"int8": ir.DataType.INT8, "int4": ir.DataType.INT4, "fp8": ir.DataType.FLOAT8E4M3FN}
+QUANTIZED_TYPES = {"int8": ir.DataType.INT8, "int4": ir.DataType.INT4, "fp8": ir.DataType.FLOAT8E4M3FN}
 
 
-def _rounded_scale(peak: np.ndarray, largest: np.float32, dtype: str) -> np.ndarray:
+def rounded_scale(peak: np.ndarray, largest: np.float32, dtype: str) -> np.ndarray:
     """Returns peak / largest rounded to `dtype`, upwards where the peak would otherwise be out of range."""
     kind = np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype))
     smallest = MIN_SCALE[dtype]
@@ -43,8 +43,8 @@ def scale_of(weight: np.ndarray, form: str, dtype: str) -> np.ndarray:
         block = block_of(len(weight))
         assert block is not None
         weight = weight.reshape(-1, block, weight.shape[1])
-        return _rounded_scale(np.abs(weight).max(axis=1), LARGEST[form], dtype)
-    return _rounded_scale(np.abs(weight).max(axis=0), LARGEST[form], dtype)
+        return rounded_scale(np.abs(weight).max(axis=1), LARGEST[form], dtype)
+    return rounded_scale(np.abs(weight).max(axis=0), LARGEST[form], dtype)
 
 
 def levels_of(weight: np.ndarray, scale: np.ndarray, form: str) -> np.ndarray:
@@ -54,7 +54,7 @@ def levels_of(weight: np.ndarray, scale: np.ndarray, form: str) -> np.ndarray:
         ratios = rows.reshape(weight.shape)
     else:
         ratios = weight / scale
-    kind = _TYPES[form].numpy()
+    kind = QUANTIZED_TYPES[form].numpy()
     nearest = ratios if form == "fp8" else np.rint(ratios)
     levels: np.ndarray = np.clip(nearest, -LARGEST[form], LARGEST[form]).astype(kind)
     return levels
@@ -128,13 +128,13 @@ def _lazy(
     def levels() -> ir.TensorProtocol:
         weight = tensor.numpy()
         found = levels_of(weight, scale_of(weight, form, dtype), form)
-        return ir.tensor(found, dtype=_TYPES[form], name=f"{name}.{form}")
+        return ir.tensor(found, dtype=QUANTIZED_TYPES[form], name=f"{name}.{form}")
 
     def scale() -> ir.TensorProtocol:
         return ir.tensor(scale_of(tensor.numpy(), form, dtype), name=f"{name}.scale")
 
     return (
-        ir.LazyTensor(levels, _TYPES[form], ir.Shape((num_in, num_out)), name=f"{name}.{form}"),
+        ir.LazyTensor(levels, QUANTIZED_TYPES[form], ir.Shape((num_in, num_out)), name=f"{name}.{form}"),
         ir.LazyTensor(scale, ir.DataType.FLOAT, ir.Shape(scale_shape), name=f"{name}.scale"),
     )
 
@@ -145,8 +145,8 @@ def quantize_qdq_pass(quantization: str, dtype: str) -> Pass:
     Raises:
         RecipeError: no such quantisation, or int4 in a float32 graph, which TensorRT does not fuse.
     """
-    if quantization not in _TYPES:
-        raise RecipeError("quantization", quantization, f"none, {', '.join(_TYPES)}", "Choose one of these.")
+    if quantization not in QUANTIZED_TYPES:
+        raise RecipeError("quantization", quantization, f"none, {', '.join(QUANTIZED_TYPES)}", "Choose one of these.")
     if quantization != "int8" and dtype == "float32":
         todo = "Set target.dtype: float16 or bfloat16."
         raise RecipeError("quantization", f"{quantization} with dtype float32", "a half-precision dtype", todo)

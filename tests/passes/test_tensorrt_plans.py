@@ -89,9 +89,20 @@ def test_every_form_builds_with_its_kernels_and_its_weights(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_families_build(name: str, tmp_path: Path) -> None:
-    layers = {"num_hidden_layers": 1} if name == "mixtral" else {}
-    model, dims = export({**CONFIGS[name], **layers}, tmp_path)
-    report = compile_target(model, dims, tmp_path, "int8" if name == "mixtral" else "none", "bfloat16")
+    is_mixture = name == "mixtral"
+    sizes = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 256} if is_mixture else {}
+    model, dims = export({**CONFIGS[name], **sizes}, tmp_path)
+    report = compile_target(model, dims, tmp_path, "int4" if is_mixture else "none", "bfloat16")
+    if is_mixture:
+        experts = {v.name: v.const_value.size for v in model.graph.initializers.values() if len(v.shape) == 3}
+        lowered = ir.load(tmp_path / LOWERED_FILE).graph.initializers
+        held = sum(
+            lowered[f"{name}.{part}"].const_value.nbytes for name in experts for part in ("int4", "scale.bfloat16")
+        )
+        assert held <= 0.6 * sum(experts.values()) > 50_000
+        # A few kilobytes of constants come on top: the experts are not widened.
+        plan_bytes = read_weights_bytes(tmp_path / PLAN_FILE)
+        assert 0 <= plan_bytes - report["tensorrt"]["lowered_weights_bytes"] < 32 << 10
     assert set(report["tensorrt"]["plugin_layers"]) == {"SpecVerify", "KVRollback"}
     plan = (tmp_path / PLAN_FILE).read_bytes()
     assert b"SpecVerify" in plan and b"KVRollback" in plan

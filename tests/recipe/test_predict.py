@@ -93,7 +93,10 @@ def test_experts_are_quantised_where_the_backend_packs_them() -> None:
     assert predict_float32(counts, "int4").weights_bytes == 260 * 0.625 // 1 + 640 * 0.5625 + 400
     assert predict_float32(counts, "int8").weights_bytes == int(260 * 1.125 + 640 * 1.0625) + 400
     assert predict_float32(counts, "int4", packs_experts=False).weights_bytes == int(260 * 0.625) + 2560 + 400
-    assert predicted_weight_bytes(counts, "int8", "float16") == 260 + 2 * 740
+    scale = 2 / 128
+    assert predicted_weight_bytes(counts, "none", "float16") == 2000
+    assert predicted_weight_bytes(counts, "int8", "float16") == 260 + 640 * (1 + scale) + 200
+    assert predicted_weight_bytes(counts, "int4", "float16") == int((260 + 640) * (0.5 + scale)) + 200
 
 
 def test_shared_experts_and_dense_layers_are_no_chosen_experts(tmp_path: Path) -> None:

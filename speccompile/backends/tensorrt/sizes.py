@@ -33,8 +33,10 @@ def predicted_weight_bytes(
     linear = {"none": float(scalar), "int8": 1.0, "fp8": 1.0, "int4": 0.5 + scalar / INT4_BLOCK}[quantization]
     head = 0.0 if is_tied and quantization == "none" else max(linear, 1.0)
     num_body = counts.num_linear - num_head - counts.num_experts
-    num_plain = counts.num_plain + counts.num_experts  # experts are not quantised
-    return int(num_body * linear + num_head * head + num_plain * scalar)
+    expert = {"none": float(scalar), "int8": 1.0, "fp8": 1.0, "int4": 0.5}[quantization]
+    if quantization != "none":
+        expert += scalar / INT4_BLOCK  # their int8 has blocks too
+    return int(num_body * linear + num_head * head + counts.num_experts * expert + counts.num_plain * scalar)
 
 
 # Measured with TensorRT-RTX 1.7.1 by bench/tensorrt_memory.py: random Llamas of hidden 1024 to 5120, two layers, two
