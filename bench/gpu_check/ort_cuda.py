@@ -66,7 +66,7 @@ def rollback_row(engine: OrtCudaEngine, tokens: Sequence[int]) -> dict[str, Any]
 def _caches_on_host(engine: OrtCudaEngine, slots: int) -> list[NDArray[np.float32]]:
     caches = engine.caches
     assert caches is not None
-    found = [np.empty(caches.shape(slots), np.float32) for _ in caches.names]
+    found = [np.empty(caches.shape(index, slots), np.float32) for index in range(len(caches.names))]
     for index, array in enumerate(found):
         engine.device.copy(array.ctypes.data, caches.address(index, 0), array.nbytes)
     engine.device.synchronize()
