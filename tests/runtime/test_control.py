@@ -2,7 +2,6 @@
 """Budget and controller on simulated steps of known costs and acceptance, and on a scheduler of mock engines."""
 
 import functools
-import json
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -16,7 +15,7 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates
-from speccompile.runtime.control import LEAST_PAUSE, PLAIN, TURN, Controller, FixedLength, bucket_of
+from speccompile.runtime.control import LEAST_PAUSE, PLAIN, TURN, Controller, FixedLength
 from speccompile.runtime.slots import Slot, Step
 from tests.runtime.test_scheduler import Bench
 
@@ -254,54 +253,6 @@ def test_what_it_costs_to_begin_drafting_again_makes_comparisons_seldom() -> Non
     assert total_s < 1.15 * 6000
 
 
-def test_batch_sizes_are_compared_apart() -> None:
-    ways = Ways(2)
-    ways.run(300, lambda _: 4.0)
-    ways.batch = 1
-    ways.run(300, lambda _: 1.2)
-    decided = ways.controller.decisions()
-    assert [decided[size]["drafts"] for size in ("1", "2")] == [True, False]
-    assert decided["2"]["gain"] == pytest.approx(0.5, rel=0.25)
-    assert json.loads(json.dumps(decided)) == decided
-    assert ways.controller.expects_drafts(1) and not ways.controller.expects_drafts(2)
-    assert Controller().expects_drafts(30)  # nothing is known
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "cost", "begins_plain"),
-    [(2 * TURN, 4.0, False), (300, 4.0, True), (300, 2.1, False), (300, 1.2, False)],
-    ids=["one comparison", "clearly slower", "about as fast", "faster"],
-)
-def test_a_larger_batch_begins_without_drafts_where_they_are_clearly_slower(
-    num_steps: int, cost: float, begins_plain: bool
-) -> None:
-    ways = Ways(2, seed=3)
-    ways.run(num_steps, lambda _: cost)
-    assert ways.controller.expects_drafts(8) is not begins_plain
-    ways.batch = 8
-    _, drafted = ways.run(LEAST_PAUSE, lambda _: cost)
-    assert not any(drafted) if begins_plain else any(drafted[:TURN])
-    _, drafted = ways.run(8000, lambda _: 1.2)
-    assert np.mean(drafted[-2000:]) > 0.95  # found out later, if it pays there
-
-
-def test_prompts_read_for_a_comparison_alone_make_comparisons_seldom() -> None:
-    pauses = []
-    for draft_s in (0.0, 20.0):
-        controller, num_plain = Controller(), 0
-        for _ in range(4):
-            step_of(controller, with_drafts(False, True), slow=3.0)
-            controller.read(100, draft_s)
-            while controller.expects_drafts(2):
-                step_of(controller, with_drafts(True, True), slow=3.0)
-            num_plain = 0
-            while not controller.expects_drafts(2):
-                step_of(controller, with_drafts(False, False))
-                num_plain += 1
-        pauses.append(num_plain)
-    assert pauses[1] > 1.5 * pauses[0]
-
-
 def test_prompts_that_are_read_for_drafts_count_against_them() -> None:
     for draft_s, drafts in ((0.0, True), (0.2, False)):
         ways = Ways()
@@ -393,13 +344,6 @@ def test_drafts_in_use_are_not_judged_by_steps_that_have_none() -> None:
     assert [step_of(controller, with_drafts(False, False)) for _ in range(50)] == [PLAIN] * 50
     assert controller.decisions() == before
     assert [step_of(controller, mixed, slow=1.1) for _ in range(10)] == [None] * 10
-
-
-def test_batch_sizes_are_looked_at_together_the_more_the_larger() -> None:
-    tops = [bucket_of(batch) for batch in range(1, 65)]
-    assert tops[:8] == list(range(1, 9))
-    assert tops == sorted(tops) and len(set(tops[8:])) == 8
-    assert all(batch <= top < 1.4 * batch for batch, top in enumerate(tops, 1))
 
 
 class Restless(FixedLength):
