@@ -49,9 +49,7 @@ DRAFT_PARENTS = "draft_parents"  # [batch, drafts] int64: parent draft of each, 
 CANDIDATES = "candidates"  # [batch, scored, candidates] int64: most probable tokens after each node, best first
 CANDIDATE_PROBS = "candidate_probs"  # [batch, scored, candidates] float32: their probabilities at temperature 1
 TARGET_LENGTHS = "target_lengths"  # [batch] int64: rows in use of the target's caches, where a draft reads those
-NODE_PROBS = (
-    "node_probs"  # [batch, scored, draft_vocab] float32: the warped distribution after each node; 1 wide when greedy
-)
+NODE_PROBS = "node_probs"  # [batch, scored, draft_vocab] float32: the warped distribution after each; 1 wide when greedy
 FEATURES = "hidden.features"  # [batch, states, hidden] float32: what a draft reads of positions
 FEATURE_NODES = "feature_nodes"  # [batch, nodes] int64: the row of `hidden.features` that belongs to each node
 NEXT_FEATURES = "hidden.next"  # [batch, next_states, hidden] float32: what node 0 read, then each node's own
