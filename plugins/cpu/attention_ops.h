@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention ops: CachedAttention, SinkAttention, LatentAttention, QkvAttention with and without norm and rotary
-// embedding, RotaryCrossAttention.
+// The attention ops: CachedAttention, SinkAttention, LatentAttention, SharedAttention, QkvAttention with and without norm
+// and rotary embedding, RotaryCrossAttention.
 #pragma once
 
 #include <atomic>
@@ -87,6 +87,7 @@ inline void attend_all(const Context& context, const AttentionStep& step, const 
     if (!has_memory) throw Error("out of memory");
 }
 
+// Writes the rows of the nodes where the step has K and V, and attends.
 inline void run_attention(const Context& context, const AttentionStep& step, i64 num_positions) {
     thread_local Scratch scratch;
     i64* memory = scratch.get<i64>(static_cast<std::size_t>(visibility_size(step.batch, step.nodes)));
@@ -98,10 +99,12 @@ inline void run_attention(const Context& context, const AttentionStep& step, i64
         write_rows(step, seen, index / step.kv_heads, index % step.kv_heads);
     };
     // Every row is written before any is read, as a node's queries may be another task's than its row.
-    if (pairs * step.nodes * step.head_dim > kInlineRows) {
-        context.parallel(static_cast<std::size_t>(pairs), write);
-    } else {
-        for (i64 pair = 0; pair < pairs; pair++) write(static_cast<std::size_t>(pair));
+    if (step.k.data != nullptr) {
+        if (pairs * step.nodes * step.head_dim > kInlineRows) {
+            context.parallel(static_cast<std::size_t>(pairs), write);
+        } else {
+            for (i64 pair = 0; pair < pairs; pair++) write(static_cast<std::size_t>(pair));
+        }
     }
     attend_all(context, step, seen);
 }
@@ -202,6 +205,38 @@ struct CachedAttention {
         step.out = context.output<float>(0, Dims{step.batch, step.nodes, step.heads, step.head_dim});
         step.k_cache = updated_cache(context, 1, k_cache);
         step.v_cache = kIsLatent ? step.k_cache : updated_cache(context, 2, v_cache);
+        run_attention(context, step, 0);
+    }
+
+    const AttentionAttributes attributes;
+};
+
+// q [batch, heads, nodes, head_dim], k_cache, v_cache, lengths, tree_mask -> out [batch, nodes, heads, head_dim]. The
+// caches are those that another layer has updated in this step: nothing is written.
+struct SharedAttention {
+    static constexpr const char* kName = "SharedAttention";
+    static constexpr abi::ElementType kInputs[] = {abi::kFloat, abi::kFloat, abi::kFloat, abi::kInt64, abi::kBool};
+    static constexpr abi::ElementType kOutputs[] = {abi::kFloat};
+    static constexpr std::size_t kNumOptional = 0;
+
+    explicit SharedAttention(const Info& info) : attributes(info) {}
+
+    void run(const Context& context) const {
+        const Tensor q = context.input(0), k_cache = context.input(1), v_cache = context.input(2),
+                     lengths = context.input(3), tree_mask = context.input(4);
+        AttentionStep step{};
+        if (q.dims.rank != 4 || k_cache.dims.rank != 4) throw Error("q and k_cache must have 4 dims");
+        step.batch = q.dims[0], step.heads = q.dims[1], step.nodes = q.dims[2], step.head_dim = q.dims[3];
+        step.kv_heads = k_cache.dims[1], step.rows = k_cache.dims[2];
+        step.lengths = lengths.data<i64>();
+        step.tree = tree_mask.data<std::uint8_t>();
+        check_step(step, k_cache, v_cache, lengths, tree_mask, attributes.op);
+        const i64 head = step.nodes * step.head_dim;
+        step.q = {q.data<float>(), step.heads * head, head, step.head_dim};
+        attributes.set(step);
+        step.out = context.output<float>(0, Dims{step.batch, step.nodes, step.heads, step.head_dim});
+        step.k_cache = k_cache.data<float>();
+        step.v_cache = v_cache.data<float>();
         run_attention(context, step, 0);
     }
 
@@ -357,6 +392,7 @@ inline void add_attention_ops(OpTable& table) {
     table.push_back(custom_op<CachedAttention<AttentionKind::kPlain>>());
     table.push_back(custom_op<CachedAttention<AttentionKind::kSinks>>());
     table.push_back(custom_op<CachedAttention<AttentionKind::kLatent>>());
+    table.push_back(custom_op<SharedAttention>());
     table.push_back(custom_op<QkvAttention<false, false>>());
     table.push_back(custom_op<QkvAttention<false, true>>());
     table.push_back(custom_op<QkvAttention<true, false>>());

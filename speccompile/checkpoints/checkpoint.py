@@ -363,9 +363,9 @@ def _check_layers(source: Path, tensors: Mapping[str, TensorHeader], dims: Model
         missing = sorted(set(range(dims.num_layers)) - set(parts))
         got = f"no weights of layer {missing[0]}" if missing else f"weights of layer {max(parts)}"
         raise CheckpointError(str(source), got, f"layers 0 to {dims.num_layers - 1}", todo)
-    recurrent, attention = set(dims.recurrent_layers), set(dims.attention_layers)
-    for kind in {(layer in recurrent, layer in attention) for layer in parts}:
-        alike = {n: held for n, held in parts.items() if (n in recurrent, n in attention) == kind}
+    # Layers that keep the same have the same parts.
+    for kind in set(dims.per_layer):
+        alike = {layer: held for layer, held in parts.items() if dims.per_layer[layer] == kind}
         _compare_layers(source, alike, todo)
 
 

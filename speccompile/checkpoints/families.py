@@ -37,13 +37,12 @@ _REFUSED = {
     "diffllama": "differential attention",
     "doge": "attention masks that depend on the values",
     "git": "images as a prefix of the text",
-    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), "keys and values that layers share"),
-    **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), "keys and values that layers share"),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), "four residual streams that layers mix (AltUp)"),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "attention to another model's cache"),
     "hrm_text": "layers that run more than once a step",
     "phi4_multimodal": "images and sound beside the text",
 }
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "longrope", "su")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "longrope", "su", "proportional")
 _LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _ALIBI = ("bloom",)
 # ALiBi's slope * position(key) as a product: K and Q get columns for the position, V as many that are not used. Eight,

@@ -17,6 +17,9 @@ DELTA_KINDS = (FULL, LINEAR)
 # Latent attention: a row of its one cache has the latent and the rotated part of the key, which all heads share.
 LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 LATENT_WIDTHS = ("kv_lora_rank", "qk_rope_head_dim")
+# Two kinds of attention, each with its own heads; the last layers may read K and V of others.
+GEMMA4_TYPES = ("gemma4_text", "gemma4_unified_text")
+SLIDING = "sliding_attention"
 _MAX_SIZE = 2**20
 # Sizes of a Gated DeltaNet layer, and what transformers takes where a config lacks them.
 _DELTA_SIZES = {
@@ -68,6 +71,8 @@ def layer_dims_from_config(
         return _window_dims(where, config, num_layers, num_kv_heads, head_dim)
     if config.get("model_type") in MIXER_TYPES:
         return mixer_layer_dims(where, config, num_layers, LayerDims(num_kv_heads, head_dim))
+    if config.get("model_type") in GEMMA4_TYPES:
+        return _gemma4_dims(where, config, num_layers, num_kv_heads, head_dim)
     if config.get("model_type") not in DELTA_TYPES:
         return ()
     attention, recurrent = LayerDims(num_kv_heads, head_dim), LayerDims(recurrent=_delta_dims(where, config))
@@ -89,6 +94,61 @@ def _window_dims(
     return tuple(
         LayerDims(num_kv_heads * (2 if kind == "sliding_attention" else 1), head_dim) for kind in stated[:num_layers]
     )
+
+
+def gemma4_kinds(where: str, config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """Returns the kind of each layer: as stated, or every sixth with full attention; the last one always has it.
+
+    Args:
+        where: the config's file, for messages.
+        config: flat, of one of `GEMMA4_TYPES`.
+        num_layers: how many.
+
+    Raises:
+        CheckpointError: the list of kinds is too short, or has others.
+    """
+    stated = config.get("layer_types") or [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(num_layers)]
+    if not isinstance(stated, list) or len(stated) < num_layers or not {FULL, SLIDING} >= set(map(str, stated)):
+        expected = f"{num_layers} times {FULL} or {SLIDING}"
+        raise CheckpointError(f"{where} (layer_types)", shown(stated), expected, "Download the file again.")
+    return (*(str(kind) for kind in stated[: num_layers - 1]), FULL)
+
+
+def _gemma4_dims(
+    where: str, config: Mapping[str, Any], num_layers: int, num_kv_heads: int, head_dim: int
+) -> tuple[LayerDims, ...]:
+    """Full layers have heads of their own; the last `num_kv_shared_layers` read the last own one of their kind."""
+    kinds = gemma4_kinds(where, config, num_layers)
+    by_layer = config.get("per_layer_config")  # of transformers, by the layer's number
+    todo = "Correct it, or download the file again."
+
+    def size(layer: int, name: str, default: int) -> int:
+        own = by_layer.get(str(layer), by_layer.get(layer)) if isinstance(by_layer, Mapping) else None
+        value = own.get(name, default) if isinstance(own, Mapping) else default
+        if (found := whole_number(value, 1, _MAX_SIZE)) is None:
+            raise CheckpointError(f"{where} (layer {layer}: {name})", shown(value), "a positive integer", todo)
+        return found
+
+    is_stated = isinstance(by_layer, Mapping)
+    full_dim = head_dim if is_stated else config.get("global_head_dim") or 512
+    own_heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+    full_heads = num_kv_heads if is_stated or own_heads is None else own_heads
+    num_shared = whole_number(config.get("num_kv_shared_layers") or 0, 0, num_layers - 1)
+    if num_shared is None:
+        got, expected = shown(config.get("num_kv_shared_layers")), f"0 to {num_layers - 1}, below the layers"
+        raise CheckpointError(f"{where} (num_kv_shared_layers)", got, expected, todo)
+    first, made = num_layers - num_shared, []
+    for i, kind in enumerate(kinds):
+        heads, width = (full_heads, full_dim) if kind == FULL else (num_kv_heads, head_dim)
+        if i < first:
+            made.append(LayerDims(size(i, "num_key_value_heads", heads), size(i, "head_dim", width)))
+            continue
+        sources = [layer for layer in range(first) if kinds[layer] == kind]
+        if not sources:
+            got, expected = f"layer {i} of {kind}", f"a layer of that kind among the first {first}"
+            raise CheckpointError(f"{where} (num_kv_shared_layers)", got, expected, todo)
+        made.append(LayerDims(source=sources[-1]))
+    return tuple(made)
 
 
 def _delta_dims(where: str, config: Mapping[str, Any]) -> RecurrentDims:

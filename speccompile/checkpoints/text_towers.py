@@ -14,9 +14,9 @@ from typing import Any
 
 # Multimodal types whose language model has equal logits alone (tests/export/test_text_towers.py).
 TOWERS = {
-    "aria", "exaone4_5", "gemma3", "idefics3", "internvl", "lighton_ocr", "llava", "llava_next",
-    "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm",
-    "vipllava",
+    "aria", "exaone4_5", "gemma3", "gemma4", "gemma4_unified", "idefics3", "internvl", "lighton_ocr",
+    "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe",
+    "qwen3_vl", "smolvlm", "vipllava",
 }  # fmt: skip
 # Language models without a causal class of their own, which are those of another type where there is only text.
 SAME_AS = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
@@ -26,6 +26,11 @@ _FLAT = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"vocab_size": 262208, "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8,
                     "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072},
+    "gemma4_text": {"vocab_size": 262144, "hidden_size": 2304, "num_hidden_layers": 30, "num_attention_heads": 8,
+                    "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072},
+    "gemma4_unified_text": {"vocab_size": 262144, "hidden_size": 2304, "num_hidden_layers": 30,
+                            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+                            "max_position_embeddings": 262144},
     "llama": {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
               "intermediate_size": 11008, "max_position_embeddings": 2048},
     "mistral": {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -43,7 +48,7 @@ RENAMED = {
 }
 _OTHER_PARTS = re.compile(
     r"^(model\.)?(visual|vision_tower|vision_model|vision_encoder|vision_projection|multi_modal_projector|connector"
-    r"|image_newline)(\.|$)"
+    r"|image_newline|audio_tower|embed_vision|embed_audio)(\.|$)"
     r"|^mtp\."
 )
 

@@ -67,12 +67,14 @@ class LayerDims:
         head_dim: columns of each of them.
         recurrent: sizes of its recurrent state; None: it has none.
         is_latent: V of a row is the first columns of its K, and one cache holds both.
+        source: a layer before it whose K and V it reads, where it has none; None: it reads its own, or none.
     """
 
     num_kv_heads: int = 0
     head_dim: int = 0
     recurrent: RecurrentDims | None = None
     is_latent: bool = False
+    source: int | None = None
 
     @property
     def num_caches(self) -> int:
@@ -116,6 +118,11 @@ class ModelDims:
     def latent_layers(self) -> tuple[int, ...]:
         """The layers that keep K and V in one cache."""
         return tuple(i for i, layer in enumerate(self.per_layer) if layer.num_caches == 1)
+
+    @property
+    def sources(self) -> dict[int, int]:
+        """The layers that read K and V of another one, each with that one."""
+        return {i: layer.source for i, layer in enumerate(self.per_layer) if layer.source is not None}
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -163,4 +170,5 @@ def dims_from_json(kind: type[DimsT], data: Mapping[str, Any]) -> DimsT:
 def _layer_from_json(row: Mapping[str, Any]) -> LayerDims:
     sizes = row["recurrent"]
     recurrent = None if sizes is None else RecurrentDims(**sizes)
-    return LayerDims(row["num_kv_heads"], row["head_dim"], recurrent, row.get("is_latent", False))
+    latent, source = row.get("is_latent", False), row.get("source")
+    return LayerDims(row["num_kv_heads"], row["head_dim"], recurrent, latent, source)

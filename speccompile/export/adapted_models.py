@@ -281,6 +281,41 @@ def _deepseek_v2_angles(module: Any, _: Attention, x: torch.Tensor, position_ids
     return _angles(module, x, position_ids)
 
 
+def _gemma4(
+    module: Any,
+    attention: Attention,
+    hidden_states: Any,
+    position_embeddings: Any,
+    attention_mask: Any,
+    shared_kv_states: Any,
+    **_: Any,
+) -> Any:
+    """Q and K are rotated in head layout; layers without K and V get those of another one."""
+    from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
+
+    def heads(x: torch.Tensor, norm: Any, turned: bool) -> torch.Tensor:
+        rows = norm(x.unflatten(-1, (-1, module.head_dim))).transpose(1, 2)
+        return apply_rotary_pos_emb(rows, *position_embeddings, unsqueeze_dim=1) if turned else rows
+
+    query = heads(module.q_proj(hidden_states), module.q_norm, True)
+    if module.is_kv_shared_layer:
+        key, value = shared_kv_states[module.layer_type]
+    else:
+        keys = module.k_proj(hidden_states)
+        values = keys if module.v_proj is None else module.v_proj(hidden_states)
+        key, value = heads(keys, module.k_norm, True), heads(values, module.v_norm, False)
+    if module.store_full_length_kv:
+        shared_kv_states[module.layer_type] = key, value
+    window = {"sliding_window": module.sliding_window, "is_causal": module.is_causal}
+    out, _weights = attention(module, query, key, value, attention_mask, scaling=module.scaling, **window)
+    return module.o_proj(out.flatten(2)), None
+
+
+def _gemma4_inputs(module: Any, _: Attention, *inputs: Any, **__: Any) -> tuple[Any, ...]:
+    """All nodes go through the last layers, too, whatever `logits_to_keep`, the last input, says."""
+    return inputs[:-1]
+
+
 _LATENT = _latent(lambda module: bool(module.config.rope_interleave))
 # By `model_type`.
 ADAPTERS: dict[str, tuple[Adapter, ...]] = {
@@ -294,6 +329,14 @@ ADAPTERS: dict[str, tuple[Adapter, ...]] = {
     ),
     "deepseek_v3": (Adapter("DeepseekV3Attention", "forward", _LATENT),),
     "falcon": (Adapter("FalconAttention", "forward", _falcon),),
+    "gemma4_text": (
+        Adapter("Gemma4TextAttention", "forward", _gemma4),
+        Adapter("Gemma4TextModel", "_maybe_slice_kv_shared_inputs", _gemma4_inputs),
+    ),
+    "gemma4_unified_text": (
+        Adapter("Gemma4UnifiedTextAttention", "forward", _gemma4),
+        Adapter("Gemma4UnifiedTextModel", "_maybe_slice_kv_shared_inputs", _gemma4_inputs),
+    ),
     "glm4_moe_lite": (Adapter("Glm4MoeLiteAttention", "forward", _LATENT),),
     "gpt_neo": (Adapter("GPTNeoSelfAttention", "_attn", _heads(lambda module: 1.0, _gpt_neo_window)),),
     "gpt_neox_japanese": (Adapter("GPTNeoXJapaneseAttention", "_attn", _heads(lambda module: 1 / module.norm_factor)),),

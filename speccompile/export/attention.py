@@ -49,6 +49,7 @@ class Frame:
         sure_nodes: [batch] int64, first nodes that are applied to the states.
         image_nodes: [batch, nodes] bool, nodes whose embedding is a row of an image; None: no images are read.
         image_rows: [batch, nodes, hidden] float32, those rows.
+        sources: by layer without K and V of its own, the layer before it whose updated caches it reads.
     """
 
     lengths: torch.Tensor
@@ -62,6 +63,8 @@ class Frame:
     sure_nodes: torch.Tensor | None = None
     image_nodes: torch.Tensor | None = None
     image_rows: torch.Tensor | None = None
+    sources: Mapping[int, int] = field(default_factory=dict)
+    readers: set[int] = field(default_factory=set)
     updated: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     updated_states: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     layer_outputs: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -140,13 +143,30 @@ def cached_attention(
     Returns:
         out [batch, nodes, heads, head_dim], and the two updated caches.
     """
-    batch, kv_heads, nodes, _ = k.shape
+    batch, _, nodes, _ = k.shape
     rows = lengths[:, None] + torch.arange(nodes)  # [batch, nodes]
     slots = torch.arange(batch)[:, None]
     new_k, new_v = k_cache.clone(), v_cache.clone()
     new_k[slots, :, rows] = k.transpose(1, 2)
     new_v[slots, :, rows] = v.transpose(1, 2)
-    max_seq = k_cache.shape[2]
+    return _attend(q, new_k, new_v, lengths, tree_mask, scale, softcap, window, sinks), new_k, new_v
+
+
+def _attend(
+    q: torch.Tensor,
+    k_all: torch.Tensor,
+    v_all: torch.Tensor,
+    lengths: torch.Tensor,
+    tree_mask: torch.Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns the output of `cached_attention`, of its updated caches."""
+    batch, nodes, max_seq = q.shape[0], q.shape[2], k_all.shape[2]
+    rows = lengths[:, None] + torch.arange(nodes)  # [batch, nodes]
+    slots = torch.arange(batch)[:, None]
     row_ids = torch.arange(max_seq).expand(batch, 1, max_seq)
     visible = (row_ids < lengths[:, None, None]).repeat(1, nodes, 1)
     visible[slots[:, :, None], torch.arange(nodes)[None, :, None], rows[:, None, :]] = tree_mask
@@ -156,15 +176,15 @@ def cached_attention(
         positions[slots, rows] = lengths[:, None] + depth
         query_positions = lengths[:, None] + depth
         visible &= query_positions[:, :, None] - positions[:, None, :] < window
-    group = q.shape[1] // kv_heads
-    scores = q @ new_k.repeat_interleave(group, 1).transpose(2, 3) * scale
+    group = q.shape[1] // k_all.shape[1]
+    scores = q @ k_all.repeat_interleave(group, 1).transpose(2, 3) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~visible[:, None], -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
     probs = scores.softmax(-1)[..., :max_seq]
-    return (probs @ new_v.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), new_k, new_v
+    return (probs @ v_all.repeat_interleave(group, 1)).transpose(1, 2).contiguous()
 
 
 @cached_attention.register_fake
@@ -173,20 +193,43 @@ def _(q, k, v, k_cache, v_cache, lengths, tree_mask, scale, softcap, window, sin
     return out, torch.empty_like(k_cache), torch.empty_like(v_cache)
 
 
+@torch.library.custom_op("speccompile::shared_attention", mutates_args=())
+def shared_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    tree_mask: torch.Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> torch.Tensor:
+    """Returns the output of `cached_attention` over the updated caches of another layer; arguments are as there."""
+    return _attend(q, k_cache, v_cache, lengths, tree_mask, scale, softcap, window, None)
+
+
+@shared_attention.register_fake
+def _(q, k_cache, v_cache, lengths, tree_mask, scale, softcap, window):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+
+
 @torch.library.custom_op("speccompile::cross_attention", mutates_args=())
 def cross_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, limits: torch.Tensor, scale: float
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, limits: torch.Tensor, scale: float, window: int = 0
 ) -> torch.Tensor:
     """Attend to caches that another graph writes; see `speccompile.ops.cross_attention`."""
     group = q.shape[1] // k_cache.shape[1]
     scores = q @ k_cache.repeat_interleave(group, 1).transpose(2, 3) * scale
-    is_seen = torch.arange(k_cache.shape[2]) < limits[:, None, :, None]
+    rows, ends = torch.arange(k_cache.shape[2]), limits[:, None, :, None]
+    is_seen = rows < ends
+    if window:
+        is_seen &= rows >= ends - window
     probs = scores.masked_fill(~is_seen, -math.inf).softmax(-1)
     return (probs @ v_cache.repeat_interleave(group, 1)).transpose(1, 2).contiguous()
 
 
 @cross_attention.register_fake
-def _(q, k_cache, v_cache, limits, scale):  # type: ignore[no-untyped-def]
+def _(q, k_cache, v_cache, limits, scale, window=0):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
 
 
@@ -234,24 +277,18 @@ def attend(
             raise _cannot_express(where, f"the attention argument `{name}`")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise _cannot_express(where, "attention that is not causal")
-    if s_aux is not None and softcap:
-        raise _cannot_express(where, "a softcap beside attention sinks")
+    if s_aux is not None and (softcap or layer in frame.sources):
+        raise _cannot_express(where, "a softcap or K and V of another layer beside attention sinks")
     assert layer is not None
     # A transformers layer may pass a window that its mask does not have, or none where it has one.
     window = sliding_window if frame.windows is None else frame.windows[layer]
-    out, new_k, new_v = cached_attention(
-        query,
-        key,
-        value,
-        *frame.caches[layer],
-        frame.lengths,
-        frame.tree_mask,
-        scale,
-        float(softcap or 0.0),
-        int(window or 0),
-        s_aux,
-    )
-    frame.updated[layer] = (new_k, new_v)
+    step = (frame.lengths, frame.tree_mask, scale, float(softcap or 0.0), int(window or 0))
+    if layer in frame.sources:
+        frame.readers.add(layer)
+        out = shared_attention(query, *frame.updated[frame.sources[layer]], *step)
+    else:
+        out, new_k, new_v = cached_attention(query, key, value, *frame.caches[layer], *step, s_aux)
+        frame.updated[layer] = (new_k, new_v)
     return (out if out.shape[3] == width else out[..., :width]), None
 
 
@@ -279,7 +316,9 @@ def _check_layer(
     value: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> None:
-    if layer is None or layer not in frame.caches or layer in frame.updated:
+    owner = layer if layer is None else frame.sources.get(layer, layer)
+    is_known = owner in frame.caches and layer not in (*frame.updated, *frame.readers)
+    if layer is None or owner is None or not is_known or (owner != layer and owner not in frame.updated):
         raise ExportError(
             where,
             f"layer index {layer}, which is missing, out of range or used twice",
@@ -288,7 +327,7 @@ def _check_layer(
         )
     if mask is not None:
         raise _cannot_express(where, "an attention mask (or position bias) of its own")
-    heads, dim = frame.caches[layer][0].shape[1], frame.caches[layer][0].shape[3]
+    heads, dim = frame.caches[owner][0].shape[1], frame.caches[owner][0].shape[3]
     for name, tensor in (("key", key), ("value", value)):
         if (tensor.shape[1], tensor.shape[3]) != (heads, dim) or query.shape[3] != dim:
             raise ExportError(

@@ -26,7 +26,7 @@ from speccompile.export.wrapper import DecoderGraph
 from speccompile.passes.base import Pass, run_pipeline
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.drop_windows import drop_windows_pass
-from speccompile.passes.edit import OPS_DOMAIN, attentions_of, nodes_of
+from speccompile.passes.edit import OPS_DOMAIN, attentions_of, nodes_of, shared_attentions_of
 from speccompile.passes.fold_weights import FOLD_WEIGHTS
 from speccompile.passes.fuse_gelu import FUSE_GELU
 from speccompile.passes.fuse_rms_norm import FUSE_RMS_NORM
@@ -156,6 +156,7 @@ def _check_attention(model: ir.Model, dims: ModelDims) -> None:
     with_state = [kept for layer in dims.per_layer if (kept := layer.recurrent) is not None and kept.has_state]
     counts: dict[str, tuple[int, Sequence[object]]] = {
         "cached attentions": (len(attentions_of(model)), dims.attention_layers),
+        "attentions to another layer's caches": (len(shared_attentions_of(model)), tuple(dims.sources)),
         "GatedDelta nodes": (len(nodes_of(model, "GatedDelta", OPS_DOMAIN)), with_state),
         "ConvRows nodes": (len(nodes_of(model, "ConvRows", OPS_DOMAIN)), dims.recurrent_layers),
     }

@@ -19,6 +19,7 @@ from speccompile.checkpoints.checkpoint import (
 )
 from speccompile.checkpoints.families import check_architecture
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.layer_sizes import GEMMA4_TYPES
 from speccompile.checkpoints.vision import check_vision, image_record, read_vision_dims
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
@@ -86,6 +87,9 @@ class DecoderSource:
         if num_layers > self.dims.num_layers:
             expected = f"at most {self.dims.num_layers}, the layers of {self.job.model}"
             raise RecipeError("target.num_layers", str(num_layers), expected, "Lower it.")
+        if self.dims.model_type in GEMMA4_TYPES and num_layers != self.dims.num_layers:
+            expected = f"{self.dims.num_layers}: the kinds of layers and what they share are a whole"
+            raise RecipeError("target.num_layers", str(num_layers), expected, "Leave target.num_layers out.")
         return replace(self.dims, num_layers=num_layers)
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import ExportError
 from speccompile.export import attention, candidates, recurrent, sampling
-from speccompile.ops.cached_attention import CACHED_ATTENTION, SINK_ATTENTION
+from speccompile.ops.cached_attention import CACHED_ATTENTION, SHARED_ATTENTION, SINK_ATTENTION
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
 from speccompile.ops.conv_rows import CONV_ROWS
 from speccompile.ops.cross_attention import CROSS_ATTENTION
@@ -113,7 +113,9 @@ def _first_cause(fault: BaseException) -> str:
 
 def _translations() -> dict[Any, Callable[..., Any]]:
     _declare_schema(CACHED_ATTENTION)
-    for op in (SINK_ATTENTION, CROSS_ATTENTION, GATED_DELTA, CONV_ROWS, SAMPLE_TOKEN, TOP_TOKENS, NODE_PROBS_OP):
+    for op in (SINK_ATTENTION, SHARED_ATTENTION, CROSS_ATTENTION, GATED_DELTA, CONV_ROWS):
+        _declare_schema(op)
+    for op in (SAMPLE_TOKEN, TOP_TOKENS, NODE_PROBS_OP):
         _declare_schema(op)
     ours, standard = values.Opset(DOMAIN, VERSION), values.Opset("", OPSET)
 
@@ -123,8 +125,12 @@ def _translations() -> dict[Any, Callable[..., Any]]:
             return ours.SinkAttention(*inputs, sinks, scale=scale, window=window)
         return ours.CachedAttention(*inputs, scale=scale, softcap=softcap, window=window)
 
-    def cross_attention(q, k_cache, v_cache, limits, scale):  # type: ignore[no-untyped-def]
-        return ours.CrossAttention(q, k_cache, v_cache, limits, scale=scale)
+    def shared_attention(q, k_cache, v_cache, lengths, tree_mask, scale, softcap, window):  # type: ignore[no-untyped-def]
+        inputs = (q, k_cache, v_cache, lengths, tree_mask)
+        return ours.SharedAttention(*inputs, scale=scale, softcap=softcap, window=window)
+
+    def cross_attention(q, k_cache, v_cache, limits, scale, window=0):  # type: ignore[no-untyped-def]
+        return ours.CrossAttention(q, k_cache, v_cache, limits, scale=scale, window=window)
 
     def gather_nodes(x, nodes):  # type: ignore[no-untyped-def]
         indices = standard.Unsqueeze(nodes, standard.Constant(value_ints=[2]))
@@ -149,6 +155,7 @@ def _translations() -> dict[Any, Callable[..., Any]]:
     ops = torch.ops.speccompile
     return {
         ops.cached_attention.default: cached_attention,
+        ops.shared_attention.default: shared_attention,
         ops.cross_attention.default: cross_attention,
         ops.gather_nodes.default: gather_nodes,
         ops.gated_delta.default: gated_delta,

@@ -96,7 +96,8 @@ def check_positions(model: Any, max_seq_len: int) -> None:
     """
     tokens = model.get_input_embeddings()
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Embedding) and module is not tokens:
+        is_by_layer = name.endswith("embed_tokens_per_layer")  # of tokens, too
+        if isinstance(module, torch.nn.Embedding) and module is not tokens and not is_by_layer:
             num_positions = module.num_embeddings - int(getattr(module, "offset", 0))
             if num_positions < max_seq_len:
                 raise ExportError(

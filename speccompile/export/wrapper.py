@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -98,7 +98,9 @@ class DecoderGraph(nn.Module):
             self.windows,
             positions,
             state_groups(recurrent, states),
-            *applied,
+            state_lengths=applied[0] if applied else None,
+            sure_nodes=applied[1] if applied else None,
+            sources=self.dims.sources,
         )
         frame.image_nodes, frame.image_rows = images
         with forward_pass(frame):
@@ -106,12 +108,13 @@ class DecoderGraph(nn.Module):
         outputs = [logits, *([frame.hidden] if self.wants_hidden else [])]
         outputs += [frame.layer_outputs[i] for i in self.hidden_layers]
         self._check_layers("cached attentions", self.dims.attention_layers, frame.updated)
+        self._check_layers("attentions to another layer's caches", tuple(self.dims.sources), frame.readers)
         self._check_layers("recurrent steps", tuple(recurrent), frame.updated_states)
         outputs += [state for i in recurrent for state in frame.updated_states[i]]
         updated = [frame.updated[i][: self.dims.per_layer[i].num_caches] for i in self.dims.attention_layers]
         return (*outputs, *(cache for caches in updated for cache in caches))
 
-    def _check_layers(self, what: str, layers: Sequence[int], updated: Mapping[int, Any]) -> None:
+    def _check_layers(self, what: str, layers: Sequence[int], updated: Container[int]) -> None:
         missing = [i for i in layers if i not in updated]
         if missing:
             raise ExportError(

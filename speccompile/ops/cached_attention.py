@@ -2,7 +2,8 @@
 """CachedAttention: append K and V of a token tree to static caches and attend to past and ancestors.
 
 This is the neutral form that the export produces; each backend lowers it to its fastest form. SinkAttention is the same
-with a sink: a learned logit of each head, one more column of the softmax that has no value.
+with a sink: a learned logit of each head, one more column of the softmax that has no value. SharedAttention reads the
+updated caches of another layer, and writes nothing.
 """
 
 from __future__ import annotations
@@ -72,10 +73,31 @@ def cached_attention(
     Returns:
         out [batch, nodes, heads, head_dim], and the two updated caches.
     """
-    k_all, v_all = k_cache.copy(), v_cache.copy()
-    nodes, group = q.shape[2], q.shape[1] // k.shape[1]
+    k_all, v_all, nodes = k_cache.copy(), v_cache.copy(), q.shape[2]
     for slot, length in enumerate(lengths):
         k_all[slot, :, length : length + nodes], v_all[slot, :, length : length + nodes] = k[slot], v[slot]
+    attributes = {"scale": scale, "softcap": softcap, "window": window}
+    (out,) = shared_attention(q, k_all, v_all, lengths, tree_mask, sinks, **attributes)  # type: ignore[arg-type]
+    return out, k_all, v_all
+
+
+def shared_attention(
+    q: Floats,
+    k_cache: Floats,
+    v_cache: Floats,
+    lengths: Ints,
+    tree_mask: Bools,
+    sinks: Floats | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> tuple[Floats]:
+    """The numpy twin of SharedAttention: `cached_attention` where the rows of the nodes are in the caches already.
+
+    Arguments are as there; returns its `out`.
+    """
+    k_all, v_all, group = k_cache, v_cache, q.shape[1] // k_cache.shape[1]
     scores = scale * (q @ np.repeat(k_all, group, axis=1).swapaxes(2, 3))
     if softcap > 0:
         scores = softcap * np.tanh(scores / softcap)
@@ -88,7 +110,7 @@ def cached_attention(
     total = probs.sum(axis=-1, keepdims=True)
     probs /= total if sinks is None else total + np.exp(sinks[:, None, None] - largest)
     out = (probs @ np.repeat(v_all, group, axis=1)).swapaxes(1, 2)
-    return np.ascontiguousarray(out, dtype=np.float32), k_all, v_all
+    return (np.ascontiguousarray(out, dtype=np.float32),)
 
 
 _INPUTS = (
@@ -105,6 +127,10 @@ _OUTPUTS = (
     TensorSpec("k_updated", _CACHE_DIMS, "float32"),
     TensorSpec("v_updated", _CACHE_DIMS, "float32"),
 )
+_WRITE = """
+    k_updated = TensorScatter<axis = 2, mode = "linear">(k_cache, k, lengths)
+    v_updated = TensorScatter<axis = 2, mode = "linear">(v_cache, v, lengths)
+"""
 _MASK = """
     none = Constant<value_int = 0>()
     one = Constant<value_int = 1>()
@@ -113,8 +139,6 @@ _MASK = """
     visible = Constant<value_float = 0.0>()
     hidden = Constant<value_float = -3e38>()
     endless = Constant<value_int = 4611686018427387904>()
-    k_updated = TensorScatter<axis = 2, mode = "linear">(k_cache, k, lengths)
-    v_updated = TensorScatter<axis = 2, mode = "linear">(v_cache, v, lengths)
     max_seq1 = Shape<start = 2, end = 3>(k_cache)
     max_seq = Squeeze(max_seq1)
     rows = Range(none, max_seq, one)
@@ -151,7 +175,7 @@ CACHED_ATTENTION = Op(
     _INPUTS,
     _OUTPUTS,
     cached_attention,
-    f"""{_MASK}
+    f"""{_WRITE}{_MASK}
     attended = Attention<scale: float = @scale, softcap: float = @softcap>(q, k_updated, v_updated, mask4)
     out = Transpose<perm = [0, 2, 1, 3]>(attended)
     """,
@@ -164,7 +188,7 @@ SINK_ATTENTION = Op(
     (*_INPUTS, TensorSpec("sinks", ("heads",), "float32")),
     _OUTPUTS,
     cached_attention,
-    f"""{_MASK}
+    f"""{_WRITE}{_MASK}
     attended, present_k, present_v, scores =
         Attention<scale: float = @scale, qk_matmul_output_mode = 2>(q, k_updated, v_updated, mask4)
     last = Constant<value_ints = [-1]>()
@@ -210,5 +234,17 @@ LATENT_ATTENTION = Op(
     """,
     attributes=CACHED_ATTENTION.attributes,
     uses=("CachedAttention",),
+)
+# For layers that have no K and V of their own.
+SHARED_ATTENTION = Op(
+    "SharedAttention",
+    (_INPUTS[0], *_INPUTS[3:]),
+    _OUTPUTS[:1],
+    shared_attention,
+    f"""{_MASK}
+    attended = Attention<scale: float = @scale, softcap: float = @softcap>(q, k_cache, v_cache, mask4)
+    out = Transpose<perm = [0, 2, 1, 3]>(attended)
+    """,
+    attributes=CACHED_ATTENTION.attributes,
 )
 ATTENTION_OPS = (CACHED_ATTENTION.name, SINK_ATTENTION.name)

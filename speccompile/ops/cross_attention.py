@@ -18,7 +18,9 @@ from speccompile.ops.qkv_attention import rotate
 _CACHE_DIMS = ("batch", "kv_heads", "rows", "head_dim")
 
 
-def cross_attention(q: Floats, k_cache: Floats, v_cache: Floats, limits: Ints, *, scale: float = 1.0) -> tuple[Floats]:
+def cross_attention(
+    q: Floats, k_cache: Floats, v_cache: Floats, limits: Ints, *, scale: float = 1.0, window: int = 0
+) -> tuple[Floats]:
     """The numpy twin.
 
     Args:
@@ -27,13 +29,15 @@ def cross_attention(q: Floats, k_cache: Floats, v_cache: Floats, limits: Ints, *
         v_cache: as k_cache.
         limits: [batch, nodes] int64, at least 1: a node sees the rows below.
         scale: factor of the scores.
+        window: of the rows below its limit a node sees the last so many; 0: all.
 
     Returns:
         out [batch, nodes, heads, head_dim] float32.
     """
     group = q.shape[1] // k_cache.shape[1]
     scores = scale * (q @ np.repeat(k_cache, group, axis=1).swapaxes(2, 3))
-    is_seen = np.arange(k_cache.shape[2]) < limits[:, None, :, None]
+    rows, ends = np.arange(k_cache.shape[2]), limits[:, None, :, None]
+    is_seen = (rows < ends) & ((rows >= ends - window) | (window == 0))
     scores = np.where(is_seen, scores, -np.inf)
     probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
     probs /= probs.sum(axis=-1, keepdims=True)
@@ -62,13 +66,20 @@ CROSS_ATTENTION = Op(
     num_rows = Squeeze(num_rows1)
     rows = Range(none, num_rows, one)
     limits3 = Unsqueeze(limits, third)
-    is_seen = Less(rows, limits3)
+    is_before = Less(rows, limits3)
+    window_asked = Constant<value_int: int = @window>()
+    is_limited = Greater(window_asked, none)
+    endless = Constant<value_int = 4611686018427387904>()
+    reach = Where(is_limited, window_asked, endless)
+    oldest = Sub(limits3, reach)
+    is_near = GreaterOrEqual(rows, oldest)
+    is_seen = And(is_before, is_near)
     mask = Where(is_seen, visible, hidden)
     mask4 = Unsqueeze(mask, second)
     attended = Attention<scale: float = @scale>(q, k_cache, v_cache, mask4)
     out = Transpose<perm = [0, 2, 1, 3]>(attended)
     """,
-    attributes={"scale": 1.0},
+    attributes={"scale": 1.0, "window": 0},
 )
 
 

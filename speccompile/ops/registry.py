@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from speccompile.errors import PassError
-from speccompile.ops.cached_attention import CACHED_ATTENTION, LATENT_ATTENTION, SINK_ATTENTION
+from speccompile.ops.cached_attention import CACHED_ATTENTION, LATENT_ATTENTION, SHARED_ATTENTION, SINK_ATTENTION
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
 from speccompile.ops.conv_rows import CONV_ROWS
 from speccompile.ops.cross_attention import CROSS_ATTENTION, ROTARY_CROSS_ATTENTION
@@ -43,6 +43,7 @@ OPS: dict[str, Op] = {
         CACHED_ATTENTION,
         SINK_ATTENTION,
         LATENT_ATTENTION,
+        SHARED_ATTENTION,
         CROSS_ATTENTION,
         ROTARY_CROSS_ATTENTION,
         *QKV_ATTENTION.values(),

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import onnx_ir as ir
 
-from speccompile.ops.cached_attention import ATTENTION_OPS
+from speccompile.ops.cached_attention import ATTENTION_OPS, SHARED_ATTENTION
 
 OPS_DOMAIN = "speccompile"
 
@@ -76,6 +76,11 @@ def nodes_of(model: ir.Model, op_type: str, domain: str = "") -> list[ir.Node]:
 def attentions_of(model: ir.Model) -> list[ir.Node]:
     """Returns the main graph's attentions over its own caches, with and without sinks, in order."""
     return [n for n in model.graph if n.op_type in ATTENTION_OPS and n.domain == OPS_DOMAIN]
+
+
+def shared_attentions_of(model: ir.Model) -> list[ir.Node]:
+    """Returns the main graph's attentions over caches that other layers write, in order."""
+    return nodes_of(model, SHARED_ATTENTION.name, OPS_DOMAIN)
 
 
 def sinks_of(node: ir.Node) -> ir.Value | None:

@@ -12,7 +12,15 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.passes.base import Pass
-from speccompile.passes.edit import OPS_DOMAIN, Editor, attentions_of, nodes_of, sizes_of, weight_of
+from speccompile.passes.edit import (
+    OPS_DOMAIN,
+    Editor,
+    attentions_of,
+    nodes_of,
+    shared_attentions_of,
+    sizes_of,
+    weight_of,
+)
 from speccompile.passes.match import only_use
 
 _LINEAR = ("RotaryEmbedding", "Transpose", "Reshape")  # and the norms, whose gain is scaled
@@ -53,7 +61,8 @@ def _scaled(model: ir.Model, value: ir.Value, scale: float) -> ir.Value:
 def fold_scale(model: ir.Model) -> int:
     """Fold the scale of every attention of ours whose Q has a projection of its own; returns their number."""
     count = 0
-    for node in [*attentions_of(model), *nodes_of(model, "CrossAttention", OPS_DOMAIN)]:
+    readers = [*shared_attentions_of(model), *nodes_of(model, "CrossAttention", OPS_DOMAIN)]
+    for node in [*attentions_of(model), *readers]:
         scale = node.attributes["scale"].as_float()
         query = node.inputs[0]
         assert query is not None

@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from speccompile.ops.cross_attention import ROTARY_CROSS_ATTENTION
+from speccompile.passes.attention_mask import window_of
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace
 from speccompile.passes.fuse_qkv_attention import Heads, Rotary, heads_of
@@ -28,7 +29,14 @@ class _Match:
 
 def _match(node: ir.Node) -> _Match | None:
     q, reshape = heads_of(node.inputs[0]), only_use(node.outputs[0])
-    if q is None or q.rotary is None or q.norm is not None or reshape is None or reshape.op_type != "Reshape":
+    if (
+        window_of(node)
+        or q is None
+        or q.rotary is None
+        or q.norm is not None
+        or reshape is None
+        or reshape.op_type != "Reshape"
+    ):
         return None
     is_rows = ints(reshape.inputs[1]) in ([0, 0, q.num * q.head_dim], [0, 0, -1])
     return _Match(node, q, q.rotary, reshape) if is_rows else None

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CachedAttention, SinkAttention -> TensorScatter in place + folded Attention(24), for ONNX Runtime.
 
+SharedAttention -> the same Attention over the caches that another layer has written.
+
 The query heads of one group are folded into the rows ([batch, kv_heads, group * nodes, head_dim]), so each K
 and V row is read once per kv head. The additive mask is made once per distinct window and shared by all layers:
 a boolean mask would be converted in every layer, and `nonpad_kv_seqlen` makes the kernel no shorter.
@@ -12,11 +14,11 @@ import onnx_ir as ir
 
 from speccompile.passes.attention_mask import AttentionMasks, size_of, window_of
 from speccompile.passes.base import Pass, Property
-from speccompile.passes.edit import Editor, attentions_of, replace, sinks_of
+from speccompile.passes.edit import Editor, attentions_of, replace, shared_attentions_of, sinks_of
 
 
 def _find_neutral(model: ir.Model) -> str | None:
-    nodes = attentions_of(model)
+    nodes = [*attentions_of(model), *shared_attentions_of(model)]
     return None if not nodes else f"{len(nodes)} {nodes[0].op_type} nodes are left"
 
 
@@ -25,34 +27,58 @@ ATTENTION_LOWERED = Property("attention_lowered", _find_neutral)
 
 def lower_attention(model: ir.Model) -> int:
     """Lower every attention over the graph's caches; returns their number."""
-    nodes = attentions_of(model)
+    nodes, readers = attentions_of(model), shared_attentions_of(model)
     if not nodes:
         return 0
     masks = AttentionMasks(model, nodes[0], _cache_of(nodes[0]))
-    kinds = [(window_of(n), size_of(n.inputs[0], 1) // size_of(n.inputs[3], 1)) for n in nodes]
-    made = {kind: masks.make(*kind) for kind in dict.fromkeys(kinds)}
-    for node, kind in zip(nodes, kinds, strict=True):
-        query, key, value, k_cache, v_cache, lengths = node.inputs[:6]
+    kinds = {node: _kind(node, 3) for node in nodes} | {node: _kind(node, 1) for node in readers}
+    made = {kind: masks.make(*kind) for kind in dict.fromkeys(kinds.values())}
+    for node in nodes:
+        key, value, k_cache, v_cache, lengths = node.inputs[1:6]
         edit = Editor(model, node)
-        kv_heads, heads = size_of(k_cache, 1), size_of(query, 1)
         k_all = edit.op("TensorScatter", k_cache, key, lengths, axis=2, mode="linear")
         v_all = edit.op("TensorScatter", v_cache, value, lengths, axis=2, mode="linear")
-        folded = (
-            query if heads == kv_heads else edit.op("Reshape", query, edit.ints([0, kv_heads, -1, size_of(k_cache, 3)]))
-        )
-        softcap = node.attributes["softcap"].as_float() if "softcap" in node.attributes else 0.0
-        inputs, scale, sinks = (folded, k_all, v_all, made[kind]), node.attributes["scale"].as_float(), sinks_of(node)
-        share = None
-        if sinks is None:
-            out = edit.op("Attention", *inputs, scale=scale, softcap=softcap)
-        else:
-            out, share = _attend_with_sinks(edit, inputs, scale, sinks, heads)
-        if heads != kv_heads:
-            out = edit.op("Reshape", out, edit.ints([0, heads, -1, size_of(k_cache, 3)]))
-        if share is not None:
-            out = edit.op("Mul", out, share)
-        replace(node, edit.op("Transpose", out, perm=[0, 2, 1, 3]), k_all, v_all)
-    return len(nodes)
+        replace(node, _attend(edit, node, k_cache, (k_all, v_all), made[kinds[node]]), k_all, v_all)
+    for node in readers:
+        k_all, v_all = node.inputs[1:3]
+        assert k_all is not None and v_all is not None
+        replace(node, _attend(Editor(model, node), node, k_all, (k_all, v_all), made[kinds[node]]))
+    return len(nodes) + len(readers)
+
+
+def _kind(node: ir.Node, k_index: int) -> tuple[int, int]:
+    """Returns the window of an attention, and how many query heads share a K head; input `k_index` is its K cache."""
+    return window_of(node), size_of(node.inputs[0], 1) // size_of(node.inputs[k_index], 1)
+
+
+def _attend(
+    edit: Editor, node: ir.Node, k_cache: ir.Value | None, rows: tuple[ir.Value, ir.Value], mask: ir.Value
+) -> ir.Value:
+    """Returns the attention of `node` over the updated caches `rows`, [batch, nodes, heads, head_dim].
+
+    Args:
+        edit: inserts before the node.
+        node: CachedAttention, SinkAttention or SharedAttention.
+        k_cache: for its static dims.
+        rows: K and V.
+        mask: of its window and group.
+    """
+    query = node.inputs[0]
+    kv_heads, heads, head_dim = size_of(k_cache, 1), size_of(query, 1), size_of(k_cache, 3)
+    folded = query if heads == kv_heads else edit.op("Reshape", query, edit.ints([0, kv_heads, -1, head_dim]))
+    softcap = node.attributes["softcap"].as_float() if "softcap" in node.attributes else 0.0
+    inputs, scale, sinks = (folded, *rows, mask), node.attributes["scale"].as_float(), sinks_of(node)
+    share = None
+    if sinks is None:
+        out = edit.op("Attention", *inputs, scale=scale, softcap=softcap)
+    else:
+        out, share = _attend_with_sinks(edit, inputs, scale, sinks, heads)
+    if heads != kv_heads:
+        out = edit.op("Reshape", out, edit.ints([0, heads, -1, head_dim]))
+    if share is not None:
+        out = edit.op("Mul", out, share)
+    transposed: ir.Value = edit.op("Transpose", out, perm=[0, 2, 1, 3])
+    return transposed
 
 
 def _attend_with_sinks(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CachedAttention -> TensorScatter in place + Attention over the rows in use, for TensorRT.
 
+SharedAttention -> the same Attention over the caches that another layer has written.
+
 TensorRT's Attention silently ignores `nonpad_kv_seqlen`, supports no softcap, and multiplies the whole K cache by a
 `scale`. Without the Slice to the rows in use it copies the cache and repeats K and V for every query head; with it
 one kernel reads the used rows of each kv head. Seen in the layer list of TensorRT-RTX 1.7.1.
@@ -16,7 +18,7 @@ import onnx_ir as ir
 from speccompile.core.specs import KV_ROWS, GraphSpec
 from speccompile.passes.attention_mask import AttentionMasks, size_of, window_of
 from speccompile.passes.base import Pass, Property
-from speccompile.passes.edit import Editor, attentions_of, input_of, nodes_of, replace, sinks_of
+from speccompile.passes.edit import Editor, attentions_of, input_of, nodes_of, replace, shared_attentions_of, sinks_of
 from speccompile.passes.lower_attention import ATTENTION_LOWERED
 
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -69,9 +71,9 @@ class AttentionForm:
     sinks: ir.Value | None = None
 
 
-def form_of(node: ir.Node, fused: bool | None) -> AttentionForm:
-    """Returns the form of one CachedAttention; `fused` as in `lower_attention_tensorrt`."""
-    cache = node.inputs[3]
+def form_of(node: ir.Node, fused: bool | None, k_index: int = 3) -> AttentionForm:
+    """Returns the form of one CachedAttention; `fused` as in `lower_attention_tensorrt`, `k_index` as in `attend`."""
+    cache = node.inputs[k_index]
     softcap = node.attributes["softcap"].as_float() if "softcap" in node.attributes else 0.0
     wanted = has_kernel(size_of(cache, 3), cache.dtype if cache is not None else None) if fused is None else fused
     sinks = sinks_of(node)
@@ -85,8 +87,12 @@ def _lower(model: ir.Model, node: ir.Node, form: AttentionForm, mask: ir.Value, 
     edit = Editor(model, node)
     k_all = edit.op("TensorScatter", k_cache, key, lengths, axis=2, mode="linear")
     v_all = edit.op("TensorScatter", v_cache, value, lengths, axis=2, mode="linear")
-    k_used, v_used = (edit.op("Slice", c, edit.ints([0]), num_rows, edit.ints([2])) for c in (k_all, v_all))
+    k_used, v_used = _used_rows(edit, num_rows, k_all, v_all)
     replace(node, attend(edit, node, form, k_used, v_used, mask), k_all, v_all)
+
+
+def _used_rows(edit: Editor, num_rows: ir.Value, *caches: ir.Value | None) -> list[ir.Value]:
+    return [edit.op("Slice", cache, edit.ints([0]), num_rows, edit.ints([2])) for cache in caches]
 
 
 def attend(
@@ -162,11 +168,17 @@ def lower_attention_tensorrt(model: ir.Model, fused: bool | None = None) -> int:
     cache = nodes[0].inputs[3]
     assert cache is not None and cache.dtype is not None
     masks = AttentionMasks(model, nodes[0], input_of(model, KV_ROWS), 0, cache.dtype)
-    forms = [form_of(node, fused) for node in nodes]
-    made = {kind: masks.make(*kind) for kind in dict.fromkeys((f.window, f.group) for f in forms)}
-    for node, form in zip(nodes, forms, strict=True):
+    readers = shared_attentions_of(model)
+    forms = {node: form_of(node, fused) for node in nodes} | {node: form_of(node, fused, 1) for node in readers}
+    made = {kind: masks.make(*kind) for kind in dict.fromkeys((f.window, f.group) for f in forms.values())}
+    for node in nodes:
+        form = forms[node]
         _lower(model, node, form, made[form.window, form.group], masks.num_rows)
-    return len(nodes)
+    for node in readers:
+        form, edit = forms[node], Editor(model, node)
+        k_used, v_used = _used_rows(edit, masks.num_rows, *node.inputs[1:3])
+        replace(node, attend(edit, node, form, k_used, v_used, made[form.window, form.group], 1))
+    return len(nodes) + len(readers)
 
 
 LOWER_ATTENTION_TENSORRT = Pass(

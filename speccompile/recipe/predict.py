@@ -13,12 +13,14 @@ from typing import Any
 
 from speccompile.backends.base import Backend
 from speccompile.checkpoints.checkpoint import optional_size
+from speccompile.checkpoints.layer_sizes import GEMMA4_TYPES
 from speccompile.core.dims import LayerDims, ModelDims
 from speccompile.core.jobs import WeightCounts
 
 # Families whose feed-forward has two matrices; the others gate it with a third.
 _UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "starcoder2", "phi", "gpt_neo", "gptj", "codegen"})
 _CONFIG = "config.json"
+_TIED = frozenset({"gpt2", "opt", "gemma", "gemma2", "gemma3_text", *GEMMA4_TYPES, "starcoder2", "smollm3"})
 _LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo"})
 
 
@@ -79,7 +81,9 @@ def predict(
     head = dims.vocab_size * dims.hidden_size
     feed_forward = _feed_forward(config, dims)
     layers = _attention(dims) + feed_forward.num_dense + feed_forward.num_experts
-    embedding = head
+    by_layer = dims.num_layers * (config.get("hidden_size_per_layer_input") or 0)
+    embedding = head + by_layer * (config.get("vocab_size_per_layer_input") or 0)
+    layers += 3 * by_layer * dims.hidden_size  # into and out of each layer, and the projection of the embedding
     if dims.model_type in _LEARNED_POSITIONS:
         embedding += dims.max_positions * dims.hidden_size
     norms = (2 * dims.num_layers + 1) * dims.hidden_size + feed_forward.num_routers
@@ -131,6 +135,8 @@ def _attention(dims: ModelDims) -> int:
 
 
 def _mixer(dims: ModelDims, layer: LayerDims) -> int:
+    if layer.source is not None:  # Q and the output alone
+        return dims.hidden_size * 2 * dims.num_heads * dims.per_layer[layer.source].head_dim
     heads = dims.num_heads + layer.num_kv_heads if layer.num_kv_heads else 0
     attention = dims.hidden_size * 2 * heads * layer.head_dim
     if (sizes := layer.recurrent) is None:
@@ -156,17 +162,19 @@ def _feed_forward(config: Mapping[str, Any], dims: ModelDims) -> _FeedForward:
     unit = (2 if dims.model_type in _UNGATED else 3) * dims.hidden_size  # weights for each inner column
     experts = optional_size(_CONFIG, config, ("num_local_experts", "num_experts", "n_routed_experts"), 1)
     if experts == 1:
-        return _FeedForward(dims.num_layers * unit * inner)
+        num_wide = len(dims.sources) if config.get("use_double_wide_mlp") else 0
+        return _FeedForward((dims.num_layers + num_wide) * unit * inner)
     own = optional_size(_CONFIG, config, ("moe_intermediate_size",), inner)
     num_first = config.get("first_k_dense_replace") or 0
     layers = dims.num_layers - num_first
     num_shared = config.get("n_shared_experts") or 0
     shared = (config.get("shared_expert_intermediate_size") or 0) + num_shared * own
-    dense = num_first * unit * inner + layers * unit * shared
+    beside = layers if config.get("enable_moe_block") else 0  # layers with a dense MLP beside their experts
+    dense = (num_first + beside) * unit * inner + layers * unit * shared
     return _FeedForward(dense, layers * experts * unit * own, layers * experts * dims.hidden_size)
 
 
 def _is_tied(config: Mapping[str, Any], dims: ModelDims) -> bool:
     # A config lacks the key where it has the family's default.
-    default = dims.model_type in {"gpt2", "opt", "gemma", "gemma2", "gemma3_text", "starcoder2", "smollm3"}
+    default = dims.model_type in _TIED
     return bool(config.get("tie_word_embeddings", default))

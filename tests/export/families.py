@@ -155,3 +155,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "mixtral": _with("mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
 }
+
+# Layers with K and V heads of their own, and layers without: tests/export/test_gemma4.py.
+_TWO_WIDTHS: dict[str, Any] = {"head_dim": 8, "global_head_dim": 12, "sliding_window": 4}
+GEMMA4: dict[str, dict[str, Any]] = {
+    # Shared K and V, embeddings by layer, wide MLPs.
+    "shared": _with(
+        "gemma4_text",
+        **_TWO_WIDTHS,
+        num_hidden_layers=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        final_logit_softcapping=3.0,
+    ),
+    # V is K before its norm in full layers, which have KV heads of their own; experts beside a dense MLP.
+    "experts": _with(
+        "gemma4_text",
+        **_TWO_WIDTHS,
+        layer_types=["sliding_attention", "full_attention"],
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+    ),
+}

@@ -156,6 +156,9 @@ def make_checkpoint(config: Mapping[str, Any], folder: Path, seed: int = 0) -> A
                 parameter.normal_(0, 0.3)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # of Gemma 4
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     return model.eval()
 

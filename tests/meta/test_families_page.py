@@ -8,7 +8,7 @@ import pytest
 
 from speccompile.checkpoints.families import _REFUSED, check_config
 from speccompile.errors import ExportError
-from tests.export.families import CONFIGS
+from tests.export.families import CONFIGS, GEMMA4
 from tests.export.hybrids import HYBRIDS
 
 PAGE = (Path(__file__).parents[2] / "docs/families.md").read_text()
@@ -19,7 +19,8 @@ def test_every_family_on_the_page_is_tested_and_the_other_way_round():
     promised = re.findall(r"^\| [^|]+ \| `([a-z0-9_]+)` \|", SUPPORTED, re.MULTILINE)
     promised.remove("model_type")  # the head of the table
     assert len(set(promised)) == len(promised)
-    assert set(promised) == {config["model_type"] for config in (*CONFIGS.values(), *HYBRIDS.values())}
+    tested = (*CONFIGS.values(), *GEMMA4.values(), *HYBRIDS.values())
+    assert set(promised) == {config["model_type"] for config in tested}
 
 
 def test_every_architecture_called_refused_is_refused():

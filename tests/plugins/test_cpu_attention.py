@@ -22,7 +22,13 @@ from speccompile.backends.onnxruntime.attention_cases import (
 from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.backends.onnxruntime.kernel_selftest import run
 from speccompile.core.specs import LENGTHS, TREE_MASK
-from speccompile.ops.cached_attention import CACHED_ATTENTION, LATENT_ATTENTION, SINK_ATTENTION, cached_attention
+from speccompile.ops.cached_attention import (
+    CACHED_ATTENTION,
+    LATENT_ATTENTION,
+    SHARED_ATTENTION,
+    SINK_ATTENTION,
+    cached_attention,
+)
 from speccompile.ops.op import Op
 from speccompile.ops.qkv_attention import QKV_ATTENTION
 from tests.ops.op_lab import model_of
@@ -94,6 +100,17 @@ def test_latent_attention_gives_the_bits_of_two_equal_caches(variant: str) -> No
     wanted = run(open_op(CACHED_ATTENTION, 2, variant, **attributes), twice)
     for mine, other in zip(run(open_op(LATENT_ATTENTION, 2, variant, **attributes), inputs), wanted[:2], strict=True):
         np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shared_attention_gives_the_bits_of_the_layer_that_wrote(variant: str) -> None:
+    sizes = AttentionSizes(group=2, head_dim=24)
+    inputs = attention_inputs(CACHED_ATTENTION, sizes, np.random.default_rng(9), np.array([0, 30]))
+    attributes = attention_attributes(CACHED_ATTENTION, sizes, window=6, softcap=2.0)
+    wanted, k_cache, v_cache = run(open_op(CACHED_ATTENTION, 2, variant, **attributes), inputs)
+    given = {t.name: inputs[t.name] for t in SHARED_ATTENTION.inputs} | {"k_cache": k_cache, "v_cache": v_cache}
+    (out,) = run(open_op(SHARED_ATTENTION, 2, variant, **attributes), given)
+    np.testing.assert_array_equal(out, wanted)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

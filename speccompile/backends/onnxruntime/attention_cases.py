@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.specs import LENGTHS, TREE_MASK
-from speccompile.ops.cached_attention import CACHED_ATTENTION, LATENT_ATTENTION, SINK_ATTENTION
+from speccompile.ops.cached_attention import CACHED_ATTENTION, LATENT_ATTENTION, SHARED_ATTENTION, SINK_ATTENTION
 from speccompile.ops.cross_attention import ROTARY_CROSS_ATTENTION
 from speccompile.ops.op import Op
 from speccompile.ops.qkv_attention import QKV_ATTENTION
@@ -69,7 +69,7 @@ def attention_attributes(op: Op, sizes: AttentionSizes, **others: float) -> dict
 def attention_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
     """Yields (op, inputs, attributes): every attention op, plainly and with a window and a softcap."""
     rng, sizes = np.random.default_rng(0), AttentionSizes()
-    for op in (CACHED_ATTENTION, SINK_ATTENTION, LATENT_ATTENTION, *QKV_ATTENTION.values()):
+    for op in (CACHED_ATTENTION, SINK_ATTENTION, LATENT_ATTENTION, SHARED_ATTENTION, *QKV_ATTENTION.values()):
         for others in ({}, {"window": 5, "softcap": 2.0} if "softcap" in op.attributes else {"window": 5}):
             inputs = attention_inputs(op, sizes, rng, np.array([0, sizes.max_seq - sizes.nodes]))
             yield op, inputs, attention_attributes(op, sizes, **others)
@@ -113,7 +113,8 @@ def single_steps(run: Run, inputs: Arrays) -> Iterator[tuple[int, NDArray[Any]]]
         step = {n: a.take([node], NODE_AXIS[n]) if n in NODE_AXIS else a for n, a in inputs.items()}
         step |= {**caches, LENGTHS: inputs[LENGTHS] + node, TREE_MASK: np.ones((len(inputs[LENGTHS]), 1, 1), np.bool_)}
         out, *updated = run(step)
-        caches = dict(zip(caches, updated, strict=True))
+        if updated:  # a SharedAttention reads the rows of all nodes, which are there
+            caches = dict(zip(caches, updated, strict=True))
         yield node, out[:, 0]
 
 
