@@ -277,8 +277,10 @@ def attend(
             raise _cannot_express(where, f"the attention argument `{name}`")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise _cannot_express(where, "attention that is not causal")
-    if s_aux is not None and (softcap or layer in frame.sources):
-        raise _cannot_express(where, "a softcap or K and V of another layer beside attention sinks")
+    if s_aux is not None and softcap:
+        raise _cannot_express(where, "a softcap beside attention sinks")
+    if s_aux is not None and layer in frame.sources:
+        raise _cannot_express(where, "K and V of another layer beside attention sinks")
     assert layer is not None
     # A transformers layer may pass a window that its mask does not have, or none where it has one.
     window = sliding_window if frame.windows is None else frame.windows[layer]

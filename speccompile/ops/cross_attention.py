@@ -152,7 +152,7 @@ ROTARY_CROSS_ATTENTION = Op(
     heads = Transpose<perm = [0, 2, 1, 3]>(rows)
     turned = RotaryEmbedding<interleaved: int = @interleaved, rotary_embedding_dim: int = @rotary_dim>
         (heads, cos, sin, positions)
-    attended = speccompile.CrossAttention<scale: float = @scale>(turned, k_cache, v_cache, limits)
+    attended = speccompile.CrossAttention<scale: float = @scale, window = 0>(turned, k_cache, v_cache, limits)
     as_rows = Concat<axis = 0>(as_before, every)
     out = Reshape(attended, as_rows)
     """,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The twin of RotaryCrossAttention against its definition, and the function body against the twin."""
+"""Attention to caches that others write: twins against their definition, and function bodies against the twins."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from speccompile.backends.onnxruntime.attention_cases import AttentionSizes, cross_attributes, cross_inputs
-from speccompile.ops.cross_attention import ROTARY_CROSS_ATTENTION
+from speccompile.backends.onnxruntime.attention_cases import (
+    AttentionSizes,
+    attention_inputs,
+    cross_attributes,
+    cross_inputs,
+)
+from speccompile.ops.cached_attention import CACHED_ATTENTION, SHARED_ATTENTION
+from speccompile.ops.cross_attention import CROSS_ATTENTION, ROTARY_CROSS_ATTENTION
 from tests.ops.op_lab import model_of, session_of
 from tests.ops.qkv_lab import naive_cross
 
@@ -30,3 +36,32 @@ def test_twin_and_body_follow_the_definition(sizes: AttentionSizes, interleaved:
     model = model_of("RotaryCrossAttention", **attributes)
     for got in (session_of(model).run(None, inputs), ReferenceEvaluator(model).run(None, inputs)):
         np.testing.assert_allclose(got[0], expected, atol=TOLERANCE)
+
+
+def test_a_window_leaves_the_last_rows_below_the_limit() -> None:
+    sizes = AttentionSizes()
+    inputs = cross_inputs(sizes, np.random.default_rng(4))
+    given = {name: inputs[name] for name in ("k_cache", "v_cache", "limits")}
+    shape = (sizes.batch, sizes.num_heads, sizes.nodes, sizes.head_dim)
+    given = {"q": np.random.default_rng(5).standard_normal(shape).astype(np.float32), **given}
+    (got,) = CROSS_ATTENTION.twin(*given.values(), scale=0.3, window=4)
+    for slot, limits in enumerate(given["limits"]):
+        for node, limit in enumerate(limits):
+            rows = [given[name][slot : slot + 1, :, max(0, limit - 4) : limit] for name in ("k_cache", "v_cache")]
+            q = given["q"][slot : slot + 1, :, node : node + 1]
+            (alone,) = CROSS_ATTENTION.twin(q, *rows, np.array([[rows[0].shape[2]]]), scale=0.3)
+            np.testing.assert_allclose(got[slot, node], alone[0, 0], atol=TOLERANCE)
+    (body,) = session_of(model_of("CrossAttention", scale=0.3, window=4)).run(None, given)
+    np.testing.assert_allclose(body, got, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_shared_attention_reads_what_another_layer_wrote(window: int) -> None:
+    attributes = {"scale": 0.3, "softcap": 2.0, "window": window}
+    inputs = attention_inputs(CACHED_ATTENTION, AttentionSizes(), np.random.default_rng(6), np.array([0, 30]))
+    expected, k_cache, v_cache = CACHED_ATTENTION.twin(*inputs.values(), **attributes)
+    given = {t.name: inputs[t.name] for t in SHARED_ATTENTION.inputs} | {"k_cache": k_cache, "v_cache": v_cache}
+    (twin,) = SHARED_ATTENTION.twin(*given.values(), **attributes)
+    np.testing.assert_array_equal(twin, expected)
+    (body,) = session_of(model_of("SharedAttention", **attributes)).run(None, given)
+    np.testing.assert_allclose(body, expected, atol=TOLERANCE)
