@@ -55,10 +55,11 @@ def build(
         for index, graph in enumerate(graphs):
             name = graph.job.name
             graphs[index], records[name] = compile_graph(graph, plan, backend, place / name, cache, log)
-        with log.stage(f"compile {ROLLBACK}"):
-            options = compile_options(plan, graphs[0].max_rows)
-            spec = backend.compile_rollback(graphs[0].dims, place / ROLLBACK, options)
-            records[ROLLBACK] = {"role": ROLLBACK, "spec": spec.json_from_spec()}
+        if graphs[0].dims.attention_layers:  # without caches there is nothing to compact
+            with log.stage(f"compile {ROLLBACK}"):
+                options = compile_options(plan, graphs[0].max_rows)
+                spec = backend.compile_rollback(graphs[0].dims, place / ROLLBACK, options)
+                records[ROLLBACK] = {"role": ROLLBACK, "spec": spec.json_from_spec()}
         files = {name: place / name / backend.graph_file for name in records}
         for graph in graphs:
             if graph.shares_weights and backend.graph_file.endswith(".onnx"):

@@ -25,7 +25,7 @@ _REFUSED = {
     "longcat_flash": _LATENT,
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _INDEXED),
     "deepseek_v4": "sparse attention to compressed keys",
-    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "recurrent layers instead of attention"),
+    **dict.fromkeys(("falcon_mamba", "mamba", "rwkv", "xlstm"), "recurrent layers instead of attention"),
     **dict.fromkeys(("bailing_hybrid", "jamba", "kimi_linear", "lfm3", "minimax", "olmo_hybrid"), _HYBRID),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "zamba"), _HYBRID),
     **dict.fromkeys(("inkling_text", "inkling2_text"), "convolutions over keys and values and relative positions"),

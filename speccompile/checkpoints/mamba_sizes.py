@@ -135,15 +135,18 @@ def mixer_kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
 
 
 def with_stated_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a flat config with the sizes that two types leave to be computed.
+    """Returns a flat config with the sizes that some types leave to be computed.
 
-    The number of Nemotron-H's layers is that of their kinds; a head of Zamba 2 reads hidden states of twice the width.
+    The number of Nemotron-H's layers is that of their kinds; a head of Zamba 2 reads hidden states of twice the width;
+    Mamba 2 has no positions, so no text is too long for it.
     """
     made = dict(config)
     if made.get("model_type") == "nemotron_h":
         made["layers_block_type"] = list(mixer_kinds(made, 0))
         made["num_hidden_layers"] = len(made["layers_block_type"])
         made.pop("hybrid_override_pattern", None)
+    if made.get("model_type") == "mamba2":
+        made.setdefault("max_position_embeddings", _MAX_SIZE)
     if made.get("model_type") == "zamba2":
         heads, hidden = (whole_number(made.get(k), 1, _MAX_SIZE) for k in ("num_attention_heads", "hidden_size"))
         made["head_dim"] = 2 * (hidden or 0) // (heads or 1)

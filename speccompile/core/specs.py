@@ -262,12 +262,9 @@ def _states(dims: ModelDims) -> tuple[TensorSpec, ...]:
     made = []
     for i, layer in enumerate(dims.per_layer):
         if (sizes := layer.recurrent) is not None:
-            shapes: tuple[tuple[Dim, ...], ...] = (
-                ("batch", sizes.num_value_heads, sizes.key_dim, sizes.value_dim),
-                ("batch", PENDING, sizes.pending_width),
-                ("batch", CONV_ROWS, sizes.conv_channels),
-            )
-            named = list(zip(state_names(i), shapes, strict=True))[-sizes.num_states :]
+            state: tuple[Dim, ...] = ("batch", sizes.num_value_heads, sizes.key_dim, sizes.value_dim)
+            shapes = (state, ("batch", PENDING, sizes.pending_width), ("batch", CONV_ROWS, sizes.conv_channels))
+            named = [*zip(state_names(i), shapes, strict=True)][-sizes.num_states :]
             made += [TensorSpec(name, shape, "float32") for name, shape in named]
     return tuple(made)
 

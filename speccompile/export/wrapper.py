@@ -29,6 +29,11 @@ class ScoredHead(nn.Module):
         super().__init__()
         self.head = head
 
+    @property
+    def weight(self) -> Any:
+        """The head's own weight, whose dtype some models read."""
+        return self.head.weight
+
     def forward(self, hidden: torch.Tensor) -> Any:
         """Hidden [batch, nodes, hidden] -> logits [batch, scored, vocab]."""
         frame = current_frame()

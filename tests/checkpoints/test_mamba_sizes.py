@@ -45,6 +45,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], tuple[LayerDims, ...]]] = {
     "zamba": (
         "zamba2", {**_ZAMBA, "layers_block_type": ["mamba", "hybrid"] * 2}, (M, LayerDims(2, 16, MIXER)) * 2
     ),
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16}, (M,) * 4),
     "lfm2": ("lfm2", {"full_attn_idxs": [1]}, (CONV, ATTENTION, CONV, CONV)),
     "lfm2 of attention alone": ("lfm2", {}, (ATTENTION,) * 4),
 }  # fmt: skip

@@ -69,6 +69,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **_PLAIN, **_TWO, **_MIXER, "model_type": "granitemoehybrid", "shared_intermediate_size": 20,
         "num_local_experts": 0, "position_embedding_type": "rope", "attention_multiplier": 0.2,
     },
+    "mamba2": {
+        "model_type": "mamba2", "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4,
+        "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 8, "time_step_limit": [0.4, 0.9],
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
     "bamba": {**_PLAIN, **_MIXER, "model_type": "bamba", "intermediate_size": 48, "attn_layer_indices": [1]},
     "zamba2": {
         **_PLAIN, "model_type": "zamba2", "n_mamba_heads": 4, "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 8,

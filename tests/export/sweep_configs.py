@@ -65,6 +65,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_groups": 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_groups": 2, "mamba_rms_norm": True, "head_dim": 8},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_groups": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 4,

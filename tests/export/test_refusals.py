@@ -22,7 +22,7 @@ _LLAMA = CONFIGS["llama2"]
         ({"model_type": "mpt"}, "ALiBi"),
         ({"model_type": "falcon", "alibi": True}, "ALiBi"),
         ({"model_type": "xlnet"}, "does not go through"),
-        ({"model_type": "mamba2"}, "recurrent layers"),
+        ({"model_type": "mamba"}, "recurrent layers"),
         ({"model_type": "jamba"}, "linear-attention"),
         ({"model_type": "qwen4_exp"}, "linear-attention"),
         ({"model_type": "longcat_flash"}, "latent attention"),

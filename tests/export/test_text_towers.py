@@ -234,7 +234,7 @@ def test_an_older_flat_config(tmp_path: Path) -> None:
 def test_what_the_language_model_is_refused_for() -> None:
     text = {"model_type": "gemma3_text", "vocab_size": 8}
     check_architecture({"model_type": "gemma3", "text_config": text, "vision_config": {}})
-    for changes, words in (({"kv_lora_rank": 4}, "latent attention"), ({"model_type": "mamba2"}, "recurrent layers")):
+    for changes, words in (({"kv_lora_rank": 4}, "latent attention"), ({"model_type": "mamba"}, "recurrent layers")):
         with pytest.raises(ExportError, match=words):
             check_architecture({"model_type": "gemma3", "text_config": {**text, **changes}})
     quantised = {"quantization_config": {"quant_method": "bitsandbytes"}}

@@ -95,3 +95,15 @@ def test_greedy_text_of_a_mamba_2_hybrid_equals_transformers(tmp_path: Path, mon
     plain = engine.generate(PROMPTS, params, batch_size=1, speculative=False)
     assert [r.tokens for r in results] == [r.tokens for r in plain] == expected
     assert sum(r.stats["num_accepted"] for r in results) > 0
+
+
+def test_a_target_without_attention_has_no_cache_to_compact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target/config.json").write_text(json.dumps({**VARIANTS["mamba2"], "num_hidden_layers": 1}))
+    (tmp_path / "target/tokenizer.json").write_text(json.dumps(fakes.tokenizer(VOCAB)))
+    engine, params = _load(tmp_path, "none, weights: random", monkeypatch), SamplingParams(max_new_tokens=NUM_TOKENS)
+    assert not (tmp_path / "out-none, weights: random/graphs/rollback").exists()
+    plain = engine.generate(PROMPTS, params, batch_size=1, speculative=False)
+    results = engine.generate(PROMPTS, params, batch_size=4)
+    assert [r.tokens for r in results] == [r.tokens for r in plain]
+    assert sum(r.stats["num_accepted"] for r in results) > 0

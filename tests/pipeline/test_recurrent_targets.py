@@ -48,6 +48,13 @@ def test_a_target_with_recurrent_layers_is_taken_on_both_devices(device: str) ->
     registry.backend("onnxruntime", device).check(hybrid_spec(), CompileOptions(), "none")
 
 
+@pytest.mark.parametrize(("name", "device"), [("onnxruntime", "cuda"), ("tensorrt", "cuda")])
+def test_states_without_any_cache_are_refused_on_a_gpu(name: str, device: str) -> None:
+    dims = replace(DIMS, layer_dims=(DIMS.layer_dims[0],) * 2)
+    with pytest.raises(BuildError, match=r"got recurrent states and no K/V cache; .*engine\.backend: onnxruntime"):
+        registry.backend(name, device).check(decoder_spec("target", dims, max_pending=5), CompileOptions(), "none")
+
+
 def test_tensorrt_aligns_the_states_or_refuses_them_by_name() -> None:
     backend, spec = registry.backend("tensorrt"), hybrid_spec()
     options = CompileOptions("float16", 2, 104, 5, Config(variant="tensorrt_rtx"))

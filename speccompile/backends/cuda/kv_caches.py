@@ -12,7 +12,7 @@ from speccompile.backends.cuda.arrays import item_bytes
 from speccompile.backends.cuda.device import ALIGNMENT, Device
 from speccompile.core import specs
 from speccompile.core.specs import GraphSpec, TensorSpec, compacted_cache_name, updated_cache_name
-from speccompile.errors import BundleError
+from speccompile.errors import BuildError, BundleError
 from speccompile.graph_kinds.borrowed import find_owner
 
 
@@ -20,6 +20,20 @@ def cache_bytes(spec: GraphSpec, max_slots: int) -> int:
     """Returns the bytes of the caches and states that an engine of this spec owns, snapshots included."""
     states = 3 * sum(4 * math.prod(shape) for shape in spec.state_shapes(1).values())
     return max_slots * (sum(_slot_bytes(spec.input(name)) for name in spec.own_caches) + states)
+
+
+def refuse_states_alone(spec: GraphSpec) -> None:
+    """Refuses a graph with recurrent states and no cache.
+
+    Raises:
+        BuildError: it is one.
+    """
+    if spec.states and not spec.caches:
+        got, expected = (
+            "recurrent states and no K/V cache",
+            "at least one attention layer: a GPU's rows are its caches'",
+        )
+        raise BuildError(f"graph {spec.name}", got, expected, "Build with engine.backend: onnxruntime on a CPU.")
 
 
 def _slot_bytes(cache: TensorSpec) -> int:

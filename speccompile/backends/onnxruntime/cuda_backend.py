@@ -69,6 +69,17 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         )
         return {"form": form, "forms_measured": {}, **report}
 
+    def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
+        """Refuses a graph with recurrent states and no cache.
+
+        Raises:
+            BuildError: it is one.
+        """
+        from speccompile.backends.cuda.kv_caches import refuse_states_alone
+
+        super().check(spec, options, quantization)
+        refuse_states_alone(spec)
+
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
         """Predicts the sizes of a float32 graph: see `predicting.predict_float32`; experts are not quantised."""
         del dtype

@@ -175,14 +175,17 @@ class TensorRTBackend(Backend):
 
         Raises:
             BuildError: TensorRT is not installed, profiles or fields do not fit the graph or the variant, the
-                slots of recurrent states cannot be aligned, or a plugin's form takes caches of one size alone.
+                slots of recurrent states cannot be aligned, there are states and no cache, or a plugin's form takes
+                caches of one size alone.
         """
+        from speccompile.backends.cuda.kv_caches import refuse_states_alone
         from speccompile.backends.tensorrt import settings
         from speccompile.backends.tensorrt.import_helper import load_tensorrt
         from speccompile.backends.tensorrt.plugin_names import SPEC_VERIFY
         from speccompile.backends.tensorrt.profiles import make_profiles
         from speccompile.passes.rollback import cache_groups
 
+        refuse_states_alone(spec)
         config = config_from_options(options)
         variant = load_tensorrt(config.variant)
         own = tensorrt_spec(spec, options.dtype, options.max_rows)
