@@ -51,6 +51,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "plugin_methods/*",
         "speculators/test_eagle_graphs.py",
         "speculators/test_early_exit.py",
+        "speculators/test_gemma4_assistant.py",
         "speculators/test_glide.py",
         "speculators/test_mtp.py",
         "speculators/test_*_heads.py",

@@ -38,7 +38,7 @@ _REFUSED = {
     "doge": "attention masks that depend on the values",
     "git": "images as a prefix of the text",
     **dict.fromkeys(("gemma3n", "gemma3n_text"), "four residual streams that layers mix (AltUp)"),
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "attention to another model's cache"),
+    **{f"{target}_assistant": "attention to another model's cache" for target in ("gemma4", "gemma4_unified")},
     "hrm_text": "layers that run more than once a step",
     "phi4_multimodal": "images and sound beside the text",
 }

@@ -35,6 +35,7 @@ METHODS = {
     "early_exit": "speccompile.speculators.early_exit.config:EarlyExitMethod",
     "prophet": "speccompile.speculators.prophet.config:ProphetMethod",
     "mtp": "speccompile.speculators.mtp.config:MtpMethod",
+    "gemma4_assistant": "speccompile.speculators.gemma4_assistant.config:Gemma4AssistantMethod",
     "ngram": "speccompile.speculators.ngram.config:NgramMethod",
 }
 BACKEND_GROUP, METHOD_GROUP = "speccompile.backends", "speccompile.methods"

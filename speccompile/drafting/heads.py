@@ -99,7 +99,7 @@ class HeadsProposer:
         self._drafting = drafting = self._worth_drafting(able, slots, is_drawn)
         if not drafting:
             return TokenTree.roots(roots)
-        feeds: dict[str, Any] = self.states.feeds(slots)
+        feeds: dict[str, Any] = {**self.states.feeds(slots), **self.feeds_of(slots)}
         if self._reads_tokens:
             feeds |= {TOKENS: roots[:, None]}
         if is_drawn:
@@ -113,6 +113,11 @@ class HeadsProposer:
         if self.shape is not None:
             return tree_from_shape(self.shape, roots, self._tokens_of_shape(outputs, self.shape), limits)
         return self._grow(roots, {place: estimates(slots)[place] for place in drafting}, limits, outputs, spent_ms)
+
+    def feeds_of(self, slots: Sequence[Slot]) -> Outputs:
+        """Returns further inputs of the engine for these slots; none by default."""
+        del slots
+        return {}
 
     def _worth_drafting(self, able: Sequence[int], slots: Sequence[Slot], is_drawn: bool) -> Sequence[int]:
         """Returns the slots that draft: each decides alone where drafts are drawn, otherwise all or none draft."""

@@ -70,13 +70,16 @@ class HeadsFields(TreeFields):
             return FormOptions(length, self.tree_depth, width=self.tree_width, num_candidates=self.num_candidates)
         return FormOptions(length)
 
-    def make_proposer(self, engine: Engine, graph: str, context: MethodContext) -> Proposer:
+    def make_proposer(
+        self, engine: Engine, graph: str, context: MethodContext, kind: type[HeadsProposer] = HeadsProposer
+    ) -> Proposer:
         """Returns the proposer over the heads' engine, for the drafts that the engine was built for.
 
         Args:
             engine: of the heads.
             graph: its name in the bundle.
             context: of the proposer.
+            kind: of the proposer.
 
         Raises:
             RecipeError: the engine drafts another tree.
@@ -98,9 +101,9 @@ class HeadsFields(TreeFields):
                 min_path=0.0 if floor == "auto" else floor,
                 num_runs=1,
             )
-            return HeadsProposer(engine, budget, None, log_odds, may_sample=self.drafts != "greedy")
+            return kind(engine, budget, None, log_odds, may_sample=self.drafts != "greedy")
         depth = (
             grown_depth(built.num_drafts, self.tree_width, self.num_candidates) if shape is None else shape.max_depth
         )
         budget = Budget(context.max_draft_nodes, depth, self.tree_width, *costs, num_runs=1)
-        return HeadsProposer(engine, budget, shape, log_odds)
+        return kind(engine, budget, shape, log_odds)

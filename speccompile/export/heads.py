@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import onnx_ir as ir
 import torch
 from torch import nn
 
-from speccompile.core.specs import CHAIN_PROBS, GraphSpec, TensorSpec
+from speccompile.core.specs import CHAIN_PROBS, SHARED_ROWS, GraphSpec, TensorSpec
 from speccompile.export.trace import trace_module
 from speccompile.export.weights import name_weights, names_by_address, share_weights
 from speccompile.passes.base import Pass, run_pipeline
@@ -31,7 +32,7 @@ HEADS_CLEANUP: tuple[Pass, ...] = (
     SHARE_COMMON,
     REMOVE_DEAD,
 )
-_EXAMPLE_SIZES = {"batch": 2, "nodes": 3}  # neither 0 nor 1, which torch would treat as constants
+_EXAMPLE_SIZES = {"batch": 2, "nodes": 3, SHARED_ROWS: 12}  # neither 0 nor 1, which torch would treat as constants
 
 
 def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], None]) -> ir.Model:
@@ -40,7 +41,7 @@ def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], N
     Args:
         module: takes the inputs of `spec` in order and returns its outputs; instead of the distributions of a chain the
             distribution of
-            each draft [batch, vocab] one by one.
+            each draft [batch, vocab] one by one. Caches of the target come as one list.
         spec: a `heads_spec`, or one of `graph_kinds.heads`; the graph's inputs and outputs.
         progress: called with the name of each stage.
 
@@ -51,10 +52,14 @@ def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], N
         ExportError: torch cannot trace it.
     """
     progress("trace")
-    example = tuple(_example(tensor) for tensor in spec.inputs)
+    example: tuple[Any, ...] = tuple(_example(tensor) for tensor in spec.inputs)
     dims = {name: torch.export.Dim(name, min=1) for name in _EXAMPLE_SIZES}
-    dynamic = tuple({i: dims[d] for i, d in enumerate(t.dims) if isinstance(d, str)} for t in spec.inputs)
-    names = names_by_address(module)
+    dynamic: tuple[Any, ...] = tuple(
+        {i: dims[d] for i, d in enumerate(t.dims) if isinstance(d, str)} for t in spec.inputs
+    )
+    names, num = names_by_address(module), len(spec.inputs) - len(spec.borrowed)
+    if spec.borrowed:
+        example, dynamic = (*example[:num], list(example[num:])), (*dynamic[:num], list(dynamic[num:]))
     graph = trace_module(module, example, dynamic, _apart(spec), spec.name)
     share_weights(graph)
     name_weights(graph, names)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting with Gemma 4's assistant: recipe fields, and what the build and the runtime ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
+from speccompile.core.method import Method
+from speccompile.core.protocols import Engine, Proposer
+from speccompile.drafting.heads_config import HeadsFields
+from speccompile.speculators.gemma4_assistant.proposer import AssistantProposer
+
+HEADS = "heads"  # the graph's name in the bundle
+SOURCE = "speccompile.speculators.gemma4_assistant.checkpoint:AssistantSource"
+
+
+@dataclass(frozen=True)
+class Gemma4AssistantConfig(HeadsFields):
+    """The assistant of a Gemma 4 target, as it is published beside the target.
+
+    Args:
+        model: checkpoint folder or hub id of the assistant.
+
+    Raises:
+        RecipeError: a value is out of range.
+    """
+
+    model: str
+
+
+class Gemma4AssistantMethod(Method):
+    """See `speccompile.core.method.Method`."""
+
+    name = "gemma4_assistant"
+    Config = Gemma4AssistantConfig
+    formats = "speccompile.speculators.gemma4_assistant.checkpoint:FORMATS"
+
+    def target_outputs(self, config: Gemma4AssistantConfig) -> TargetOutputs:
+        """Returns what the LM head reads: the state after the final norm, which the assistant was trained on."""
+        return TargetOutputs(hidden=True)
+
+    def graph_jobs(self, config: Gemma4AssistantConfig) -> tuple[GraphJob, ...]:
+        """Returns the assistant's graph, which makes all drafts in one run."""
+        return (GraphJob(HEADS, config.model, config.quantization, SOURCE, config.form_options(), config.config),)
+
+    def make_proposer(
+        self, config: Gemma4AssistantConfig, engines: Mapping[str, Engine], context: MethodContext
+    ) -> Proposer:
+        """Returns the proposer over the assistant's engine, which reads the target's caches."""
+        return config.make_proposer(engines[HEADS], HEADS, context, AssistantProposer)

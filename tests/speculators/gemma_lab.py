@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny Gemma 4 target and its assistant as transformers saves them, and transformers' own drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.export.harness import make_checkpoint
+
+VOCAB, HIDDEN, WINDOW = 96, 32, 4
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 12,
+    "sliding_window": WINDOW,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+KINDS = ["sliding_attention", "full_attention"]
+
+
+def make_target(folder: Path) -> Any:
+    """Saves a target whose last two layers read K and V of the two before; returns it."""
+    shared = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+    layers = {"num_hidden_layers": 4, "layer_types": KINDS * 2, "hidden_size": HIDDEN}
+    return make_checkpoint({"model_type": "gemma4_text", **_TEXT, **layers, **shared}, folder)
+
+
+def allow_all_shared() -> None:
+    """Lets transformers 5.23 build a text model of which no layer has K and V, as assistants are: it refuses that."""
+    from transformers import Gemma4TextConfig
+
+    own = Gemma4TextConfig.kv_sharing_modes.fget
+
+    def modes(config: Any) -> list[str | None]:
+        is_all = config.num_kv_shared_layers == config.num_hidden_layers
+        return ["reuse"] * config.num_hidden_layers if is_all else own(config)
+
+    Gemma4TextConfig.kv_sharing_modes = property(modes)
+
+
+def make_assistant(folder: Path, is_ordered: bool = False) -> Any:
+    """Saves an assistant that mostly repeats the last token, as its random target does; returns it."""
+    import torch
+    from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+
+    allow_all_shared()
+    own = {"num_hidden_layers": 2, "layer_types": KINDS, "hidden_size": HIDDEN, "num_kv_shared_layers": 2}
+    text = Gemma4TextConfig(**_TEXT, **own, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
+    centroids = {"use_ordered_embeddings": is_ordered, "num_centroids": 12, "centroid_intermediate_top_k": 3}
+    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=HIDDEN, **centroids)
+    config._attn_implementation = "eager"
+    torch.manual_seed(1)
+    model = Gemma4AssistantForCausalLM(config).to(torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+        for layer in model.model.layers:
+            layer.layer_scalar.uniform_(0.5, 1.5)
+        if is_ordered:
+            model.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def give_embeddings(target: Any, assistant: Any, folder: Path) -> None:
+    """Gives the assistant the target's table and a projection that keeps the last token, so that drafts agree."""
+    import torch
+
+    with torch.no_grad():
+        assistant.model.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
+        assistant.pre_projection.weight[:, :HIDDEN] += 3 * torch.eye(HIDDEN)
+    assistant.save_pretrained(folder)
+
+
+def target_step(target: Any, tokens: Sequence[int]) -> tuple[Any, dict[str, Any]]:
+    """Returns the hidden state after the final norm of the last of `tokens`, [1, 1, hidden], and K and V by kind."""
+    import torch
+
+    with torch.no_grad():
+        out = target.model(torch.tensor([list(tokens)]), use_cache=False, return_shared_kv_states=True)
+    return out.last_hidden_state[:, -1:], dict(out.shared_kv_states)
+
+
+def own_drafts(target: Any, assistant: Any, tokens: Sequence[int], num_drafts: int) -> tuple[list[int], list[Any]]:
+    """Returns the drafts of transformers' assistant after `tokens`, the last of which the target has not read.
+
+    This is the loop of transformers' `SinglePositionMultiTokenCandidateGenerator`, on rows of a fresh run: after a
+    rejection its own rows have one of the rejected draft.
+    """
+    import torch
+
+    hidden, rows = target_step(target, tokens[:-1])
+    token, drafts, logits = torch.tensor([[tokens[-1]]]), [], []
+    position = torch.tensor([[len(tokens) - 1]])
+    for _ in range(num_drafts):
+        x = torch.cat((target.get_input_embeddings()(token), hidden), -1)
+        with torch.no_grad():
+            out = assistant(inputs_embeds=x, position_ids=position, shared_kv_states=rows, use_cache=False)
+        token, hidden = out.logits.argmax(-1), out.last_hidden_state
+        drafts.append(int(token))
+        logits.append(out.logits[0, 0])
+    return drafts, logits
