@@ -66,8 +66,8 @@ class _Binding:
         self.outputs: dict[str, np.ndarray] = {}
         for spec in engine.plain_inputs:
             shape = shape_from_dims(spec, sizes)
-            self.neutral[spec.name] = neutral_value(spec.name, shape, spec.dtype)
-            self.arrays[spec.name] = array = self.neutral[spec.name].copy()
+            self.neutral[spec.name], array = engine.input_arrays(spec, shape)
+            self.arrays[spec.name] = array
             self.io.bind_input(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
         for spec in engine.plain_outputs:
             shape = shape_from_dims(spec, sizes)
@@ -143,6 +143,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         self._bindings: dict[tuple[int, ...], _Binding] = {}
         self._last: _Binding | None = None
         self._logits: np.ndarray = np.zeros(0, np.float32)
+        self._image_rows: np.ndarray = np.zeros(0, np.float32)
         self._crowding: Crowding | None = None
 
     def fall_back(self, crowding: Crowding, open_single: Callable[[], ort.InferenceSession]) -> None:
@@ -216,6 +217,21 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
             return None
         rows = min(self.max_rows, *(buffers.rows for buffers in self._written))
         return rows - nodes - self.spec.rows_written_ahead
+
+    def input_arrays(self, spec: specs.TensorSpec, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the neutral value of an input, and the array that is bound to it.
+
+        Rows of images are large and seldom fed, so all bindings share one array for them: what another step left there
+        is not read, as `image_nodes` is false.
+        """
+        if spec.name != specs.IMAGE_ROWS:
+            neutral = neutral_value(spec.name, shape, spec.dtype)
+            return neutral, neutral.copy()
+        size = math.prod(shape)
+        if size > self._image_rows.size:
+            self._unbind()
+            self._image_rows = np.zeros(size, spec.dtype)
+        return np.broadcast_to(np.zeros(1, spec.dtype), shape), self._image_rows[:size].reshape(shape)
 
     def output_array(self, spec: specs.TensorSpec, shape: tuple[int, ...]) -> np.ndarray:
         """Returns the array for an output. Logits are large, so all bindings share one array for them."""
