@@ -121,11 +121,19 @@ def write_learnt_mtp(folder: Path, target: Path) -> None:
     mtp_lab.write_learnt(folder, target)
 
 
+def write_learnt_dflash(folder: Path, target: Path) -> None:
+    """Writes a DFlash 2 drafter."""
+    from tests.speculators import dflash_lab
+
+    dflash_lab.write_learnt(folder, target)
+
+
 AUTO, FIXED = {"tree": "auto"}, {"tree": {"widths": [2, 2, 1]}}
 ROWS: dict[str, Row] = {
     "draft_model": Row(write_draft, {"num_draft_tokens": 3}, FIXED),
     "eagle": Row(write_learnt_eagle, {"tree": "chain", "num_draft_tokens": 3}, AUTO),
     "eagle3": Row(write_learnt_eagle3, {"tree": "chain", "num_draft_tokens": 3}, AUTO),
+    "dflash": Row(write_learnt_dflash, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}),
     "mtp": Row(write_learnt_mtp, {"num_draft_tokens": 3}),
     "ngram": Row(None, {"min_match": 1, "max_match": 2}),
     "mlp": Row(write_mlp, {"num_draft_tokens": 3}, FIXED),

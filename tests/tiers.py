@@ -50,6 +50,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "pipeline/test_real_build.py",
         "plugin_methods/*",
         "speculators/test_eagle_graphs.py",
+        "speculators/test_dflash_graphs.py",
         "speculators/test_early_exit.py",
         "speculators/test_gemma4_assistant.py",
         "speculators/test_glide.py",

@@ -97,16 +97,17 @@ def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weight
 ROWS_STEP = 8  # in half precision the slots of every cache then begin at multiples of 256 bytes, as TensorRT requires
 
 
-def compile_options(plan: BuildPlan, max_rows: int) -> CompileOptions:
+def compile_options(plan: BuildPlan, max_rows: int, rows_ahead: int = 0) -> CompileOptions:
     """Returns the options with which a graph of the plan is compiled.
 
     Args:
         plan: of the build.
         max_rows: rows that a sequence may use; 0 for a graph without caches.
+        rows_ahead: `GraphSpec.rows_written_ahead`.
     """
     nodes = plan.engine.max_draft_nodes + 1
     # Nodes that pad a ragged batch need rows after the last that a sequence may use.
-    rows = -(-(max_rows + nodes) // ROWS_STEP) * ROWS_STEP if max_rows else 0
+    rows = -(-(max_rows + nodes + rows_ahead) // ROWS_STEP) * ROWS_STEP if max_rows else 0
     return CompileOptions(
         dtype=plan.dtype,
         max_slots=plan.engine.max_batch_size,
@@ -127,7 +128,7 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
     source = open_source(plan, job, target)
     if plan.weights == "checkpoint":
         source.check()
-    options = compile_options(plan, source.max_rows)
+    options = compile_options(plan, source.max_rows, source.spec().rows_written_ahead)
     _check_states(plan, job, source.spec(), is_draft=target is not None)
     backend.check(source.spec(), options, job.quantization)
     depends_on = {
@@ -180,7 +181,8 @@ def compile_graph(
         with log.stage(f"export {name}"):
             model, dims = _export(graph.source, log)
         with log.stage(f"compile {name}") as stage:
-            options = replace(compile_options(plan, graph.max_rows), calibration=graph.calibration)
+            options = compile_options(plan, graph.max_rows, graph.spec.rows_written_ahead)
+            options = replace(options, calibration=graph.calibration)
             report = backend.compile(
                 model, graph.spec, dest, quantization=graph.job.quantization, options=options, progress=log.step
             )

@@ -29,6 +29,7 @@ METHODS = {
     "draft_model": "speccompile.speculators.draft_model.config:DraftModelMethod",
     "medusa": "speccompile.speculators.medusa.config:MedusaMethod",
     "mlp": "speccompile.speculators.mlp.config:MlpMethod",
+    "dflash": "speccompile.speculators.dflash.config:DflashMethod",
     "eagle3": "speccompile.speculators.eagle3.config:Eagle3Method",
     "eagle": "speccompile.speculators.eagle.config:EagleMethod",
     "glide": "speccompile.speculators.glide.config:GlideMethod",

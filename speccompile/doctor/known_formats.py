@@ -32,13 +32,6 @@ class KnownFormat:
 
 KNOWN = (
     KnownFormat(
-        "dspark",
-        "DSpark: a block drafter with a Markov head",
-        (r"^markov_head\.", r"^confidence_head\.proj\."),
-        ("markov_rank",),
-        (("speculators_model_type", ("dspark",)),),
-    ),
-    KnownFormat(
         "peagle",
         "P-EAGLE: parallel drafting over mask states",
         (r"(^|\.)mask_hidden$",),
@@ -46,12 +39,13 @@ KNOWN = (
         (("speculators_model_type", ("peagle",)),),
     ),
     KnownFormat(
-        "dflash",
-        "DFlash: a block drafter over target states",
-        (r"^hidden_norm\.weight$",),
-        ("dflash_config",),
-        (("speculators_model_type", ("dflash",)),),
+        "domino",
+        "Domino: a block drafter whose head has a state",
+        (r"(^|\.)prefix_gru\.",),
+        (),
+        (("projector_type", ("domino",)), ("dflash_config.projector_type", ("domino",))),
     ),
+    KnownFormat("lilicorr", "LiLiCorr: a block drafter with layers over its candidates", (r"^lilicorr\.",)),
     KnownFormat("mimo", "MiMo: layers of multi-token prediction in a list of their own", (r"^model\.mtp_layers\.",)),
     KnownFormat("pard", "PARD: a parallel language model with mask tokens", (), ("pard_token",)),
     KnownFormat(

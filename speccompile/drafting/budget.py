@@ -39,7 +39,7 @@ class Budget:
             not limit drafting.
         is_fixed: always draft to the bounds.
         min_path: paths less probable than this are not scored.
-        num_runs: draft runs of a whole tree; None: `max_depth`.
+        num_runs: draft runs of a whole tree; 1: all candidates come from one run; None: `max_depth`.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Budget:
         self._drafts, self._runs = 1.0, 1.0
         self._kept, self._last_reach = FIRST_KEPT, 0.0  # share of `reach` that an expansion keeps, see `goes_on`
         self._most_runs = float(max_depth if num_runs is None else num_runs)
+        self.runs_once = num_runs == 1  # further candidates need no further run of the draft
         self._recorded_ms = 0.0  # of the current step's draft runs
         self._num_plain = 0  # steps since the last one with drafts
 
@@ -122,7 +123,7 @@ class Budget:
         num_slots = len(trees)
         num, expected, cost_ms = self._best(trees, spent_ms)
         scores = self.costs.scores(num_slots)
-        more_ms = self.costs.draft_ms(num_slots, num_slots * self.width)
+        more_ms = 0.0 if self.runs_once else self.costs.draft_ms(num_slots, num_slots * self.width)
         more_ms += max(scores[min(num + 1, self.max_nodes)] - scores[num], 0.0)
         return _is_worth(self._kept * reach, more_ms, expected, cost_ms)
 
@@ -139,8 +140,10 @@ class Budget:
         if not self.weighs_time:
             return True
         scores, draft_ms = self.costs.scores(1), self.costs.draft_ms(1, 1)
-        more_ms = draft_ms + max(scores[num_drafts + 1] - scores[num_drafts], 0.0)
-        return _is_worth(gain, more_ms, expected, scores[num_drafts] + num_drafts * draft_ms)
+        num_runs = min(num_drafts, 1) if self.runs_once else num_drafts
+        next_ms = 0.0 if self.runs_once and num_runs else draft_ms
+        more_ms = next_ms + max(scores[num_drafts + 1] - scores[num_drafts], 0.0)
+        return _is_worth(gain, more_ms, expected, scores[num_drafts] + num_runs * draft_ms)
 
     def floor(self, trees: Sequence[Candidates]) -> float:
         """Returns the probability below which a path is not worth keeping.

@@ -106,7 +106,9 @@ class CachedDraftFields(TreeFields):
                 todo,
             )
 
-    def make_drafts(self, scorer: Scorer, engine: Engine, graph: str, context: MethodContext) -> tuple[Drafts, Drafts]:
+    def make_drafts(
+        self, scorer: Scorer, engine: Engine, graph: str, context: MethodContext, block: int | None = None
+    ) -> tuple[Drafts, Drafts]:
         """Returns the drafts for greedy batches and those for batches that sample; one object where it serves both.
 
         Args:
@@ -114,6 +116,8 @@ class CachedDraftFields(TreeFields):
             engine: of the draft.
             graph: its name in the bundle.
             context: sizes and measured costs.
+            block: most drafts on a path, of a draft that gives all its candidates in one run; None: each depth is a
+                run of its own.
 
         Raises:
             RecipeError: see `check_engine`.
@@ -124,15 +128,17 @@ class CachedDraftFields(TreeFields):
             static = self._static(scorer, shape, engine)
             return static, static
         none = StepCosts()
-        is_chain, depth = not self.has_tree, self.tree_depth if self.has_tree else self.max_length
+        is_chain, depth = not self.has_tree, min(self.tree_depth if self.has_tree else self.max_length, most)
+        depth = depth if block is None else min(depth, block)
         budget = Budget(
-            min(depth, most) if is_chain else most,
-            min(depth, most),
+            depth if is_chain else most,
+            depth,
             1 if is_chain else self.tree_width,
             context.costs.get("target", none),
             context.costs.get(graph, none),
             is_fixed=is_chain and not self.leaves_length,
             min_path=self.min_path,
+            num_runs=None if block is None else 1,
         )
         log_odds = math.log(self.confidence_odds)
         grown = TreeGrower(scorer, budget, log_odds, num_candidates=self.candidates_needed)
@@ -140,7 +146,7 @@ class CachedDraftFields(TreeFields):
             return grown, grown
         is_cut = self.leaves_length or self.min_path > 0
         length = DrawnLength(budget, log_odds, self.min_path) if is_cut else None
-        return grown, self._static(scorer, TreeShape.chain(min(depth, most)), engine, length)
+        return grown, self._static(scorer, TreeShape.chain(depth), engine, length)
 
     def _static(
         self, scorer: Scorer, shape: TreeShape, engine: Engine, length: DrawnLength | None = None

@@ -108,7 +108,8 @@ class TreeGrower:
                 return spent_ms
             level, scored = make_expansion(depth, trees, frontiers, rows, {})
             outputs = self.scorer.expand(batch, level)
-            spent_ms += budget.spend(num_slots, level.tokens.size)
+            if not budget.runs_once:
+                spent_ms += budget.spend(num_slots, level.tokens.size)
 
     def _add(
         self,

@@ -14,19 +14,23 @@ from speccompile.core.specs import SHARED_ROWS, GraphSpec, TensorSpec
 from speccompile.export.heads import HEADS_CLEANUP
 from speccompile.export.trace import trace_module
 from speccompile.export.weights import name_weights, names_by_address, share_weights
-from speccompile.passes.base import run_pipeline
+from speccompile.graph_kinds.features import STATES
+from speccompile.passes.base import Pass, run_pipeline
 
 # None is 0 or 1, which torch would treat as constants.
-_EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "max_seq": 16, SHARED_ROWS: 12}
+_EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "max_seq": 16, SHARED_ROWS: 12, STATES: 4}
 
 
-def export_cached_draft(module: nn.Module, spec: GraphSpec, progress: Callable[[str], None]) -> ir.Model:
+def export_cached_draft(
+    module: nn.Module, spec: GraphSpec, progress: Callable[[str], None], cleanup: tuple[Pass, ...] = HEADS_CLEANUP
+) -> ir.Model:
     """Trace a draft and clean the trace.
 
     Args:
         module: takes the inputs of `spec` in order, its caches as one list, and returns its outputs.
         spec: of a decoder without a tail.
         progress: called with the name of each stage.
+        cleanup: passes from the trace to the neutral graph.
 
     Returns:
         The neutral graph; its weights refer to torch's memory.
@@ -43,7 +47,7 @@ def export_cached_draft(module: nn.Module, spec: GraphSpec, progress: Callable[[
     graph = trace_module(module.eval(), (*example[:num], example[num:]), (*shapes[:num], shapes[num:]), spec, spec.name)
     share_weights(graph)
     name_weights(graph, names)
-    run_pipeline(graph, HEADS_CLEANUP, progress)
+    run_pipeline(graph, cleanup, progress)
     return graph
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The additive attention masks of a graph, made from lengths and the tree once and shared by all layers."""
+"""The additive attention masks of a graph, made from lengths and a tree once and shared by all layers that see it."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
 
-from speccompile.core.specs import IMAGE_NODES, LENGTHS, TREE_MASK
+from speccompile.core.specs import IMAGE_NODES, LENGTHS
 from speccompile.passes.edit import Editor, input_of
 
 HIDDEN_SCORE = np.float32(-3e38)  # added to a score: finite, so that the softmax of a row never computes inf - inf
@@ -14,15 +14,15 @@ HALF_HIDDEN_SCORE = np.float16(-6e4)  # the same near the end of float16; bfloat
 
 
 class AttentionMasks:
-    """The additive masks of one graph: [batch, nodes, rows] by window.
+    """The additive masks of one tree: [batch, nodes, rows] by window.
 
     Row r of the cache is past (r < length), a node of this step (r - length < nodes) or unused. One gather covers
     all three: the tree's additive mask gets a visible first column and a hidden last one, and r - length,
     clipped, is the column. (A TensorScatter of the tree into the mask would copy it, as it is not a graph output.)
 
     Args:
-        model: the graph; has `lengths` and `tree_mask`.
-        anchor: the masks are made before this node.
+        model: the graph; has `lengths`.
+        anchor: the first CachedAttention that sees the tree; the masks are made before it.
         rows_of: a value whose dim `axis` is the number of rows that are attended to.
         axis: see `rows_of`.
         dtype: of the masks: float32, float16 or bfloat16.
@@ -37,7 +37,7 @@ class AttentionMasks:
         dtype: ir.DataType = ir.DataType.FLOAT,
     ) -> None:
         self.edit = edit = Editor(model, anchor)
-        self.tree = input_of(model, TREE_MASK)
+        self.tree = tree_of(anchor)
         self.has_images = any(value.name == IMAGE_NODES for value in model.graph.inputs)
         hidden = HALF_HIDDEN_SCORE if dtype == ir.DataType.FLOAT16 else HIDDEN_SCORE
         self.visible = edit.const(np.float32(0).astype(dtype.numpy()), "mask.visible")
@@ -83,6 +83,13 @@ class AttentionMasks:
         folded = mask if group == 1 else edit.op("Concat", *[mask] * group, axis=1)
         unsqueezed: ir.Value = edit.op("Unsqueeze", folded, edit.ints([1]))
         return unsqueezed
+
+
+def tree_of(node: ir.Node, k_index: int = 3) -> ir.Value:
+    """Returns the tree mask of an attention, most often the graph's input; input `k_index` is its K cache."""
+    tree = node.inputs[k_index + 3]
+    assert tree is not None
+    return tree
 
 
 def window_of(node: ir.Node) -> int:

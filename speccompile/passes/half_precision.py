@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from speccompile.core.specs import LOGITS, GraphSpec
+from speccompile.core.specs import GraphSpec
 from speccompile.errors import PassError
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, sizes_of
@@ -183,10 +183,11 @@ def convert_precision(model: ir.Model, spec: GraphSpec, dtype: str) -> int:
         count += any(o.dtype == _FLOAT for o in node.outputs)
         converter.plain(node)
     for position, value in enumerate(model.graph.outputs):
-        if value.name == LOGITS and value.dtype == half:
-            value.name = f"{LOGITS}.{dtype}"
+        if value.dtype == half and value.name not in halves:  # logits, scores
+            name = value.name
+            value.name = f"{name}.{dtype}"
             cast = Editor(model).op("Cast", value, to=_FLOAT)
-            cast.name = LOGITS
+            cast.name = name
             _retype(cast, _FLOAT, value.shape)
             model.graph.outputs[position] = cast
     return count

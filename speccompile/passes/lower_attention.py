@@ -4,7 +4,7 @@
 SharedAttention -> the same Attention over the caches that another layer has written.
 
 The query heads of one group are folded into the rows ([batch, kv_heads, group * nodes, head_dim]), so each K
-and V row is read once per kv head. The additive mask is made once per distinct window and shared by all layers:
+and V row is read once per kv head. The additive mask is made once per tree and window and shared by all layers:
 a boolean mask would be converted in every layer, and `nonpad_kv_seqlen` makes the kernel no shorter.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from speccompile.passes.attention_mask import AttentionMasks, size_of, window_of
+from speccompile.passes.attention_mask import AttentionMasks, size_of, tree_of, window_of
 from speccompile.passes.base import Pass, Property
 from speccompile.passes.edit import Editor, attentions_of, replace, shared_attentions_of, sinks_of
 
@@ -30,9 +30,12 @@ def lower_attention(model: ir.Model) -> int:
     nodes, readers = attentions_of(model), shared_attentions_of(model)
     if not nodes:
         return 0
-    masks = AttentionMasks(model, nodes[0], _cache_of(nodes[0]))
+    trees: dict[ir.Value, AttentionMasks] = {}
+    for node in nodes:  # readers see the tree of the layer whose caches they read
+        if tree_of(node) not in trees:
+            trees[tree_of(node)] = AttentionMasks(model, node, _cache_of(node))
     kinds = {node: _kind(node, 3) for node in nodes} | {node: _kind(node, 1) for node in readers}
-    made = {kind: masks.make(*kind) for kind in dict.fromkeys(kinds.values())}
+    made = {kind: trees[kind[0]].make(*kind[1:]) for kind in dict.fromkeys(kinds.values())}
     for node in nodes:
         key, value, k_cache, v_cache, lengths = node.inputs[1:6]
         edit = Editor(model, node)
@@ -46,9 +49,9 @@ def lower_attention(model: ir.Model) -> int:
     return len(nodes) + len(readers)
 
 
-def _kind(node: ir.Node, k_index: int) -> tuple[int, int]:
-    """Returns the window of an attention, and how many query heads share a K head; input `k_index` is its K cache."""
-    return window_of(node), size_of(node.inputs[0], 1) // size_of(node.inputs[k_index], 1)
+def _kind(node: ir.Node, k_index: int) -> tuple[ir.Value, int, int]:
+    """Returns the tree of an attention, its window, and the query heads of a K head; input `k_index` is its K cache."""
+    return tree_of(node, k_index), window_of(node), size_of(node.inputs[0], 1) // size_of(node.inputs[k_index], 1)
 
 
 def _attend(

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.core.specs import KV_ROWS, GraphSpec
-from speccompile.passes.attention_mask import AttentionMasks, size_of, window_of
+from speccompile.passes.attention_mask import AttentionMasks, size_of, tree_of, window_of
 from speccompile.passes.base import Pass, Property
 from speccompile.passes.edit import Editor, attentions_of, input_of, nodes_of, replace, shared_attentions_of, sinks_of
 from speccompile.passes.lower_attention import ATTENTION_LOWERED
@@ -167,17 +167,21 @@ def lower_attention_tensorrt(model: ir.Model, fused: bool | None = None) -> int:
         return 0
     cache = nodes[0].inputs[3]
     assert cache is not None and cache.dtype is not None
-    masks = AttentionMasks(model, nodes[0], input_of(model, KV_ROWS), 0, cache.dtype)
-    readers = shared_attentions_of(model)
+    trees: dict[ir.Value, AttentionMasks] = {}
+    for node in nodes:  # readers see the tree of the layer whose caches they read
+        if tree_of(node) not in trees:
+            trees[tree_of(node)] = AttentionMasks(model, node, input_of(model, KV_ROWS), 0, cache.dtype)
+    readers, num_rows = shared_attentions_of(model), trees[tree_of(nodes[0])].num_rows
     forms = {node: form_of(node, fused) for node in nodes} | {node: form_of(node, fused, 1) for node in readers}
-    made = {kind: masks.make(*kind) for kind in dict.fromkeys((f.window, f.group) for f in forms.values())}
+    seen = {node: tree_of(node) for node in nodes} | {node: tree_of(node, 1) for node in readers}
+    kinds = {node: (seen[node], form.window, form.group) for node, form in forms.items()}
+    made = {kind: trees[kind[0]].make(*kind[1:]) for kind in dict.fromkeys(kinds.values())}
     for node in nodes:
-        form = forms[node]
-        _lower(model, node, form, made[form.window, form.group], masks.num_rows)
+        _lower(model, node, forms[node], made[kinds[node]], num_rows)
     for node in readers:
-        form, edit = forms[node], Editor(model, node)
-        k_used, v_used = _used_rows(edit, masks.num_rows, *node.inputs[1:3])
-        replace(node, attend(edit, node, form, k_used, v_used, made[form.window, form.group], 1))
+        edit = Editor(model, node)
+        k_used, v_used = _used_rows(edit, num_rows, *node.inputs[1:3])
+        replace(node, attend(edit, node, forms[node], k_used, v_used, made[kinds[node]], 1))
     return len(nodes) + len(readers)
 
 

@@ -183,12 +183,13 @@ def _load_engine(
     owners: Mapping[str, Engine],
 ) -> Engine:
     # Nodes that pad a ragged batch need rows after the last one that a sequence may use.
-    max_rows = context.seq_lens[graph] + context.max_draft_nodes + 1
+    spec = bundle.graph_spec(graph)
+    max_rows = context.seq_lens[graph] + context.max_draft_nodes + 1 + spec.rows_written_ahead
     rollback = bundle.graph_path(ROLLBACK) if graph == TARGET and ROLLBACK in bundle.graphs else None
     try:
         return backend.load(
             bundle.graph_path(graph),
-            bundle.graph_spec(graph),
+            spec,
             max_slots=context.max_slots,
             max_rows=max_rows,
             tuning=tuning,

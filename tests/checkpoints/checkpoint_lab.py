@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.checkpoints.dflash_files import dflash_one, dflash_speculators, dflash_two, dspark
 from tests.checkpoints.lab_files import (  # noqa: F401
     DRAFT_VOCAB,
     HEAD_DIM,
@@ -312,6 +313,10 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "eagle3-narrow": (eagle3_narrow, "eagle3/ours"),
     "eagle3-numbered": (eagle3_numbered, "eagle3/numbered"),
     "eagle3-speculators": (eagle3_speculators, "eagle3/speculators"),
+    "dflash": (dflash_one, "dflash/ours"),
+    "dflash-two": (dflash_two, "dflash/ours"),
+    "dflash-spark": (dspark, "dflash/ours"),
+    "dflash-speculators": (dflash_speculators, "dflash/speculators"),
     "mtp": (mtp_ours, "mtp/ours"),
     "mtp-speculators": (mtp_speculators, "mtp/speculators"),
     "mtp-qwen": (mtp_qwen, "mtp/in_target"),

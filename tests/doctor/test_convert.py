@@ -26,7 +26,8 @@ PAIRS = [
     ("eagle3-specforge", "speculators"), ("eagle3-whole", "speculators"), ("eagle3-numbered", "ours"),
     ("eagle3-speculators", "ours"), ("eagle3-speculators", "numbered"), ("glide", "ours"), ("glide-tied", "ours"),
     ("mlp-square", "ours"), ("eagle3-normed", "speculators"),
-    ("eagle3-narrow", "speculators"), ("mtp", "ours"),
+    ("eagle3-narrow", "speculators"), ("dflash", "speculators"), ("dflash-two", "speculators"),
+    ("dflash-spark", "ours"), ("dflash-speculators", "ours"), ("mtp", "ours"),
     ("mtp", "speculators"), ("mtp-speculators", "ours"), ("mtp-qwen", "ours"), ("mtp-glm", "ours"),
     ("prophet", "ours"), ("prophet-small", "ours"), ("prophet-tied", "ours"),
 ]  # fmt: skip

@@ -24,9 +24,11 @@ from speccompile.doctor.findings import Report
 from speccompile.errors import CheckpointError
 from speccompile.training_contract import TargetParts
 from tests.checkpoints import checkpoint_lab as lab
-from tests.doctor.traps import TRAPS
+from tests.doctor.dflash_traps import DFLASH_TRAPS
+from tests.doctor.traps import TRAPS as PLANTED
 
 FORMATS = load_formats()
+TRAPS = {**PLANTED, **DFLASH_TRAPS}
 NUM_TOKENS = 36
 LAYOUT_METHODS = {layout.name.partition("/")[0] for layout in FORMATS}
 # Training options by method, where the defaults do not fit a tiny target.
@@ -163,11 +165,11 @@ def test_what_cannot_be_read_is_a_finding(
 
 KNOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mimo": ({"model_type": "mimo"}, ["model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.mlp.up_proj.weight"]),
-    "dflash": (
-        {"dflash_config": {"mask_token_id": 1}},
-        ["fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight"],
+    "domino": (
+        {"dflash_config": {"projector_type": "domino"}},
+        ["fc.weight", "hidden_norm.weight", "prefix_gru.weight_ih_l0"],
     ),
-    "dspark": ({"markov_rank": 256}, ["fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight"]),
+    "lilicorr": ({"dflash_config": {"mask_token_id": 1}}, ["fc.weight", "hidden_norm.weight", "lilicorr.token_proj"]),
     "peagle": ({"mask_token_id": 3}, ["midlayer.hidden_norm.weight", "d2t", "mask_hidden"]),
     "pard": ({"pard_token": 151665, "architectures": ["Qwen2ForCausalLM"]}, ["model.layers.0.input_layernorm.weight"]),
     "hydra": ({"hydra_num_heads": 4}, ["hydra_mlp.0.0.linear.weight", "hydra_lm_head.0.weight"]),
@@ -184,7 +186,7 @@ def test_what_is_known_and_not_supported_is_named(name: str, tmp_path: Path) -> 
     assert "known but not supported yet" in report.findings[0].todo
 
 
-@pytest.mark.parametrize("kind", ["peagle", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["peagle"])
 def test_other_kinds_of_the_speculators_format_are_named(kind: str, tmp_path: Path) -> None:
     folder = lab.eagle3_speculators(tmp_path)
     lab.set_config(folder, speculators_model_type=kind)

@@ -48,7 +48,12 @@ def lab(tmp_path_factory):
                 graphs[graph] = store.export(source)[0]
             maker, place = registry.backend(backend), folder / f"graph{len(engines)}"
             maker.compile(graphs[graph], source.spec(), place)
-            sizes = {"max_slots": SLOTS, "max_rows": MAX_ROWS, "tuning": {"threads": 1}, "owners": owners}
+            sizes = {
+                "max_slots": SLOTS,
+                "max_rows": MAX_ROWS + source.spec().rows_written_ahead,
+                "tuning": {"threads": 1},
+                "owners": owners,
+            }
             if source.role == "target":
                 maker.compile_rollback(source.dims, place / "rollback")
                 sizes["rollback"] = place / "rollback" / maker.graph_file

@@ -70,7 +70,8 @@ def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profil
     # The sizes that the runtime needs; the recipe may widen the range and chooses the optimum.
     rows, nodes = max(options.max_rows, 1), options.max_nodes
     is_prefill = name == "prefill"
-    chunk = max(min(max(PREFILL_CHUNK, spec.image_tokens), options.max_rows or PREFILL_CHUNK), nodes)
+    own_rows = max(options.max_rows - spec.rows_written_ahead, 0)
+    chunk = max(min(max(PREFILL_CHUNK, spec.image_tokens), own_rows or PREFILL_CHUNK), nodes)
     num_slots = 1 if is_prefill else options.max_slots
     needed = {
         "batch": (1, num_slots),

@@ -46,7 +46,7 @@ def test_plans_of_all_graphs_build(folder, graphs, tmp_path, method, form):
         graph = (source.job.model, str(getattr(source, "outputs", source.job.options)))
         if graph not in graphs:
             graphs[graph] = store.export(source)[0]
-        rows = MAX_ROWS if source.max_rows else 0
+        rows = MAX_ROWS + source.spec().rows_written_ahead if source.max_rows else 0
         options = CompileOptions("float16", 2, rows, MAX_NODES + 1, OPTIONS)
         place = tmp_path / source.job.name
         backend.compile(graphs[graph], source.spec(), place, quantization="none", options=options)

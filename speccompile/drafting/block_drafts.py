@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scorer over a draft that gives a whole block in one run: it reads accepted positions' features, and keeps no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.cache_rows import CacheRows
+from speccompile.core.jobs import PREFILL_CHUNK
+from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.specs import CANDIDATES, FEATURE_NODES, FEATURES, LENGTHS, PAIR_SCORES, START_NODES, TOKENS
+from speccompile.core.tree import Ints
+from speccompile.drafting.expansion import Expansion
+from speccompile.drafting.features import PendingFeatures
+from speccompile.drafting.lattice import Lattice
+
+
+class BlockCache:
+    """See `speccompile.drafting.proposer.DraftRows`.
+
+    One run reads the features of the positions that were accepted since the last one, and gives the lattice of the
+    next block. Trees grow over the lattice without another run, and drafts leave nothing in the cache: its rows are
+    those of accepted positions, whatever was drafted.
+
+    Args:
+        engine: the draft (`graph_kinds.blocks.block_draft_spec`).
+        make: makes features [batch, nodes, hidden] of the target's outputs.
+        names: of the target's outputs that `make` reads.
+        max_seq_len: rows that a sequence may use.
+        max_nodes: most positions that a step with every slot may read.
+    """
+
+    catches_up = False
+
+    def __init__(
+        self, engine: Engine, make: Callable[[Outputs], Any], names: Sequence[str], max_seq_len: int, max_nodes: int
+    ) -> None:
+        self.engine, self.max_seq_len, self.max_nodes, self._make = engine, max_seq_len, max_nodes, make
+        width = engine.spec.input(FEATURES).dims[2]
+        assert isinstance(width, int)
+        self.pending = PendingFeatures(width, make, names)
+        self.lengths = [0] * engine.max_slots
+        self.caches = (CacheRows(engine, self.lengths),)
+        self._lattice: Lattice | None = None
+
+    def start(self, slot: int) -> None:
+        """Empties the slot's cache."""
+        self.pending.flush()  # the target is about to read the prompt
+        self.lengths[slot] = 0
+
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """Keeps all rows: each depends on the positions up to its own alone."""
+        self.pending.flush()
+        self.lengths[slot] = min(self.lengths[slot], num_rows)
+        return self.lengths[slot]
+
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Reads the chunk [1, nodes] except the prompt's last row, which stays pending for the first draft."""
+        num = tokens.shape[1]
+        is_last = start + num == len(sequence.tokens) - 1
+        self._read(slot, num - is_last, self._make(outputs))
+        if is_last:
+            self.pending.add(sequence, outputs, 0, np.array([num - 1], dtype=np.int64))
+
+    def _read(self, slot: int, num: int, features: Any) -> None:
+        """Reads the first `num` of the features [1, at least as many, hidden] of one slot; its block is not used."""
+        if not num:
+            return
+        feeds = {
+            TOKENS: np.zeros((1, 1), dtype=np.int64),
+            LENGTHS: np.array([self.lengths[slot]], dtype=np.int64),
+            FEATURES: features,
+            FEATURE_NODES: np.arange(num, dtype=np.int64)[None],
+            START_NODES: np.array([num - 1], dtype=np.int64),
+        }
+        self.engine.run(feeds, first_slot=slot)
+        self.lengths[slot] += num
+
+    def room(self, place: int, slot: Slot) -> int:
+        """Returns how many drafts may follow the first; -1 without a pending feature, as after a one-token prompt."""
+        is_able = self.pending.count(slot) and len(slot.tokens) <= self.max_seq_len
+        return self.engine.spec.num_drafts - 1 if is_able else -1
+
+    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+        """Reads the pending features of all slots of the batch, as `take` releases those of all of them."""
+        slots = batch.slots
+        for place, slot in enumerate(slots):
+            while (num := self.pending.count(slot)) > self.max_nodes:
+                num = min(num - 1, PREFILL_CHUNK)
+                self._read(place, num, self.pending.take_rows(slot, num)[None])
+        counts = [self.pending.count(slot) for slot in slots]
+        features, rows = self.pending.take(slots, max(counts))
+        feeds = {
+            TOKENS: np.array([[slot.tokens[-1]] for slot in slots], dtype=np.int64),
+            LENGTHS: np.array(self.lengths[: len(slots)], dtype=np.int64),
+            FEATURES: features,
+            FEATURE_NODES: rows,
+            START_NODES: np.array([max(num - 1, 0) for num in counts], dtype=np.int64),
+        }
+        made = self.engine.run(feeds)
+        for place, num in enumerate(counts):
+            self.lengths[place] += num
+        vocab_size = self.engine.spec.vocab_size
+        self._lattice = Lattice(np.asarray(made[CANDIDATES]), np.asarray(made[PAIR_SCORES]), vocab_size)
+        return self._lattice.after_roots(warp)
+
+    def expand(self, batch: Batch, level: Expansion) -> Outputs:
+        """Returns what comes after the scored nodes of an expansion, from the lattice."""
+        assert self._lattice is not None
+        tokens = np.take_along_axis(level.tokens, level.scored_nodes, axis=1)
+        return self._lattice.after(level.depth, tokens, level.warp)
+
+    def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
+        """Keeps the features of the accepted paths."""
+        self.pending.keep(batch.slots, verdict, outputs)
+
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
+        """Copies the states of the scored roots to the host: the draft reads them before the next draft."""
+        self.pending.keep(batch.slots, verdict, outputs)
+        self.pending.flush()
+
+    def flush(self) -> None:
+        """Brings the features to the host."""
+        self.pending.flush()

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs of drafts that give a block of draft tokens in one run, as a lattice: candidates of every slot, and scores.
+
+A run reads the target's features of positions that the target has accepted, and then a block: the root and masks. Row
+t of the draft's cache belongs to the feature of position t alone. The block's rows are written after those in use and
+never counted among them, so the next run overwrites them.
+
+Slot i of a block is the draft token at depth i + 1. Entry [i, a, b] of the scores is the logit of candidate b of slot
+i after candidate a of slot i - 1, up to a number that is the same for all b; before slot 0 there is the root alone,
+and its rows are all alike. A draft whose slots do not depend on one another has one row a slot.
+"""
+
+from __future__ import annotations
+
+from speccompile.core.dims import ModelDims
+from speccompile.core.specs import (
+    CANDIDATES,
+    FEATURE_NODES,
+    FEATURES,
+    LENGTHS,
+    PAIR_SCORES,
+    START_NODES,
+    TOKENS,
+    GraphSpec,
+    TensorSpec,
+    cache_names,
+    updated_cache_name,
+)
+from speccompile.graph_kinds.features import STATES
+
+
+def block_draft_spec(
+    name: str,
+    dims: ModelDims,
+    max_rows: int,
+    *,
+    num_drafts: int,
+    num_candidates: int,
+    is_paired: bool,
+    num_masks: int,
+) -> GraphSpec:
+    """Returns the spec.
+
+    Args:
+        name: the graph's name.
+        dims: its sizes.
+        max_rows: see `GraphSpec`.
+        num_drafts: slots of a block that are drafted.
+        num_candidates: of each slot.
+        is_paired: scores depend on the candidate of the slot before.
+        num_masks: rows of a block after the root's.
+    """
+    caches = tuple(
+        TensorSpec(cache, ("batch", dims.num_kv_heads, "max_seq", dims.head_dim), "float32")
+        for i in range(dims.num_layers)
+        for cache in cache_names(i)
+    )
+    before = num_candidates if is_paired else 1
+    return GraphSpec(
+        name,
+        (
+            TensorSpec(TOKENS, ("batch", 1), "int64", "tokens"),  # the roots
+            TensorSpec(LENGTHS, ("batch",), "int64", "lengths"),
+            TensorSpec(FEATURES, ("batch", STATES, dims.hidden_size), "float32", "states"),
+            TensorSpec(FEATURE_NODES, ("batch", "nodes"), "int64", "nodes"),
+            TensorSpec(START_NODES, ("batch",), "int64", "last_node"),  # the last node that is no padding
+            *caches,
+        ),
+        (
+            TensorSpec(CANDIDATES, ("batch", num_drafts, num_candidates), "int64"),
+            TensorSpec(PAIR_SCORES, ("batch", num_drafts, before, num_candidates), "float32"),
+            *(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches),
+        ),
+        tuple(c.name for c in caches),
+        dims.vocab_size,
+        max_rows,
+        rows_written_ahead=1 + num_masks,
+        reads_prompts=True,
+        scores="one",
+        num_candidates=num_candidates,
+        num_drafts=num_drafts,
+    )

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block drafters as the source of two graphs; see `layouts` for those on disk. Needs no torch before the export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.families import check_config
+from speccompile.checkpoints.folders import find_folder
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, TensorFiles
+from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.probes import probe_inputs
+from speccompile.core.protocols import Engine
+from speccompile.core.specs import CANDIDATES, PAIR_SCORES, GraphSpec
+from speccompile.doctor.doctor import Checkpoint, make_case, open_known
+from speccompile.doctor.layouts import Case
+from speccompile.errors import BuildError, CheckpointError, RecipeError
+from speccompile.export.checks import check_features
+from speccompile.export.feature_source import count_weights, dims_from_config
+from speccompile.export.speculator_source import SpeculatorSource, check_agreement
+from speccompile.graph_kinds.blocks import block_draft_spec
+from speccompile.graph_kinds.features import FeatureDims, fusion_spec
+from speccompile.speculators.dflash.drafter import NESTED, Drafter, drafter_from_config
+from speccompile.speculators.dflash.layouts import EMBEDDINGS, FORMATS, LAYERS, LM_HEAD, METHOD, published_layers
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from speccompile.speculators.dflash.config import BlockOptions
+
+_NUM_CANDIDATES, _NUM_STREAMS = 16, 5  # where a config does not say
+
+
+def open_drafter(folder: Path, *, has_weights: bool) -> Case:
+    """Returns the checkpoint; without weights it is known by its config alone.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    if has_weights:
+        return open_known(folder, FORMATS, None)
+    config, files = read_config(folder), TensorFiles({}, {})
+    layout = next((f for f in FORMATS if f.is_in(config, ())), FORMATS[-1])
+    return make_case(Checkpoint(folder, config, files, layout), layout)
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    """Returns the config in our layout."""
+    assert case.layout.ours is not None
+    return case.layout.ours(case)
+
+
+def layers_of_target(
+    model: str, config: str | None, asked: Sequence[int] | None, num_layers: int, weights: str
+) -> tuple[int, ...]:
+    """Returns the layers of a target, for its own graph and the drafter's.
+
+    Args:
+        model: of the drafter.
+        config: see `GraphJob`.
+        asked: by the recipe; None: as the checkpoint says, else the published choice.
+        num_layers: of the target.
+        weights: "checkpoint" or "random"; a random target may have fewer layers than the drafter's, which are then
+            chosen anew.
+
+    Raises:
+        CheckpointError: the checkpoint names layers that the target does not have.
+        RecipeError: the recipe does, or it names more or fewer than the drafter reads.
+    """
+    is_random = weights == "random"
+    case = open_drafter(
+        find_folder(GraphJob("draft", model, config=config), weights, SPECULATOR_FILES), has_weights=not is_random
+    )
+    num = case.sizes["num_states"]
+    if asked is not None:
+        if not all(i < num_layers for i in asked) or (num is not None and len(asked) != num):
+            expected = f"{num or 'different'} layers of the target's {num_layers}"
+            raise RecipeError("speculator.layers", f"{list(asked)}", expected, "Correct the recipe.")
+        return tuple(asked)
+    where, named = str(case.folder / "config.json"), config_of(case)[NESTED].get(LAYERS)
+    if named is None:
+        return _spread(num_layers, num or _NUM_STREAMS) if is_random else published_layers(num_layers, num or 1)
+    if not isinstance(named, list) or not all(type(i) is int for i in named) or len(set(named)) != len(named):
+        raise CheckpointError(where, repr(named), "different layers of the target", "Give speculator.layers.")
+    if min(named) >= 0 and max(named) < num_layers:
+        return tuple(named)
+    if is_random:
+        return _spread(num_layers, len(named))
+    got, expected = f"the outputs of layers {named}", f"layers of the target's {num_layers}"
+    todo = "It was trained for another target, or counts its layers otherwise: `speccompile doctor --target` says."
+    raise CheckpointError(where, got, expected, todo)
+
+
+def _spread(num_layers: int, num: int) -> tuple[int, ...]:
+    """Returns at most `num` different layers, evenly spaced."""
+    return tuple(dict.fromkeys(int(i) for i in np.linspace(0, num_layers - 1, num).round()))
+
+
+class _BlockSource(SpeculatorSource):
+    """Base of the sources of both graphs.
+
+    Raises:
+        CheckpointError: the config is wrong, or of a variant that is not built.
+        ExportError: its rotary positions are not supported.
+        RecipeError: its sizes are not the target's, or the recipe asks for more than its block has.
+    """
+
+    formats = FORMATS
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        super().__init__(job, context)
+        self.case = open_drafter(self.folder, has_weights=not self.is_random)
+        self.config = config_of(self.case)
+        self.drafter: Drafter = drafter_from_config(str(self.folder), self.config)
+        # Its layers' kinds and windows are read by the drafter.
+        rotary = {k: v for k, v in self.config.items() if k not in ("layer_types", "sliding_window")}
+        check_config({**rotary, "model_type": METHOD}, context.max_seq_len)
+        dims = dims_from_config(self.folder, self.config, METHOD, context.max_seq_len)
+        num, weights = self.target.num_layers, context.weights
+        layers = layers_of_target(job.model, job.config, job.options.layers, num, weights)
+        self.dims: FeatureDims = replace(dims, layers=layers)
+        agreement = (
+            ("target states of {}", dims.target_hidden_size, self.target.hidden_size),
+            ("a vocabulary of {} tokens", dims.vocab_size, self.target.vocab_size),
+        )
+        check_agreement(job.model, agreement)
+
+
+class DraftSource(_BlockSource):
+    """See `speccompile.core.protocols.GraphSource`. The job has `BlockOptions`."""
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        super().__init__(job, context)
+        self.max_rows = context.max_seq_len
+        options = self._options
+        if options.starts_at_root is not None:
+            self.drafter = replace(self.drafter, starts_at_root=options.starts_at_root)
+        most = self.drafter.max_drafts
+        if options.is_exact and options.num_drafts > most:
+            got = f"{options.num_drafts} draft tokens on a path"
+            todo = "Draft fewer tokens with speculator.num_draft_tokens or tree."
+            raise RecipeError("speculator.num_draft_tokens", got, f"at most {most}, the drafter's block", todo)
+        self.num_drafts = max(min(options.num_drafts, most, context.max_draft_nodes), 1)
+        wanted = options.num_candidates or self.drafter.num_candidates or _NUM_CANDIDATES
+        self.num_candidates = min(wanted, self.dims.draft_vocab_size)
+        if self.num_candidates < options.least_candidates:
+            got, todo = f"ranks up to {options.least_candidates - 1}", "Correct the tree, or raise slot_candidates."
+            expected = f"ranks below {self.num_candidates}, the candidates of a slot"
+            raise RecipeError("speculator.tree", got, expected, todo)
+        held = {e.name for e in self.case.expected.values() if e.key in self.case.files.headers}
+        self.needs_tables = not {EMBEDDINGS, LM_HEAD} <= held
+        if EMBEDDINGS not in held and self.dims.hidden_size != self.dims.target_hidden_size:
+            got, expected = f"a hidden size of {self.dims.hidden_size}", f"{self.dims.target_hidden_size}"
+            todo = "It has no embeddings of its own, and the target's have another width."
+            raise CheckpointError(str(self.folder), got, expected, todo)
+
+    @property
+    def _options(self) -> BlockOptions:
+        options: BlockOptions = self.job.options
+        return options
+
+    def counts(self) -> WeightCounts | None:
+        """Returns the weight counts, with the target's embeddings and LM head."""
+        dims, drafter = self.dims, self.drafter
+        hidden, groups = dims.hidden_size, dims.hidden_size // max(drafter.group_size, 1)
+        convs = 2 * dims.num_layers * 2 * drafter.taps
+        counts = count_weights(dims, hidden, 1 + 2 * dims.num_layers, convs * groups * hidden)
+        tables = (drafter.selector_rank + drafter.markov_rank) * (dims.vocab_size + dims.draft_vocab_size)
+        plain = counts.num_plain + tables + convs * hidden
+        linear = counts.num_linear + drafter.selector_rank * hidden
+        return replace(counts, num_params=linear + plain, num_linear=linear, num_plain=plain)
+
+    def spec(self) -> GraphSpec:
+        """Returns the inputs and outputs of the graph."""
+        return block_draft_spec(
+            self.job.name,
+            self.dims,
+            self.max_rows,
+            num_drafts=self.num_drafts,
+            num_candidates=self.num_candidates,
+            is_paired=self.drafter.is_paired,
+            num_masks=self.drafter.num_masks(self.num_drafts),
+        )
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """Drafts one block from arbitrary features.
+
+        Raises:
+            BuildError: a token outside the vocabulary or given twice, or a score that is no number.
+        """
+        outputs = engine.run(probe_inputs(engine.spec, num_nodes=2))
+        where, todo = f"check {engine.spec.name}", "The compiled graph is wrong: report it with the config.json."
+        for row in np.asarray(outputs[CANDIDATES])[0].tolist():
+            if len(set(row)) < len(row) or min(row) < 0 or max(row) >= engine.spec.vocab_size:
+                expected = f"different tokens below {engine.spec.vocab_size}"
+                raise BuildError(where, f"candidates {row}", expected, todo)
+        if not np.isfinite(np.asarray(outputs[PAIR_SCORES])).all():
+            raise BuildError(where, "scores that are not finite", "numbers", todo)
+        return {"num_tokens": engine.spec.num_drafts}
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
+        """Reads or makes the weights, and traces the graph."""
+        from speccompile.checkpoints.target_tables import read_tables
+        from speccompile.export.cached_draft import export_cached_draft
+        from speccompile.export.decoder import cleanup_table
+        from speccompile.speculators.dflash.model import make_draft
+
+        progress("load weights")
+        tables = read_tables(self.context) if self.needs_tables else None
+        shared: Mapping[str, Any] = {} if tables is None else {EMBEDDINGS: tables.embeddings, LM_HEAD: tables.lm_head}
+        spec = self.spec()
+        draft = make_draft(self.config, self.drafter, self.dims, spec, self.read_weights(), shared)
+        # A block may begin at the last row that a sequence can use.
+        graph = export_cached_draft(draft, spec, progress, cleanup_table(self.max_rows + spec.rows_written_ahead))
+        return graph, replace(self.dims, num_params=sum(p.numel() for p in draft.parameters()))
+
+
+class FusionSource(_BlockSource):
+    """See `speccompile.core.protocols.GraphSource`. The job has `FusionOptions`."""
+
+    role = "fusion"
+
+    def counts(self) -> WeightCounts | None:
+        """Returns the weight counts of these sizes; norms are left out."""
+        num = len(self.dims.layers) * self.dims.target_hidden_size * self.dims.hidden_size
+        return WeightCounts(num, num, 0)
+
+    def spec(self) -> GraphSpec:
+        """Returns the inputs and outputs of the graph."""
+        return fusion_spec(self.job.name, self.dims)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_features`."""
+        return check_features(engine)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
+        """Reads or makes the weights, and traces the graph."""
+        from speccompile.export.feature_draft import export_fusion
+        from speccompile.speculators.dflash.model import make_fusion
+
+        progress("load weights")
+        fusion = make_fusion(self.config, self.dims, self.read_weights())
+        graph = export_fusion(fusion, self.spec(), progress)
+        return graph, replace(self.dims, num_params=sum(p.numel() for p in fusion.parameters()))

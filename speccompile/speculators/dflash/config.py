@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting with a block drafter: recipe fields, and what the build and the runtime ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
+from speccompile.core.method import Method
+from speccompile.core.protocols import Engine, Outputs
+from speccompile.core.registry import find_class
+from speccompile.core.specs import FEATURES
+from speccompile.drafting.block_drafts import BlockCache
+from speccompile.drafting.feature_config import FeatureFields
+from speccompile.drafting.proposer import DraftProposer
+from speccompile.drafting.tree_config import MAX_CANDIDATES
+from speccompile.errors import RecipeError
+
+DRAFT, FUSION = "draft", "fusion"  # the graphs' names in the bundle
+SOURCES = "speccompile.speculators.dflash.checkpoint"
+RULE = f"{SOURCES}:layers_of_target"  # reads the checkpoint, which decoding does not need
+
+
+@dataclass(frozen=True)
+class DflashConfig(FeatureFields):
+    """A block drafter: DFlash, DFlash 2, DSpark. Its other fields are `FeatureFields`.
+
+    Args:
+        model: checkpoint folder or hub id of the drafter.
+        layers: decoder layers of the target, from 0, whose residual streams are read, in the order of the drafter's
+            `fc`; `auto`: as its config.json says.
+        tree_depth: as in `TreeFields`; no deeper than the drafter's block.
+        slot_candidates: tokens of a slot that may be drafted, drawn or likeliest; `auto`: as many as its config.json
+            says, else 16.
+        sample_from_anchor: whether the root's row of a block drafts as well; `auto`: as its config.json says.
+
+    Raises:
+        RecipeError: a value is out of range.
+    """
+
+    model: str
+    layers: tuple[int, ...] | Literal["auto"] = "auto"
+    tree_depth: int = field(default=16, kw_only=True)
+    slot_candidates: int | Literal["auto"] = field(default="auto", kw_only=True)
+    sample_from_anchor: bool | Literal["auto"] = field(default="auto", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        num = self.slot_candidates
+        if num != "auto" and not 1 <= num <= MAX_CANDIDATES:
+            expected = f"auto, or 1 to {MAX_CANDIDATES}"
+            raise RecipeError("speculator.slot_candidates", f"{num}", expected, "Correct the recipe.")
+        if self.layers == "auto":
+            return
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers or len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
+            where, expected = "speculator.layers", "auto, or different layers from 0 on"
+            raise RecipeError(where, f"{list(self.layers)}", expected, "Correct the recipe.")
+
+    @property
+    def chosen_layers(self) -> tuple[int, ...] | None:
+        """The layers; None: auto."""
+        return None if self.layers == "auto" else self.layers
+
+    @property
+    def depth_asked(self) -> int:
+        """The most drafts on a path that the recipe asks for."""
+        shape = self.shape
+        return shape.max_depth if shape is not None else self.tree_depth if self.has_tree else self.max_length
+
+    @property
+    def is_depth_fixed(self) -> bool:
+        """Whether the recipe names that number."""
+        return self.shape is not None or (not self.has_tree and self.num_draft_tokens != "auto")
+
+    def check_engine(self, engine: Engine, max_draft_nodes: int) -> None:
+        """Refuses a drafter that was built for shorter paths or fewer candidates.
+
+        Raises:
+            RecipeError: it was.
+        """
+        todo, spec, shape = "Build a bundle whose recipe says so; at load it is too late.", engine.spec, self.shape
+        if self.is_depth_fixed and spec.num_drafts < self.depth_asked:
+            got, expected = f"a draft built for {spec.num_drafts} tokens", f"{self.depth_asked} on a path"
+            raise RecipeError("speculator.num_draft_tokens", got, expected, todo)
+        if shape is not None and spec.num_candidates <= shape.max_rank:
+            got, expected = f"a draft built for {spec.num_candidates} candidates a slot", f"{shape.max_rank + 1}"
+            raise RecipeError("speculator.tree", got, expected, todo)
+        if self.num_tree_drafts > max_draft_nodes:
+            got = f"{self.num_tree_drafts} draft tokens"
+            expected = f"at most engine.max_draft_nodes = {max_draft_nodes}"
+            raise RecipeError("speculator.tree", got, expected, todo)
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """Options of the drafter's graph; see `DflashConfig`.
+
+    Args:
+        num_drafts: `DflashConfig.depth_asked`.
+        num_candidates: `slot_candidates`; 0: auto.
+        starts_at_root: `sample_from_anchor`; None: auto.
+        layers: of the target; None: auto.
+        is_exact: fewer drafts than these are an error.
+        least_candidates: of a slot, that a tree of a fixed shape needs.
+    """
+
+    num_drafts: int
+    num_candidates: int
+    starts_at_root: bool | None
+    layers: tuple[int, ...] | None
+    is_exact: bool = field(default=False, compare=False)
+    least_candidates: int = field(default=1, compare=False)
+
+
+@dataclass(frozen=True)
+class FusionOptions:
+    """Options of the graph that makes features of the target's states.
+
+    Args:
+        layers: of the target; None: auto.
+    """
+
+    layers: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class ReadLayers:
+    """See `speccompile.core.jobs.LayersRule`: they depend on the checkpoint.
+
+    Args:
+        model: of the drafter.
+        config: see `GraphJob`.
+        asked: see `DflashConfig.chosen_layers`.
+    """
+
+    model: str
+    config: str | None
+    asked: tuple[int, ...] | None
+
+    def layers(self, num_layers: int, weights: str) -> tuple[int, ...]:
+        """Returns the layers, in the order of the drafter's `fc`."""
+        layers: tuple[int, ...] = find_class(RULE)(self.model, self.config, self.asked, num_layers, weights)
+        return layers
+
+
+class DflashMethod(Method):
+    """See `speccompile.core.method.Method`."""
+
+    name = "dflash"
+    Config = DflashConfig
+    formats = "speccompile.speculators.dflash.layouts:FORMATS"
+
+    def target_outputs(self, config: DflashConfig) -> TargetOutputs:
+        """Returns the residual streams; which ones depends on the checkpoint."""
+        return TargetOutputs(hidden_layers=ReadLayers(config.model, config.config, config.chosen_layers))
+
+    def graph_jobs(self, config: DflashConfig) -> tuple[GraphJob, ...]:
+        """Returns the graphs of drafter and fusion."""
+        own, layers = (config.model, config.quantization), config.chosen_layers
+        options = BlockOptions(
+            config.depth_asked,
+            0 if config.slot_candidates == "auto" else config.slot_candidates,
+            None if config.sample_from_anchor == "auto" else config.sample_from_anchor,
+            layers,
+            config.is_depth_fixed,
+            1 if config.shape is None else config.shape.max_rank + 1,
+        )
+        return (
+            GraphJob(DRAFT, *own, f"{SOURCES}:DraftSource", options, config.config),
+            GraphJob(FUSION, *own, f"{SOURCES}:FusionSource", FusionOptions(layers), config.config),
+        )
+
+    def make_proposer(
+        self, config: DflashConfig, engines: Mapping[str, Engine], context: MethodContext
+    ) -> DraftProposer:
+        """Returns the proposer over both engines."""
+        draft, fusion = engines[DRAFT], engines[FUSION]
+        names = [t.name for t in fusion.spec.inputs]
+
+        def fuse(outputs: Outputs) -> Any:
+            return fusion.run({name: outputs[name] for name in names})[FEATURES]
+
+        max_rows = context.seq_lens.get(DRAFT, context.max_seq_len)
+        cache = BlockCache(draft, fuse, names, max_rows, context.max_draft_nodes + 1)
+        drafts = config.make_drafts(cache, draft, DRAFT, context, draft.spec.num_drafts)
+        return DraftProposer(cache, *drafts)

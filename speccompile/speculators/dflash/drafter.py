@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a drafter computes, as its config.json in our layout (z-lab's) says. Needs no torch.
+
+What is given in `dflash_config` comes before the same key at the top level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from speccompile.checkpoints.checkpoint import MAX_SIZE
+from speccompile.errors import CheckpointError
+
+NESTED = "dflash_config"
+SLIDING = "sliding_attention"
+_TODO = "Complete or correct config.json."
+
+
+def value_of(config: Mapping[str, Any], name: str) -> Any:
+    """Returns a value of `dflash_config`, else of the top level; None where neither has one."""
+    nested = config.get(NESTED)
+    held = nested.get(name) if isinstance(nested, Mapping) else None
+    return config.get(name) if held is None else held
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter.
+
+    Args:
+        block_size: rows of a block, the root's included.
+        mask_token_id: token whose embedding a masked row has.
+        windows: of each layer's attention; 0 = none.
+        is_causal: whether rows of a block see the earlier rows alone, by layer.
+        starts_at_root: row i of a block drafts the token at position i + 1, so that the root's row drafts too; else
+            row i drafts its own position.
+        embedding_scale: factor of the embeddings.
+        multiplier: factor of the logits.
+        softcap: logits become softcap * tanh(logits / softcap); 0 = off.
+        taps: of the convolutions around attention and MLP; 0: there are none.
+        group_size: channels that share a dynamic kernel of these.
+        selector_rank: of the codebooks of predecessors and successors; 0: there are none.
+        markov_rank: of the tables of a Markov head; 0: there is none.
+        num_candidates: of a slot, as its config says; 0: it does not.
+    """
+
+    block_size: int
+    mask_token_id: int
+    windows: tuple[int, ...]
+    is_causal: tuple[bool, ...]
+    starts_at_root: bool = False
+    embedding_scale: float = 1.0
+    multiplier: float = 1.0
+    softcap: float = 0.0
+    taps: int = 0
+    group_size: int = 16
+    selector_rank: int = 0
+    markov_rank: int = 0
+    num_candidates: int = 0
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the scores of a slot depend on the token before it."""
+        return bool(self.selector_rank or self.markov_rank)
+
+    @property
+    def max_drafts(self) -> int:
+        """The most draft tokens of a block."""
+        return self.block_size if self.starts_at_root else self.block_size - 1
+
+    def num_masks(self, num_drafts: int) -> int:
+        """Returns how many masked rows a block of so many draft tokens has."""
+        return num_drafts - self.starts_at_root
+
+
+def drafter_from_config(where: str, config: Mapping[str, Any]) -> Drafter:
+    """Returns how a drafter computes.
+
+    Args:
+        where: its folder, for messages.
+        config: in our layout.
+
+    Raises:
+        CheckpointError: a value is missing or out of range, or of a variant that is not built.
+    """
+
+    def number(name: str, default: float | None = None, least: float = 0, *, is_whole: bool = True) -> Any:
+        given = value_of(config, name)
+        value = default if given is None else given
+        is_right = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
+        if not is_right or not least <= value <= MAX_SIZE:
+            kind = f"a {'whole ' if is_whole else ''}number, {least} or more"
+            raise CheckpointError(f"{where}/config.json ({name})", repr(given), kind, _TODO)
+        return value
+
+    refuse_variant(where, config)
+    num_layers = int(config["num_hidden_layers"])
+    kinds = layer_kinds(config, num_layers)
+    window = window_of(config)
+    stated = config.get("is_causal")
+    return Drafter(
+        block_size=number("block_size", least=2),
+        mask_token_id=number("mask_token_id"),
+        windows=tuple(window if kind == SLIDING else 0 for kind in kinds),
+        is_causal=tuple(kind == SLIDING if stated is None else bool(stated) for kind in kinds),
+        starts_at_root=bool(value_of(config, "sample_from_anchor")),
+        embedding_scale=number("input_embedding_scale", 1.0, is_whole=False),
+        multiplier=number("output_multiplier", 1.0, is_whole=False),
+        softcap=number("final_logit_softcapping", 0.0, is_whole=False),
+        taps=number("conv_kernel_size", 0),
+        group_size=number("conv_group_size", 16, 1),
+        selector_rank=number("selector_rank", 0),
+        markov_rank=number("markov_rank", 0),
+        num_candidates=number("selector_top_k", 0),
+    )
+
+
+def layer_kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """Returns the kind of attention of each layer; full where the config does not say."""
+    kinds = config.get("layer_types")
+    return tuple(kinds[:num_layers]) if isinstance(kinds, (list, tuple)) else ("full_attention",) * num_layers
+
+
+def window_of(config: Mapping[str, Any]) -> int:
+    """Returns the window of sliding layers; 0 where it is off, as it is by default in the config of Qwen3."""
+    is_qwen = str(config.get("model_type", "qwen3")).startswith("qwen")
+    is_on = config.get("use_sliding_window", not is_qwen)
+    return int(config.get("sliding_window") or 0) if is_on else 0
+
+
+_VARIANTS = (
+    ("lilicorr_enabled", (None, False), "a LiLiCorr corrector", "its layers over candidates are not built"),
+    ("attention_sink_bias", (None, False), "attention sinks", "heads without sinks"),
+    ("markov_head_type", (None, "vanilla"), "a Markov head with a state or a gate", "vanilla: a table alone"),
+)
+
+
+def refuse_variant(where: str, config: Mapping[str, Any]) -> None:
+    """Refuses drafters that compute otherwise.
+
+    Raises:
+        CheckpointError: with the variant's name.
+    """
+    if (fault := variant_of(config)) is not None:
+        name, got, expected = fault
+        todo = "Use another drafter for this target, such as DFlash or DFlash 2."
+        raise CheckpointError(f"{where}/config.json ({name})", got, expected, todo)
+
+
+def variant_of(config: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Returns (key, what it says, what is built) of a variant that is not built; None where there is none."""
+    if (kind := value_of(config, "projector_type")) not in (None, "dflash"):
+        return "projector_type", f"{kind}: a head whose state runs over the block", "dflash: slots scored by pairs"
+    for name, known, label, expected in _VARIANTS:
+        if (value := value_of(config, name)) not in known:
+            return name, f"{value!r}: {label}", expected
+    if value_of(config, "markov_rank") and value_of(config, "selector_rank"):
+        return "markov_rank", "a Markov head beside a candidate selector", "one of them"
+    return None

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter as its two graphs compute it: features of the target's states, and a block's candidates and scores.
+
+After the published descriptions: DFlash (block diffusion over target states), DFlash 2 (dynamic convolutions, a
+selector over candidates), DSpark (a Markov head). Names of parameters are those of z-lab's checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from speccompile.core.specs import GraphSpec
+from speccompile.export.attention import cached_attention, gather_nodes
+from speccompile.export.candidates import top_tokens
+from speccompile.export.feature_draft import fill_weights, layer_config
+from speccompile.graph_kinds.features import FeatureDims
+from speccompile.speculators.dflash.drafter import Drafter
+
+
+class DynamicConv(nn.Module):
+    """Two causal convolutions along a block, before and after a sublayer, each channel's taps from its own row.
+
+    out[t, c] = sum over i of (base[side, i, c] + dynamic[t, side, i, c / group]) x[t - i, c]; no row before the block.
+
+    Args:
+        hidden: channels.
+        drafter: with the number of taps and the size of a group.
+    """
+
+    def __init__(self, hidden: int, drafter: Drafter) -> None:
+        super().__init__()
+        self.taps, self.group = drafter.taps, drafter.group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, self.taps, hidden))
+        self.kernel_projection = nn.Linear(hidden, 2 * self.taps * hidden // self.group, bias=False)
+
+    def kernels(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the dynamic parts [batch, rows, 2, taps, groups] of rows x [batch, rows, hidden]."""
+        return self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
+
+    def forward(self, x: torch.Tensor, kernels: torch.Tensor, side: int) -> torch.Tensor:
+        """Returns x [batch, rows, hidden] after the convolution before (0) or after (1) the sublayer."""
+        rows = x.unflatten(-1, (-1, self.group))  # [batch, rows, groups, group]
+        base = self.base_kernel[side].unflatten(-1, (-1, self.group))
+        out = (base[0] + kernels[:, :, side, 0, :, None]) * rows
+        for tap in range(1, min(self.taps, x.shape[1])):
+            earlier = torch.cat((torch.zeros_like(rows[:, :tap]), rows[:, :-tap]), 1)
+            out = out + (base[tap] + kernels[:, :, side, tap, :, None]) * earlier
+        return out.flatten(2)
+
+
+class BlockAttention(nn.Module):
+    """Attention of a block to the context and to itself; context rows give keys and values alone."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, self.head_dim, bias = config.hidden_size, config.head_dim, bool(config.attention_bias)
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj, self.v_proj = (nn.Linear(width, keys, bias=bias) for _ in range(2))
+        self.o_proj = nn.Linear(queries, width, bias=bias)
+        self.q_norm, self.k_norm = (LlamaRMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        num_context: int,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        caches: list[torch.Tensor],
+        lengths: torch.Tensor,
+        mask: torch.Tensor,
+        window: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the block's output [batch, block, hidden] and the updated caches.
+
+        Args:
+            rows: [batch, context + block, hidden].
+            num_context: rows of context.
+            angles: cosines and sines of all rows.
+            caches: K and V.
+            lengths: [batch] int64, rows in use.
+            mask: [batch, rows, rows] bool, what each row sees.
+            window: 0 = none.
+        """
+        q, k, v = (part(rows).unflatten(-1, (-1, self.head_dim)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, *angles)
+        scale = self.head_dim**-0.5
+        out, keys, values = cached_attention(q, k, v.transpose(1, 2), *caches, lengths, mask, scale, 0.0, window)
+        return self.o_proj(out.flatten(2)[:, num_context:]), keys, values
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer over a block.
+
+    Args:
+        config: of the layer.
+        drafter: see `Drafter`.
+    """
+
+    def __init__(self, config: LlamaConfig, drafter: Drafter) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.input_layernorm, self.post_attention_layernorm = (
+            LlamaRMSNorm(width, config.rms_norm_eps) for _ in range(2)
+        )
+        self.self_attn, self.mlp = BlockAttention(config), LlamaMLP(config)
+        self.attention_conv = DynamicConv(width, drafter) if drafter.taps else None
+        self.mlp_conv = DynamicConv(width, drafter) if drafter.taps else None
+
+    def forward(
+        self, x: torch.Tensor, context: torch.Tensor, *attended: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the block's next rows and the updated caches; `attended`: see `BlockAttention`, from `angles` on."""
+        y = self.input_layernorm(x)
+        kernels = None if self.attention_conv is None else self.attention_conv.kernels(y)
+        if self.attention_conv is not None:
+            y = self.attention_conv(y, kernels, 0)
+        y, keys, values = self.self_attn(torch.cat((context, y), 1), context.shape[1], *attended)
+        x = x + (y if self.attention_conv is None else self.attention_conv(y, kernels, 1))
+        y = self.post_attention_layernorm(x)
+        if self.mlp_conv is None:
+            return x + self.mlp(y), keys, values
+        kernels = self.mlp_conv.kernels(y)
+        return x + self.mlp_conv(self.mlp(self.mlp_conv(y, kernels, 0)), kernels, 1), keys, values
+
+
+class CandidateSelector(nn.Module):
+    """Scores of pairs of neighbouring candidates, by a product of low rank that depends on the slot's state.
+
+    Args:
+        dims: sizes.
+        rank: of the codebooks.
+    """
+
+    def __init__(self, dims: FeatureDims, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(dims.vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(dims.draft_vocab_size, rank))
+        self.hidden_projection = nn.Linear(dims.hidden_size, rank, bias=False)
+
+    def forward(self, hidden: torch.Tensor, before: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        """Returns scores [batch, slots, before, candidates].
+
+        Args:
+            hidden: [batch, slots, hidden].
+            before: [batch, slots, before] int64, the target's tokens.
+            drafted: [batch, slots, candidates] int64, draft tokens.
+        """
+        left = self.predecessor_codebook[before] * self.hidden_projection(hidden)[:, :, None]
+        return left @ self.successor_codebook[drafted].transpose(2, 3)
+
+
+class MarkovHead(nn.Module):
+    """Scores of pairs of neighbouring candidates, by a product of low rank: logits after each token alone."""
+
+    def __init__(self, dims: FeatureDims, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(dims.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, dims.draft_vocab_size, bias=False)
+
+    def forward(self, hidden: torch.Tensor, before: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        """See `CandidateSelector`."""
+        return self.markov_w1(before) @ self.markov_w2.weight[drafted].transpose(2, 3)
+
+
+class BlockDraft(nn.Module):
+    """The module that is traced: inputs and outputs as in `block_draft_spec`, the caches as a list.
+
+    Args:
+        config: of its layers, in our layout.
+        drafter: how it computes.
+        dims: sizes.
+        spec: what it is traced for.
+        target_tokens: [draft_vocab] int64: the target's token of each; None where they are the same.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        drafter: Drafter,
+        dims: FeatureDims,
+        spec: GraphSpec,
+        target_tokens: torch.Tensor | None,
+    ) -> None:
+        super().__init__()
+        layer = layer_config(config)
+        self.drafter, self.num_drafts, self.num_candidates = drafter, spec.num_drafts, spec.num_candidates
+        self.num_masks, self.target_tokens = drafter.num_masks(spec.num_drafts), target_tokens
+        # Rows of a block that is not causal have one position in the op, that of the last: all see the root's window.
+        wide = [w + (0 if c else self.num_masks) for w, c in zip(drafter.windows, drafter.is_causal, strict=True)]
+        # A window that holds a whole sequence is none.
+        self.windows = [w if 0 < own < spec.max_rows else 0 for own, w in zip(drafter.windows, wide, strict=True)]
+        self.embed_tokens = nn.Embedding(dims.vocab_size, dims.hidden_size)
+        self.rotary: nn.Module = nn.Identity()  # it has no weights: see `make_draft`
+        self.layers = nn.ModuleList(BlockLayer(layer, drafter) for _ in range(dims.num_layers))
+        self.norm = LlamaRMSNorm(dims.hidden_size, layer.rms_norm_eps)
+        self.lm_head = nn.Linear(dims.hidden_size, dims.draft_vocab_size, bias=False)
+        if drafter.selector_rank:
+            self.candidate_selector = CandidateSelector(dims, drafter.selector_rank)
+        if drafter.markov_rank:
+            self.markov_head = MarkovHead(dims, drafter.markov_rank)
+
+    def forward(
+        self,
+        roots: torch.Tensor,
+        lengths: torch.Tensor,
+        features: torch.Tensor,
+        feature_nodes: torch.Tensor,
+        last_nodes: torch.Tensor,
+        caches: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns candidates, scores and the updated caches."""
+        context = gather_nodes(features, feature_nodes)
+        num_context, num_rows = context.shape[1], context.shape[1] + 1 + self.num_masks
+        masks = torch.full_like(roots, self.drafter.mask_token_id).expand(-1, self.num_masks)
+        x = self.embed_tokens(torch.cat((roots, masks), 1)) * self.drafter.embedding_scale
+        numbers, block = torch.arange(num_rows), torch.arange(1 + self.num_masks)
+        last = last_nodes[:, None]
+        steps = torch.cat((torch.minimum(numbers[:num_context], last), last + 1 + block), 1)
+        angles = self.rotary(x, lengths[:, None] + steps)
+        is_block = numbers >= num_context
+        is_used = (is_block | (numbers <= last))[:, None] | ~is_block[:, None]  # padding is not seen from the block
+        causal = numbers <= numbers[:, None]
+        seen = {True: causal & is_used, False: (causal | (is_block & is_block[:, None])) & is_used}
+        updated = []
+        for i, layer in enumerate(self.layers):
+            mask, pair = seen[self.drafter.is_causal[i]], caches[2 * i : 2 * i + 2]
+            x, *pair = layer(x, context, angles, pair, lengths, mask, self.windows[i])
+            updated += pair
+        hidden = self.norm(x[:, 1 + self.num_masks - self.num_drafts :])
+        return (*self.lattice(roots, hidden), *updated)
+
+    def lattice(self, roots: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns candidates and scores of slots [batch, slots, hidden]."""
+        logits = self.lm_head(hidden) * self.drafter.multiplier
+        if self.drafter.softcap:
+            logits = torch.tanh(logits / self.drafter.softcap) * self.drafter.softcap
+        drafted, _ = top_tokens(logits, self.num_candidates)
+        scores = torch.gather(logits, 2, drafted)[:, :, None]
+        tokens = drafted if self.target_tokens is None else self.target_tokens[drafted]
+        if self.drafter.is_paired:
+            head = self.candidate_selector if self.drafter.selector_rank else self.markov_head
+            before = torch.cat((roots[:, :, None].expand(-1, -1, self.num_candidates), tokens[:, :-1]), 1)
+            scores = scores + head(hidden, before, drafted)
+        return tokens, scores
+
+
+class Fusion(nn.Module):
+    """Features of positions that the target has read, of its residual streams.
+
+    Args:
+        config: in our layout.
+        dims: sizes.
+    """
+
+    def __init__(self, config: Mapping[str, Any], dims: FeatureDims) -> None:
+        super().__init__()
+        self.fc = nn.Linear(len(dims.layers) * dims.target_hidden_size, dims.hidden_size, bias=False)
+        self.hidden_norm = LlamaRMSNorm(dims.hidden_size, layer_config(config).rms_norm_eps)
+
+    def forward(self, streams: list[torch.Tensor]) -> torch.Tensor:
+        """Returns the features: [batch, nodes, target_hidden] each -> [batch, nodes, hidden]."""
+        return self.hidden_norm(self.fc(torch.cat(streams, -1)))
+
+
+def make_draft(
+    config: Mapping[str, Any],
+    drafter: Drafter,
+    dims: FeatureDims,
+    spec: GraphSpec,
+    weights: Mapping[str, torch.Tensor] | None,
+    shared: Mapping[str, torch.Tensor],
+) -> BlockDraft:
+    """Returns the drafter with its weights.
+
+    Args:
+        config: in our layout.
+        drafter: how it computes.
+        dims: sizes.
+        spec: what it is traced for.
+        weights: by the names of our layout; None: random ones.
+        shared: the target's embeddings and LM head, for a drafter without.
+    """
+    tokens = _target_tokens(dims, weights)
+    with torch.device("meta"):
+        draft = BlockDraft(config, drafter, dims, spec, tokens)
+    fill_weights(draft, weights, shared)
+    draft.rotary = LlamaRotaryEmbedding(layer_config(config))
+    return draft.eval()
+
+
+def make_fusion(config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None) -> Fusion:
+    """Returns the module that makes features, with its weights; see `make_draft`."""
+    with torch.device("meta"):
+        fusion = Fusion(config, dims)
+    fill_weights(fusion, weights)
+    return fusion.eval()
+
+
+def _target_tokens(dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None) -> torch.Tensor | None:
+    """Returns [draft_vocab] int64: the target's token of each draft token, evenly spaced with random weights."""
+    num, vocab = dims.draft_vocab_size, dims.vocab_size
+    if num == vocab and (weights is None or "d2t" not in weights):
+        return None
+    if weights is None:
+        return torch.arange(num) * vocab // num
+    return weights["d2t"].to(torch.int64) + torch.arange(num)

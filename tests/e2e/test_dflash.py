@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A DFlash 2 drafter through the engine: every draft is the twin's walk over its lattice."""
+
+from __future__ import annotations
+
+import pytest
+
+from speccompile.core import registry
+from speccompile.core.jobs import MethodContext
+from speccompile.core.sampling import SamplingParams
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.stats import TimedEngine
+from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, config_of, sources
+
+torch = pytest.importorskip("torch")
+
+SLOTS, NUM_DRAFTS = 4, 4
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    from tests.speculators import dflash_lab, eagle_lab
+
+    folder = tmp_path_factory.mktemp("block_texts")
+    eagle_lab.write_target(folder / "target")
+    dflash_lab.write_learnt(folder / "dflash", folder / "target")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(place):
+    from tests.speculators.eagle_lab import compiled
+
+    made = {}
+    for source in sources("dflash", "chain", place / "target", place / "dflash"):
+        rows = MAX_ROWS + source.spec().rows_written_ahead
+        made[source.job.name] = TimedEngine(compiled(source, place / source.job.name, slots=SLOTS, rows=rows)[0])
+    target, context = made.pop("target"), MethodContext(SLOTS, MAX_SEQ, MAX_NODES)
+    config = config_of("dflash", "chain", place / "dflash")
+    return SpecEngine(target, made, registry.method("dflash").make_proposer(config, made, context), None, context)
+
+
+@pytest.fixture(scope="module")
+def found(engine):
+    """Returns (text with the root, drafts) of all proposals over the prompts, batch after batch."""
+    from tests.speculators.eagle_lab import PROMPTS
+
+    found, propose = [], engine.proposer.propose
+
+    def proposing(batch):
+        tree = propose(batch)
+        for row, slot in enumerate(batch.slots):
+            found.append((tuple(slot.tokens), tuple(tree.tokens[row, 1 : int(tree.num_nodes[row])].tolist())))
+        return tree
+
+    engine.proposer.propose = proposing
+    params = [SamplingParams(max_new_tokens=10 + i, ignore_eos=True) for i in range(len(PROMPTS))]
+    results = engine.generate(PROMPTS, params, batch_size=3)
+    plain = engine.generate(PROMPTS, params, speculative=False, batch_size=1)
+    assert [r.tokens for r in results] == [r.tokens for r in plain]
+    assert sum(r.stats["num_accepted"] for r in results) > 15
+    return [(text, drafts) for text, drafts in dict.fromkeys(found) if drafts]
+
+
+@pytest.fixture(scope="module")
+def streams(place):
+    """Returns a function: text, shift -> the target's streams [positions, ..], of layers shifted by so many."""
+    from transformers import LlamaForCausalLM
+
+    from tests.speculators.dflash_lab import READ
+
+    model, known = LlamaForCausalLM.from_pretrained(place / "target", dtype=torch.float32).eval(), {}
+
+    @torch.no_grad()
+    def read(text, shift=0):
+        if text not in known:
+            known[text] = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        return torch.cat([known[text][layer + 1 + shift][0] for layer in READ], -1)
+
+    return read
+
+
+def walk(twin, streams, root):
+    """Returns the likeliest walk over a lattice."""
+    tokens, scores = twin.block(streams, root, NUM_DRAFTS, 8)
+    path, before = [], 0
+    for slot in range(NUM_DRAFTS):
+        before = int(scores[slot, before].argmax())
+        path.append(int(tokens[slot, before]))
+    return path
+
+
+def num_wrong(place, found, streams, shift=0, faults=()):
+    from tests.speculators import dflash_lab
+
+    twin = dflash_lab.twin(place / "dflash", place / "target", faults)
+    pairs = [(walk(twin, streams(text[:-1], shift), text[-1]), list(drafts)) for text, drafts in found]
+    return sum(right[: len(drafts)] != drafts for right, drafts in pairs)
+
+
+def test_every_draft_is_the_twins(place, found, streams):
+    assert num_wrong(place, found, streams) == 0 and len(found) > 30
+
+
+@pytest.mark.parametrize(
+    "fault", [{"shift": 1}, {"shift": -1}, {"faults": ("slots",)}, {"faults": ("taps",)}, {"faults": ("predecessor",)}]
+)
+def test_layers_off_by_one_and_other_faults_change_most_drafts(place, found, streams, fault):
+    assert num_wrong(place, found[:20], streams, **fault) > 10
