@@ -47,7 +47,6 @@ CONFIDENCES = "confidences"  # [batch, drafts] float32: the draft's probability 
 CHAIN_PROBS = "chain_probs"  # [batch, drafts + 1, draft_vocab] float32: `draft_probs` of that chain, row 0 unused
 DRAFT_PARENTS = "draft_parents"  # [batch, drafts] int64: parent draft of each, counted from 1; 0 = root
 CANDIDATES = "candidates"  # [batch, scored, candidates] int64: most probable tokens after each node, best first
-PAIR_SCORES = "pair_scores"  # [batch, drafts, before, candidates] float32: see `graph_kinds.blocks`
 CANDIDATE_PROBS = "candidate_probs"  # [batch, scored, candidates] float32: their probabilities at temperature 1
 TARGET_LENGTHS = "target_lengths"  # [batch] int64: rows in use of the target's caches, where a draft reads those
 NODE_PROBS = "node_probs"  # [batch, scored, draft_vocab] float32: the warped distribution after each; 1 wide if greedy

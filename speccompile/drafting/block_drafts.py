@@ -13,11 +13,12 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import PREFILL_CHUNK
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
-from speccompile.core.specs import CANDIDATES, FEATURE_NODES, FEATURES, LENGTHS, PAIR_SCORES, START_NODES, TOKENS
+from speccompile.core.specs import CANDIDATES, FEATURE_NODES, FEATURES, LENGTHS, START_NODES, TOKENS
 from speccompile.core.tree import Ints
 from speccompile.drafting.expansion import Expansion
 from speccompile.drafting.features import PendingFeatures
 from speccompile.drafting.lattice import Lattice
+from speccompile.graph_kinds.blocks import PAIR_SCORES
 
 
 class BlockCache:

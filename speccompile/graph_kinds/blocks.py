@@ -18,7 +18,6 @@ from speccompile.core.specs import (
     FEATURE_NODES,
     FEATURES,
     LENGTHS,
-    PAIR_SCORES,
     START_NODES,
     TOKENS,
     GraphSpec,
@@ -27,6 +26,8 @@ from speccompile.core.specs import (
     updated_cache_name,
 )
 from speccompile.graph_kinds.features import STATES
+
+PAIR_SCORES = "pair_scores"  # [batch, drafts, candidates or 1, candidates] float32, see above
 
 
 def block_draft_spec(

@@ -16,7 +16,6 @@ from speccompile.core.specs import (
     HIDDEN,
     LENGTHS,
     NODE_PROBS,
-    PAIR_SCORES,
     START_NODES,
     TEMPERATURE,
     TOKENS,
@@ -30,6 +29,7 @@ from speccompile.drafting.budget import Budget
 from speccompile.drafting.lattice import Lattice
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
+from speccompile.graph_kinds.blocks import PAIR_SCORES
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier

@@ -17,12 +17,12 @@ from speccompile.core.specs import (
     FEATURE_NODES,
     FEATURES,
     LENGTHS,
-    PAIR_SCORES,
     START_NODES,
     TOKENS,
     hidden_name,
 )
 from speccompile.errors import CheckpointError, RecipeError
+from speccompile.graph_kinds.blocks import PAIR_SCORES
 
 torch = pytest.importorskip("torch")
 

@@ -17,14 +17,14 @@ from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, TensorFiles
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.probes import probe_inputs
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import CANDIDATES, PAIR_SCORES, GraphSpec
+from speccompile.core.specs import CANDIDATES, GraphSpec
 from speccompile.doctor.doctor import Checkpoint, make_case, open_known
 from speccompile.doctor.layouts import Case
 from speccompile.errors import BuildError, CheckpointError, RecipeError
 from speccompile.export.checks import check_features
 from speccompile.export.feature_source import count_weights, dims_from_config
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
-from speccompile.graph_kinds.blocks import block_draft_spec
+from speccompile.graph_kinds.blocks import PAIR_SCORES, block_draft_spec
 from speccompile.graph_kinds.features import FeatureDims, fusion_spec
 from speccompile.speculators.dflash.drafter import NESTED, Drafter, drafter_from_config
 from speccompile.speculators.dflash.layouts import EMBEDDINGS, FORMATS, LAYERS, LM_HEAD, METHOD, published_layers

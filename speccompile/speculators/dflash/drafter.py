@@ -88,7 +88,7 @@ def drafter_from_config(where: str, config: Mapping[str, Any]) -> Drafter:
 
     def number(name: str, default: float | None = None, least: float = 0, *, is_whole: bool = True) -> Any:
         given = value_of(config, name)
-        value = default if given is None else given
+        value: Any = default if given is None else given
         is_right = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
         if not is_right or not least <= value <= MAX_SIZE:
             kind = f"a {'whole ' if is_whole else ''}number, {least} or more"

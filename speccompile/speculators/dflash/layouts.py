@@ -297,11 +297,11 @@ def _check_codebooks(case: Case) -> Iterator[Finding]:
 def _check_tables(case: Case) -> Iterator[Finding]:
     """Yields findings for a reduced vocabulary without its head or map, and for a map out of the target's."""
     if case.sizes["is_reduced"]:
-        for key in ("d2t", LM_HEAD):
-            if case.key_of(key) is None:
-                expected = f"the {key} of {case.sizes['draft_vocab']} draft tokens"
+        for name in ("d2t", LM_HEAD):
+            if case.key_of(name) is None:
+                expected = f"the {name} of {case.sizes['draft_vocab']} draft tokens"
                 todo = "Fetch the folder again, or correct draft_vocab_size."
-                yield finding("error", case.place(case.prefix + key), "no such key", expected, todo)
+                yield finding("error", case.place(case.prefix + name), "no such key", expected, todo)
     key, vocab, num = case.key_of("d2t"), case.sizes["vocab"], case.sizes["draft_vocab"]
     if key is not None and vocab and num and case.files.headers[key].shape == (num,):
         tokens = case.files.array(key).astype(np.int64) + np.arange(num)
