@@ -131,7 +131,7 @@ def _peagle(target: Config, inner: int) -> Config:
 def _dflash(target: Config, inner: int, heads: tuple[int, int], *, block: int = 16, **nested: Any) -> Config:
     """Returns the config of a DFlash drafter, of two of its five layers."""
     text = _text(target)
-    own = {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], **nested}
+    own = {"mask_token_id": min(151669, text["vocab_size"] - 1), "target_layer_ids": [1, 9, 17, 25, 33], **nested}
     return {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": text["hidden_size"],
             "vocab_size": text["vocab_size"], "intermediate_size": inner, "num_hidden_layers": NUM_LAYERS,
             "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 128, "hidden_act": "silu",

@@ -182,6 +182,7 @@ def test_what_cannot_be_built_is_refused_by_name(folder, tmp_path):
         ({"markov_head_type": "gated", "markov_rank": 4}, "a Markov head with a state or a gate"),
         ({"attention_sink_bias": True}, "attention sinks"),
         ({"block_size": 1}, "block_size.*got 1"),
+        ({"mask_token_id": 40}, "mask_token_id.*got 40; expected a token below 40"),
     )
     for number, (own, words) in enumerate(cases):
         made = {**lab.KINDS["one"], "dflash_config": {**lab.KINDS["one"]["dflash_config"], **own}}

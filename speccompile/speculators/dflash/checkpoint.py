@@ -118,6 +118,10 @@ class _BlockSource(SpeculatorSource):
         self.case = open_drafter(self.folder, has_weights=not self.is_random)
         self.config = config_of(self.case)
         self.drafter: Drafter = drafter_from_config(str(self.folder), self.config)
+        if self.drafter.mask_token_id >= self.config["vocab_size"]:
+            where, todo = f"{self.folder}/config.json (mask_token_id)", "Correct config.json."
+            expected = f"a token below {self.config['vocab_size']}"
+            raise CheckpointError(where, f"{self.drafter.mask_token_id}", expected, todo)
         # Its layers' kinds and windows are read by the drafter.
         rotary = {k: v for k, v in self.config.items() if k not in ("layer_types", "sliding_window")}
         check_config({**rotary, "model_type": METHOD}, context.max_seq_len)
