@@ -23,6 +23,8 @@ from speccompile.core.sampling import SamplingParams
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples/models/pycode-16m"
 METHODS = ("none", "draft_model", "ngram")
+PAIR, HYBRID = "pycode", "pycode-hybrid-mtp"  # recipes
+HYBRID_MODEL = ROOT / "examples/models/pycode-hybrid"  # its tokenizer is that of MODEL
 NUM_TOKENS, BATCHES = 128, (1, 8)
 NUM_TIMED, ROUNDS = 16, 3
 
@@ -34,9 +36,13 @@ def golden_rows() -> list[dict[str, Any]]:
 
 
 class Reference:
-    """transformers on the GPU; None of it without torch, transformers or a GPU that torch can use."""
+    """transformers on the GPU; None of it without torch, transformers or a GPU that torch can use.
 
-    def __init__(self) -> None:
+    Args:
+        model: folder of the target.
+    """
+
+    def __init__(self, model: Path = MODEL) -> None:
         self.model: Any = None
         if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
             return
@@ -46,7 +52,7 @@ class Reference:
         if not torch.cuda.is_available():
             return
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval().cuda()
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().cuda()
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """Returns the greedy continuation."""
@@ -73,7 +79,11 @@ class Reference:
 
 
 def equality_rows(
-    bundle: Path, wanted: Sequence[dict[str, Any]], reference: Reference, max_tie_gap: float
+    bundle: Path,
+    wanted: Sequence[dict[str, Any]],
+    reference: Reference,
+    max_tie_gap: float,
+    methods: Sequence[str | None] = METHODS,
 ) -> list[dict[str, Any]]:
     """Compares every method at every batch size with transformers.
 
@@ -82,10 +92,11 @@ def equality_rows(
         wanted: [{"prompt_ids", "tokens"}].
         reference: distinguishes ties from faults.
         max_tie_gap: logits nearer than this may change their order in the bundle's precision.
+        methods: None: the bundle's own.
     """
     rows, params = [], SamplingParams(max_new_tokens=NUM_TOKENS)
     prompts = [r["prompt_ids"] for r in wanted]
-    for method in METHODS:
+    for method in methods:
         engine = speccompile.load(bundle, method=method)
         for batch in BATCHES:
             results = engine.generate(prompts, params, batch_size=batch)
@@ -96,7 +107,7 @@ def equality_rows(
             if gaps:
                 got += f", the others part at gaps of up to {max(map(abs, gaps)):.2g}"
             expected = f"all equal, or ties below {max_tie_gap:g}"
-            rows.append(row(f"greedy tokens, {method}, batch {batch}", got, expected, is_right))
+            rows.append(row(f"greedy tokens, {method or 'drafts'}, batch {batch}", got, expected, is_right))
     return rows
 
 
@@ -142,8 +153,49 @@ def speed_rows(
     return rows, raw
 
 
+def hybrid_rows(work: Path, name: str, max_tie_gap: float, *overrides: str) -> list[dict[str, Any]]:
+    """Compares the example hybrid, plain and with its multi-token prediction module, with transformers; times both.
+
+    Without transformers on this GPU, drafts are compared with the bundle's own plain decoding.
+
+    Args:
+        work: of bundles.
+        name: of the bundle, to which "-hybrid" is added.
+        max_tie_gap: see `equality_rows`.
+        overrides: of the recipe.
+    """
+    bundle = build_bundle(work, f"{name}-hybrid", HYBRID, *overrides)
+    reference, params = Reference(HYBRID_MODEL), SamplingParams(max_new_tokens=NUM_TOKENS)
+    prompts = [r["prompt_ids"] for r in golden_rows()[:NUM_TIMED]]
+    engines = {"plain": speccompile.load(bundle, method="none"), "drafts": speccompile.load(bundle)}
+    if reference.model is None:
+        texts = [r.tokens for r in engines["plain"].generate(prompts, params, batch_size=1)]
+    else:
+        texts = [reference.generate(prompt, NUM_TOKENS) for prompt in prompts]
+    wanted = [{"prompt_ids": p, "tokens": t} for p, t in zip(prompts, texts, strict=True)]
+    rows = equality_rows(bundle, wanted, reference, max_tie_gap, ("none", None))
+    for batch in BATCHES:
+        speeds = {}
+        for kind, engine in engines.items():
+            times = []
+            for turn in range(ROUNDS + 1):
+                start = time.perf_counter()
+                results = engine.generate(prompts, params, batch_size=batch)
+                if turn:  # the first round warms up
+                    times.append(sum(len(r.tokens) for r in results) / (time.perf_counter() - start))
+            speeds[kind] = statistics.median(times)
+            rows.append(row(f"tokens/s, {kind}, batch {batch}", round(speeds[kind], 1)))
+        rows.append(row(f"drafts / plain, batch {batch}", round(speeds["drafts"] / speeds["plain"], 3)))
+    return [{**made, "what": f"hybrid: {made['what']}"} for made in rows]
+
+
 def build_pair(work: Path, name: str, *overrides: str) -> Path:
-    """Returns the example pair built for this machine; a bundle that lies in WORK/prebuilt/NAME is taken as it is."""
+    """Returns the example pair built for this machine: see `build_bundle`."""
+    return build_bundle(work, name, PAIR, *overrides)
+
+
+def build_bundle(work: Path, name: str, recipe: str, *overrides: str) -> Path:
+    """Returns a recipe built for this machine; a bundle that lies in WORK/prebuilt/NAME is taken as it is."""
     prebuilt = work / "prebuilt" / name
     if prebuilt.is_dir():
         return prebuilt
@@ -151,5 +203,5 @@ def build_pair(work: Path, name: str, *overrides: str) -> Path:
     from speccompile.pipeline import build
     from speccompile.recipe import find_device, load_recipe, resolve
 
-    plan = resolve(load_recipe(ROOT / "recipes/pycode.yaml", overrides), find_device("cuda"))
+    plan = resolve(load_recipe(ROOT / f"recipes/{recipe}.yaml", overrides), find_device("cuda"))
     return build(plan, work / "bundles" / name, print, StageCache(work / "cache")).path

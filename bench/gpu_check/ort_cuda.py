@@ -127,4 +127,6 @@ def run(work: Path) -> dict[str, Any]:
     rows.append(rollback_row(engine.engines[0].engine, prompts[0] * 24))
     rows += sampled_rows(bundle, copy_for_cpu(bundle, work / "on-cpu"), prompts)
     timed, raw = decoding.speed_rows(bundle, wanted, reference)
-    return report.result([*rows, *timed], raw=raw)
+    overrides = ("engine.backend=onnxruntime", "engine.device=cuda")
+    rows += [*timed, *decoding.hybrid_rows(work, "ort-cuda", MAX_TIE_GAP, *overrides)]
+    return report.result(rows, raw=raw)

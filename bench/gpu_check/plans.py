@@ -57,4 +57,7 @@ def _check(name: str, work: Path) -> tuple[list[dict[str, Any]], str, dict[str, 
         rows.append({**made, "what": f"{name}: {made['what']}"})
     timed, raw = decoding.speed_rows(bundle, wanted, reference)
     rows += [{**made, "what": f"{name}: {made['what']}"} for made in timed]
+    overrides = ("engine.backend=tensorrt", f"engine.variant={name}")
+    for made in decoding.hybrid_rows(work, name, MAX_TIE_GAP, *overrides):
+        rows.append({**made, "what": f"{name}: {made['what']}"})
     return rows, "", raw

@@ -15,11 +15,14 @@ import numpy as np
 import onnx
 import pytest
 
+from speccompile.backends.cuda.device import Device
 from speccompile.backends.cuda.states import DeviceStates
-from speccompile.backends.onnxruntime.cuda_engine import load_cuda_engine
+from speccompile.backends.onnxruntime.cuda_engine import GrowingCaches, load_cuda_engine
 from speccompile.core import registry
-from speccompile.core.specs import LOGITS, GraphSpec
+from speccompile.core.dims import LayerDims, ModelDims
+from speccompile.core.specs import LOGITS, GraphSpec, rollback_spec
 from speccompile.errors import BundleError, RuntimeFault
+from speccompile.passes.rollback import build_rollback, cache_groups
 from tests.backends.fake_ort import FakeOrt
 from tests.backends.hybrid_lab import DIMS, MAX_ROWS, NUM_DRAFTS, VOCAB, Hybrid, feed, hybrid_model, hybrid_spec
 from tests.backends.tensorrt.fake_cuda import FakeCuda
@@ -213,3 +216,38 @@ def test_slots_that_cannot_be_aligned_are_refused(
     with pytest.raises(BundleError, match=r"1040 bytes a slot of pending\.0; expected a multiple of 256"):
         DeviceStates(device, spec, 2)
     assert DeviceStates(device, spec, 1).shapes(1)["pending.0"] == (1, 5, 52)
+
+
+MIXED = ModelDims("m", 9, 8, 3, 2, 1, 4, 64, layer_dims=(LayerDims(1, 8), LayerDims(3, 16), LayerDims(1, 8)))
+
+
+def test_caches_of_several_sizes_are_laid_out_each_on_its_own() -> None:
+    cuda = FakeCuda()
+    caches = GrowingCaches(Device(cuda), rollback_spec(MIXED), 2, 300)
+    assert caches.sizes == [(1, 8)] * 2 + [(3, 16)] * 2 + [(1, 8)] * 2
+    caches.device.synchronize()
+
+    def views() -> list[np.ndarray]:
+        caches.device.synchronize()
+        return [cuda.view(caches.address(i, 0), caches.shape(i, 2), np.float32) for i in range(6)]
+
+    before = []
+    for view in views():
+        view[...] = np.random.default_rng(view.size).standard_normal(view.shape)
+        before.append(view.copy())
+    assert caches.resize(250) and caches.rows == 256
+    caches.swap_slots(0, 1, 100)
+    caches.move_slot(0, 1, 50)
+    for view, old in zip(views(), before, strict=True):
+        np.testing.assert_array_equal(view[0, :, :100], old[1, :, :100])
+        np.testing.assert_array_equal(view[1, :, :50], old[1, :, :50])
+        np.testing.assert_array_equal(view[1, :, 50:100], old[0, :, 50:100])
+        assert not view[:, :, 128:].any()
+
+
+def test_each_size_has_one_compaction() -> None:
+    spec = rollback_spec(MIXED)
+    assert [len(names) for names in cache_groups(spec)] == [4, 2]
+    model = build_rollback(spec, joined=True)
+    assert [node.attributes["num_caches"].as_int() for node in model.graph] == [4, 2]
+    assert [value.name for value in model.graph.outputs] == [tensor.name for tensor in spec.outputs]

@@ -89,6 +89,7 @@ def test_the_section_has_all_these_rows(bundle, fake_ort, work, monkeypatch):
     monkeypatch.setattr(decoding, "build_pair", lambda *given: bundle)
     monkeypatch.setattr(decoding, "equality_rows", lambda *given: [])
     monkeypatch.setattr(decoding, "speed_rows", lambda *given: ([], {}))
+    monkeypatch.setattr(decoding, "hybrid_rows", lambda *given: [])
     monkeypatch.setattr(ort_cuda, "NUM_SAMPLED", 2)
     monkeypatch.setattr(ort_cuda, "NUM_TOKENS", 30)  # so many that shapes come again and are captured
     held = ort_cuda.run(work)
@@ -96,3 +97,17 @@ def test_the_section_has_all_these_rows(bundle, fake_ort, work, monkeypatch):
     judged = ["CUDA graphs, target", "CUDA graphs, draft", "tree commits, 5 at one shape"]
     judged += [f"sampled texts, {name}" for name in ort_cuda.SAMPLED]
     assert [r["what"] for r in held["rows"] if r["ok"] is not None] == judged
+
+
+def test_a_hybrid_is_compared_and_timed_plain_and_with_its_drafts(bundle, fake_ort, work, monkeypatch):
+    asked = []
+    monkeypatch.setattr(decoding, "build_bundle", lambda *given: asked.append(given[1:]) or bundle)
+    for name, value in {"NUM_TIMED": 2, "NUM_TOKENS": 8, "BATCHES": (2,), "ROUNDS": 1}.items():
+        monkeypatch.setattr(decoding, name, value)
+    rows = decoding.hybrid_rows(work, "ort-cuda", 1e-3, "engine.device=cuda")
+    assert asked == [("ort-cuda-hybrid", "pycode-hybrid-mtp", "engine.device=cuda")]
+    assert [r["what"] for r in rows if r["ok"] is not None] == [
+        "hybrid: greedy tokens, none, batch 2",
+        "hybrid: greedy tokens, drafts, batch 2",
+    ]
+    assert all(r["ok"] is True for r in rows if r["ok"] is not None) and len(rows) == 5
