@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 RANDOM_SEED = 1
+_OTHER_PREFIX, _PREFIX = "backbone.", "model."  # in the files of Nemotron-H, and in the model
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +65,8 @@ def read_tables(context: SourceContext) -> TargetTables:
     names = _names(folder)
     files = open_files(folder)
     keys = text_names(files.headers)
+    renamed = {name: key for name, key in keys.items() if name.startswith(_OTHER_PREFIX)}
+    keys |= {_PREFIX + name.removeprefix(_OTHER_PREFIX): key for name, key in renamed.items()}
     tables: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(names):
         if name not in keys:

@@ -18,6 +18,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from speccompile.checkpoints.checkpoint import read_dims  # noqa: E402
+from speccompile.checkpoints.target_tables import read_tables  # noqa: E402
+from speccompile.core.jobs import GraphJob, SourceContext  # noqa: E402
 from speccompile.errors import ExportError  # noqa: E402
 from speccompile.export import attention, delta_layers, mamba_layers, selfcheck  # noqa: E402
 from speccompile.export.delta_layers import GroupedParts, QueryGate  # noqa: E402
@@ -135,6 +137,15 @@ def test_a_mistake_in_a_mixer_is_noticed(folders: dict[str, tuple[Path, Any]], n
     family, attribute, value = MIXER_MUTANTS[name]
     monkeypatch.setattr(mamba_layers, attribute, value)
     assert difference(*folders[family]) > 100 * MAX_RELATIVE_DIFFERENCE
+
+
+@pytest.mark.parametrize("name", ["nemotron-h", "mamba2"])
+def test_tables_are_found_under_the_names_in_the_files(folders: dict[str, tuple[Path, Any]], name: str) -> None:
+    folder, model = folders[name]
+    job = GraphJob("target", str(folder))
+    tables = read_tables(SourceContext("checkpoint", 16, 4, read_dims(folder), job))
+    assert torch.equal(tables.embeddings, model.get_input_embeddings().weight)
+    assert torch.equal(tables.lm_head, model.get_output_embeddings().weight)
 
 
 def test_other_activations_are_refused(folders: dict[str, tuple[Path, Any]]) -> None:
