@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speccompile.backends.onnxruntime.cuda_engine import load_cuda_engine
 from speccompile.backends.states import SlotStates
-from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tree import TokenTree
@@ -31,9 +29,7 @@ from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig
 from speccompile.speculators.none.proposer import NoneProposer
-from tests.backends.fake_ort import FakeOrt
-from tests.backends.hybrid_lab import MAX_ROWS, MAX_SEQ, NUM_DRAFTS, VOCAB, Hybrid, hybrid_model
-from tests.backends.tensorrt.fake_cuda import FakeCuda
+from tests.backends.hybrid_lab import MAX_SEQ, NUM_DRAFTS, VOCAB, Hybrid
 
 SLOTS, CHUNK = 4, 7
 GREEDY = SamplingParams(max_new_tokens=14)
@@ -205,40 +201,6 @@ def test_200_rounds_keep_the_bits_of_a_fresh_prefill_and_the_texts_of_plain_deco
     assert set(accepted) == set(range(NUM_DRAFTS + 1)) and len(accepted) > 100
     assert counters.num_prefix_hits > 5 and counters.num_reused_tokens > 100
     assert set(bench.reasons) == {"length", "cancelled"} and len(bench.handles) > 40
-
-
-class OnCuda(Hybrid):
-    """The target lowered for CUDA over a fake device; plain decoding stays on the CPU.
-
-    Args:
-        hybrid: on the CPU.
-        folder: of the graph; made here.
-    """
-
-    def __init__(self, hybrid: Hybrid, folder: Path) -> None:
-        self.hybrid, self.path = hybrid, folder / "graph.onnx"
-        registry.backend("onnxruntime", "cuda").compile(hybrid_model(), hybrid.spec, folder)
-
-    def open(self, max_slots: int) -> Any:
-        """Returns an engine on the fake device, of one slot on the CPU."""
-        if max_slots == 1:
-            return self.hybrid.open(1)
-        return load_cuda_engine(self.path, self.hybrid.spec, max_slots=max_slots, max_rows=MAX_ROWS, settings={})
-
-    def check(self, engine: Any, slot: int, tokens: Sequence[int]) -> None:
-        """Checks that the states of a slot hold so many tokens."""
-        states = engine.states
-        assert not tokens or 0 <= len(tokens) - states.lengths[slot] <= states.num_pending[slot]
-
-
-def test_rounds_on_cuda_give_the_texts_of_plain_decoding_on_the_cpu(
-    hybrid: Hybrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over the fakes, which run a step three times where they capture it: prefixes, swaps, snapshots, host verdicts."""
-    FakeOrt(monkeypatch, FakeCuda())
-    bench = run_rounds(OnCuda(hybrid, tmp_path), 0, 40)
-    assert bench.target.runner.plan.num_graphs > 3 and bench.scheduler.counters.num_reused_tokens > 50
-    assert set(bench.script.num_accepted) == set(range(NUM_DRAFTS + 1))
 
 
 def test_drafts_are_deterministic_for_generate_too(hybrid: Hybrid) -> None:
