@@ -19,6 +19,7 @@ from speccompile.errors import CheckpointError, RecipeError
 from speccompile.graph_kinds.heads import DraftForm, FormOptions
 from speccompile.pipeline import build
 from speccompile.speculators.gemma4_assistant.checkpoint import FORMATS, AssistantSource
+from tests import store
 from tests.pipeline import fakes
 from tests.speculators.gemma_lab import (
     KINDS,
@@ -170,7 +171,8 @@ def engine(pair: tuple[Path, Any, Any]) -> Any:
         f"num_draft_tokens: {NUM_DRAFTS}}}\n"
         "engine: {max_batch_size: 2, max_seq_len: 48, max_draft_nodes: 8, threads: 1}\n"
     )
-    bundle = build(fakes.make_plan(recipe), folder / "out", cache=StageCache(folder / "cache"))
+    with store.cheap_stages():
+        bundle = build(fakes.make_plan(recipe), folder / "out", cache=StageCache(folder / "cache"))
     with pytest.MonkeyPatch.context() as patch:
         # On a target as small as this plain decoding is often faster: no clock decides whether to draft.
         patch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)
