@@ -34,8 +34,11 @@ void multiply_panel(const Activations& x, std::int64_t first_row, int num_rows, 
         for (int block = 0; block < num_blocks; block++) {
             const int begin = num_rows * block / num_blocks, end = num_rows * (block + 1) / num_blocks;
             const std::int64_t row = first_row + begin;
-            Stretch stretch{x, panel, unit, std::min(units, unit + step), {kPrefetch, kPrefetch}, sums + begin * kColumns};
-            if (num_blocks > 1) {
+            const std::ptrdiff_t distance = Form::kIsFar ? kFar : kPrefetch;
+            Stretch stretch{x, panel, unit, std::min(units, unit + step), {distance, distance}, sums + begin * kColumns};
+            if (num_blocks > 1 && Form::kIsFar) {
+                if (block > 0) stretch.ahead[0] = stretch.ahead[1] = 0;
+            } else if (num_blocks > 1) {
                 // The first two blocks fetch half of the next stretch each, so that memory is busy during both.
                 const std::ptrdiff_t next = step * Form::kUnit * kColumns * Form::kBitsPerWeight / 8;
                 stretch.ahead[0] = block == 0 ? next : 0;

@@ -19,6 +19,7 @@ constexpr int kPartials = 16;
 constexpr int kParts = kPartials / kLanes;  // vectors that hold them
 
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
+inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }  // into the second-level cache
 
 // The sum of 16 partial sums: lanes i and i + 8 first, then 4, 2 and 1 apart.
 inline float sum_partials(const Float (&parts)[kParts]) {
