@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -114,9 +114,15 @@ def cheap_measurements() -> Iterator[None]:
     from speccompile.backends import measuring
     from speccompile.backends.onnxruntime import tune
 
-    def measure(path: Path, spec: Any, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
+    def measure(
+        path: Path,
+        spec: Any,
+        threads: int | None = None,
+        others_bytes: int = 0,
+        node_counts: Sequence[int] = measuring.NODE_COUNTS,
+    ) -> dict[str, Any]:
         settings = {"threads": threads or 1, "spinning": "stop"}
-        found = {**settings, **tune._measure(path, spec, settings, others_bytes), tune.WAIT_SHARE: 0.0}
+        found = {**settings, **tune._measure(path, spec, settings, others_bytes, node_counts), tune.WAIT_SHARE: 0.0}
         return {"cpu": tune.cpu_name(), **found, "tried": [found]}
 
     with pytest.MonkeyPatch.context() as patch:

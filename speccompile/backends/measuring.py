@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -29,7 +29,12 @@ def measured_sizes(spec: GraphSpec) -> tuple[int, int]:
     return max_slots, min(CONTEXT + max(NODE_COUNTS) + spec.rows_written_ahead, spec.max_rows or sys.maxsize)
 
 
-def measure_steps(engine: Engine, others_bytes: int = 0, max_nodes: int = sys.maxsize) -> dict[str, float]:
+def measure_steps(
+    engine: Engine,
+    others_bytes: int = 0,
+    max_nodes: int = sys.maxsize,
+    node_counts: Collection[int] = NODE_COUNTS,
+) -> dict[str, float]:
     """Time steps of an engine of `measured_sizes`.
 
     Args:
@@ -38,27 +43,27 @@ def measure_steps(engine: Engine, others_bytes: int = 0, max_nodes: int = sys.ma
             measured step: heads of 25 MB whose weights stayed in a CPU's cache were seen 1.6 times faster than in the
             loop, where the target's weights had evicted them.
         max_nodes: most nodes of a step that the engine takes; heads read the states of no more.
+        node_counts: those of `NODE_COUNTS` to measure; 1 is one of them.
 
     Returns:
         {nodes: milliseconds at batch 1}; for a graph without caches, slots are counted instead of nodes.
     """
-    feeds = _feeds_by_nodes(engine, max_nodes)
-    node_counts = list(feeds)
-    times: dict[int, list[float]] = {n: [] for n in node_counts}
-    for n in node_counts:
-        engine.run(feeds[n])
+    feeds = {n: step for n, step in _feeds_by_nodes(engine, max_nodes).items() if n in node_counts}
+    times: dict[int, list[float]] = {n: [] for n in feeds}
+    for step in feeds.values():
+        engine.run(step)
     others = _others(others_bytes)
     start = time.perf_counter()
     while len(times[1]) < MAX_REPEATS:
         if len(times[1]) >= MIN_REPEATS and time.perf_counter() - start > SECONDS_PER_SETTING:
             break
-        for n in node_counts:  # interleaved: a slow moment of the machine affects all sizes
+        for n in feeds:  # interleaved: a slow moment of the machine affects all sizes
             others.sum()
             begin = time.perf_counter()
             engine.run(feeds[n])
             times[n].append((time.perf_counter() - begin) * 1e3)
     # Noise of a shared machine only adds: a low quantile is closer to the true time than the median.
-    return {str(n): round(float(np.quantile(times[n], 0.2)), 4) for n in node_counts}
+    return {str(n): round(float(np.quantile(times[n], 0.2)), 4) for n in feeds}
 
 
 def typical_step_ms(engine: Engine, others_bytes: int = 0, clock: Callable[[], float] = time.perf_counter) -> float:

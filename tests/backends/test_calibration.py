@@ -140,7 +140,7 @@ def automatic(neutral: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[d
     folder = tmp_path_factory.mktemp("auto")
     order = {"int4": 1.0, "int8": 2.0, "none": 3.0}
 
-    def measure(path: Path, spec: Any, others_bytes: int) -> dict[str, Any]:
+    def measure(path: Path, spec: Any, others_bytes: int, node_counts: Any) -> dict[str, Any]:
         ms = order[path.parent.parent.name]
         return {"step_ms": {"1": ms, "4": ms}}
 

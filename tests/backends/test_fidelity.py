@@ -146,7 +146,8 @@ def test_a_draft_is_not_compared_and_measured_with_its_weights_evicted(
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     evicted = []
 
-    def measure(path: Path, spec: Any, others_bytes: int) -> dict[str, Any]:
+    def measure(path: Path, spec: Any, others_bytes: int, node_counts: tuple[int, ...]) -> dict[str, Any]:
+        assert node_counts == (1, 4)
         evicted.append(others_bytes)
         return {"step_ms": FAST if "rowq8" in str(path) else SLOW}
 

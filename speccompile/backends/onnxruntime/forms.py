@@ -113,7 +113,10 @@ def compile_best(
             reports[name] = lower_and_save(model, table, files[name], progress)
             if len(forms) > 1:
                 says(f"measure {name}")
-                step_ms[name] = tune.measure_graph(files[name], tried, others_bytes=others_bytes)["step_ms"]
+                measured = tune.measure_graph(
+                    files[name], tried, others_bytes=others_bytes, node_counts=tune.TYPICAL_NODES
+                )
+                step_ms[name] = measured["step_ms"]
         if is_target:
             says("distance to float32")
             distances = fidelity.measure_distances(reference, files, tried)

@@ -8,20 +8,22 @@ one, and the first session of a process decides how denormals are treated.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from speccompile.backends.contention import WAIT_SHARE, WaitClock, is_disturbed
-from speccompile.backends.measuring import measure_steps, measured_sizes
+from speccompile.backends.measuring import NODE_COUNTS, measure_steps, measured_sizes
 from speccompile.common.cores import num_usable_cores
 from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.errors import BuildError
 
+TYPICAL_NODES = (1, 4)  # see `typical_cost`
 TRIES = 3  # attempts of a measurement that other work disturbs
 
 
@@ -46,7 +48,12 @@ def thread_counts() -> list[int]:
 
 
 def measure_graph(
-    path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0, tries: int = TRIES
+    path: Path,
+    spec: GraphSpec,
+    threads: int | None = None,
+    others_bytes: int = 0,
+    tries: int = TRIES,
+    node_counts: Sequence[int] = NODE_COUNTS,
 ) -> dict[str, Any]:
     """Measure a lowered graph in a child process, again where other work held the CPUs.
 
@@ -56,6 +63,7 @@ def measure_graph(
         threads: measure with this many only; None tries `thread_counts()`.
         others_bytes: see `measure_steps`.
         tries: measurements at most; the least disturbed one counts.
+        node_counts: see `measure_steps`; `TYPICAL_NODES` are among them.
 
     Returns:
         {"cpu", "threads", "spinning", "step_ms": {nodes: ms at batch 1}, "tried": [...], "wait_share": share of the
@@ -64,33 +72,47 @@ def measure_graph(
     Raises:
         BuildError: the child died; the end of its output is in the message.
     """
-    best = _measure_once(path, spec, threads, others_bytes)
+    counts = [threads] if threads else thread_counts()
+    request = {
+        "path": str(path),
+        "spec": spec.json_from_spec(),
+        "threads": counts,
+        "others_bytes": others_bytes,
+        "node_counts": list(node_counts),
+    }
+    best = _measure_once(request)
     for _ in range(tries - 1):
         if not is_disturbed(best):
             break
-        best = min(best, _measure_once(path, spec, threads, others_bytes), key=lambda record: record[WAIT_SHARE])
+        best = min(best, _measure_once(request), key=lambda record: record[WAIT_SHARE])
     return best
 
 
-def _measure_once(path: Path, spec: GraphSpec, threads: int | None, others_bytes: int) -> dict[str, Any]:
-    counts = [threads] if threads else thread_counts()
-    request = {"path": str(path), "spec": spec.json_from_spec(), "threads": counts, "others_bytes": others_bytes}
+def _measure_once(request: Mapping[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-m", "speccompile.backends.onnxruntime.tune"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         tail = done.stderr.strip()[-500:]
-        raise BuildError(f"tuning {path}", f"exit code {done.returncode}: {tail}", "a measurement", "See the message.")
+        raise BuildError(
+            f"tuning {request['path']}", f"exit code {done.returncode}: {tail}", "a measurement", "See the message."
+        )
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def _measure(path: Path, spec: GraphSpec, settings: Mapping[str, Any], others_bytes: int) -> dict[str, Any]:
+def _measure(
+    path: Path,
+    spec: GraphSpec,
+    settings: Mapping[str, Any],
+    others_bytes: int,
+    node_counts: Sequence[int] = NODE_COUNTS,
+) -> dict[str, Any]:
     from speccompile.backends.onnxruntime.engine import load_engine
 
     max_slots, max_rows = measured_sizes(spec)
     engine = load_engine(path, spec, max_slots=max_slots, max_rows=max_rows, settings=settings)
     clock = WaitClock()
-    step_ms = measure_steps(engine, others_bytes)
+    step_ms = measure_steps(engine, others_bytes, node_counts=node_counts)
     return {"step_ms": step_ms, WAIT_SHARE: clock.share()}
 
 
@@ -100,7 +122,7 @@ def typical_cost(step_ms: Mapping[str, float]) -> float:
     A draft-verify loop alternates between one node and a handful: both count, whatever their scale. A vision tower has
     steps of one image alone.
     """
-    return step_ms["1"] * step_ms.get("4", 1.0)
+    return math.prod(step_ms.get(str(nodes), 1.0) for nodes in TYPICAL_NODES)
 
 
 def main() -> None:
@@ -110,7 +132,8 @@ def main() -> None:
     tried = []
     for threads in request["threads"]:
         settings = {"threads": threads, "spinning": "stop"}
-        tried.append({**settings, **_measure(path, spec, settings, request["others_bytes"])})
+        measured = _measure(path, spec, settings, request["others_bytes"], request["node_counts"])
+        tried.append({**settings, **measured})
     best = min(tried, key=lambda t: typical_cost(t["step_ms"]))
     wait_share = max(row[WAIT_SHARE] for row in tried)
     print(json.dumps({"cpu": cpu_name(), **best, "tried": tried, WAIT_SHARE: wait_share}))
