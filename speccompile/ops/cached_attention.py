@@ -131,6 +131,7 @@ _WRITE = """
     k_updated = TensorScatter<axis = 2, mode = "linear">(k_cache, k, lengths)
     v_updated = TensorScatter<axis = 2, mode = "linear">(v_cache, v, lengths)
 """
+# The last node has a second row, as ONNX Runtime sums the products of one row alone in another order.
 _MASK = """
     none = Constant<value_int = 0>()
     one = Constant<value_int = 1>()
@@ -169,6 +170,13 @@ _MASK = """
     is_near = Less(distance, reach)
     mask = Where(is_near, linked, hidden)
     mask4 = Unsqueeze(mask, second)
+    first = Constant<value_ints = [0]>()
+    last = Constant<value_ints = [-1]>()
+    end = Constant<value_ints = [9223372036854775807]>()
+    q_last = Slice(q, last, end, third)
+    q_rows = Concat<axis = 2>(q, q_last)
+    mask_last = Slice(mask4, last, end, third)
+    mask_rows = Concat<axis = 2>(mask4, mask_last)
 """
 CACHED_ATTENTION = Op(
     "CachedAttention",
@@ -176,7 +184,8 @@ CACHED_ATTENTION = Op(
     _OUTPUTS,
     cached_attention,
     f"""{_WRITE}{_MASK}
-    attended = Attention<scale: float = @scale, softcap: float = @softcap>(q, k_updated, v_updated, mask4)
+    with_last = Attention<scale: float = @scale, softcap: float = @softcap>(q_rows, k_updated, v_updated, mask_rows)
+    attended = Slice(with_last, first, last, third)
     out = Transpose<perm = [0, 2, 1, 3]>(attended)
     """,
     attributes={"scale": 1.0, "softcap": 0.0, "window": 0},
@@ -189,16 +198,16 @@ SINK_ATTENTION = Op(
     _OUTPUTS,
     cached_attention,
     f"""{_WRITE}{_MASK}
-    attended, present_k, present_v, scores =
-        Attention<scale: float = @scale, qk_matmul_output_mode = 2>(q, k_updated, v_updated, mask4)
-    last = Constant<value_ints = [-1]>()
+    with_last, present_k, present_v, scores =
+        Attention<scale: float = @scale, qk_matmul_output_mode = 2>(q_rows, k_updated, v_updated, mask_rows)
     total = ReduceLogSumExp<keepdims = 1>(scores, last)
     columns = Constant<value_ints = [1, 2]>()
     sinks3 = Unsqueeze(sinks, columns)
     above = Sub(total, sinks3)
     share = Sigmoid(above)
-    scaled = Mul(attended, share)
-    out = Transpose<perm = [0, 2, 1, 3]>(scaled)
+    scaled = Mul(with_last, share)
+    attended = Slice(scaled, first, last, third)
+    out = Transpose<perm = [0, 2, 1, 3]>(attended)
     """,
     attributes={"scale": 1.0, "window": 0},
 )
@@ -242,7 +251,8 @@ SHARED_ATTENTION = Op(
     _OUTPUTS[:1],
     shared_attention,
     f"""{_MASK}
-    attended = Attention<scale: float = @scale, softcap: float = @softcap>(q, k_cache, v_cache, mask4)
+    with_last = Attention<scale: float = @scale, softcap: float = @softcap>(q_rows, k_cache, v_cache, mask_rows)
+    attended = Slice(with_last, first, last, third)
     out = Transpose<perm = [0, 2, 1, 3]>(attended)
     """,
     attributes=CACHED_ATTENTION.attributes,

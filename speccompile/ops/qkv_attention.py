@@ -164,6 +164,7 @@ _ROTATE = """
 """
 # The mask depends on no cache but by the number of its rows, which is an input: ONNX Runtime then finds that the nodes
 # of all layers compute one value. One gather covers past rows, nodes and unused rows, see `passes/attention_mask.py`.
+# The last node has a second row, as ONNX Runtime sums the products of one row alone in another order.
 _ATTEND = """
     k_updated = TensorScatter<axis = 2, mode = "linear">(k_cache, {k}, lengths)
     v_updated = TensorScatter<axis = 2, mode = "linear">(v_cache, v, lengths)
@@ -207,7 +208,13 @@ _ATTEND = """
     mask4 = Unsqueeze(folded_mask, second)
     fold = Concat<axis = 0>(zero1, kv_heads1, every, head_dim1)
     q_folded = Reshape({q}, fold)
-    attended = Attention<scale: float = @scale, softcap: float = @softcap>(q_folded, k_updated, v_updated, mask4)
+    end = Constant<value_ints = [9223372036854775807]>()
+    q_last = Slice(q_folded, every, end, third)
+    q_rows = Concat<axis = 2>(q_folded, q_last)
+    mask_last = Slice(mask4, every, end, third)
+    mask_rows = Concat<axis = 2>(mask4, mask_last)
+    with_last = Attention<scale: float = @scale, softcap: float = @softcap>(q_rows, k_updated, v_updated, mask_rows)
+    attended = Slice(with_last, zero1, every, third)
     unfold = Concat<axis = 0>(zero1, heads1, every, head_dim1)
     unfolded = Reshape(attended, unfold)
     by_node = Transpose<perm = [0, 2, 1, 3]>(unfolded)

@@ -4,8 +4,12 @@
 SharedAttention -> the same Attention over the caches that another layer has written.
 
 The query heads of one group are folded into the rows ([batch, kv_heads, group * nodes, head_dim]), so each K
-and V row is read once per kv head. The additive mask is made once per tree and window and shared by all layers:
-a boolean mask would be converted in every layer, and `nonpad_kv_seqlen` makes the kernel no shorter.
+and V row is read once per kv head. Where a group is one head, the last node's row stands there twice: ONNX Runtime
+has another kernel for a product of one row, with another order of summation, so that a step of one node would not
+have the bits that a longer step gives the node.
+
+The additive mask is made once per tree and window and shared by all layers: a boolean mask would be converted in
+every layer, and `nonpad_kv_seqlen` makes the kernel no shorter.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ def _find_neutral(model: ir.Model) -> str | None:
     return None if not nodes else f"{len(nodes)} {nodes[0].op_type} nodes are left"
 
 
+_ROWS, _END = 2, 2**63 - 1  # the axis of nodes; the end of any axis
+
 ATTENTION_LOWERED = Property("attention_lowered", _find_neutral)
 
 
@@ -36,6 +42,9 @@ def lower_attention(model: ir.Model) -> int:
             trees[tree_of(node)] = AttentionMasks(model, node, _cache_of(node))
     kinds = {node: _kind(node, 3) for node in nodes} | {node: _kind(node, 1) for node in readers}
     made = {kind: trees[kind[0]].make(*kind[1:]) for kind in dict.fromkeys(kinds.values())}
+    for kind, mask in made.items():
+        if kind[2] == 1:
+            made[kind] = _with_last_twice(trees[kind[0]].edit, mask)
     for node in nodes:
         key, value, k_cache, v_cache, lengths = node.inputs[1:6]
         edit = Editor(model, node)
@@ -64,11 +73,13 @@ def _attend(
         node: CachedAttention, SinkAttention or SharedAttention.
         k_cache: for its static dims.
         rows: K and V.
-        mask: of its window and group.
+        mask: of its window and group; where that is one head, the last row stands there twice.
     """
     query = node.inputs[0]
     kv_heads, heads, head_dim = size_of(k_cache, 1), size_of(query, 1), size_of(k_cache, 3)
-    folded = query if heads == kv_heads else edit.op("Reshape", query, edit.ints([0, kv_heads, -1, head_dim]))
+    is_folded = heads != kv_heads
+    fold = edit.ints([0, kv_heads, -1, head_dim])
+    folded = edit.op("Reshape", query, fold) if is_folded else _with_last_twice(edit, query)
     softcap = node.attributes["softcap"].as_float() if "softcap" in node.attributes else 0.0
     inputs, scale, sinks = (folded, *rows, mask), node.attributes["scale"].as_float(), sinks_of(node)
     share = None
@@ -76,12 +87,21 @@ def _attend(
         out = edit.op("Attention", *inputs, scale=scale, softcap=softcap)
     else:
         out, share = _attend_with_sinks(edit, inputs, scale, sinks, heads)
-    if heads != kv_heads:
+    if is_folded:
         out = edit.op("Reshape", out, edit.ints([0, heads, -1, head_dim]))
     if share is not None:
         out = edit.op("Mul", out, share)
+    if not is_folded:
+        out = edit.op("Slice", out, edit.ints([0]), edit.ints([-1]), edit.ints([_ROWS]))
     transposed: ir.Value = edit.op("Transpose", out, perm=[0, 2, 1, 3])
     return transposed
+
+
+def _with_last_twice(edit: Editor, rows: ir.Value | None) -> ir.Value:
+    """Returns [batch, heads, nodes + 1, ...]: the last row is repeated."""
+    last = edit.op("Slice", rows, edit.ints([-1]), edit.ints([_END]), edit.ints([_ROWS]))
+    repeated: ir.Value = edit.op("Concat", rows, last, axis=_ROWS)
+    return repeated
 
 
 def _attend_with_sinks(

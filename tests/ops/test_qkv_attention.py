@@ -61,3 +61,16 @@ def test_only_the_rows_of_the_nodes_are_written(kind: dict[str, Any]) -> None:
                 np.testing.assert_array_equal(new[slot, :, :length], old[slot, :, :length])
                 np.testing.assert_array_equal(new[slot, :, length + nodes :], old[slot, :, length + nodes :])
                 assert (new[slot, :, length : length + nodes] != old[slot, :, length : length + nodes]).all()
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_the_body_gives_a_chain_the_bits_of_single_steps(group: int) -> None:
+    sizes = Sizes(batch=1, nodes=9, kv_heads=2, group=group, head_dim=16, max_seq=40)
+    call = random_call(np.random.default_rng(group), sizes, rotary=True, is_chain=True)
+    session, inputs = session_of(model_of(call.op.name, **call.attributes)), dict(call.inputs)
+    whole, *_ = session.run(None, call.inputs)
+    for node in range(sizes.nodes):
+        inputs["qkv"] = call.inputs["qkv"][:, node : node + 1]
+        inputs |= {"lengths": call.inputs["lengths"] + node, "tree_mask": np.ones((1, 1, 1), bool)}
+        out, inputs["k_cache"], inputs["v_cache"] = session.run(None, inputs)
+        np.testing.assert_array_equal(out[:, 0], whole[:, node])

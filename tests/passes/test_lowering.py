@@ -11,12 +11,14 @@ import pytest
 from speccompile.core.specs import LENGTHS, TREE_MASK
 from speccompile.errors import PassError
 from speccompile.ops.cached_attention import cached_attention
+from speccompile.ops.registry import attach_functions
 from speccompile.passes.base import Pass, histogram_from_model
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
 from speccompile.passes.lower_attention import ATTENTION_LOWERED, lower_attention
 from speccompile.passes.merge_heads import merge_heads
 from speccompile.passes.merge_linears import merge_linears
 
+CACHES = ("k_cache", "v_cache")
 TOLERANCE = 2e-6  # of numbers of order 1, float32; seen at most 6e-7
 
 
@@ -113,6 +115,28 @@ def test_lowered_attention_with_sinks_equals_its_twin_and_copies_no_cache(
         assert np.abs(mine - twin).max() < TOLERANCE
     attention = next(n for n in ir.to_proto(model).graph.node if n.op_type == "Attention")
     assert list(attention.output)[1:3] == ["", ""]
+
+
+@pytest.mark.parametrize("is_lowered", [True, False], ids=["lowered", "body"])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2)])
+def test_a_chain_has_the_bits_of_single_steps(heads: int, kv_heads: int, has_sinks: bool, is_lowered: bool) -> None:
+    rng, length, nodes, head_dim = np.random.default_rng(heads), 9, 9, 16
+    sinks = rng.standard_normal(heads).astype(np.float32) if has_sinks else None
+    model = attention_model(heads, kv_heads, head_dim, sinks, scale=0.3, window=12)
+    assert (lower_attention if is_lowered else attach_functions)(model) == 1
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    shapes = [(1, heads, nodes, head_dim), *[(1, kv_heads, nodes, head_dim)] * 2, *[(1, kv_heads, 40, head_dim)] * 2]
+    tensors = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+    chain = np.tri(nodes, dtype=bool)[None]
+    feeds = dict(zip(["q", "k", "v", *CACHES], tensors, strict=True))
+    whole, *_ = session.run(None, {**feeds, LENGTHS: np.array([length]), TREE_MASK: chain})
+    for node in range(nodes):
+        feeds |= {name: tensor[:, :, node : node + 1] for name, tensor in zip("qkv", tensors, strict=False)}
+        feeds |= {LENGTHS: np.array([length + node]), TREE_MASK: np.ones((1, 1, 1), bool)}
+        single, *updated = session.run(None, feeds)
+        feeds |= dict(zip(CACHES, updated, strict=True))
+        np.testing.assert_array_equal(single[:, 0], whole[:, node])
 
 
 def test_one_mask_serves_all_layers_of_a_window() -> None:
