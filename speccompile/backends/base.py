@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -36,6 +37,7 @@ class Backend(ABC):
         devices: values of `engine.device`; the first one is what `auto` means.
         dtypes: of activations and caches; the first one is what `auto` means.
         quantizations: those that `compile` supports.
+        draft_quantizations: of a draft whose section says `auto`, by the target's quantization; none where not listed.
         calibrates: quantisations with which a target's weights are chosen over calibration text.
         graph_file: the file of a compiled graph that `load` opens; graphs may share weights where it is ONNX.
         graph_sources: modules of the package, as "backends/writing", that can change a compiled graph: part of the
@@ -49,6 +51,7 @@ class Backend(ABC):
     devices: tuple[str, ...] = ("cpu",)
     dtypes: tuple[str, ...] = ("float32",)
     quantizations: tuple[str, ...] = ("none",)
+    draft_quantizations: Mapping[str, str] = MappingProxyType({})
     calibrates: tuple[str, ...] = ()
     graph_file: str = "graph.onnx"
     graph_sources: tuple[str, ...] = ()

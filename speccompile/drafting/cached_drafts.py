@@ -25,7 +25,7 @@ class CachedDraftFields(TreeFields):
     """Recipe fields; a method's `Config` inherits them.
 
     Args:
-        quantization: `none`, `int8` or `int4`.
+        quantization: `none`, `int8` or `int4`; `auto`: what the backend has for drafts of such a target.
         num_draft_tokens: of a chain; `auto`: as many as are worth their time, `tree_depth` at most.
         drafts: `greedy` (deterministic), `sampled` (from the draft's own distribution at the request's temperature), or
             `auto`: sampled where the request samples and the drafts are a chain or a tree of a fixed shape. A grown
@@ -37,7 +37,7 @@ class CachedDraftFields(TreeFields):
         RecipeError: a value is out of range.
     """
 
-    quantization: str = "none"
+    quantization: str = "auto"
     num_draft_tokens: int | Literal["auto"] = "auto"
     drafts: Literal["auto", "greedy", "sampled"] = "auto"
     confidence_odds: float = 1.0

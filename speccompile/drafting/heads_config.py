@@ -21,7 +21,7 @@ class HeadsFields(TreeFields):
     """Recipe fields; a method's `Config` inherits them.
 
     Args:
-        quantization: `none`, `int8` or `int4`.
+        quantization: `none`, `int8` or `int4`; `auto`: what the backend has for drafts of such a target.
         num_draft_tokens: length of a chain, the same in every step; or `auto`: as many tokens as are worth their time,
             up to the number of heads. A grown tree is no deeper.
         drafts: of a chain: `greedy` (deterministic), `sampled` (from the heads' own distribution at the request's
@@ -36,7 +36,7 @@ class HeadsFields(TreeFields):
         RecipeError: a value is out of range.
     """
 
-    quantization: str = "none"
+    quantization: str = "auto"
     num_draft_tokens: int | Literal["auto"] = "auto"
     drafts: Literal["auto", "greedy", "sampled"] = "auto"
     min_confidence: float | Literal["auto"] = "auto"

@@ -157,11 +157,12 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         expected = f"at most engine.max_draft_nodes = {engine.max_draft_nodes}"
         got = f"{num_tree_drafts} draft tokens"
         raise RecipeError("speculator.tree", got, expected, "Draft fewer, or raise engine.max_draft_nodes.")
-    drafts = tuple(_decided(job, recipe) for job in method.graph_jobs(config))
     backend: Backend = registry.backend(engine.backend)
     engine_plan = _engine_plan(engine, backend)
-    _check_forms(backend.for_device(engine_plan.device), recipe, drafts)
-    _check_calibration(backend.for_device(engine_plan.device), recipe)
+    on_device = backend.for_device(engine_plan.device)
+    drafts = tuple(_decided(job, recipe, on_device) for job in method.graph_jobs(config))
+    _check_forms(on_device, recipe, drafts)
+    _check_calibration(on_device, recipe)
     return BuildPlan(
         target=_target_job(recipe, method.target_outputs(config), engine_plan.logits),
         weights=recipe.target.weights,
@@ -181,11 +182,15 @@ def _vision_job(recipe: Recipe) -> GraphJob | None:
     return GraphJob(VISION, target.model, source=VISION_SOURCE, config=target.config) if target.vision else None
 
 
-def _decided(job: GraphJob, recipe: Recipe) -> GraphJob:
+def _decided(job: GraphJob, recipe: Recipe, backend: Backend) -> GraphJob:
     target = recipe.target
     if job.model == AS_TARGET:
         job = replace(job, model=target.model, config=job.config or target.config)
-    return replace(job, quantization=target.quantization) if job.quantization == AS_TARGET else job
+    if job.quantization == AS_TARGET:
+        return replace(job, quantization=target.quantization)
+    if job.quantization == AUTO:
+        return replace(job, quantization=backend.draft_quantizations.get(target.quantization, "none"))
+    return job
 
 
 def _engine_plan(section: EngineSection, backend: Backend) -> EnginePlan:
@@ -206,7 +211,7 @@ def _check_forms(backend: Backend, recipe: Recipe, drafts: Sequence[GraphJob]) -
     forms: list[tuple[str, str, tuple[str, ...]]] = [
         ("target.quantization", recipe.target.quantization, backend.quantizations)
     ]
-    # A form that is measured is chosen for the target, by its distance to float32: a draft has to name its own.
+    # A form that is measured is chosen for the target, by its distance to float32: a draft cannot take the target's.
     named = tuple(name for name in backend.quantizations if name != AUTO)
     forms += [("speculator.quantization", job.quantization, named) for job in drafts]
     if recipe.target.dtype != "auto":

@@ -34,6 +34,26 @@ def test_the_plan_holds_every_decision(tmp_path: Path) -> None:
     assert made == plan(tmp_path, "target.quantization=int8", "decoding.stop=[a]")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), "none"),
+        (("target.quantization=int8",), "int8"),
+        (("target.quantization=auto",), "int8"),
+        (("target.quantization=int4",), "none"),
+        (("target.quantization=int8", "engine.device=cuda"), "none"),
+        (("target.quantization=int8", "engine.backend=tensorrt"), "none"),
+        (("target.quantization=int8", "speculator.quantization=int4"), "int4"),
+    ],
+)
+def test_the_backend_decides_the_weights_of_drafts_that_leave_them_open(
+    tmp_path: Path, overrides: tuple[str, ...], expected: str
+) -> None:
+    made = plan(tmp_path, "speculator.quantization=auto", *overrides)
+    assert [draft.quantization for draft in made.drafts] == [expected]
+    assert made.recipe_from_plan()["speculator"]["quantization"] == ("int4" if expected == "int4" else "auto")
+
+
 def test_the_plan_is_frozen(tmp_path: Path) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan(tmp_path).method = "none"  # type: ignore[misc]
@@ -107,7 +127,6 @@ def test_dtype_and_device_left_open_are_the_backends_own(tmp_path: Path, backend
             "none, int8, int4, auto with engine.backend: onnxruntime",
         ),
         (("speculator.quantization=fp8",), "speculator.quantization", "none, int8, int4"),
-        (("speculator.quantization=auto",), "speculator.quantization", "none, int8, int4 with"),
         (("target.quantization=auto", "engine.backend=tensorrt"), "target.quantization", "int8, int4, fp8 with"),
         (("target.quantization=auto", "engine.backend=reference"), "target.quantization", "none with"),
         (("target.quantization=auto", "engine.device=cuda"), "target.quantization", "none, int8, int4 with"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from speccompile.backends.onnxruntime.backend import GRAPH_FILE, OnnxRuntimeBackend
@@ -27,6 +28,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
 
     devices = ("cuda",)
     quantizations = ("none", "int8", "int4")
+    draft_quantizations: Mapping[str, str] = MappingProxyType({})  # not measured on a GPU
     calibrates = ()  # int4 weights are rounded: a large target would read its text on the CPU
     graph_sources = (*("backends/onnxruntime/backend", "backends/onnxruntime/cuda_backend", "backends/writing"),)
     keeps_logits = False  # the cost of an output on a GPU was not measured

@@ -24,7 +24,7 @@ class MedusaConfig(TreeFields):
 
     Args:
         model: checkpoint folder or hub id of the heads.
-        quantization: `none`, `int8` or `int4`.
+        quantization: `none`, `int8` or `int4`; `auto`: what the backend has for drafts of such a target.
         num_heads: heads that are used; `auto`: as many as config.json says. Where a published config states another
             number than its files hold, the files' heads are used if their number is given here.
         confidence_odds: the odds that a candidate is accepted, over the odds that the head's confidence in it
@@ -37,7 +37,7 @@ class MedusaConfig(TreeFields):
     """
 
     model: str
-    quantization: str = "none"
+    quantization: str = "auto"
     num_heads: int | Literal["auto"] = "auto"
     confidence_odds: float = 1.0
     config: str | None = None
