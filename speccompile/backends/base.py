@@ -43,6 +43,7 @@ class Backend(ABC):
         graph_sources: modules of the package, as "backends/writing", that can change a compiled graph: part of the
             cache's key. No engines.
         keeps_logits: whether the target's logits are an output where the recipe does not say.
+        state_copies: how many times its engines hold the recurrent states of a slot, a snapshot among them.
         runs_code_on_load: whether opening a compiled graph may run code in it, so that digests are always compared.
     """
 
@@ -56,6 +57,7 @@ class Backend(ABC):
     graph_file: str = "graph.onnx"
     graph_sources: tuple[str, ...] = ()
     keeps_logits: bool = False
+    state_copies: int = 2
     runs_code_on_load: bool = False
 
     def for_device(self, device: str) -> Backend:

@@ -94,7 +94,8 @@ def predict(
     counts = WeightCounts(
         num_params, layers + head, embedding + norms + tables, head, is_tied, feed_forward.num_experts
     )
-    cache_bytes = slots * (rows * dims.cache_row_bytes_in(dtype) + 2 * dims.state_bytes(max_pending))
+    state_bytes = (2 if backend is None else backend.state_copies) * dims.state_bytes(max_pending)
+    cache_bytes = slots * (rows * dims.cache_row_bytes_in(dtype) + state_bytes)
     return predict_counts(counts, quantization, cache_bytes, backend, dtype)
 
 

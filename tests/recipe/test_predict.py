@@ -13,6 +13,7 @@ import pytest
 from speccompile.backends.predicting import predict_float32
 from speccompile.backends.tensorrt.sizes import predicted_weight_bytes
 from speccompile.checkpoints.checkpoint import count_params, read_dims
+from speccompile.core import registry
 from speccompile.core.dims import LayerDims, RecurrentDims
 from speccompile.core.jobs import WeightCounts
 from speccompile.recipe.predict import predict
@@ -82,6 +83,10 @@ def test_caches_and_states_of_each_layer_are_counted() -> None:
     # 2 caches x 2 layers x 2 heads x 64 x 4 bytes a token; a state and its snapshot in 6 layers.
     state = 4 * (4 * 64 * 64 + 5 * (2 * 64 + 4 * 64 + 8) + (3 + 5) * 512)
     assert got.cache_bytes == 8 * (1024 * 2048 + 2 * 6 * state)
+    for name in ("onnxruntime", "tensorrt"):  # two buffers and a snapshot
+        backend = registry.backend(name, "cuda")
+        on_gpu = predict(config, dims, "none", slots=8, rows=1024, max_pending=5, backend=backend)
+        assert on_gpu.cache_bytes == 8 * (1024 * 2048 + 3 * 6 * state)
     without = predict(config, plain, "none", slots=8, rows=1024)
     attention, mixer = 2 * (plain.num_heads + 2) * 64, 512 + 2 * 256 + 8
     assert got.num_params - without.num_params == 6 * (plain.hidden_size * (mixer - attention) + 512 * 4)

@@ -31,6 +31,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
     draft_quantizations: Mapping[str, str] = MappingProxyType({})  # not measured on a GPU
     calibrates = ()  # int4 weights are rounded: a large target would read its text on the CPU
     graph_sources = (*("backends/onnxruntime/backend", "backends/onnxruntime/cuda_backend", "backends/writing"),)
+    state_copies = 3  # two buffers and a snapshot
     keeps_logits = False  # the cost of an output on a GPU was not measured
 
     def compile(

@@ -57,6 +57,7 @@ class TensorRTBackend(Backend):
             )
         ),
     )
+    state_copies = 3  # two buffers and a snapshot
     runs_code_on_load = True  # a plan may carry a library, whose constructors run when it is deserialised
 
     def compile(
