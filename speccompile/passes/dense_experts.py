@@ -14,8 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.passes.base import Pass
-from speccompile.passes.edit import Editor
-from speccompile.passes.expert_products import ExpertProduct, expert_products
+from speccompile.passes.edit import Editor, nodes_of, sizes_of, weight_of
+from speccompile.passes.expert_products import expert_products
 from speccompile.passes.match import replace_tree
 from speccompile.passes.quantize_qdq import LARGEST, QUANTIZED_TYPES, block_of, rounded_scale
 
@@ -39,32 +39,40 @@ def expert_levels(matrix: np.ndarray, scales: np.ndarray, form: str) -> np.ndarr
     return levels
 
 
-def _matrices(product: ExpertProduct) -> list[np.ndarray]:
-    """Returns the weights of each expert as [K, N], views of the tensor."""
-    tensor = product.weight.const_value
+def _constant(value: ir.Value, is_transposed: bool, edit: Editor, form: str | None, dtype: str) -> ir.Value:
+    """Returns weights [experts, K, N], made while they are written.
+
+    Args:
+        value: [experts, N, K], or [experts, K, N] where `is_transposed`.
+        is_transposed: see `value`.
+        edit: where it is used.
+        form: int8 or int4; None: float32.
+        dtype: the graph's final dtype.
+    """
+    tensor = value.const_value
     assert tensor is not None
-    return [weight if product.is_transposed else weight.T for weight in tensor.numpy()]
+    num_experts, *sides = sizes_of(tensor)
+    num_in, num_out = sides if is_transposed else sides[::-1]
+    name, block = str(value.name), block_of(num_in)
 
+    def matrices() -> list[np.ndarray]:
+        return [weight if is_transposed else weight.T for weight in tensor.numpy()]  # views
 
-def _constant(product: ExpertProduct, edit: Editor, form: str | None, dtype: str) -> ir.Value:
-    """Returns the weights [experts, K, N] of a product, made while they are written."""
-    num_experts, num_in, num_out = product.dims
-    name, block = str(product.weight.name), block_of(num_in)
     shape = ir.Shape((num_experts, num_in, num_out))
     if form is None or block is None:
 
         def plain() -> ir.TensorProtocol:
-            return ir.tensor(np.stack(_matrices(product)), name=f"{name}.dense")
+            return ir.tensor(np.stack(matrices()), name=f"{name}.dense")
 
         held = ir.LazyTensor(plain, ir.DataType.FLOAT, shape, name=f"{name}.dense")
         return edit.const(held, f"{name}.dense")
 
     def levels() -> ir.TensorProtocol:
-        made = [expert_levels(m, expert_scales(m, form, dtype), form) for m in _matrices(product)]
+        made = [expert_levels(m, expert_scales(m, form, dtype), form) for m in matrices()]
         return ir.tensor(np.stack(made), dtype=QUANTIZED_TYPES[form], name=f"{name}.{form}")
 
     def scales() -> ir.TensorProtocol:
-        return ir.tensor(np.stack([expert_scales(m, form, dtype) for m in _matrices(product)]), name=f"{name}.scale")
+        return ir.tensor(np.stack([expert_scales(m, form, dtype) for m in matrices()]), name=f"{name}.scale")
 
     scale_shape = ir.Shape((num_experts, num_in // block, num_out))
     parts = (
@@ -77,19 +85,39 @@ def _constant(product: ExpertProduct, edit: Editor, form: str | None, dtype: str
     return weight
 
 
+def _whole_products(model: ir.Model) -> list[ir.Node]:
+    """Returns the products of rows with all experts that were exported as such, as Llama 4's."""
+    nodes = [(node, weight_of(node.inputs[1])) for node in nodes_of(model, "MatMul")]
+    return [n for n, weight in nodes if weight is not None and len(weight.shape) == 3 and block_of(sizes_of(weight)[1])]
+
+
 def dense_experts(model: ir.Model, quantization: str, dtype: str) -> int:
-    """Replace every product with gathered weights; returns their number.
+    """Replace every product with gathered weights, and quantise those of other products with all experts.
 
     Args:
         model: in float32.
         quantization: none, int8, int4 or fp8; experts of fp8 models are int8.
         dtype: the graph's final dtype, to which the scales are rounded before the levels are chosen.
+
+    Returns:
+        The number of products.
     """
-    found, made = list(expert_products(model)), dict[tuple[ir.Value, bool], ir.Value]()
+    found, made, form = (
+        list(expert_products(model)),
+        dict[tuple[ir.Value, bool], ir.Value](),
+        EXPERT_FORMS[quantization],
+    )
+    whole = _whole_products(model) if form is not None else []
+    for node in whole:
+        weight = node.inputs[1]
+        assert weight is not None
+        node.replace_input_with(1, _constant(weight, True, Editor(model, node), form, dtype))
+        if not weight.uses():
+            del model.graph.initializers[str(weight.name)]
     for product in found:
         edit, key = Editor(model, product.last), (product.weight, product.is_transposed)
         if key not in made:
-            made[key] = _constant(product, edit, EXPERT_FORMS[quantization], dtype)
+            made[key] = _constant(*key, edit, form, dtype)
         all_rows = edit.op("MatMul", edit.op("Unsqueeze", product.source, edit.ints([0])), made[key])
         flat = edit.op("Reshape", all_rows, edit.ints([-1, product.dims[2]]))
         num_rows = edit.op("Squeeze", edit.op("Shape", product.source, start=0, end=1))
@@ -108,7 +136,7 @@ def dense_experts(model: ir.Model, quantization: str, dtype: str) -> int:
     for value in {product.weight for product in found}:
         if not value.uses():
             del model.graph.initializers[str(value.name)]
-    return len(found)
+    return len(found) + len(whole)
 
 
 def dense_experts_pass(quantization: str, dtype: str) -> Pass:

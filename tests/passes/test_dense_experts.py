@@ -8,8 +8,8 @@ import onnx_ir as ir
 import pytest
 
 from speccompile.passes.dense_experts import EXPERT_FORMS, dense_experts, expert_levels, expert_scales
-from tests.passes.graphs import ops
-from tests.passes.test_pack_experts import Sizes, check_same, mixture, run
+from tests.passes.graphs import graph, ops
+from tests.passes.test_pack_experts import Sizes, check_same, mixture, numbers, run
 
 SIZES = Sizes(experts=6, hidden=128, inner=64, per_row=3)
 
@@ -55,6 +55,15 @@ def test_an_input_that_no_block_divides_stays_as_it_is() -> None:
     model = mixture(sizes)
     assert dense_experts(model, "int4", "float16") == 2
     assert ops(model)["DequantizeLinear"] == 1 and "w1.dense" in model.graph.initializers
+
+
+@pytest.mark.parametrize(("quantization", "num_changed"), [("none", 0), ("int4", 1)])
+def test_a_product_with_all_experts_is_quantised_where_it_is(quantization: str, num_changed: int) -> None:
+    text = "test (float[4, rows, 64] x) => (float[4, rows, 32] out) { out = MatMul(x, w) }"
+    model = graph(text, {"w": numbers(4, 64, 32)})
+    assert dense_experts(model, quantization, "float16") == num_changed
+    assert ops(model) == {"MatMul": 1, **({"DequantizeLinear": 1} if num_changed else {})}
+    assert ("w" in model.graph.initializers) == (not num_changed)
 
 
 def test_what_was_changed_is_not_found_again() -> None:
