@@ -40,8 +40,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "granite4": {
-        **_PLAIN, **_TWO, **_MIXER, "model_type": "granitemoehybrid", "intermediate_size": 24,
-        "shared_intermediate_size": 20, "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 2.0,
+        **_PLAIN, **_TWO, **_MIXER, "model_type": "granitemoehybrid", "shared_intermediate_size": 20,
+        "num_local_experts": 0, "position_embedding_type": "rope", "embedding_multiplier": 2.0,
         "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 0.5,
     },
     "nemotron-h": {
@@ -65,9 +65,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attention_in_multiplier": 1.1, "attention_out_multiplier": 0.5, "ssm_out_multiplier": 0.4,
         "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8],
     },
-    "granite4-dense": {
-        **_PLAIN, **_TWO, **_MIXER, "model_type": "granitemoehybrid", "shared_intermediate_size": 20,
-        "num_local_experts": 0, "position_embedding_type": "rope", "attention_multiplier": 0.2,
+    "granite4-moe": {
+        **_PLAIN, **_TWO, **_MIXER, "model_type": "granitemoehybrid", "intermediate_size": 24,
+        "shared_intermediate_size": 20, "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 0.5,
     },
     "mamba2": {
         "model_type": "mamba2", "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4,

@@ -71,7 +71,7 @@ def texts_of(seed: int, *lengths: int) -> list[list[int]]:
 
 
 # Attention without a norm of queries and keys, or without rope.
-ATTENTION_OPS = dict.fromkeys(("granitemoehybrid", "nemotron_h"), "QkvAttention")
+ATTENTION_OPS = {"granitemoehybrid": "RotaryQkvAttention", "nemotron_h": "QkvAttention"}
 NUM_PACKED = {"qwen3_5_text": 13, "granitemoehybrid": 9, "nemotron_h": 11, "lfm2": 9}  # routers stay in float32
 
 

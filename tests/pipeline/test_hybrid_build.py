@@ -15,7 +15,7 @@ from speccompile.pipeline import build
 from tests import store
 from tests.export.families import VOCAB
 from tests.export.harness import make_checkpoint
-from tests.export.hybrids import VARIANTS
+from tests.export.hybrids import HYBRIDS, VARIANTS
 from tests.export.towers import make_tower, tower_config
 from tests.pipeline import fakes
 
@@ -87,7 +87,7 @@ def test_quantised_text_is_the_same_with_drafts(
 
 def test_greedy_text_of_a_mamba_2_hybrid_equals_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # After a cache transformers steps without limits of dt.
-    model = make_checkpoint({**VARIANTS["granite4-dense"], "time_step_limit": [0.0, float("inf")]}, tmp_path / "target")
+    model = make_checkpoint({**HYBRIDS["granite4"], "time_step_limit": [0.0, float("inf")]}, tmp_path / "target")
     (tmp_path / "target/tokenizer.json").write_text(json.dumps(fakes.tokenizer(VOCAB)))
     engine, params = _load(tmp_path, "none", monkeypatch), SamplingParams(max_new_tokens=NUM_TOKENS)
     expected = [_own_text(model, prompt) for prompt in PROMPTS]
