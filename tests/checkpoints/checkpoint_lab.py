@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoints.dflash_files import dflash_one, dflash_speculators, dflash_two, dspark
+from tests.checkpoints.gemma4_files import gemma4_assistant
 from tests.checkpoints.lab_files import (  # noqa: F401
     DRAFT_VOCAB,
     HEAD_DIM,
@@ -321,6 +322,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "mtp-speculators": (mtp_speculators, "mtp/speculators"),
     "mtp-qwen": (mtp_qwen, "mtp/in_target"),
     "mtp-glm": (mtp_glm, "mtp/numbered"),
+    "gemma4-assistant": (gemma4_assistant, "gemma4_assistant/ours"),
     "glide": (glide_ours, "glide/ours"),
     "glide-tied": (glide_tied, "glide/ours"),
     "prophet": (prophet_ours, "prophet/ours"),

@@ -297,6 +297,12 @@ TRAPS = {
         config(norms="1+w"),
         severity="warning",
     ),
+    "heads of another kind of layer": Trap(
+        lab.gemma4_assistant,
+        "gemma4_assistant.heads",
+        r"layers\.1\..*got a norm of \[4\] columns; expected \[8\], as the config says of its kind",
+        put("model.layers.1.self_attn.q_norm.weight", lambda t: t[:4].contiguous()),
+    ),
     "keys and values of its own": Trap(
         lab.glide_ours,
         "glide.own_keys",
