@@ -21,8 +21,9 @@ import numpy as np
 from speccompile.backends.onnxruntime.engine import OrtEngine, load_engine
 from speccompile.backends.writing import lower_and_save
 from speccompile.core import specs
-from speccompile.core.specs import GraphSpec, decoder_spec, verified_spec
+from speccompile.core.specs import GraphSpec
 from speccompile.export.decoder import export_decoder
+from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from speccompile.passes.pipelines import PACKED, onnxruntime_table
 
 _COMMON = {"vocab_size": 32000, "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64,

@@ -31,10 +31,10 @@ from speccompile.core.specs import (
     UNIFORMS,
     GraphSpec,
     TensorSpec,
-    candidate_outputs,
 )
 from speccompile.core.tree import TokenTree, chain_mask, chain_parents
 from speccompile.errors import RuntimeFault
+from speccompile.graph_kinds.decoder import candidate_outputs
 from speccompile.ops.candidates import top_tokens
 from speccompile.ops.finite_token import finite_token
 

@@ -10,7 +10,8 @@ from typing import Any
 import onnx_ir as ir
 
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import GraphSpec, rollback_spec
+from speccompile.core.specs import GraphSpec
+from speccompile.graph_kinds.decoder import rollback_spec
 from speccompile.ops.registry import Dialect, attach_functions
 from speccompile.passes.base import Pass, histogram_from_model, run_pipeline
 from speccompile.passes.rollback import build_rollback

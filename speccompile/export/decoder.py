@@ -14,7 +14,7 @@ import torch
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims
 from speccompile.checkpoints.families import check_config
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import CONV_ROWS, PENDING, GraphSpec, decoder_spec
+from speccompile.core.specs import CONV_ROWS, PENDING, GraphSpec
 from speccompile.errors import ExportError
 from speccompile.export import attention
 from speccompile.export.layer_changes import replace_layers
@@ -23,6 +23,7 @@ from speccompile.export.selfcheck import check_replacement
 from speccompile.export.trace import trace_module
 from speccompile.export.weights import Weights, check_positions, load_model, name_weights, names_by_address
 from speccompile.export.wrapper import DecoderGraph
+from speccompile.graph_kinds.decoder import decoder_spec
 from speccompile.passes.base import Pass, run_pipeline
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.drop_windows import drop_windows_pass

@@ -23,9 +23,10 @@ from speccompile.checkpoints.layer_sizes import GEMMA4_TYPES
 from speccompile.checkpoints.vision import check_vision, image_record, read_vision_dims
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
-from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec, verified_spec
+from speccompile.core.specs import GraphSpec
 from speccompile.errors import RecipeError
 from speccompile.export.checks import check_decoder
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

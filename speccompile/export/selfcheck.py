@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import decoder_spec
 from speccompile.errors import ExportError
 from speccompile.export.adapters import set_attention
 from speccompile.export.attention import IMPLEMENTATION, Frame, forward_pass
 from speccompile.export.masks import refuse_faults
 from speccompile.export.wrapper import DecoderGraph
+from speccompile.graph_kinds.decoder import decoder_spec
 
 NUM_TOKENS = 7
 # Steps of these numbers of tokens, and how many of them recurrent states apply at once: the others wait for the next.

@@ -7,15 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import (
-    SHARED_ROWS,
-    TARGET_LENGTHS,
-    BorrowedCache,
-    GraphSpec,
-    TensorSpec,
-    decoder_spec,
-)
+from speccompile.core.specs import SHARED_ROWS, TARGET_LENGTHS, BorrowedCache, GraphSpec, TensorSpec
 from speccompile.errors import BundleError
+from speccompile.graph_kinds.decoder import decoder_spec
 
 
 def borrowed_name(owner: str, cache: str) -> str:

@@ -16,11 +16,11 @@ from speccompile.core.specs import (
     START_NODES,
     TOKENS,
     UNIFORMS,
-    WARP,
     GraphSpec,
     TensorSpec,
 )
 from speccompile.core.tree_shape import TreeShape
+from speccompile.graph_kinds.decoder import WARP
 
 ROOT = TensorSpec(TOKENS, ("batch", 1), "int64", "tokens")  # of heads: the token that their drafts follow
 

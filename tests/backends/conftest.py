@@ -12,7 +12,8 @@ import pytest
 
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec, verified_spec
+from speccompile.core.specs import GraphSpec
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 from tests import store
 
 CONFIG = {

@@ -13,7 +13,8 @@ import onnx_ir as ir
 
 from speccompile.core import registry, specs
 from speccompile.core.dims import LayerDims, ModelDims, RecurrentDims
-from speccompile.core.specs import GraphSpec, decoder_spec, state_names, verified_spec
+from speccompile.core.specs import GraphSpec, state_names
+from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
 
 VOCAB, WIDTH, NUM_DRAFTS, MAX_SEQ = 29, 16, 4, 96

@@ -17,9 +17,10 @@ from speccompile.backends.tensorrt import engine as trt_engine
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import registry, specs
 from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext
-from speccompile.core.specs import BorrowedCache, candidate_spec, decoder_spec, spec_from_json, verified_spec
+from speccompile.core.specs import BorrowedCache, spec_from_json
 from speccompile.errors import BundleError
 from speccompile.graph_kinds.borrowed import sharing_spec
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 from speccompile.speculators.glide.checkpoint import GlideSource
 from tests import store
 from tests.backends.fake_ort import FakeOrt

@@ -15,8 +15,8 @@ from speccompile.backends.onnxruntime.calibration import Collector, Linear, cali
 from speccompile.backends.onnxruntime.fidelity import SAME_WEIGHTS
 from speccompile.backends.onnxruntime.forms import forms_of
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import candidate_spec, decoder_spec, verified_spec
 from speccompile.errors import BuildError
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 from speccompile.passes.attach_blocks import linears_of
 from speccompile.passes.compensation import Blocks
 

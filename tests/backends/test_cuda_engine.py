@@ -18,8 +18,8 @@ from speccompile.backends.onnxruntime.cuda_session import NO_GRAPH
 from speccompile.core import registry, specs
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
-from speccompile.core.specs import candidate_spec, decoder_spec, verified_spec
 from speccompile.errors import BundleError, RecipeError, RuntimeFault
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod

@@ -9,8 +9,8 @@ from onnx import TensorProto, helper
 
 from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.core import specs
-from speccompile.core.specs import candidate_spec, decoder_spec, verified_spec
 from speccompile.errors import PassError
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.inline_bodies import INLINE_BODIES

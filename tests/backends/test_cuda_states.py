@@ -20,8 +20,9 @@ from speccompile.backends.cuda.states import DeviceStates
 from speccompile.backends.onnxruntime.cuda_engine import GrowingCaches, load_cuda_engine
 from speccompile.core import registry
 from speccompile.core.dims import LayerDims, ModelDims
-from speccompile.core.specs import LOGITS, GraphSpec, rollback_spec
+from speccompile.core.specs import LOGITS, GraphSpec
 from speccompile.errors import BundleError, RuntimeFault
+from speccompile.graph_kinds.decoder import rollback_spec
 from speccompile.passes.rollback import build_rollback, cache_groups
 from tests.backends.fake_ort import FakeOrt
 from tests.backends.hybrid_lab import DIMS, MAX_ROWS, NUM_DRAFTS, VOCAB, Hybrid, feed, hybrid_model, hybrid_spec

@@ -17,7 +17,7 @@ from speccompile.backends.onnxruntime.backend import OnnxRuntimeBackend
 from speccompile.backends.onnxruntime.engine import load_engine
 from speccompile.core import specs
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import decoder_spec, verified_spec
+from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from speccompile.passes.pipelines import ORT_QUANTIZATION
 from speccompile.recipe.predict import predict
 from tests import store

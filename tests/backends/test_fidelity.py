@@ -19,8 +19,9 @@ from speccompile.backends.onnxruntime.fidelity import (
 )
 from speccompile.backends.onnxruntime.forms import forms_of
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import LOGITS, candidate_spec, decoder_spec, verified_spec
+from speccompile.core.specs import LOGITS
 from speccompile.errors import BuildError
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 
 FORMS = ("rowq8", "blocks32")  # of int8 without our kernels
 FAST, SLOW = {"1": 1.0, "4": 1.0}, {"1": 2.0, "4": 3.0}

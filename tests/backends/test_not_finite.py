@@ -12,7 +12,7 @@ import pytest
 from speccompile.core import registry, specs
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
-from speccompile.core.specs import decoder_spec, verified_spec
+from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
 from speccompile.runtime.spec_engine import SpecEngine

@@ -17,7 +17,8 @@ from speccompile.core import registry, specs
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import warp
-from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec, verified_spec
+from speccompile.core.specs import GraphSpec
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 from speccompile.passes.attach_tail import attach_tail
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.edit import sizes_of

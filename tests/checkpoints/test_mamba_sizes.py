@@ -12,8 +12,9 @@ import pytest
 from speccompile.checkpoints.checkpoint import read_dims, read_text_config
 from speccompile.checkpoints.families import check_config
 from speccompile.core.dims import LayerDims, RecurrentDims
-from speccompile.core.specs import CONV_ROWS, decoder_spec
+from speccompile.core.specs import CONV_ROWS
 from speccompile.errors import CheckpointError, ExportError
+from speccompile.graph_kinds.decoder import decoder_spec
 from speccompile.recipe.predict import predict
 
 _COMMON = {

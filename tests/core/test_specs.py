@@ -11,20 +11,9 @@ import pytest
 
 from speccompile.core.dims import LayerDims, ModelDims, RecurrentDims, dims_from_json, json_from_dims
 from speccompile.core.probes import probe_inputs
-from speccompile.core.specs import (
-    LENGTHS,
-    LOGITS,
-    SURE_NODES,
-    TOKENS,
-    candidate_spec,
-    decoder_spec,
-    rollback_spec,
-    spec_from_json,
-    state_names,
-    updated_cache_name,
-    verified_spec,
-)
+from speccompile.core.specs import LENGTHS, LOGITS, SURE_NODES, TOKENS, spec_from_json, state_names, updated_cache_name
 from speccompile.graph_kinds.borrowed import shared_cache
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, rollback_spec, verified_spec
 
 PLAIN = ModelDims("llama", 97, 64, 3, 4, 2, 16, 512)
 RECURRENT = RecurrentDims(2, 4, 8, 16, 2 * 16 + 64, 4)

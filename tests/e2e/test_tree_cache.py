@@ -10,8 +10,9 @@ import pytest
 
 from speccompile.core import registry
 from speccompile.core.sampling import SamplingParams
-from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, decoder_spec, verified_spec
+from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS
 from speccompile.core.tree import TokenTree
+from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
 from tests import store

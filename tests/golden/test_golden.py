@@ -12,8 +12,9 @@ import pytest
 
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec, rollback_spec, verified_spec
+from speccompile.core.specs import GraphSpec
 from speccompile.export.decoder import export_decoder
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, rollback_spec, verified_spec
 from speccompile.passes.base import Pass, histogram_from_model, run_pipeline
 from speccompile.passes.pipelines import ORT_QUANTIZATION, onnxruntime_table, reference_table, tensorrt_table
 from speccompile.passes.rollback import build_rollback

@@ -17,7 +17,7 @@ import onnxruntime as ort
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import decoder_spec
+from speccompile.graph_kinds.decoder import decoder_spec
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.base import Pass, run_pipeline
 from speccompile.passes.lower_attention_tensorrt import LOWER_ATTENTION_TENSORRT

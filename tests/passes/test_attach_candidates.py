@@ -16,8 +16,9 @@ from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import registry, specs
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import candidate_spec, decoder_spec, spec_from_json
+from speccompile.core.specs import spec_from_json
 from speccompile.export.checks import check_candidates
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.pipelines import tensorrt_table
 from tests import store

@@ -64,7 +64,7 @@ def test_small_constants_are_shared_and_names_stay_unique() -> None:
 
 def test_unknown_quantisation_is_refused_by_name() -> None:
     from speccompile.core.dims import ModelDims
-    from speccompile.core.specs import decoder_spec
+    from speccompile.graph_kinds.decoder import decoder_spec
 
     spec = decoder_spec("target", ModelDims("llama", 97, 8, 1, 2, 1, 4, 64))
     with pytest.raises(RecipeError, match="int3/fp32"):

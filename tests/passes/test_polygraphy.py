@@ -17,13 +17,8 @@ pytest.importorskip("onnx_graphsurgeon", reason="polygraphy's lint needs onnx-gr
 from speccompile.backends.tensorrt.plugin_names import PLUGIN_OPS
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.backends.writing import lower_and_save, save_rollback
-from speccompile.core.specs import (
-    GraphSpec,
-    candidate_spec,
-    decoder_spec,
-    rollback_spec,
-    verified_spec,
-)
+from speccompile.core.specs import GraphSpec
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, rollback_spec, verified_spec
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.pipelines import onnxruntime_table, tensorrt_table
 from speccompile.passes.rollback import build_rollback

@@ -15,7 +15,7 @@ from speccompile.backends.tensorrt.config import Config
 from speccompile.backends.tensorrt.sizes import predicted_weight_bytes
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions, WeightCounts
-from speccompile.core.specs import decoder_spec, verified_spec
+from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from tests import store
 from tests.backends.tensorrt.plan_bytes import read_kernels, read_weights_bytes
 from tests.export.families import CONFIGS

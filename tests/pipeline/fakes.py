@@ -24,7 +24,8 @@ from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core import registry, specs
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import GraphSpec, rollback_spec
+from speccompile.core.specs import GraphSpec
+from speccompile.graph_kinds.decoder import rollback_spec
 from speccompile.recipe import BuildPlan, Device, load_recipe, resolve
 
 VOCAB = 32

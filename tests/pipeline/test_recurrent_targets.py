@@ -15,8 +15,8 @@ from speccompile.bundling import graphs
 from speccompile.core import registry
 from speccompile.core.dims import LayerDims, RecurrentDims
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import decoder_spec
 from speccompile.errors import BuildError, RecipeError
+from speccompile.graph_kinds.decoder import decoder_spec
 from tests.backends.hybrid_lab import DIMS, hybrid_spec
 from tests.pipeline.fakes import make_plan, write_recipe
 

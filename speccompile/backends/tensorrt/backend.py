@@ -14,8 +14,9 @@ from speccompile.backends.tensorrt.specs import ADDRESS_BYTES, misaligned_states
 from speccompile.core import specs
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
-from speccompile.core.specs import GraphSpec, rollback_spec
+from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError
+from speccompile.graph_kinds.decoder import rollback_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

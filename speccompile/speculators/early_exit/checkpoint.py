@@ -17,7 +17,7 @@ from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec
+from speccompile.core.specs import GraphSpec
 from speccompile.doctor.doctor import check_speculator, read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
@@ -26,6 +26,7 @@ from speccompile.errors import RecipeError
 from speccompile.export.checks import check_candidates
 from speccompile.export.decoder_source import WEIGHT_FILES, DecoderSource
 from speccompile.graph_kinds.borrowed import sharing_spec
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -17,7 +17,7 @@ from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import GraphSpec, cache_names, candidate_spec, decoder_spec
+from speccompile.core.specs import GraphSpec, cache_names
 from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
@@ -26,6 +26,7 @@ from speccompile.errors import CheckpointError
 from speccompile.export.checks import check_candidates
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
 from speccompile.graph_kinds.borrowed import reading_spec
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

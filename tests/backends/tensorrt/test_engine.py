@@ -14,8 +14,8 @@ from speccompile.backends.tensorrt.engine import load_engine
 from speccompile.backends.tensorrt.loading import Plan
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs
-from speccompile.core.specs import candidate_spec
 from speccompile.errors import BundleError, RuntimeFault
+from speccompile.graph_kinds.decoder import candidate_spec
 from tests.backends.tensorrt.trt_lab import Lab, profiles_of
 
 TOKENS = np.random.default_rng(7).integers(0, 97, 400)

@@ -9,8 +9,8 @@ from speccompile.backends.writing import lower_and_save
 from speccompile.core import specs
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
-from speccompile.core.specs import candidate_spec, decoder_spec, rollback_spec, verified_spec
 from speccompile.core.tree import TokenTree
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, rollback_spec, verified_spec
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.pipelines import tensorrt_table
 from speccompile.passes.rollback import build_rollback

@@ -16,9 +16,10 @@ from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.backends.tensorrt.tune import measure_plan
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec, verified_spec
+from speccompile.core.specs import GraphSpec
 from speccompile.export import checks
 from speccompile.graph_kinds.borrowed import reading_spec
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec, fusion_spec
 from speccompile.graph_kinds.heads import candidate_heads_spec, heads_spec, tree_heads_spec
 from tests.backends.tensorrt.trt_lab import Lab

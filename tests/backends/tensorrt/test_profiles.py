@@ -8,8 +8,9 @@ from speccompile.backends.tensorrt.profiles import make_profiles
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import GraphSpec, TensorSpec, candidate_spec, decoder_spec, rollback_spec, verified_spec
+from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import BuildError
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, rollback_spec, verified_spec
 
 DIMS = ModelDims("llama", 97, 64, 2, 4, 2, 16, 512)
 ROWS = 500

@@ -14,8 +14,9 @@ from speccompile.backends.tensorrt.variants import TENSORRT, TENSORRT_RTX, Varia
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.specs import GraphSpec, candidate_spec, decoder_spec, verified_spec
+from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 
 SPEC = GraphSpec("g", (), ())
 

@@ -8,8 +8,8 @@ import pytest
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.cli.main import main
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import decoder_spec, verified_spec
 from speccompile.errors import BundleError
+from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from speccompile.runtime.bundle import Bundle
 from speccompile.serving.triton.config_text import ModelConfig, text_from_config
 from speccompile.serving.triton.contract import TRITON_TYPES, Tensor, old_engine_inputs, old_text_inputs

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Specs of decoders and of what is attached to them: verification, candidates, and the compaction of caches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from speccompile.core.dims import ModelDims
+from speccompile.core.specs import (
+    CANDIDATE_PROBS,
+    CANDIDATES,
+    CONV_ROWS,
+    DRAFT_PROBS,
+    HIDDEN,
+    IMAGE_NODES,
+    IMAGE_ROWS,
+    LENGTHS,
+    LOGITS,
+    NEXT_TOKEN,
+    NODE_PROBS,
+    NUM_ACCEPTED,
+    PARENTS,
+    PATH,
+    PENDING,
+    SCORED_NODES,
+    STATE_LENGTHS,
+    SURE_NODES,
+    TEMPERATURE,
+    TOKENS,
+    TOP_K,
+    TOP_P,
+    TREE_MASK,
+    UNIFORMS,
+    Dim,
+    GraphSpec,
+    TensorSpec,
+    cache_names,
+    hidden_name,
+    state_names,
+    updated_cache_name,
+)
+
+
+def _caches(dims: ModelDims) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(name, ("batch", layer.num_kv_heads, "max_seq", layer.head_dim), "float32")
+        for i, layer in enumerate(dims.per_layer)
+        for name in cache_names(i)[: layer.num_caches]
+    )
+
+
+def _states(dims: ModelDims) -> tuple[TensorSpec, ...]:
+    made = []
+    for i, layer in enumerate(dims.per_layer):
+        if (sizes := layer.recurrent) is not None:
+            state: tuple[Dim, ...] = ("batch", sizes.num_value_heads, sizes.key_dim, sizes.value_dim)
+            shapes = (state, ("batch", PENDING, sizes.pending_width), ("batch", CONV_ROWS, sizes.conv_channels))
+            named = [*zip(state_names(i), shapes, strict=True)][-sizes.num_states :]
+            made += [TensorSpec(name, shape, "float32") for name, shape in named]
+    return tuple(made)
+
+
+def _updates(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(updated_cache_name(t.name), t.dims, t.dtype) for t in tensors)
+
+
+def decoder_spec(
+    name: str,
+    dims: ModelDims,
+    *,
+    hidden: bool = False,
+    hidden_layers: tuple[int, ...] = (),
+    logits: bool = True,
+    max_pending: int = 0,
+    image_tokens: int = 0,
+) -> GraphSpec:
+    """Returns the spec of a decoder as it is exported: tokens in, logits, hidden states and caches out.
+
+    Args:
+        name: the graph's name.
+        dims: its sizes.
+        hidden: give what the LM head reads.
+        hidden_layers: give the residual stream after these layers.
+        logits: give logits.
+        max_pending: see `GraphSpec`; read where layers are recurrent.
+        image_tokens: see `GraphSpec`; 0: its prompts have no images.
+    """
+    caches, states = _caches(dims), _states(dims)
+    rows = TensorSpec(IMAGE_ROWS, ("batch", "nodes", dims.hidden_size), "float32")
+    inputs = (
+        TensorSpec(TOKENS, ("batch", "nodes"), "int64", "tokens"),
+        TensorSpec(LENGTHS, ("batch",), "int64", "lengths"),
+        TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
+        TensorSpec(SCORED_NODES, ("batch", "scored"), "int64"),
+        *((TensorSpec(IMAGE_NODES, ("batch", "nodes"), "bool"), rows) if image_tokens else ()),
+        *(_STATE_INPUTS if states else ()),
+        *states,
+        *caches,
+    )
+    wanted = [TensorSpec(LOGITS, ("batch", "scored", dims.vocab_size), "float32")] if logits else []
+    names = [HIDDEN] * hidden + [hidden_name(i) for i in hidden_layers]
+    wanted += [TensorSpec(n, ("batch", "nodes", dims.hidden_size), "float32") for n in names]
+    outputs = (*wanted, *_updates(states), *_updates(caches))
+    held = tuple(c.name for c in caches)
+    spec = GraphSpec(name, inputs, outputs, held, dims.vocab_size, reads_prompts=True, image_tokens=image_tokens)
+    if not states:
+        return spec
+    history = max(layer.recurrent.conv_kernel for layer in dims.per_layer if layer.recurrent is not None) - 1
+    return replace(spec, states=tuple(t.name for t in states), max_pending=max_pending, conv_history=history)
+
+
+_STATE_INPUTS = (
+    TensorSpec(STATE_LENGTHS, ("batch",), "int64", "lengths"),
+    TensorSpec(SURE_NODES, ("batch",), "int64", "sure"),
+)
+
+
+def _with_tail(
+    spec: GraphSpec, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], keep_logits: bool
+) -> GraphSpec:
+    num = len(spec.states) + len(spec.caches)
+    plain = tuple(t for t in spec.outputs[: len(spec.outputs) - num] if keep_logits or t.name != LOGITS)
+    return replace(
+        spec,
+        inputs=(*spec.inputs[: len(spec.inputs) - num], *inputs, *spec.inputs[len(spec.inputs) - num :]),
+        outputs=(*outputs, *plain, *spec.outputs[len(spec.outputs) - num :]),
+    )
+
+
+WARP = (
+    TensorSpec(TEMPERATURE, ("batch",), "float32"),
+    TensorSpec(TOP_K, ("batch",), "int64"),
+    TensorSpec(TOP_P, ("batch",), "float32"),
+)
+
+
+def verified_spec(spec: GraphSpec, keep_logits: bool = False) -> GraphSpec:
+    """Returns `spec` with a SpecVerify tail: verdicts out; logits stay inside unless kept."""
+    inputs = (
+        TensorSpec(PARENTS, ("batch", "nodes"), "int64"),
+        TensorSpec(DRAFT_PROBS, ("batch", "scored", "draft_vocab"), "float32"),
+        TensorSpec(UNIFORMS, ("batch", "scored", 2), "float32"),
+        *WARP,
+    )
+    outputs = (
+        TensorSpec(PATH, ("batch", "scored"), "int64"),
+        TensorSpec(NUM_ACCEPTED, ("batch",), "int64"),
+        TensorSpec(NEXT_TOKEN, ("batch",), "int64"),
+    )
+    return replace(_with_tail(spec, inputs, outputs, keep_logits), tail="verify")
+
+
+def candidate_outputs(num_candidates: int, dists: bool) -> tuple[TensorSpec, ...]:
+    """Returns the outputs of a graph with candidates after each scored node; `draft_vocab` is 1 if all are greedy.
+
+    Args:
+        num_candidates: tokens a node.
+        dists: the warped distribution after each node as well, for drafts that are drawn.
+    """
+    rows: tuple[Dim, ...] = ("batch", "scored", num_candidates)
+    candidates = (TensorSpec(CANDIDATES, rows, "int64"), TensorSpec(CANDIDATE_PROBS, rows, "float32"))
+    return (*candidates, *((TensorSpec(NODE_PROBS, ("batch", "scored", "draft_vocab"), "float32"),) if dists else ()))
+
+
+def candidate_spec(spec: GraphSpec, num_candidates: int, dists: bool) -> GraphSpec:
+    """Returns `spec` with a tail that gives candidates after every scored node, for drafts of trees; no logits.
+
+    Args:
+        spec: of a decoder.
+        num_candidates: see `candidate_outputs`.
+        dists: see `candidate_outputs`; temperature, top_k and top_p are inputs then.
+    """
+    made = _with_tail(spec, WARP if dists else (), candidate_outputs(num_candidates, dists), keep_logits=False)
+    return replace(made, num_candidates=num_candidates, gives_probs=dists, tail="candidates")
+
+
+def rollback_spec(dims: ModelDims) -> GraphSpec:
+    """Returns the spec of the cache compaction graph: keep the rows of `path`, every attention layer, in place."""
+    caches = _caches(dims)
+    lengths = TensorSpec(LENGTHS, ("batch",), "int64", "lengths")
+    inputs = (lengths, TensorSpec(PATH, ("batch", "scored"), "int64"), *caches)
+    return GraphSpec("rollback", inputs, _updates(caches), tuple(c.name for c in caches))
