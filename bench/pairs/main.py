@@ -69,7 +69,7 @@ def build_pair(pair: Pair, backend: str, work: Path, *, is_full: bool = False) -
         {"outcome": "built" | "refused" | "fault" | "not run", "reason", "seconds", "peak_bytes", "bundle_bytes"}; the
         last three of a build.
     """
-    folder = work / f"{pair.name}-{backend}"
+    folder = work.resolve() / f"{pair.name}-{backend}"
     shutil.rmtree(folder, ignore_errors=True)
     recipe = write_inputs(pair, backend, folder, is_full=is_full)
     command = [sys.executable, str(CHILD), "build", recipe.name, "-o", "bundle", "--no-cache", "--json"]
@@ -82,7 +82,8 @@ def build_pair(pair: Pair, backend: str, work: Path, *, is_full: bool = False) -
     shutil.rmtree(folder / "bundle", ignore_errors=True)
     if stopped:
         return {"outcome": "not run", "reason": stopped}
-    return record_of(child.returncode, (folder / "answer").read_text(), (folder / "log").read_text())
+    texts = ((folder / name).read_text().replace(f"{folder}/", "") for name in ("answer", "log"))
+    return record_of(child.returncode, *texts)
 
 
 def _wait(child: subprocess.Popen[bytes]) -> str:
@@ -141,8 +142,7 @@ def build_all(pairs: Iterable[Pair], options: argparse.Namespace) -> None:
     """Builds what is asked for; each result is written as soon as it is there."""
     for backend in options.backends.split(","):
         for pair in pairs:
-            result = read_result()
-            held = result[pair.name]
+            held = read_result()[pair.name]
             is_open = backend == "onnxruntime" or held.get("onnxruntime", {}).get("outcome") == "built"
             is_due = needs_build(held.get(backend), is_retry=options.retry, is_again=options.again)
             if not options.full and not (is_open and is_due):
@@ -150,7 +150,8 @@ def build_all(pairs: Iterable[Pair], options: argparse.Namespace) -> None:
             record = build_pair(pair, backend, options.work, is_full=options.full)
             print(f"{pair.name} {backend}: {json.dumps(record)}", flush=True)
             if not options.full:
-                held[backend] = record
+                result = read_result()  # another process may have written meanwhile
+                result[pair.name][backend] = record
                 RESULT.write_text(text_of(result))
                 page.write(result)
 
