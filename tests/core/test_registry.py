@@ -41,7 +41,7 @@ def test_an_entry_point_is_a_method_and_takes_no_name_of_the_table() -> None:
     names = [method.name for method in registry.all_methods()]
     assert names == [*registry.METHODS, "echo"]
     assert registry.load_formats()[-1] == "a layout"
-    with pytest.raises(RecipeError, match=r"one of draft_model, .*echo") as caught:
+    with pytest.raises(RecipeError, match=r"one of dflash, .*echo") as caught:
         registry.method("ecko")
     assert "'echo'" in caught.value.todo
 

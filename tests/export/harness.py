@@ -15,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 from speccompile.backends.onnxruntime.kernel_library import register_kernels
 from speccompile.core import specs
+from speccompile.graph_kinds.decoder import decoder_spec
 from speccompile.ops.registry import attach_functions, reference_ops
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
@@ -72,7 +73,7 @@ class Decoder:
                 register_kernels(options)
             text = proto.SerializeToString()
             self.session = ort.InferenceSession(text, options, providers=["CPUExecutionProvider"])
-        spec = specs.decoder_spec("decoder", self.dims, max_pending=self.max_pending)
+        spec = decoder_spec("decoder", self.dims, max_pending=self.max_pending)
         sizes = {"batch": self.batch, "max_seq": self.max_seq}
         shapes = {n: [sizes.get(str(d), d) for d in spec.input(n).dims] for n in spec.caches}
         # Stale rows must have no effect, so they are not zero.

@@ -13,6 +13,7 @@ import onnx_ir as ir
 import pytest
 
 from speccompile.core import specs
+from speccompile.graph_kinds.decoder import decoder_spec
 from tests.export.families import CONFIGS, VOCAB
 from tests.export.harness import Decoder, logits_of, make_checkpoint
 
@@ -79,7 +80,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory):
 
 def test_inputs_and_outputs_are_the_specs(llama) -> None:
     model, dims, *_ = llama
-    spec = specs.decoder_spec("decoder", dims, hidden=True, hidden_layers=(1, 0))
+    spec = decoder_spec("decoder", dims, hidden=True, hidden_layers=(1, 0))
     assert dims_of(model.graph.inputs) == declared(spec.inputs)
     assert dims_of(model.graph.outputs) == declared(spec.outputs)
     assert model.opset_imports == {"": 24, "speccompile": 1}

@@ -14,9 +14,9 @@ import onnx_ir as ir
 import pytest
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims
-from speccompile.core import specs
 from speccompile.core.dims import LayerDims, ModelDims, dims_from_json, json_from_dims
 from speccompile.errors import CheckpointError
+from speccompile.graph_kinds.decoder import decoder_spec
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.pipelines import PACKED, onnxruntime_table
@@ -70,7 +70,7 @@ def test_paths_of_a_tree_and_chains_have_the_bits_of_single_steps(
     """In every form that is built, with our kernels and, without them, by other nodes; after a rollback as well."""
     _, graph, dims, _ = exported
     work = graph.clone()
-    spec = replace(specs.decoder_spec("target", dims), max_rows=MAX_SEQ_LEN)
+    spec = replace(decoder_spec("target", dims), max_rows=MAX_SEQ_LEN)
     run_pipeline(work, onnxruntime_table(spec, quantization, form))
     ops = Counter(node.op_type for node in work.graph)
     assert ops["SharedAttention"] == (len(dims.sources) if form == PACKED else 0)
@@ -105,7 +105,7 @@ def test_paths_of_a_tree_and_chains_have_the_bits_of_single_steps(
 
 def test_layers_without_keys_have_no_cache(exported: Exported) -> None:
     dims = exported[2]
-    spec = specs.decoder_spec("target", dims)
+    spec = decoder_spec("target", dims)
     assert [spec.input(name).dims[1::2] for name in spec.caches] == [
         (layer.num_kv_heads, layer.head_dim) for layer in dims.per_layer for _ in range(layer.num_caches)
     ]

@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from speccompile.core import specs
 from speccompile.core.dims import ModelDims
+from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.pipelines import PACKED, onnxruntime_table
 from tests.export.families import VOCAB
@@ -202,9 +202,9 @@ def test_wide_heads_keep_the_epsilon_of_their_norm(tmp_path: Path) -> None:
 def test_the_compiled_graph_has_our_kernels_ops(exported: Exported, quantization: str) -> None:
     """One attention op a layer, with the norm and rope that it has; every dense linear is packed."""
     _, graph, dims = exported
-    spec = replace(specs.decoder_spec("target", dims, max_pending=8), max_rows=MAX_SEQ_LEN)
+    spec = replace(decoder_spec("target", dims, max_pending=8), max_rows=MAX_SEQ_LEN)
     work = graph.clone()
-    run_pipeline(work, onnxruntime_table(specs.verified_spec(spec), quantization, PACKED))
+    run_pipeline(work, onnxruntime_table(verified_spec(spec), quantization, PACKED))
     ops = Counter(node.op_type for node in work.graph)
     attention = ATTENTION_OPS.get(dims.model_type, "NormRotaryQkvAttention")
     assert ops[attention] == len(dims.attention_layers) and not ops["CachedAttention"]

@@ -7,6 +7,7 @@ from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs
 from speccompile.core.dims import ModelDims
 from speccompile.core.specs import GraphSpec, TensorSpec
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, rollback_spec, verified_spec
 
 DIMS = ModelDims("llama", vocab_size=97, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
                  max_positions=64)  # fmt: skip
@@ -14,7 +15,7 @@ DIMS = ModelDims("llama", vocab_size=97, hidden_size=64, num_layers=2, num_heads
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_target_has_half_caches_of_static_rows_and_one_more_input(dtype: str) -> None:
-    plain = specs.verified_spec(specs.decoder_spec("target", DIMS, hidden=True, hidden_layers=(0,)))
+    plain = verified_spec(decoder_spec("target", DIMS, hidden=True, hidden_layers=(0,)))
     spec = tensorrt_spec(plain, dtype, 72)
     assert [t.name for t in spec.inputs] == [
         *[t.name for t in plain.inputs[:-4]],
@@ -34,7 +35,7 @@ def test_a_target_has_half_caches_of_static_rows_and_one_more_input(dtype: str) 
 
 
 def test_a_compacting_target_has_compacted_caches_after_all_updates() -> None:
-    plain = specs.verified_spec(specs.decoder_spec("target", DIMS))
+    plain = verified_spec(decoder_spec("target", DIMS))
     spec = tensorrt_spec(plain, "float16", 72, compacts=True)
     assert [t.name for t in spec.outputs[-8:]] == [
         *(f"{c}.updated" for c in plain.caches),
@@ -45,7 +46,7 @@ def test_a_compacting_target_has_compacted_caches_after_all_updates() -> None:
 
 
 def test_a_rollback_attends_to_nothing_and_has_no_row_count() -> None:
-    spec = tensorrt_spec(specs.rollback_spec(DIMS), "float16", 72)
+    spec = tensorrt_spec(rollback_spec(DIMS), "float16", 72)
     assert [t.name for t in spec.inputs] == [specs.LENGTHS, specs.PATH, *spec.caches]
     assert {t.dtype for t in spec.outputs} == {"float16"}
 
@@ -66,7 +67,7 @@ def test_cache_bytes_follow_the_dtype() -> None:
 
 
 def test_a_dist_that_comes_out_has_the_vocabulary_and_one_that_goes_in_may_be_a_dummy() -> None:
-    draft = tensorrt_spec(specs.candidate_spec(specs.decoder_spec("draft", DIMS), 1, dists=True), "float16", 72)
+    draft = tensorrt_spec(candidate_spec(decoder_spec("draft", DIMS), 1, dists=True), "float16", 72)
     assert draft.output(specs.NODE_PROBS).dims == ("batch", "scored", 97)
-    target = tensorrt_spec(specs.verified_spec(specs.decoder_spec("target", DIMS)), "float16", 72)
+    target = tensorrt_spec(verified_spec(decoder_spec("target", DIMS)), "float16", 72)
     assert target.input(specs.DRAFT_PROBS).dims == ("batch", "scored", "draft_vocab")
