@@ -20,11 +20,12 @@ MARKERS = {
 
 # Patterns of paths under tests/ whose every test needs this; others say so with `pytestmark` or through a fixture.
 PATHS: dict[str, tuple[str, ...]] = {
-    "distribution": ("runtime/test_control.py",),
+    "distribution": ("runtime/test_control*.py", "runtime/test_recurrent*.py"),
     "export": (
         "backends/test_borrowed.py",
         "backends/test_cuda_engine.py",
         "backends/test_cuda_finish.py",
+        "backends/test_cuda_states.py",
         "backends/test_engines.py",
         "backends/test_experts.py",
         "backends/test_not_finite.py",
