@@ -92,8 +92,12 @@ def target_step(target: Any, tokens: Sequence[int]) -> tuple[Any, dict[str, Any]
     return out.last_hidden_state[:, -1:], dict(out.shared_kv_states)
 
 
-def own_drafts(target: Any, assistant: Any, tokens: Sequence[int], num_drafts: int) -> tuple[list[int], list[Any]]:
+def own_drafts(
+    target: Any, assistant: Any, tokens: Sequence[int], num_drafts: int, forced: Sequence[int] = ()
+) -> tuple[list[int], list[Any]]:
     """Returns the drafts of transformers' assistant after `tokens`, the last of which the target has not read.
+
+    The first drafts are those of `forced`, whatever the assistant says; the others are its likeliest tokens.
 
     This is the loop of transformers' `SinglePositionMultiTokenCandidateGenerator`, on rows of a fresh run: after a
     rejection its own rows have one of the rejected draft.
@@ -103,11 +107,13 @@ def own_drafts(target: Any, assistant: Any, tokens: Sequence[int], num_drafts: i
     hidden, rows = target_step(target, tokens[:-1])
     token, drafts, logits = torch.tensor([[tokens[-1]]]), [], []
     position = torch.tensor([[len(tokens) - 1]])
-    for _ in range(num_drafts):
+    for i in range(num_drafts):
         x = torch.cat((target.get_input_embeddings()(token), hidden), -1)
         with torch.no_grad():
             out = assistant(inputs_embeds=x, position_ids=position, shared_kv_states=rows, use_cache=False)
         token, hidden = out.logits.argmax(-1), out.last_hidden_state
+        if i < len(forced):
+            token = torch.tensor([[forced[i]]])
         drafts.append(int(token))
         logits.append(out.logits[0, 0])
     return drafts, logits

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,22 +162,29 @@ def test_the_position_is_the_roots(pair: tuple[Path, Any, Any], monkeypatch: pyt
     assert second_draft(1) > 10 * MAX_RELATIVE_DIFFERENCE
 
 
-@pytest.fixture(scope="module")
-def engine(pair: tuple[Path, Any, Any]) -> Any:
-    """The pair, built from a recipe."""
-    folder = pair[0]
+def built(folder: Path, shape: str) -> Iterator[Any]:
+    """Yields the engine of the pair, built from a recipe."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(
-        f"target: {{model: target}}\nspeculator: {{method: gemma4_assistant, model: assistant, "
-        f"num_draft_tokens: {NUM_DRAFTS}}}\n"
+        f"target: {{model: target}}\nspeculator: {{method: gemma4_assistant, model: assistant, {shape}}}\n"
         "engine: {max_batch_size: 2, max_seq_len: 48, max_draft_nodes: 8, threads: 1}\n"
     )
     with store.cheap_stages():
-        bundle = build(fakes.make_plan(recipe), folder / "out", cache=StageCache(folder / "cache"))
+        bundle = build(fakes.make_plan(recipe), folder / shape.split(":")[0], cache=StageCache(folder / "cache"))
     with pytest.MonkeyPatch.context() as patch:
         # On a target as small as this plain decoding is often faster: no clock decides whether to draft.
         patch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)
         yield speccompile.load(bundle.path)
+
+
+@pytest.fixture(scope="module")
+def engine(pair: tuple[Path, Any, Any]) -> Any:
+    yield from built(pair[0], f"num_draft_tokens: {NUM_DRAFTS}")
+
+
+@pytest.fixture(scope="module")
+def tree_engine(pair: tuple[Path, Any, Any]) -> Any:
+    yield from built(pair[0], "tree: {widths: [2, 1]}")
 
 
 def test_greedy_text_and_every_draft_are_transformers(
@@ -213,6 +221,38 @@ def test_greedy_text_and_every_draft_are_transformers(
     assert 0 < num_accepted < num_drafted
     for tokens, drafts in made[:: max(1, len(made) // 20)]:
         assert drafts == own_drafts(target, assistant, tokens, NUM_DRAFTS)[0][: len(drafts)]
+
+
+def test_trees_have_the_likeliest_tokens_of_transformers(
+    pair: tuple[Path, Any, Any], tree_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from speccompile.speculators.gemma4_assistant.proposer import AssistantProposer
+
+    _, target, assistant = pair
+    made: list[tuple[list[int], list[int], list[int]]] = []
+    propose = AssistantProposer.propose
+
+    def noted(self: Any, batch: Any) -> TokenTree:
+        tree = propose(self, batch)
+        for i, slot in enumerate(batch.slots):
+            num = int(tree.num_nodes[i])
+            made.append((list(slot.tokens), tree.tokens[i, :num].tolist(), tree.parents[i, :num].tolist()))
+        return tree
+
+    monkeypatch.setattr(AssistantProposer, "propose", noted)
+    params = SamplingParams(max_new_tokens=NUM_TOKENS)
+    results = tree_engine.generate(PROMPTS, params, batch_size=2)
+    plain = tree_engine.generate(PROMPTS, params, batch_size=2, speculative=False)
+    assert [r.tokens for r in results] == [r.tokens for r in plain]
+    trees = [(text, nodes, parents) for text, nodes, parents in made if len(nodes) == 5]
+    assert len(trees) > 10 and sum(r.stats["num_accepted"] for r in results) > 0
+    for text, nodes, parents in trees[:: len(trees) // 5]:
+        _, logits = own_drafts(target, assistant, text, 1)
+        roots = [node for node in range(1, 5) if parents[node] == 0]
+        assert [nodes[node] for node in roots] == logits[0].topk(2).indices.tolist()
+        for node in roots:
+            (child,) = (c for c in range(1, 5) if parents[c] == node)
+            assert nodes[child] == own_drafts(target, assistant, text, 2, [nodes[node]])[0][1]
 
 
 def test_sampled_text_does_not_depend_on_the_batch(engine: Any) -> None:
