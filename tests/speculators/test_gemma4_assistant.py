@@ -174,6 +174,7 @@ def built(folder: Path, shape: str) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         # On a target as small as this plain decoding is often faster: no clock decides whether to draft.
         patch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)
+        patch.setattr("speccompile.drafting.budget.Budget.weighs_time", False)
         yield speccompile.load(bundle.path)
 
 
@@ -245,7 +246,7 @@ def test_trees_have_the_likeliest_tokens_of_transformers(
     plain = tree_engine.generate(PROMPTS, params, batch_size=2, speculative=False)
     assert [r.tokens for r in results] == [r.tokens for r in plain]
     trees = [(text, nodes, parents) for text, nodes, parents in made if len(nodes) == 5]
-    assert len(trees) > 10 and sum(r.stats["num_accepted"] for r in results) > 0
+    assert len(trees) > 20 and sum(r.stats["num_accepted"] for r in results) > 0
     for text, nodes, parents in trees[:: len(trees) // 5]:
         _, logits = own_drafts(target, assistant, text, 1)
         roots = [node for node in range(1, 5) if parents[node] == 0]
