@@ -178,6 +178,17 @@ BODY_HEAD = """
 """
 
 # As many pending rows are replayed as some slot needs, and at least one, as ONNX Runtime's Scan refuses none.
+# The nodes that are not sure, to the front of the pending rows: `moved`, and in `is_row3` which of them there are.
+MOVED_ROWS = """
+    source = Add(places, sure_column)
+    last_node = Sub(num_nodes, one)
+    inside = Min(source, last_node)
+    indices = Unsqueeze(inside, last_axis)
+    moved = GatherND<batch_dims = 1>(rows, indices)
+    is_row = Less(source, num_nodes)
+    is_row3 = Unsqueeze(is_row, last_axis)
+"""
+
 _SCANS = (
     """
     most_owed = ReduceMax<keepdims = 1>(num_owed)
@@ -251,13 +262,9 @@ _SCANS = (
     num_pending = Squeeze(num_pending1, nowhere)
     places = Range(none, num_pending, one)
     sure_column = Unsqueeze(sure_nodes, second)
-    source = Add(places, sure_column)
-    last_node = Sub(num_nodes, one)
-    inside = Min(source, last_node)
-    indices = Unsqueeze(inside, last_axis)
-    moved = GatherND<batch_dims = 1>(rows, indices)
-    is_row = Less(source, num_nodes)
-    is_row3 = Unsqueeze(is_row, last_axis)
+    """
+    + MOVED_ROWS
+    + """
     flat_shape = Constant<value_ints = [-1]>()
     flat = Reshape(replayed, flat_shape)
     sample = Slice(flat, nowhere, unit, nowhere)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from speccompile.core.jobs import PREFILL_CHUNK
-from speccompile.ops.gated_delta import BODY_HEAD, GATED_DELTA
+from speccompile.ops.gated_delta import BODY_HEAD, GATED_DELTA, MOVED_ROWS
 from speccompile.ops.op import Op
 
 # Void pending rows have g = 0 and beta = 0: they change nothing. k is [batch, key_heads, 1, rows, key_dim], v
@@ -156,13 +156,9 @@ _OUT = """
     state_shape = Shape(state)
     state_updated = Reshape(kept_state, state_shape)
 
-    source = Add(places, sure_column)
-    last_node = Sub(num_nodes, one)
-    inside = Min(source, last_node)
-    indices = Unsqueeze(inside, last_axis)
-    moved = GatherND<batch_dims = 1>(rows, indices)
-    is_row = Less(source, num_nodes)
-    is_row3 = Unsqueeze(is_row, last_axis)
+"""
+
+_PENDING = """
     pending_updated = Where(is_row3, moved, nothing)
 """
 
@@ -180,7 +176,8 @@ def gated_delta_op(max_rows: int, delta: bool) -> Op:
         levels = "".join(_LEVEL.format(1 << level, 2 << level) for level in range(num_levels))
         solved = _RULE + levels + _SOLVED.format(1 << num_levels)
     counted = "    num_rows1 = Shape<start = 1, end = 2>(whole)\n"
-    return replace(GATED_DELTA, body=BODY_HEAD + _ROWS + counted + solved + _OUT.format(1 << num_levels, 2**31 - 1))
+    made = _OUT.format(1 << num_levels, 2**31 - 1)
+    return replace(GATED_DELTA, body=BODY_HEAD + _ROWS + counted + solved + made + MOVED_ROWS + _PENDING)
 
 
 def most_rows(max_pending: int, max_nodes: int) -> int:
