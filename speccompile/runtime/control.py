@@ -394,6 +394,6 @@ class _Reading:
 
 
 def _typical(times: Sequence[float]) -> float:
-    """Returns the mean without the longest time: other processes make some steps longer, but never shorter."""
-    kept = sorted(times)[: max(len(times) - 1, 1)]
+    """Returns the mean without the longest and the shortest time: without the longest alone it would favour plain steps."""
+    kept = sorted(times)[1:-1] or list(times)
     return sum(kept) / len(kept) if kept else 0.0
