@@ -394,6 +394,6 @@ class _Reading:
 
 
 def _typical(times: Sequence[float]) -> float:
-    """Returns the mean without the longest and the shortest time: without the longest alone it would favour plain steps."""
+    """Returns the mean without the longest and the shortest time; left out alone, the longest would lower it."""
     kept = sorted(times)[1:-1] or list(times)
     return sum(kept) / len(kept) if kept else 0.0
