@@ -44,6 +44,7 @@ LENGTHS: dict[str, int | None] = {"draft": 4, "mlp": 4, "eagle3": 5, "glide": 5,
 ROWS: dict[str, dict[str, dict[str, Any]]] = {
     **{name: forms_of(length) for name, length in LENGTHS.items()},
     "ngram": {"chain": {}},
+    "suffix": {"chain": CHAIN, "tree": AUTO},
 }
 # A chain of all its heads is as long as it can be.
 ROWS["medusa"] = {"chain": CHAIN, "tree": AUTO, "wide": forms_of(4)["wide"]}

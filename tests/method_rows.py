@@ -136,6 +136,7 @@ ROWS: dict[str, Row] = {
     "dflash": Row(write_learnt_dflash, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}),
     "mtp": Row(write_learnt_mtp, {"num_draft_tokens": 3}),
     "ngram": Row(None, {"min_match": 1, "max_match": 2}),
+    "suffix": Row(None, {"depth": 4}, {"tree": "auto", "depth": 4}),
     "mlp": Row(write_mlp, {"num_draft_tokens": 3}, FIXED),
     "medusa": Row(write_medusa, {"tree": "chain"}, AUTO),
     "prophet": Row(write_prophet, {"num_draft_tokens": 3}, {**AUTO, "tree_width": 2, "tree_depth": 3}),

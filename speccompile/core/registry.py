@@ -38,6 +38,7 @@ METHODS = {
     "mtp": "speccompile.speculators.mtp.config:MtpMethod",
     "gemma4_assistant": "speccompile.speculators.gemma4_assistant.config:Gemma4AssistantMethod",
     "ngram": "speccompile.speculators.ngram.config:NgramMethod",
+    "suffix": "speccompile.speculators.suffix.config:SuffixMethod",
 }
 BACKEND_GROUP, METHOD_GROUP = "speccompile.backends", "speccompile.methods"
 

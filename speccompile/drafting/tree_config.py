@@ -132,7 +132,7 @@ def check_chain(target: GraphSpec, config: Any) -> None:
     Raises:
         RecipeError: the method drafts trees.
     """
-    if target.states and isinstance(config, TreeFields) and config.has_tree:
-        got = "a tree" if config.shape is not None else f"{config.tree}"
+    if target.states and getattr(config, "has_tree", False):
+        got = "a tree" if getattr(config, "shape", None) is not None else f"{config.tree}"
         expected = "chain: a target with recurrent layers scores chains alone, trees not yet"
         raise RecipeError("speculator.tree", got, expected, "Write speculator.tree: chain.")

@@ -38,7 +38,7 @@ class Editor:
         return node.outputs[0] if num_outputs == 1 else list(node.outputs)
 
     def const(self, array: np.ndarray | np.generic | ir.TensorProtocol, name: str) -> ir.Value:
-        """Register an initializer; a name in use gets a numeric suffix, an equal small constant is shared."""
+        """Register an initializer; a name in use gets a number, an equal small constant is shared."""
         if isinstance(array, np.generic):
             array = np.asarray(array)
         tensor = ir.tensor(array, name=name) if isinstance(array, np.ndarray) else array

@@ -198,17 +198,17 @@ def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError
         path = next(beside, path)
         group = by_key[path]
     others = [".".join(p) for p in by_key if p != path]
-    suffix = f" Also wrong: {', '.join(others)}." if others else ""
+    ending = f" Also wrong: {', '.join(others)}." if others else ""
     fault = group[0]
     if fault["type"] == "extra_forbidden":
         siblings = sorted(k[-1] for k in known if k[:-1] == path[:-1])
         todo = _hint_for_key(path, known, siblings)
         section = ".".join(path[:-1]) or "a recipe"
-        return RecipeError(raw.where(path), f"unknown key {path[-1]!r}", f"the keys of {section}", todo + suffix)
+        return RecipeError(raw.where(path), f"unknown key {path[-1]!r}", f"the keys of {section}", todo + ending)
     if fault["type"] == "missing":
-        return RecipeError(raw.where(path), "no value", f"the key {'.'.join(path)}", "Add it to the recipe." + suffix)
+        return RecipeError(raw.where(path), "no value", f"the key {'.'.join(path)}", "Add it to the recipe." + ending)
     expected = " or ".join(dict.fromkeys(_expectation(f) for f in group))
-    return RecipeError(raw.where(path), shown(fault["input"]), expected, "Correct the value." + suffix)
+    return RecipeError(raw.where(path), shown(fault["input"]), expected, "Correct the value." + ending)
 
 
 def _expectation(fault: Mapping[str, Any]) -> str:

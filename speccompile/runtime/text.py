@@ -86,7 +86,7 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of `text` that is a prefix of `stop`."""
+    """Returns the length of the longest end of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 

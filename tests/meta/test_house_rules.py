@@ -64,7 +64,9 @@ def test_a_method_is_named_only_in_its_folder_and_in_the_registry(method):
     # have parts of other names too, which patterns of keys name with an escaped dot after them. "-" stands for one in
     # Nemotron-H's pattern of layers.
     parts = r"\.(\{|gate\.|experts|shared_expert|(gate|up|down)_proj)"
-    pattern = re.compile(rf"(?<!self\.)(?<!module\.)(?<!.-.: .)\b{method}\b(?!\\\.|{parts})")
+    # A path has a suffix; so has a request of OpenAI's.
+    before = r"(?:(?<!\.)|(?<=speculators\.))" if method == "suffix" else r"(?<!self\.)(?<!module\.)(?<!.-.: .)"
+    pattern = re.compile(rf"{before}\b{method}\b(?!\\\.|{parts}|\": Neutral)")
     assert short(p for p in others if pattern.search(p.read_text())) == ["speccompile/core/registry.py"]
     # Each registry line has the name as its key and in its module path.
     lines = (ROOT / "speccompile/core/registry.py").read_text().splitlines()

@@ -12,6 +12,7 @@ from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from speccompile.speculators.none.proposer import NoneProposer
+from speccompile.speculators.suffix.config import SuffixConfig, SuffixMethod
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 
 TARGET = MockLM(seed=1)
@@ -54,6 +55,8 @@ def make_proposer(kind, slots=4, max_seq=MAX_SEQ, draft_seq=None, **config):
         return TreeProposer()
     if kind == "ngram":
         return NgramMethod().make_proposer(NgramConfig(min_match=1, max_match=3, **config), {}, context)
+    if kind == "suffix":
+        return SuffixMethod().make_proposer(SuffixConfig(depth=5, **config), {}, context)
     config = DraftModelConfig("draft", **config)
     engine = MockEngine(DRAFT, "draft", slots, draft_seq or max_seq)
     return DraftModelMethod().make_proposer(config, {"draft": engine}, context)
@@ -84,6 +87,8 @@ KINDS = [
     ("none", {}),
     ("ngram", {}),
     ("ngram", {"num_draft_tokens": 3}),
+    ("suffix", {}),
+    ("suffix", {"tree": "auto", "shared_bytes": 10**6}),
     ("tree", {}),
     ("draft_model", {"num_draft_tokens": 3}),
     ("draft_model", {"num_draft_tokens": 1}),
@@ -127,7 +132,7 @@ def test_same_seed_gives_same_text_in_any_batch(kind, config):
     assert back[::-1] == alone
 
 
-@pytest.mark.parametrize(("kind", "config"), [k for k in KINDS if k[0] in ("none", "ngram", "draft_model")])
+@pytest.mark.parametrize(("kind", "config"), [k for k in KINDS if k[0] in ("none", "ngram", "suffix", "draft_model")])
 @pytest.mark.parametrize("heat", [0.0, 0.9])
 def test_batched_loop_equals_the_oracle(kind, config, heat):
     for index, prompt in enumerate(some_prompts(3, seed=7)):
@@ -150,7 +155,7 @@ def test_drafts_are_accepted_and_counted():
         assert 0 < stats["num_accepted"] <= stats["num_draft_tokens"] <= 4 * stats["num_steps"]
 
 
-@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model", "tree"])
+@pytest.mark.parametrize("kind", ["none", "ngram", "suffix", "draft_model", "tree"])
 def test_full_cache_stops_where_plain_decoding_stops(kind):
     prompts = some_prompts(3, low=20, high=33)
     texts, reasons, _ = run(
@@ -187,7 +192,7 @@ def test_stop_tokens_end_a_sequence_inside_a_draft():
     wanted = [TARGET.greedy(p, 40) for p in prompts]
     stop = wanted[0][9]
     cut = [w[: w.index(stop) + 1] if stop in w else w for w in wanted]
-    for kind in ("none", "ngram", "draft_model", "tree"):
+    for kind in ("none", "ngram", "suffix", "draft_model", "tree"):
         params = SamplingParams(max_new_tokens=40)
         texts, reasons, _ = run(prompts, params, make_verifier(), make_proposer(kind), 3, frozenset([stop]))
         assert texts == cut

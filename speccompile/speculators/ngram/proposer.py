@@ -36,19 +36,19 @@ class NgramIndex:
         self._num_indexed = 0  # every run that ends before this position has its entry
 
     def find(self, tokens: list[int]) -> tuple[int, int]:
-        """Returns the position after the latest earlier occurrence of the longest suffix, and its length; or (0, 0)."""
+        """Returns the position after the latest earlier occurrence of the longest ending, and its length; or (0, 0)."""
         self._extend(tokens)
         follower, num = self._follower, len(tokens)
-        suffix = "".join(map(chr, tokens[-self._max_match :]))
+        ending = "".join(map(chr, tokens[-self._max_match :]))
         for size in self._sizes:
             if size < num:
-                position = follower.get(suffix[-size:])
+                position = follower.get(ending[-size:])
                 if position is not None:
                     return position, size
         return 0, 0
 
     def _extend(self, tokens: list[int]) -> None:
-        # The suffix itself is left out: its follower is what we are looking for.
+        # The ending itself is left out: its follower is what we are looking for.
         follower, sizes, last = self._follower, self._sizes, len(tokens)
         start = max(self._num_indexed + 1 - self._max_match, 0)
         text = "".join(map(chr, tokens[start:last]))
@@ -107,7 +107,7 @@ class NgramProposer:
         """Reads nothing: the index is made of the slot's own tokens."""
 
     def propose(self, batch: Batch) -> TokenTree:
-        """Returns, for each slot, the tokens that followed the longest suffix last time."""
+        """Returns, for each slot, the tokens that followed the longest ending last time."""
         slots = batch.slots
         states: list[NgramState] = [slot.draft_state for slot in slots]
         found = [state.index.find(slot.tokens) for state, slot in zip(states, slots, strict=True)]

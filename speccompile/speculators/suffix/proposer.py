@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts from suffix trees: what followed the longest run of tokens that occurred before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.jobs import MethodContext
+from speccompile.core.protocols import Batch, Outputs, Slot, StepTimes
+from speccompile.core.tree import Ints, TokenTree
+from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
+from speccompile.drafting.budget import Budget
+from speccompile.drafting.candidates import Candidates, tree_from_candidates
+from speccompile.speculators.suffix.tree import Cursor, SuffixTree
+
+if TYPE_CHECKING:
+    from speccompile.speculators.suffix.config import SuffixConfig
+
+# Acceptance rate after a match of 1, 2, ... tokens that was always followed by the same, before any verdict.
+FIRST_RATES = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9)
+TOKENS_PER_MATCH = 2  # where nothing was measured
+
+
+@dataclass(slots=True, eq=False)
+class SuffixState:
+    """The `draft_state` of a sequence.
+
+    Args:
+        tree: of its tokens.
+        cursor: end of the tokens that the tree has read.
+        estimate: acceptance of drafts by the length of the match, which stands in for a rank.
+        shared: end of its tokens in the tree of all requests; None: there is no such tree.
+        num_shared: tokens that the tree of all requests has read, or leaves out: it reads outputs alone.
+        num_read: tokens that the sequence's own tree has read.
+    """
+
+    tree: SuffixTree
+    cursor: Cursor
+    estimate: AcceptanceEstimate
+    shared: Cursor | None
+    num_shared: int
+    num_read: int = 0
+
+
+class SuffixProposer:
+    """See `speccompile.core.protocols.Proposer`. Drafts are deterministic."""
+
+    catches_up = True
+    caches = ()
+
+    def __init__(self, config: SuffixConfig, context: MethodContext) -> None:
+        self.config = config
+        self.max_drafts = min(config.num_draft_tokens, context.max_draft_nodes)
+        self.budget = Budget(self.max_drafts, self.max_drafts, 1, context.costs.get("target"))
+        self.shared = SuffixTree(config.depth, config.shared_bytes) if config.shared_bytes else None
+        self._prior = SharedPrior(self.max_drafts)
+        self._drafts: list[Candidates] = []  # of the last step, by slot; a draft's rank says how long the match was
+        self._chosen: list[list[int]] = []  # candidate of each node, by slot
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """Makes an empty tree; that of all requests gets the prompt's end, as outputs are found by what is before."""
+        tree, shared = SuffixTree(self.config.depth, self.config.max_bytes), None
+        if self.shared is not None:
+            shared = self.shared.open()
+            for token in sequence.tokens[1 - self.config.depth :]:
+                self.shared.append(shared, token)
+        estimate = AcceptanceEstimate(self._prior, rank_shares=[0.0] * len(FIRST_RATES))
+        sequence.draft_state = SuffixState(tree, tree.open(), estimate, shared, len(sequence.tokens))
+
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """Makes an empty tree; returns `num_rows`: their tokens are read with the next chunk."""
+        self.start(slot, sequence)
+        return num_rows
+
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Reads the prompt up to the end of the chunk."""
+        self._read(sequence.draft_state, sequence.tokens[: start + tokens.shape[1]])
+
+    def _read(self, state: SuffixState, tokens: list[int]) -> None:
+        append, cursor = state.tree.append, state.cursor
+        for token in tokens[state.num_read :]:
+            append(cursor, token)
+        state.num_read = max(state.num_read, len(tokens))
+        if state.shared is not None and self.shared is not None:
+            for token in tokens[state.num_shared :]:
+                self.shared.append(state.shared, token)
+            state.num_shared = max(state.num_shared, len(tokens))
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Returns, for each slot, the most frequent continuations of the longest match."""
+        self.budget.is_forced = batch.is_forced
+        self._drafts = [self._find(slot) for slot in batch.slots]
+        num = self.budget.size(self._drafts)
+        tree, self._chosen = tree_from_candidates(self._drafts, num, [slot.max_drafts for slot in batch.slots])
+        return tree
+
+    def _find(self, slot: Slot) -> Candidates:
+        """Returns the drafts of a sequence; the root alone where nothing matches."""
+        state, config, found = slot.draft_state, self.config, Candidates.from_root(slot.tokens[-1])
+        self._read(state, slot.tokens)
+        tree, cursor, size = state.tree, state.cursor, state.tree.match(state.cursor)
+        if state.shared is not None and self.shared is not None and (length := self.shared.match(state.shared)) > size:
+            tree, cursor, size = self.shared, state.shared, length
+        depth = min(self.max_drafts, slot.max_drafts)
+        if config.tokens_per_match != "auto":
+            depth = min(depth, int(size * config.tokens_per_match + 1e-6))
+        elif not self.budget.weighs_time:
+            depth = min(depth, size * TOKENS_PER_MATCH)
+        if size < config.min_match or depth == 0:
+            return found
+        if config.tree == "chain":
+            tokens, shares = tree.chain(cursor, slot.tokens, depth, config.min_prob)
+            parents = list(range(-1, len(tokens) - 1))
+        else:
+            tokens, parents, shares = tree.branches(cursor, slot.tokens, self.max_drafts, depth, config.min_prob)
+        prob, rate, rank = state.estimate.prob, FIRST_RATES[min(size, len(FIRST_RATES)) - 1], size - 1
+        for token, parent, share in zip(tokens, parents, shares, strict=True):
+            found.add(parent + 1, [token], [prob(rate * share, rank)], first_rank=rank)
+        return found
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """Learns the acceptance of drafts after matches; emitted tokens are read before the next draft."""
+        for place, (slot, found, chosen) in enumerate(zip(batch.slots, self._drafts, self._chosen, strict=True)):
+            if len(found.tokens) > 1:
+                slot.draft_state.estimate.learn_ranks(found, chosen, verdict.nodes_kept(place))
+
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
+        """Tokens are read before the next draft."""
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """Corrects the costs."""
+        self.budget.observe(num_slots, num_nodes, times)
+
+    def flush(self) -> None:
+        """Nothing: none of the target's outputs is held."""

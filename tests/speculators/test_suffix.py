@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suffix tree as a proposer: limits, learning, one tree of all requests, states that travel, the distribution."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.jobs import MethodContext, StepCosts
+from speccompile.core.sampling import SamplingParams
+from speccompile.errors import RecipeError
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.stats import TimedEngine
+from speccompile.speculators.suffix.config import SuffixConfig, SuffixMethod
+from speccompile.speculators.suffix.proposer import FIRST_RATES
+from tests.mock_lm import MockEngine, MockLM
+from tests.runtime import scheduler_lab
+from tests.runtime.test_spec_engine import TARGET, Letters
+from tests.speculators.distribution_check import LEAST, WARPS, decode_many, fit_p_value
+
+BOTH = [{}, {"tree": "auto"}]
+
+
+def make(slots=3, costs=None, nodes=16, **config):
+    context = MethodContext(slots, 512, nodes, {"target": costs or StepCosts()})
+    return SuffixMethod().make_proposer(SuffixConfig(**config), {}, context)
+
+
+def batch_of(proposer, sequences, max_drafts=99, is_forced=False):
+    slots = [SimpleNamespace(tokens=list(tokens), max_drafts=max_drafts) for tokens in sequences]
+    for place, slot in enumerate(slots):
+        proposer.start(place, slot)
+    return SimpleNamespace(slots=slots, is_forced=is_forced)
+
+
+def propose(sequences, max_drafts=99, costs=None, nodes=16, **config):
+    proposer = make(costs=costs, nodes=nodes, **config)
+    return proposer.propose(batch_of(proposer, sequences, max_drafts))
+
+
+def test_a_longer_match_gives_a_longer_draft_and_the_most_frequent_wins():
+    tokens = [1, 2, 7, 8, 9, 4, 1, 2, 5, 6, 0, 3, 1, 2, 5, 6, 8, 1, 2]
+    tree = propose([tokens], min_match=2, tokens_per_match=1.5)
+    assert tree.tokens.tolist() == [[2, 5, 6, 8]]  # 5 twice, 7 once; of 0 and 8, which came once each, the latest
+    assert propose([tokens], tokens_per_match=1.0).tokens.tolist() == [[2, 5, 6]]
+    assert propose([[1, 2, 9, 2]], min_match=2).tokens.tolist() == [[2]]
+
+
+def test_a_tree_has_the_likeliest_paths_in_the_order_of_their_share():
+    tokens = [1, 5, 1, 5, 1, 6, 1, 7, 1]
+    tree = propose([tokens], tree="auto", tokens_per_match=1.0)
+    assert tree.tokens.tolist() == [[1, 5, 7, 6]] and tree.parents.tolist() == [[-1, 0, 0, 0]]
+    assert propose([tokens], tree="auto", tokens_per_match=1.0, min_prob=0.3).tokens.tolist() == [[1, 5]]
+    assert propose([tokens], tree="auto", tokens_per_match=1.0, nodes=2).tokens.tolist() == [[1, 5, 7]]
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_ragged_batches_are_padded_and_limits_hold(config):
+    tree = propose([[1, 2, 3, 1, 2], [7, 8, 9]], max_drafts=2, **config)
+    assert tree.num_nodes.tolist() == [3, 1]
+    assert tree.tokens[0].tolist() == [2, 3, 1]
+    assert tree.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
+    tree.validate()
+    assert propose([[1, 2, 3, 1, 2]], max_drafts=0, **config).tokens.tolist() == [[2]]
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_measured_costs_bound_the_drafts_of_every_slot(config):
+    sequences = [[1, 2, 3, 1, 2], [7, 8, 9], [4, 4, 4, 4, 4, 4]]
+    cheap, dear = StepCosts(((1, 10.0), (64, 11.0))), StepCosts(((1, 1.0), (64, 90.0)))
+    assert propose(sequences, costs=cheap, **config).num_nodes.tolist()[1:] == [1, 16]
+    assert propose(sequences, costs=dear, **config).num_nodes.tolist() == [1, 1, 1]
+    proposer = make(costs=dear, **config)
+    forced = proposer.propose(batch_of(proposer, sequences, max_drafts=3, is_forced=True))
+    assert forced.num_nodes.tolist() == [4, 1, 4]
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_rates_are_learned_by_match_length(config):
+    costs = StepCosts(((1, 1.0), (64, 1.1)))
+    proposer = make(costs=costs, num_draft_tokens=2, **config)
+    batch = batch_of(proposer, [[9, 1, 2, 3, 7, 8, 4, 1, 2, 3]])
+    estimate = batch.slots[0].draft_state.estimate
+
+    def step(num_accepted):
+        tree = proposer.propose(batch)  # after a match of 3 tokens
+        path = np.array([[*range(num_accepted + 1), *[-1] * (2 - num_accepted)]])
+        proposer.commit(batch, tree, Verdict(path, np.array([num_accepted]), np.array([0])), {})
+        return tree.nodes - 1
+
+    def rate(size):
+        return estimate.prob(FIRST_RATES[size - 1], size - 1)
+
+    first = [rate(size) for size in (2, 3)]
+    assert first == pytest.approx(FIRST_RATES[1:3], abs=1e-6)
+    assert step(0) == 2 and rate(3) < first[1]
+    for _ in range(60):
+        step(2)
+    assert rate(3) > 0.92 and rate(2) == first[0]
+
+
+def read_all(proposer, tokens, parts):
+    """A sequence whose prompt is read in these parts, and the rest before the first draft."""
+    slot = SimpleNamespace(tokens=list(tokens), max_drafts=9)
+    proposer.start(0, slot)
+    start = 0
+    for num in parts:
+        proposer.prefill(0, slot, np.zeros((1, num), dtype=np.int64), start, {})
+        start += num
+    return proposer.propose(SimpleNamespace(slots=[slot], is_forced=False)).tokens.tolist()
+
+
+def test_a_prompt_read_in_parts_is_read_once():
+    tokens = [3, 1, 4, 1, 5, 3, 1, 4]
+    proposer = make()
+    wanted = read_all(proposer, tokens, [])
+    assert wanted == [[4, 1, 5, 3, 1, 4, 1][: len(wanted[0])]] and len(wanted[0]) == 7
+    for parts in ([7], [2, 2, 3], [1] * 7, [4]):
+        assert read_all(proposer, tokens, parts) == wanted
+    # After a prefix that is in the caches already, reading begins in the middle of the prompt.
+    slot = SimpleNamespace(tokens=tokens, max_drafts=9)
+    assert proposer.resume(0, slot, 5) == 5
+    proposer.prefill(0, slot, np.zeros((1, 2), dtype=np.int64), 5, {})
+    assert proposer.propose(SimpleNamespace(slots=[slot], is_forced=False)).tokens.tolist() == wanted
+
+
+def test_drafts_that_were_refused_are_never_counted():
+    proposer = make()
+    batch = batch_of(proposer, [[1, 2, 3, 1, 2]])
+    for tokens in ([9], [1, 2], [4]):
+        tree = proposer.propose(batch)
+        proposer.commit(batch, tree, Verdict(np.zeros((1, 1), dtype=np.int64), np.array([0]), np.array([0])), {})
+        batch.slots[0].tokens += tokens
+    proposer.propose(batch)
+    state, text = batch.slots[0].draft_state, batch.slots[0].tokens
+    for size in (1, 2, 3):
+        for at in range(len(text) - size + 1):
+            run = text[at : at + size]
+            assert state.tree.count(run) == sum(text[i : i + size] == run for i in range(len(text)))
+
+
+def test_requests_share_outputs_only_where_the_recipe_says_so():
+    told, asked = [8, 1, 2, 3, 4, 5, 6, 7], [9, 1, 2, 3]
+
+    def drafts_of(*sequences, prompt=8, **config):
+        proposer = make(**config)
+        for tokens in sequences:
+            slot = SimpleNamespace(tokens=list(tokens[:prompt]), max_drafts=9)
+            proposer.start(0, slot)
+            slot.tokens = list(tokens)
+            tree = proposer.propose(SimpleNamespace(slots=[slot], is_forced=False))
+        return tree.tokens.tolist()
+
+    assert drafts_of(told, asked) == [[3]]
+    assert drafts_of(told, asked, prompt=1, shared_bytes=10**6) == [[3, 4, 5, 6, 7]]
+    # Of a prompt the last `depth` - 1 tokens alone are known to others.
+    assert drafts_of(told, asked, depth=3, shared_bytes=10**6) == [[3]]
+    # Its own text comes first where both match as well.
+    assert drafts_of(told, [1, 2, 3, 0, 1, 2, 3], prompt=1, shared_bytes=10**6)[0][:2] == [3, 0]
+
+
+@pytest.mark.distribution
+@pytest.mark.parametrize("config", BOTH)
+@pytest.mark.parametrize("heat", [(0.0, 0, 1.0), *WARPS[:1]])
+def test_text_follows_the_targets_distribution(config, heat):
+    model = MockLM(seed=5)
+    target = MockEngine(model, "target", 8, 64, headroom=17)
+    is_greedy = heat[0] == 0
+    slots = decode_many(target, make(8, nodes=8, depth=4, **config), heat, 40 if is_greedy else 1500, 64, 12)
+    assert sum(slot.stats.num_draft_tokens for slot in slots) > len(slots)
+    if is_greedy:
+        assert {tuple(slot.tokens) for slot in slots} == {(3, 1, 4, *model.greedy([3, 1, 4], 12))}
+    else:
+        assert fit_p_value(slots, model, heat) > LEAST
+
+
+@pytest.mark.parametrize("config", [*BOTH, {"shared_bytes": 10**6}])
+def test_a_server_whose_sequences_move_says_what_the_target_says(monkeypatch, config):
+    def make_engine(slots=3, max_seq=64, chunk=7):
+        target = TimedEngine(MockEngine(TARGET, "target", slots, max_seq, headroom=17))
+        context = MethodContext(slots, max_seq, 16)
+        return SpecEngine(target, {}, make(slots, depth=5, **config), Letters(), context, chunk=chunk)
+
+    monkeypatch.setitem(scheduler_lab.ENGINES, "suffix", make_engine)
+    bench, rng = scheduler_lab.Bench(kind="suffix"), np.random.default_rng(1)
+    prompts = [rng.integers(0, 6, size=n).tolist() for n in (20, 5, 33, 18, 25, 9, 30)]
+    prompts += [prompts[0] + [1, 2], prompts[2][:20]]
+    handles = []
+    for i, prompt in enumerate(prompts):
+        handles.append(bench.submit(prompt, sampling=SamplingParams(max_new_tokens=4 + 3 * (i % 5))))
+        bench.step()
+        bench.check()
+    bench.finish()
+    for i, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
+        assert bench.tokens(handle) == TARGET.greedy(prompt, 4 + 3 * (i % 5))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"depth": 1}, {"min_match": 24}, {"min_prob": 0}, {"tree": "wide"}, {"max_bytes": 5}, {"shared_bytes": 5}]
+)
+def test_bad_fields_are_refused(bad):
+    with pytest.raises(RecipeError, match=rf"speculator\.{list(bad)[-1]}: got"):
+        SuffixConfig(**bad)
