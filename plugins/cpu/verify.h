@@ -26,9 +26,10 @@ struct Verdict {
     i64 *path, *num_accepted, *next_token;
 };
 
-// Subtracts a draft distribution from the target's; the target's own stays where nothing is left.
-inline void subtract(RowWeights& weights, const float* draft, RowMemory& memory) {
-    const Float total = broadcast(static_cast<float>(weights.total));
+// Subtracts a draft distribution from `share` of the target's; the target's own stays where nothing is left. Returns the
+// mass that is left.
+inline double subtract(RowWeights& weights, const float* draft, RowMemory& memory, float share = 1.f) {
+    const Float total = broadcast(static_cast<float>(weights.total)), part_of = broadcast(share);
     RowWeights left{memory.spare, memory.spare_sums, weights.vocab, 0};
     for (i64 chunk = 0; chunk < num_chunks(weights.vocab); chunk++) {
         const i64 at = chunk * kChunk, count = chunk_size(weights.vocab, chunk);
@@ -40,7 +41,7 @@ inline void subtract(RowWeights& weights, const float* draft, RowMemory& memory)
             const float* by = group_of(draft + at + i, count - i, 0.f, drafted);
             float* to = from == own ? own : left.values + at + i;
             for (int part = 0; part < kParts; part++) {
-                const Float prob = div(load(from + part * kLanes), total);
+                const Float prob = mul(part_of, div(load(from + part * kLanes), total));
                 const Float rest = max(sub(prob, load(by + part * kLanes)), zero());
                 store(to + part * kLanes, rest);
                 sums[part] = add(sums[part], rest);
@@ -50,10 +51,11 @@ inline void subtract(RowWeights& weights, const float* draft, RowMemory& memory)
         left.sums[chunk] = sum_partials(sums);
     }
     left.add_up();
-    if (!(left.total > 0)) return;
+    if (!(left.total > 0)) return 0;
     std::swap(memory.values, memory.spare);
     std::swap(memory.sums, memory.spare_sums);
     weights = left;
+    return left.total;
 }
 
 // The token is drawn first, and the child that has it is kept. `choose` returns a node's token.
@@ -69,7 +71,7 @@ void walk_tokens(const Slot& slot, const Verdict& verdict, const Choose& choose)
     *verdict.next_token = drawn;
 }
 
-// Drafts were drawn from distributions: a child is kept with probability target / draft.
+// Drafts are a tree that was drawn from distributions: a child is kept with probability target / draft.
 inline void walk_probs(const Slot& slot, const Verdict& verdict, const Context* context, RowMemory memory) {
     i64 last = 0, length = 1;
     RowWeights weights = warp_row(context, slot.row(0), slot.vocab, slot.warp, memory);
@@ -86,6 +88,51 @@ inline void walk_probs(const Slot& slot, const Verdict& verdict, const Context* 
     }
     *verdict.num_accepted = length - 1;
     *verdict.next_token = draw(weights, slot.node_draw(last));
+}
+
+// Whether some node's parent is not the node before it.
+inline bool is_branched(const Slot& slot) {
+    for (i64 node = 2; node < slot.nodes; node++) {
+        if (slot.parents[node] >= 0 && slot.parents[node] < node - 1) return true;
+    }
+    return false;
+}
+
+// Drafts are a chain that was drawn from distributions (`core.acceptance.keep_block`): the longest prefix that passes is
+// kept. Weights are found from the root on, passes from the end; most rows are read once.
+inline void walk_block(const Slot& slot, const Verdict& verdict, const Context* context, RowMemory memory) {
+    thread_local Scratch scratch;
+    double* weights = scratch.get<double>(static_cast<std::size_t>(slot.nodes));
+    const auto row_of = [&](i64 node) { return warp_row(context, slot.row(node), slot.vocab, slot.warp, memory); };
+    i64 end = 0, last = 0;  // `last`: of the prefixes with a weight, and those before it
+    while (end + 1 < slot.nodes && slot.parents[end + 1] == end) end++;
+    weights[0] = 1;
+    RowWeights row = row_of(0);
+    for (i64 node = 1; node <= end; node++) {
+        const i64 token = slot.tokens[node];
+        const double mass = weights[node - 1] * static_cast<double>(row.prob(token));
+        const double drafted = static_cast<double>(slot.draft_probs[node * slot.vocab + token]);
+        weights[node] = mass < drafted ? mass / drafted : mass > 0 ? 1 : 0;
+        last = node;
+        if (!(weights[node] > 0) || node == end) break;
+        row = row_of(node);
+    }
+    i64 kept = last;
+    const bool is_whole = last == end && (end == 0 || static_cast<double>(slot.accept_draw(end)) < weights[end]);
+    if (is_whole) {
+        if (end > 0) row = row_of(end);
+    } else {
+        while (kept-- > 0) {
+            if (kept != last - 1) row = row_of(kept);
+            const double weight = weights[kept];
+            const double rest = subtract(row, slot.draft_probs + (kept + 1) * slot.vocab, memory, static_cast<float>(weight));
+            if (kept == 0 || weight >= 1) break;
+            if (static_cast<double>(slot.accept_draw(kept)) < rest / (rest + 1 - weight)) break;
+        }
+    }
+    for (i64 node = 1; node <= kept; node++) verdict.path[node] = node;
+    *verdict.num_accepted = kept;
+    *verdict.next_token = draw(row, slot.node_draw(kept));
 }
 
 // As above where the target's distribution is one-hot, and stays so after a refusal.
@@ -111,7 +158,10 @@ inline void verify_slot(const Slot& slot, const Verdict& verdict, const Context*
         return walk_tokens(slot, verdict, [&](i64 node) { return first_greatest(slot.row(node), slot.vocab).index; });
     }
     const RowMemory memory = row_memory(floats, slot.vocab);
-    if (slot.draft_probs != nullptr) return walk_probs(slot, verdict, context, memory);
+    if (slot.draft_probs != nullptr) {
+        if (is_branched(slot)) return walk_probs(slot, verdict, context, memory);
+        return walk_block(slot, verdict, context, memory);
+    }
     walk_tokens(slot, verdict, [&](i64 node) {
         return draw(warp_row(context, slot.row(node), slot.vocab, slot.warp, memory), slot.node_draw(node));
     });

@@ -29,6 +29,7 @@ struct Shared {
     int tokens[MAX_NODES];  // -1 where it is none of the vocabulary
     int refused[MAX_NODES];
     float unscale[MAX_NODES];  // 1 / mass of the residual
+    float weights[MAX_NODES];  // of the prefixes of a drawn chain
     Outcome outcome;
     u64 above;
     u32 digit;
@@ -58,6 +59,7 @@ struct Work {
     AnyRow row;
     Divider divide;
     Dist dist = {};
+    float weight = 1;  // of the distribution before anything is subtracted from it
     int num_refused = 0;
 
     __device__ Work(const SpecVerifyParams& params, int slot, int node, float temperature)

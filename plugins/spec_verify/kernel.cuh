@@ -17,6 +17,10 @@ struct Verdict {
         if (threadIdx.x == 0) path[length] = node;
         ++length;
     }
+    // The path of a chain up to its node `last`.
+    __device__ void keep(int last) {
+        while (length <= last) add(length);
+    }
     __device__ void finish(const SpecVerifyParams& params, int slot, int token) const {
         if (threadIdx.x != 0) return;
         for (int i = length; i < params.nodes; ++i) path[i] = -1;
@@ -36,22 +40,38 @@ __device__ inline void load_tree(const SpecVerifyParams& params, int slot) {
     }
 }
 
+// Reads the distribution of a row and its tops; `masses` become the shares where nothing is cut, and it returns whether.
+__device__ inline bool open_row(Work& work) {
+    const Workspace space(work.params);
+    const i64 row = static_cast<i64>(work.slot) * work.params.nodes + work.node;
+    work.dist = fresh(space.dists + row);
+    const bool is_whole = work.dist.key_min == 0;
+    for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += RESOLVE_THREADS) {
+        const Cell cell = space.cells[row * work.chunks() + chunk];
+        work.tops()[chunk] = cell.top;
+        if (is_whole)
+            work.masses()[chunk] = cell.mass > 0 ? cell.mass * expf(cell.top - work.dist.top) / work.dist.total : 0.0;
+    }
+    __syncthreads();
+    return is_whole;
+}
+
 // The walk where drafts were drawn from distributions: residuals are computed only at the nodes that are reached.
 __device__ __noinline__ void walk_draft_probs(const SpecVerifyParams& params, int slot) {
-    const Workspace space(params);
     Verdict verdict{params.path + static_cast<i64>(slot) * params.nodes};
+    const int end = chain_end(params.nodes);
+    if (end >= 0) {
+        const auto find = [&](Work& work) {
+            work.dist = fresh(Workspace(params).dists + static_cast<i64>(slot) * params.nodes + work.node);
+        };
+        const Outcome outcome = verify_block(params, slot, end, find, open_row);
+        verdict.keep(outcome.child);
+        verdict.finish(params, slot, outcome.token);
+        return;
+    }
     for (int node = 0; node >= 0;) {
-        const i64 row = static_cast<i64>(slot) * params.nodes + node;
         Work work(params, slot, node, params.temperature[slot]);
-        work.dist = fresh(space.dists + row);
-        const bool is_whole = work.dist.key_min == 0;
-        for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += RESOLVE_THREADS) {
-            const Cell cell = space.cells[row * work.chunks() + chunk];
-            work.tops()[chunk] = cell.top;
-            if (is_whole)
-                work.masses()[chunk] = cell.mass > 0 ? cell.mass * expf(cell.top - work.dist.top) / work.dist.total : 0.0;
-        }
-        __syncthreads();
+        const bool is_whole = open_row(work);
         verdict.add(node);
         const Outcome outcome = decide_by_draft_probs(work, is_whole);
         node = outcome.child;
@@ -155,23 +175,36 @@ __device__ inline void verify_slot(const SpecVerifyParams& params) {
     Verdict verdict{params.path + static_cast<i64>(slot) * params.nodes};
     const auto load = [&](int chunk) { return shared.cells[chunk]; };
     load_tree(params, slot);
+    const bool is_drawn = has_draft_probs(params) && is_hot(temperature);
+    const auto open = [&](Work& work) {
+        scan_slot(work);
+        __syncthreads();
+        double own;
+        const float top = weigh(work, load, own);
+        dist_from(work, top, own, cuts);
+        if (!cuts.any())
+            for (int chunk = work.run_start(); chunk < work.run_end(); ++chunk) work.masses()[chunk] /= work.dist.total;
+        __syncthreads();
+        return !cuts.any();
+    };
+    __syncthreads();  // publishes the tree
+    const int end = is_drawn ? chain_end(params.nodes) : -1;
+    if (end >= 0) {
+        const Outcome outcome = verify_block(params, slot, end, open, open);
+        verdict.keep(outcome.child);
+        verdict.finish(params, slot, outcome.token);
+        return;
+    }
     for (int node = 0; node >= 0;) {
         const i64 row = static_cast<i64>(slot) * params.nodes + node;
         Work work(params, slot, node, temperature);
-        scan_slot(work);
-        __syncthreads();
         verdict.add(node);
         Outcome outcome;
-        if (has_draft_probs(params) && is_hot(temperature)) {
-            double own;
-            const float top = weigh(work, load, own);
-            dist_from(work, top, own, cuts);
-            if (!cuts.any())
-                for (int chunk = work.run_start(); chunk < work.run_end(); ++chunk)
-                    work.masses()[chunk] /= work.dist.total;
-            __syncthreads();
-            outcome = decide_by_draft_probs(work, !cuts.any());
+        if (is_drawn) {
+            outcome = decide_by_draft_probs(work, open(work));
         } else {
+            scan_slot(work);
+            __syncthreads();
             const Drawn drawn = draw_at_node(work, load, is_hot(temperature), cuts, params.uniforms[2 * row + 1]);
             if (drawn.is_mine) {
                 const int child = child_with(params, node, drawn.token);

@@ -47,7 +47,7 @@ __device__ __noinline__ double measure(const Work work, double* shares) {
                 const int index = chunk * CHUNK + work.row.offset_of(j);
                 const float scaled = work.divide(entries[j]);
                 if (index < work.params.vocab && is_held(work.dist, scaled, index))
-                    part += residual_of(work, exp_fast(scaled - work.dist.top) * work.dist.scale, index);
+                    part += residual_of(work, exp_fast(scaled - work.dist.top) * work.dist.scale * work.weight, index);
             }
             share = warp_sum(static_cast<double>(part));
         }
@@ -87,7 +87,7 @@ __device__ inline int draw_in_chunk(const Work& work, int chunk, double rest) {
     for (int j = 0; j < LANE_ENTRIES; ++j) {
         const float scaled = work.divide(entries[j]);
         const bool is_inside = base + j < work.params.vocab && is_held(work.dist, scaled, base + j);
-        entries[j] = is_inside ? residual_of(work, expf(scaled - work.dist.top) * work.dist.scale, base + j) : 0;
+        entries[j] = is_inside ? residual_of(work, expf(scaled - work.dist.top) * work.dist.scale * work.weight, base + j) : 0;
         own += entries[j];
     }
     double upto = warp_scan(own) - own;
@@ -167,8 +167,8 @@ __device__ inline int child_with(const SpecVerifyParams& params, int node, int t
 }
 
 // Subtracts the draft distribution of a refused child from that of `work` (`core.acceptance.residual`), or does nothing
-// where no mass would be left. Returns whether `masses` now hold the shares.
-__device__ inline bool refuse(Work& work, int child) {
+// where no mass would be left. Returns the mass; above 0, `masses` now hold the shares.
+__device__ inline double refuse(Work& work, int child) {
     Shared& shared = shared_state();
     if (threadIdx.x == 0) {
         shared.refused[work.num_refused] = child;
@@ -179,13 +179,32 @@ __device__ inline bool refuse(Work& work, int child) {
     const double left = measure(work, shared.residual);
     if (!(left > 0)) {
         --work.num_refused;
-        return false;
+        return 0;
     }
     if (threadIdx.x == 0) shared.unscale[work.num_refused - 1] = static_cast<float>(1.0 / left);
     for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += RESOLVE_THREADS)
         work.masses()[chunk] = shared.residual[chunk] / left;
     __syncthreads();
-    return true;
+    return left;
+}
+
+// The target's probability of a token at a node, in double precision as the twin.
+__device__ inline float target_at(const Work& work, int token) {
+    const float scaled = work.divide(work.row.at(token));
+    if (!is_held(work.dist, scaled, token)) return 0;
+    const double mass = exp(static_cast<double>(scaled) - static_cast<double>(work.dist.top));
+    return static_cast<float>(mass / work.dist.total);
+}
+
+// Draws from the distribution of `work`; all threads get the token. `has_shares`: `masses` are its shares.
+__device__ inline Outcome draw_last(const Work& work, bool has_shares) {
+    Shared& shared = shared_state();
+    if (!has_shares) measure(work, work.masses());
+    const i64 row = static_cast<i64>(work.slot) * work.params.nodes + work.node;
+    const Drawn drawn = draw(work, work.masses(), work.params.uniforms[2 * row + 1]);
+    if (drawn.is_mine && threadIdx.x % WARP == 0) shared.outcome = {-1, drawn.token};
+    __syncthreads();
+    return shared.outcome;
 }
 
 // Children are tried in order, each against the residual that its refused siblings leave. All threads get the outcome.
@@ -200,11 +219,7 @@ __device__ __noinline__ Outcome decide_by_draft_probs(Work work, bool has_shares
             const int token = shared.tokens[child];
             float own = 0, drafted = 0;
             if (token >= 0) {
-                const float scaled = work.divide(work.row.at(token));
-                if (is_held(work.dist, scaled, token)) {  // in double precision, as the twin
-                    const double mass = exp(static_cast<double>(scaled) - static_cast<double>(work.dist.top));
-                    own = residual_of(work, static_cast<float>(mass / work.dist.total), token);
-                }
+                own = residual_of(work, target_at(work, token), token);
                 drafted = draft_at(params, work.slot, child, token);
             }
             shared.is_kept = __fmul_rn(params.uniforms[2 * (base + child)], drafted) < own;
@@ -213,13 +228,59 @@ __device__ __noinline__ Outcome decide_by_draft_probs(Work work, bool has_shares
         const bool is_kept = shared.is_kept != 0;
         __syncthreads();
         if (is_kept) return {child, 0};
-        has_shares |= refuse(work, child);
+        has_shares |= refuse(work, child) > 0;
     }
-    if (!has_shares) measure(work, work.masses());
-    const Drawn drawn = draw(work, work.masses(), params.uniforms[2 * (base + work.node) + 1]);
-    if (drawn.is_mine && threadIdx.x % WARP == 0) shared.outcome = {-1, drawn.token};
+    return draw_last(work, has_shares);
+}
+
+// The last node of a slot's chain; -1 where its nodes branch. Every thread finds it alone.
+__device__ inline int chain_end(int nodes) {
+    const Shared& shared = shared_state();
+    int end = 0;
+    while (end + 1 < nodes && shared.parents[end + 1] == end) ++end;
+    for (int node = 2; node < nodes; ++node)
+        if (shared.parents[node] >= 0 && shared.parents[node] < node - 1) return -1;
+    return end;
+}
+
+// Verifies a drawn chain as a block (`core.acceptance.keep_block`): the longest prefix that passes is kept. `find(work)`
+// makes the distribution of the node of `work`, `open(work)` its tops as well and returns whether `masses` are its shares.
+// All threads get the last node that is kept, and the token after it.
+template <typename Find, typename Open>
+__device__ inline Outcome verify_block(const SpecVerifyParams& params, int slot, int end, Find find, Open open) {
+    Shared& shared = shared_state();
+    const float temperature = params.temperature[slot];
+    const float* draws = params.uniforms + 2 * static_cast<i64>(slot) * params.nodes;
+    if (threadIdx.x == 0) shared.weights[0] = 1;
     __syncthreads();
-    return shared.outcome;
+    for (int node = 0; node < end; ++node) {
+        Work work(params, slot, node, temperature);
+        find(work);
+        if (threadIdx.x == 0) {
+            const int token = shared.tokens[node + 1];
+            double mass = 0, drafted = 0;
+            if (token >= 0) {
+                mass = static_cast<double>(shared.weights[node]) * static_cast<double>(target_at(work, token));
+                drafted = static_cast<double>(draft_at(params, slot, node + 1, token));
+            }
+            shared.weights[node + 1] = mass < drafted ? static_cast<float>(mass / drafted) : mass > 0 ? 1.0f : 0.0f;
+        }
+        __syncthreads();
+    }
+    for (int node = end;; --node) {
+        Work work(params, slot, node, temperature);
+        const double weight = static_cast<double>(shared.weights[node]), uniform = static_cast<double>(draws[2 * node]);
+        if (node == end && node > 0 && !(uniform < weight)) continue;
+        bool has_shares = open(work);
+        if (node < end) {
+            work.weight = shared.weights[node];
+            const double rest = refuse(work, node + 1);
+            if (node > 0 && weight < 1 && !(uniform < rest / (rest + 1 - weight))) continue;
+            has_shares |= rest > 0;
+        }
+        const Outcome outcome = draw_last(work, has_shares);
+        return {node, outcome.token};
+    }
 }
 
 // The first top of the row, from the cells of a greedy slot.

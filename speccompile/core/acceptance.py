@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptance rule: which drafts of a scored tree are kept, and which token follows.
+"""The acceptance rules: which drafts of a scored tree are kept, and which token follows.
 
-One rule serves greedy and sampled decoding, chains and trees. The emitted tokens follow the target's distribution:
-Leviathan et al. 2023 (chains) and Chen et al. 2024, "Sequoia" (siblings drawn without replacement).
+Deterministic drafts are kept where they match the target's own draw. Drawn chains are verified as a block (Sun et al.
+2024, arXiv 2403.10444), drawn trees node by node (Chen et al. 2024, "Sequoia": siblings without replacement). Greedy
+decoding is the case of one-hot distributions. The emitted tokens follow the target's distribution.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from speccompile.core.sampling import draw
-from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.core.tree import Bools, Floats, Ints, TokenTree
 
 
 class Dists(Protocol):
@@ -59,20 +60,69 @@ def residual(target_probs: Floats, draft_probs: Floats) -> Floats:
         target_probs: [vocab] float32.
         draft_probs: [vocab] float32.
     """
-    left = np.maximum(target_probs - draft_probs, np.float32(0))
+    left = np.maximum(target_probs - draft_probs, 0)
     mass = left.sum(dtype=np.float64)
-    return (left / mass).astype(np.float32) if mass > 0 else target_probs
+    return (left / mass).astype(target_probs.dtype) if mass > 0 else target_probs
+
+
+def is_branched(parents: Ints) -> Bools:
+    """Returns [batch] bool: whether any node's parent is not the node before it; parents: [batch, nodes] int64."""
+    branched: Bools = np.any(((parents >= 0) & (parents < np.arange(parents.shape[1]) - 1))[:, 1:], axis=1)
+    return branched
+
+
+def keep_block(
+    tokens: Ints, parents: Ints, target_probs: Floats, draft_probs: Floats, uniforms: Floats
+) -> tuple[Ints, Floats]:
+    """Verifies drawn chains as a block: a draft may be kept because of those after it (Sun et al. 2024, algorithm 2).
+
+    The weight of a prefix is w_i = min(1, w_(i-1) target(x_i) / draft(x_i)). With s_i the mass of max(w_i target -
+    draft, 0) after it, the prefix passes with probability s_i / (s_i + 1 - w_i), the whole chain with its weight; the
+    longest prefix that passes is kept. No rule that is exact for what follows as well keeps more of one drawn chain.
+
+    Args:
+        tokens: [batch, nodes] int64.
+        parents: [batch, nodes] int64; a chain ends before the first node that does not follow the one before it.
+        target_probs: [batch, nodes, vocab] float32, warped.
+        draft_probs: [batch, nodes, vocab] float32, the distribution each node was drawn from.
+        uniforms: [batch, nodes, 2] float32 in [0, 1): accept draw of the node, draw made at the node.
+
+    Returns:
+        [batch] int64, how many drafts are kept; [batch, vocab] float32, what the next token is drawn from, which need
+        not be normalised.
+    """
+    batch, nodes = tokens.shape
+    each, index = np.arange(batch), np.arange(nodes)
+    is_linked = np.cumprod(parents[:, 1:] == index[:-1], axis=1).astype(np.bool_)
+    ends, drafts = is_linked.sum(axis=1), np.where(is_linked, tokens[:, 1:], 0)
+    weights = np.ones((batch, nodes))
+    for node in range(1, nodes):
+        mass = weights[:, node - 1] * target_probs[each, node - 1, drafts[:, node - 1]]
+        drafted = draft_probs[each, node, drafts[:, node - 1]].astype(np.float64)
+        weights[:, node] = np.divide(mass, drafted, out=(mass > 0).astype(np.float64), where=mass < drafted)
+    scaled = weights[:, :, None].astype(target_probs.dtype) * target_probs
+    sums = np.maximum(scaled[:, :-1] - draft_probs[:, 1:], 0).sum(axis=-1, dtype=np.float64)
+    sums = np.concatenate((sums, np.zeros((batch, 1))), axis=1)
+    passes = np.divide(sums, sums + 1 - weights, out=np.ones_like(sums), where=weights < 1)
+    passes = np.where(index == ends[:, None], weights, passes)
+    is_passed = (uniforms[:, :, 0] < passes) & (index <= ends[:, None])
+    kept: Ints = np.where(is_passed, index, 0).max(axis=1)
+    rests = scaled[each, kept]
+    for slot in np.flatnonzero(kept < ends):  # row by row, so that the sums are those of one slot to the last bit
+        rests[slot] = residual(rests[slot], draft_probs[slot, kept[slot] + 1])
+    return kept, np.where((kept < ends)[:, None], rests, target_probs[each, kept])
 
 
 def accept_slot(
     tokens: Ints, parents: Ints, target_probs: Dists, uniforms: Floats, draft_probs: Floats | None
 ) -> tuple[list[int], int]:
-    """Walks one tree from its root.
+    """Decides one tree.
 
     Args:
         tokens: [nodes] int64.
         parents: [nodes] int64.
-        target_probs: [nodes, vocab] float32, warped; a row is read when the walk reaches its node.
+        target_probs: [nodes, vocab] float32, warped; a row is read when the walk reaches its node, and all those of a
+            drawn chain.
         uniforms: [nodes, 2] float32 in [0, 1): accept draw of the node, draw made at the node.
         draft_probs: [nodes, vocab] float32, the distribution each node was drawn from; None or [nodes, 1] when the
             drafts are deterministic. Then the token is drawn first and the child that has it is kept, so the
@@ -82,6 +132,11 @@ def accept_slot(
         The path and the next token.
     """
     is_deterministic = draft_probs is None or draft_probs.shape[-1] == 1
+    if draft_probs is not None and not is_deterministic and not is_branched(parents[None])[0]:
+        rows = np.stack([target_probs[node] for node in range(len(tokens))])
+        kept, rest = keep_block(tokens[None], parents[None], rows[None], draft_probs[None], uniforms[None])
+        last = int(kept[0])
+        return list(range(last + 1)), int(draw(rest[0], uniforms[last, 1]))
     path, dist = [0], target_probs[0]
     drawn = int(draw(dist, uniforms[0, 1]))
     for node in range(1, len(tokens)):  # children come after their parents, so one pass is a walk
@@ -115,10 +170,11 @@ def accept(tree: TokenTree, target_probs: Floats, uniforms: Floats, draft_probs:
     path = np.full(tree.tokens.shape, -1, dtype=np.int64)
     path[:, 0] = 0
     last, num_accepted = np.zeros(tree.batch, dtype=np.int64), np.zeros(tree.batch, dtype=np.int64)
+    walks = np.ones(tree.batch, dtype=np.bool_) if is_deterministic else is_branched(tree.parents)
     drawn = draw(target_probs[:, 0], uniforms[:, 0, 1]) if is_deterministic else last
     left = target_probs[:, 0] if is_deterministic else target_probs[:, 0].copy()
-    for node in range(1, tree.nodes):  # the walk of `accept_slot`, all slots at once
-        slots = np.flatnonzero(tree.parents[:, node] == last)
+    for node in range(1, tree.nodes if walks.any() else 0):  # the walk of `accept_slot`, all slots at once
+        slots = np.flatnonzero((tree.parents[:, node] == last) & walks)
         tokens = tree.tokens[slots, node]
         if dists is None or is_deterministic:
             is_kept = tokens == drawn[slots]
@@ -133,6 +189,12 @@ def accept(tree: TokenTree, target_probs: Floats, uniforms: Floats, draft_probs:
             drawn[kept] = draw(target_probs[kept, node], uniforms[kept, node, 1])
         else:
             left[kept] = target_probs[kept, node]
-    if not is_deterministic:
+    if dists is not None and not is_deterministic:
+        blocks, index = np.flatnonzero(~walks), np.arange(tree.nodes)
+        if len(blocks):
+            tokens, parents = tree.tokens[blocks], tree.parents[blocks]
+            kept, left[blocks] = keep_block(tokens, parents, target_probs[blocks], dists[blocks], uniforms[blocks])
+            path[blocks] = np.where(index <= kept[:, None], index, -1)
+            num_accepted[blocks] = last[blocks] = kept
         drawn = draw(left, uniforms[np.arange(tree.batch), last, 1])
     return Verdict(path, num_accepted, drawn)

@@ -2,6 +2,7 @@
 """Walk and WalkProbs: the accepted path through a tree, by the token drawn at each node or by draft distributions.
 
 A chain needs a running sum; a tree is walked by a Loop, one round per accepted node (Walk) or per node (WalkProbs).
+WalkProbs verifies a slot's chain as a block, whatever the other slots have.
 """
 
 from __future__ import annotations
@@ -189,25 +190,73 @@ _DISTS_TREE = f"""{_START}
         {_PATH_OF_REACHED}
 """
 
-# Only the end of the path needs a residual, and a chain has one child there.
-_DISTS_CHAIN = f"""
-        at_parent = Concat<axis = 2>(parent3, token3)
-        target_at = GatherND<batch_dims = 1>(target_probs, at_parent)
-        draft_at = GatherND<batch_dims = 2>(draft_probs, token3)
-        bar = Mul(accept_draws, draft_at)
-        is_under = Less(bar, target_at)
-        kept_link = Where(is_under, link, no_node)
-        {_CHAIN}
-        end_same = Identity(end_chain)
-        after = Add(end_chain, one)
-        child = Min(after, highest)
-        child_link = GatherElements<axis = 1>(link, child)
-        is_child = Equal(child_link, end_chain)
-        dist_in = GatherND<batch_dims = 1>(target_probs, end_chain)
-        draft_dist = GatherND<batch_dims = 1>(draft_probs, child)
-        {_RESIDUAL}
-        is_rest = And(is_child, has_mass)
-        dist_chain = Where(is_rest, left, dist_in)
+# `core.acceptance.keep_block`. The weight of a prefix in closed form: with S the running sum of log ratios it is
+# exp(S - max(0, running maximum of S)), in double; a token that the target cannot give ends the sum at -1e30.
+_BLOCK = """
+    is_broken = Less(link, none)
+    broken = Cast<to = 7>(is_broken)
+    num_broken = CumSum(broken, one)
+    is_on_chain = Equal(num_broken, one)
+    on_chain = Where(is_on_chain, nodes, no_node)
+    chain_end = ReduceMax<keepdims = 1>(on_chain, second)
+    at_parent = Concat<axis = 2>(parent3, token3)
+    target_at_chain = GatherND<batch_dims = 1>(target_probs, at_parent)
+    draft_at_chain = GatherND<batch_dims = 2>(draft_probs, token3)
+    nothing = Constant<value = double {0.0}>()
+    whole = Constant<value = double {1.0}>()
+    little = Constant<value = double {1e-300}>()
+    hopeless = Constant<value = double {-1e30}>()
+    target64 = Cast<to = 11>(target_at_chain)
+    draft64 = Cast<to = 11>(draft_at_chain)
+    is_possible = Greater(target64, nothing)
+    target_safe = Max(target64, little)
+    draft_safe = Max(draft64, little)
+    target_log = Log(target_safe)
+    draft_log = Log(draft_safe)
+    log_ratio = Sub(target_log, draft_log)
+    log_possible = Where(is_possible, log_ratio, hopeless)
+    is_first = Equal(nodes, none)
+    log_step = Where(is_first, nothing, log_possible)
+    log_sum = CumSum(log_step, one)
+    log_row = Unsqueeze(log_sum, second)
+    node_column = Unsqueeze(nodes, last)
+    is_later = Greater(nodes, node_column)
+    log_before = Where(is_later, nothing, log_row)
+    log_most = ReduceMax<keepdims = 0>(log_before, last)
+    log_cap = Max(log_most, nothing)
+    log_weight = Sub(log_sum, log_cap)
+    weight = Exp(log_weight)
+    weight32 = Cast<to = 1>(weight)
+    weight3 = Unsqueeze(weight32, last)
+    scaled = Mul(weight3, target_probs)
+    node_after = Add(nodes, one)
+    next_node = Min(node_after, highest)
+    draft_next = Gather<axis = 1>(draft_probs, next_node)
+    surplus = Sub(scaled, draft_next)
+    rest_scaled = Relu(surplus)
+    sum32 = ReduceSum<keepdims = 0>(rest_scaled, last)
+    rest_sum = Cast<to = 11>(sum32)
+    missing = Sub(whole, weight)
+    rest_and_missing = Add(rest_sum, missing)
+    share = Div(rest_sum, rest_and_missing)
+    is_whole = GreaterOrEqual(weight, whole)
+    pass_inside = Where(is_whole, whole, share)
+    is_chain_end = Equal(nodes, chain_end)
+    pass_prob = Where(is_chain_end, weight, pass_inside)
+    accept64 = Cast<to = 11>(accept_draws)
+    is_under_pass = Less(accept64, pass_prob)
+    is_passed = And(is_under_pass, is_on_chain)
+    passed = Where(is_passed, nodes, none)
+    end_block = ReduceMax<keepdims = 1>(passed, second)
+    is_kept_block = LessOrEqual(nodes, end_block)
+    path_block = Where(is_kept_block, nodes, no_node)
+    rest_dist = GatherND<batch_dims = 1>(rest_scaled, end_block)
+    rest_mass = ReduceSum<keepdims = 1>(rest_dist, second)
+    has_rest = Greater(rest_mass, off)
+    is_inside = Less(end_block, chain_end)
+    is_rest = And(is_inside, has_rest)
+    end_dist = GatherND<batch_dims = 1>(target_probs, end_block)
+    dist_block = Where(is_rest, rest_dist, end_dist)
 """
 
 WALK_PROBS = Op(
@@ -231,12 +280,22 @@ WALK_PROBS = Op(
     token_used = Where(is_linked, tokens, none)
     token3 = Unsqueeze(token_used, last)
     parent3 = Unsqueeze(parent, last)
+    {_BLOCK}
     path, num_accepted1, end, dist = If(is_tree) <
-      then_branch = tree () => (int64[] path_tree, int64[] deepest, int64[] end_tree, float[] dist_tree) {{
+      then_branch = tree () => (int64[] path_mixed, int64[] num_mixed, int64[] end_mixed, float[] dist_mixed) {{
         {_DISTS_TREE}
+        widest_of_slot = ReduceMax<keepdims = 1>(branch, second)
+        is_branched = Greater(widest_of_slot, none)
+        path_mixed = Where(is_branched, path_tree, path_block)
+        num_mixed = Where(is_branched, deepest, end_block)
+        end_mixed = Where(is_branched, end_tree, end_block)
+        dist_mixed = Where(is_branched, dist_tree, dist_block)
       }},
-      else_branch = chain () => (int64[] path_chain, int64[] end_chain, int64[] end_same, float[] dist_chain) {{
-        {_DISTS_CHAIN}
+      else_branch = chain () => (int64[] path_chain, int64[] num_chain, int64[] end_chain, float[] dist_chain) {{
+        path_chain = Identity(path_block)
+        num_chain = Identity(end_block)
+        end_chain = Identity(end_block)
+        dist_chain = Identity(dist_block)
       }}>
     u_end = GatherElements<axis = 1>(node_draws, end)
     dist3 = Unsqueeze(dist, second)

@@ -79,9 +79,11 @@ def _top_p_before_temperature(tree: TokenTree, logits: np.ndarray, uniforms: np.
     return accept(tree, warped(cut, Setting(setting.temperature, 0, 1.0)), uniforms)
 
 
-def _ties_to_the_draft(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
-    """Accepts a draft whose target probability exceeds the uniform draw, whatever the draft distribution is."""
-    return accept(tree, warped(logits, setting), uniforms, np.ones_like(tree.draft_probs))
+def _flatter_draft(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
+    """Drafts are judged by another distribution than the one that they were drawn from."""
+    assert tree.draft_probs is not None
+    flat = np.sqrt(tree.draft_probs)
+    return accept(tree, warped(logits, setting), uniforms, flat / np.maximum(flat.sum(-1, keepdims=True), 1e-9))
 
 
 def _row_of_the_parent(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
@@ -98,7 +100,7 @@ def _row_of_the_parent(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray
         (CHAIN, SETTINGS[0], _reused_draw),
         (TREE, SETTINGS[0], _dist_of_the_parent),
         (CHAIN, SETTINGS[4], _top_p_before_temperature),
-        (CHAIN, SETTINGS[0], _ties_to_the_draft),
+        (CHAIN, SETTINGS[0], _flatter_draft),
         (CHAIN, SETTINGS[0], _row_of_the_parent),
     ],
 )

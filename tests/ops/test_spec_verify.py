@@ -104,7 +104,7 @@ def test_zero_residual_mass(session: ort.InferenceSession, has_probs: bool) -> N
     assert [o.tolist() for o in session.run(None, case)] == [[[0, -1, -1]], [0], [2]]
 
 
-@pytest.mark.parametrize("parents", [[-1, 0, 1], [-1, 0, 0]], ids=["chain", "tree"])
+@pytest.mark.parametrize("parents", [[-1, 0, -1], [-1, 0, 0]], ids=["chain", "tree"])
 def test_a_draft_is_refused_where_the_draw_meets_the_bound(session: ort.InferenceSession, parents: list[int]) -> None:
     """Accepted is u * draft < target, also where the target has no mass and the draw is 0."""
     logits = np.full((3, 3, 4), -1e4, np.float32)
@@ -162,20 +162,44 @@ MUTANTS = {
     "chain accepts without the draft distribution": (
         CHAIN,
         "WalkProbs",
-        "bar = Mul(accept_draws, draft_at)",
-        "bar = Identity(accept_draws)",
+        "log_ratio = Sub(target_log, draft_log)",
+        "log_ratio = Identity(target_log)",
     ),
     "chain forgets the residual": (
         CHAIN,
         "WalkProbs",
-        "dist_chain = Where(is_rest, left, dist_in)",
-        "dist_chain = Identity(dist_in)",
+        "dist_block = Where(is_rest, rest_dist, end_dist)",
+        "dist_block = Identity(end_dist)",
     ),
     "chain takes the residual of a bonus": (
         (-1, 0),
         "WalkProbs",
-        "is_rest = And(is_child, has_mass)",
-        "is_rest = Identity(has_mass)",
+        "is_rest = And(is_inside, has_rest)",
+        "is_rest = Identity(has_rest)",
+    ),
+    "chain does not weigh its residual": (
+        CHAIN,
+        "WalkProbs",
+        "scaled = Mul(weight3, target_probs)",
+        "scaled = Identity(target_probs)",
+    ),
+    "chain does not look ahead": (
+        CHAIN,
+        "WalkProbs",
+        "pass_prob = Where(is_chain_end, weight, pass_inside)",
+        "pass_prob = Identity(weight)",
+    ),
+    "chain ends like a prefix": (
+        CHAIN,
+        "WalkProbs",
+        "pass_prob = Where(is_chain_end, weight, pass_inside)",
+        "pass_prob = Identity(pass_inside)",
+    ),
+    "chain's weights are not capped on the way": (
+        CHAIN,
+        "WalkProbs",
+        "log_cap = Max(log_most, nothing)",
+        "log_cap = Max(log_sum, nothing)",
     ),
     "tree accepts without the draft distribution": (TREE, "WalkProbs", "bar = Mul(u, draft_at)", "bar = Identity(u)"),
     "tree does not normalise": (TREE, "WalkProbs", "refused_dist = Div(left, mass)", "refused_dist = Identity(left)"),

@@ -76,6 +76,20 @@ MUTANTS: Mutants = {
     "accepts without the draft distribution": (
         Swap(WALK, "draft[token]", "1.0f", within="slot.accept_draw(node) * draft[token]"),
     ),
+    "every prefix of a block passes": (Swap(WALK, "rest / (rest + 1 - weight)", "1.0"),),
+    "a block's drafts weigh nothing": (Swap(WALK, "mass / drafted", "1.0", within="? mass / drafted :"),),
+    "a block forgets the weights before": (
+        Swap(WALK, "weights[node - 1]", "1.0", within="weights[node - 1] * static_cast<double>(row.prob(token))"),
+    ),
+    "a block's residual is not weighed": (
+        Swap(WALK, "static_cast<float>(weight)", "1.f", within="memory, static_cast<float>(weight)"),
+    ),
+    "a whole block passes always": (
+        Swap(WALK, "static_cast<double>(slot.accept_draw(end)) < weights[end]", "weights[end] > 0"),
+    ),
+    "the last prefix is passed over": (
+        Swap(WALK, "last = node;", "last = node - 1;", within="last = node;\n        if (!(weights[node] > 0)"),
+    ),
     "forgets the residual": (Swap(WALK, "subtract(weights, draft, memory);", "weights.total += 0;"),),
     "does not normalise": (Swap(WALK, "div(load(from + part * kLanes), total)", "load(from + part * kLanes)"),),
     "an empty residual is drawn from": (Swap(WALK, "!(left.total > 0)", "false"),),

@@ -68,6 +68,20 @@ VERIFY: Mutants = {
     "accepts without the draft distribution": (
         Swap(WALK, "drafted", "1.0f", within="__fmul_rn(params.uniforms[2 * (base + child)], drafted)"),
     ),
+    "every prefix of a block passes": (Swap(WALK, "rest / (rest + 1 - weight)", "1.0"),),
+    "a block is weighed by the target alone": (
+        Swap(WALK, "static_cast<float>(mass / drafted)", "static_cast<float>(mass)"),
+    ),
+    "a block forgets the weights before": (
+        Swap(
+            WALK,
+            "static_cast<double>(shared.weights[node])",
+            "1.0",
+            within="mass = static_cast<double>(shared.weights[node])",
+        ),
+    ),
+    "a block's residual is not weighed": (Swap(WALK, "work.weight = shared.weights[node];", "work.weight = 1;"),),
+    "a whole block passes always": (Swap(WALK, "!(uniform < weight)", "false"),),
     "forgets the residual": (
         Swap(
             WALK,

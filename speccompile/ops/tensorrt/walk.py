@@ -3,7 +3,7 @@
 
 A draft that is accepted by its token alone does not depend on other drafts, so paths are followed by doubling. With
 draft distributions, each refused sibling changes the residual against which the next one is verified, so that walk is
-unrolled over the nodes.
+unrolled over the nodes; chains are verified as a block, for which only the weights of the prefixes are unrolled.
 """
 
 from __future__ import annotations
@@ -122,6 +122,91 @@ def _offer(node: int) -> str:
     """
 
 
+def _weigh(node: int) -> str:
+    """Returns statements for the weight [batch, 1] of the prefix that ends at a node (`core.acceptance.keep_block`)."""
+    n, m = f"_{node}", f"_{node - 1}"
+    return f"""
+    node_target{n} = Gather<axis = 1>(targets_at, node{n})
+    node_draft{n} = Gather<axis = 1>(drafts_at, node{n})
+    prefix_mass{n} = Mul(weight{m}, node_target{n})
+    prefix_ratio{n} = Div(prefix_mass{n}, node_draft{n})
+    is_light{n} = Less(prefix_mass{n}, node_draft{n})
+    has_prefix{n} = Greater(prefix_mass{n}, off)
+    weight_held{n} = Where(has_prefix{n}, on, off)
+    weight{n} = Where(is_light{n}, prefix_ratio{n}, weight_held{n})
+    """
+
+
+def _block(max_nodes: int) -> str:
+    """Returns statements for `path_block`, `end_block`, `dist_block`: the verdict of slots whose drafts are chains."""
+    nodes = range(1, max_nodes)
+    weights = ", ".join(f"weight_{n}" for n in (0, *nodes))
+    text = """
+    on = Constant<value_float = 1.0>()
+    is_known_link = Less(index, limit)
+    is_near = Equal(link, previous)
+    is_inner = Greater(index, none)
+    is_near_known = And(is_near, is_known_link)
+    is_on = And(is_near_known, is_inner)
+    is_off_chain = Not(is_on)
+    off_chain = Cast<to = 7>(is_off_chain)
+    num_off = CumSum(off_chain, one)
+    is_on_chain = Equal(num_off, one)
+    on_chain = Where(is_on_chain, index, no_node)
+    chain_end = ReduceMax<keepdims = 1>(on_chain, second)
+    used3 = Unsqueeze(used, last)
+    parent3 = Unsqueeze(parent, last)
+    at_parent = Concat<axis = 2>(parent3, used3)
+    target_at_all = GatherND<batch_dims = 1>(target_probs, at_parent)
+    row_shape = Shape(target_probs)
+    drafts = Expand(draft_probs, row_shape)
+    draft_at_all = GatherND<batch_dims = 2>(drafts, used3)
+    targets_at = Pad(target_at_all, pads, off, second)
+    drafts_at = Pad(draft_at_all, pads, on, second)
+    weight_0 = Expand(on, root_shape)
+    """
+    text += "".join(_weigh(node) for node in nodes)
+    return f"""{text}
+    weights_long = Concat<axis = 1>({weights})
+    weights_padded = Pad(weights_long, surplus, off, second)
+    weight = Slice(weights_padded, first, num_nodes1, second)
+    weight3 = Unsqueeze(weight, last)
+    scaled = Mul(weight3, target_probs)
+    index_after = Add(index, one)
+    highest = Sub(num_nodes, one)
+    index_next = Min(index_after, highest)
+    draft_next = Gather<axis = 1>(drafts, index_next)
+    over_next = Sub(scaled, draft_next)
+    rests = Relu(over_next)
+    rest_sum = ReduceSum<keepdims = 0>(rests, last)
+    lacking = Sub(on, weight)
+    rest_and_lacking = Add(rest_sum, lacking)
+    share = Div(rest_sum, rest_and_lacking)
+    is_whole = GreaterOrEqual(weight, on)
+    pass_inside = Where(is_whole, on, share)
+    is_chain_end = Equal(index, chain_end)
+    pass_prob = Where(is_chain_end, weight, pass_inside)
+    is_under_pass = Less(accept_draws, pass_prob)
+    is_passed = And(is_under_pass, is_on_chain)
+    passed = Where(is_passed, index, none)
+    end_block = ReduceMax<keepdims = 1>(passed, second)
+    is_kept_block = LessOrEqual(index, end_block)
+    path_block = Where(is_kept_block, index, no_node)
+    rest_dist = GatherND<batch_dims = 1>(rests, end_block)
+    rest_mass = ReduceSum<keepdims = 1>(rest_dist, second)
+    has_rest = Greater(rest_mass, off)
+    is_inside = Less(end_block, chain_end)
+    is_block_rest = And(is_inside, has_rest)
+    end_dist = GatherND<batch_dims = 1>(target_probs, end_block)
+    dist_block = Where(is_block_rest, rest_dist, end_dist)
+    gap = Sub(previous, link)
+    link_after = Add(link, one)
+    branch = Min(gap, link_after)
+    widest = ReduceMax<keepdims = 1>(branch, second)
+    is_branched = Greater(widest, none)
+    """
+
+
 def walk_probs_body(max_nodes: int) -> str:
     """Returns the statements of WalkProbs for trees of at most `max_nodes` nodes; further nodes are never kept.
 
@@ -162,9 +247,16 @@ def walk_probs_body(max_nodes: int) -> str:
     surplus = Concat<axis = 0>(first, surplus1)
     kept_long = Pad(kept_all, surplus, none, second)
     alive = Slice(kept_long, first, num_nodes1, second)
-    {_PATH}
-    u_end = GatherElements<axis = 1>(node_draws, end)
-    dist_end = Unsqueeze(dist_{nodes[-1]}, second)
+    {_PATH.replace("    path = ", "    path_tree = ").replace("    num_accepted = ", "    num_tree = ")}
+    {_block(len(nodes) + 1)}
+    path = Where(is_branched, path_tree, path_block)
+    num_tree1 = Unsqueeze(num_tree, second)
+    num_accepted1 = Where(is_branched, num_tree1, end_block)
+    num_accepted = Squeeze(num_accepted1, second)
+    end_node = Where(is_branched, end, end_block)
+    dist_kept = Where(is_branched, dist_{nodes[-1]}, dist_block)
+    u_end = GatherElements<axis = 1>(node_draws, end_node)
+    dist_end = Unsqueeze(dist_kept, second)
     next1 = speccompile.Draw(dist_end, u_end)
     next_token = Squeeze(next1, second)
     """
