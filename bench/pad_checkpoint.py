@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Widen a Llama checkpoint's MLPs with neurons that compute nothing.
+"""Widen the MLPs of a Llama or Qwen3.5 checkpoint with neurons that compute nothing.
 
 The added gate, up and down weights are zero, so every added neuron contributes silu(0) * 0 * 0 = 0: the
 padded model is the same function at the cost of a larger one. A trained pair keeps its real acceptance
 while its target costs what a target of that many parameters costs. A figure taken so is called "padded"
-wherever it is shown.
+wherever it is shown. The module of multi-token prediction inside a checkpoint grows along, as config.json has one
+width for both, and does not count.
 
     python bench/pad_checkpoint.py SOURCE DEST --params 110e6
 
@@ -26,6 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 FACTOR = 1 + 2**-12  # of a number of bfloat16, 8 bits long, makes one that needs 20
+MODULE = "mtp."
 INNER_MULTIPLE = 64  # a width that every kernel's block size divides
 
 
@@ -33,8 +35,13 @@ def read_tensors(source: Path) -> dict[str, torch.Tensor]:
     """Returns all tensors of the safetensors files in `source`."""
     files = sorted(source.glob("*.safetensors"))
     if not files:
-        raise SystemExit(f"{source}: holds no *.safetensors file; give the folder of a Llama checkpoint")
+        raise SystemExit(f"{source}: holds no *.safetensors file; give the folder of a checkpoint")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def num_of_model(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Returns the number of parameters, without those of a module of multi-token prediction."""
+    return sum(tensor.numel() for name, tensor in tensors.items() if not name.startswith(MODULE))
 
 
 def num_extra_neurons(config: Mapping[str, Any], num_params: int, wanted: float) -> int:
@@ -81,11 +88,11 @@ def pad_checkpoint(source: Path, dest: Path, wanted: float | None, is_float32: b
         is_float32: see `widen_tensors`.
 
     Returns:
-        Numbers of parameters before and after.
+        Numbers of parameters before and after, see `num_of_model`.
     """
     config = json.loads((source / "config.json").read_text())
     tensors = read_tensors(source)
-    num_before = sum(tensor.numel() for tensor in tensors.values())
+    num_before = num_of_model(tensors)
     extra = 0 if wanted is None else num_extra_neurons(config, num_before, wanted)
     padded = pad_tensors(tensors, extra)
     config["intermediate_size"] += extra
@@ -100,12 +107,12 @@ def pad_checkpoint(source: Path, dest: Path, wanted: float | None, is_float32: b
             shutil.copy(file, dest)
     (dest / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(padded, dest / "model.safetensors", metadata={"format": "pt"})
-    return num_before, sum(tensor.numel() for tensor in padded.values())
+    return num_before, num_of_model(padded)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="folder of a Llama checkpoint in safetensors")
+    parser.add_argument("source", type=Path, help="folder of a checkpoint in safetensors")
     parser.add_argument("dest", type=Path, help="folder to write; must not exist")
     parser.add_argument("--params", type=float, help="number of parameters to reach")
     parser.add_argument("--float32", action="store_true", help="store weights that need float32")

@@ -7,6 +7,8 @@ tokens go through both, ours in steps over a cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from speccompile.errors import ExportError
 from speccompile.export.adapters import set_attention
 from speccompile.export.attention import IMPLEMENTATION, Frame, forward_pass
 from speccompile.export.masks import refuse_faults
+from speccompile.export.weights import set_experts
 from speccompile.export.wrapper import DecoderGraph
 from speccompile.graph_kinds.decoder import decoder_spec
 
@@ -36,7 +39,7 @@ def check_replacement(graph: DecoderGraph, dims: ModelDims) -> float:
     """
     model = graph.model
     tokens = (torch.arange(NUM_TOKENS) * 7 + 3).remainder(dims.vocab_size)[None]
-    with torch.no_grad(), refuse_faults(dims.model_type):
+    with torch.no_grad(), refuse_faults(dims.model_type), _one_expert_at_a_time(model):
         ours = _run_cached(graph, tokens, dims)
         set_attention(model, "eager")
         try:
@@ -52,6 +55,16 @@ def check_replacement(graph: DecoderGraph, dims: ModelDims) -> float:
             "Its attention is none that CachedAttention expresses; this architecture cannot be exported.",
         )
     return difference
+
+
+@contextmanager
+def _one_expert_at_a_time(model: Any) -> Iterator[None]:
+    """The form that is traced copies the weights of each token's experts."""
+    set_experts(model, "eager")
+    try:
+        yield
+    finally:
+        set_experts(model, "batched_mm")
 
 
 def _run_cached(graph: DecoderGraph, tokens: torch.Tensor, dims: ModelDims) -> torch.Tensor:

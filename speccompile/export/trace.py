@@ -80,14 +80,19 @@ def trace_module(
 
 
 def _free_rules() -> None:
-    """Give onnxscript's rewrite rules a graph of one node.
+    """Give onnxscript's rewrite rules a graph of a few nodes.
 
     Each keeps a reference to its last visited node for the life of the process, and so a whole graph with its weights:
-    gigabytes that the next export would lack.
+    gigabytes that the next export would lack. The rule of two slices visits slices alone.
     """
-    x, y = (ir.Value(name=n, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1])) for n in "xy")
-    node = ir.Node("", "Neg", [x], outputs=[y])
-    optimizer.optimize(ir.Model(ir.Graph([x], [y], nodes=[node], opset_imports={"": OPSET}), ir_version=IR_VERSION))
+    x, *outputs = (ir.Value(name=n, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2])) for n in "xabc")
+    bounds = [
+        ir.Value(name=n, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1])) for n in ("from", "to", "of")
+    ]
+    nodes = [ir.Node("", "Neg", [x], outputs=outputs[:1])]
+    nodes += [ir.Node("", "Slice", [x, *bounds], outputs=[out]) for out in outputs[1:]]
+    graph = ir.Graph([x, *bounds], outputs, nodes=nodes, opset_imports={"": OPSET})
+    optimizer.optimize(ir.Model(graph, ir_version=IR_VERSION))
 
 
 @contextmanager

@@ -65,11 +65,15 @@ def load_model(source: Path, weights: Weights) -> Any:
             "a causal language model that transformers builds with replaceable attention",
             "Use another model, or a transformers version that knows this one.",
         ) from fault
-    if any(hasattr(m, "experts") for m in model.modules()):
-        # The default grouped matmul has no ONNX form; the batched one has.
-        model.set_experts_implementation("batched_mm")
+    set_experts(model, "batched_mm")  # the default grouped matmul has no ONNX form; the batched one has
     _freeze_rope(model)
     return model.eval()
+
+
+def set_experts(model: Any, implementation: str) -> None:
+    """Sets how experts are computed, where there are any: one of transformers' implementations."""
+    if any(hasattr(module, "experts") for module in model.modules()):
+        model.set_experts_implementation(implementation)
 
 
 def _what_failed(fault: Exception) -> str:

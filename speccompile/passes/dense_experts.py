@@ -10,6 +10,8 @@ for all rows, and a step reads all weights, as a step of many rows does anyway.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import onnx_ir as ir
 
@@ -17,6 +19,7 @@ from speccompile.passes.base import Pass
 from speccompile.passes.edit import Editor, nodes_of, sizes_of, weight_of
 from speccompile.passes.expert_products import expert_products
 from speccompile.passes.match import replace_tree
+from speccompile.passes.parts import PartsTensor
 from speccompile.passes.quantize_qdq import LARGEST, QUANTIZED_TYPES, block_of, rounded_scale
 
 # Forms of experts by that of the linears. Blocks of fp8 were not tried.
@@ -55,33 +58,26 @@ def _constant(value: ir.Value, is_transposed: bool, edit: Editor, form: str | No
     num_in, num_out = sides if is_transposed else sides[::-1]
     name, block = str(value.name), block_of(num_in)
 
-    def matrices() -> list[np.ndarray]:
-        return [weight if is_transposed else weight.T for weight in tensor.numpy()]  # views
+    def matrices() -> Iterator[np.ndarray]:
+        return (weight if is_transposed else weight.T for weight in tensor.numpy())
 
-    shape = ir.Shape((num_experts, num_in, num_out))
+    shape = (num_experts, num_in, num_out)
     if form is None or block is None:
+        return edit.const(PartsTensor(matrices, ir.DataType.FLOAT, shape, f"{name}.dense"), f"{name}.dense")
 
-        def plain() -> ir.TensorProtocol:
-            return ir.tensor(np.stack(matrices()), name=f"{name}.dense")
+    def levels() -> Iterator[np.ndarray]:
+        return (expert_levels(m, expert_scales(m, form, dtype), form) for m in matrices())
 
-        held = ir.LazyTensor(plain, ir.DataType.FLOAT, shape, name=f"{name}.dense")
-        return edit.const(held, f"{name}.dense")
+    def scales() -> Iterator[np.ndarray]:
+        return (expert_scales(m, form, dtype) for m in matrices())
 
-    def levels() -> ir.TensorProtocol:
-        made = [expert_levels(m, expert_scales(m, form, dtype), form) for m in matrices()]
-        return ir.tensor(np.stack(made), dtype=QUANTIZED_TYPES[form], name=f"{name}.{form}")
-
-    def scales() -> ir.TensorProtocol:
-        return ir.tensor(np.stack([expert_scales(m, form, dtype) for m in matrices()]), name=f"{name}.scale")
-
-    scale_shape = ir.Shape((num_experts, num_in // block, num_out))
     parts = (
-        ir.LazyTensor(levels, QUANTIZED_TYPES[form], shape, name=f"{name}.{form}"),
-        ir.LazyTensor(scales, ir.DataType.FLOAT, scale_shape, name=f"{name}.scale"),
+        PartsTensor(levels, QUANTIZED_TYPES[form], shape, f"{name}.{form}"),
+        PartsTensor(scales, ir.DataType.FLOAT, (num_experts, num_in // block, num_out), f"{name}.scale"),
     )
     values = [edit.const(part, str(part.name)) for part in parts]
     weight: ir.Value = edit.op("DequantizeLinear", *values, axis=1, block_size=block)
-    weight.dtype, weight.shape = ir.DataType.FLOAT, shape
+    weight.dtype, weight.shape = ir.DataType.FLOAT, ir.Shape(shape)
     return weight
 
 

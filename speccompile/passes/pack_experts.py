@@ -23,6 +23,7 @@ from speccompile.passes.expert_products import ExpertProduct, expert_products, i
 from speccompile.passes.gates import Gate, gate_of, packed_bias, swapped_halves
 from speccompile.passes.match import only_use, operands, replace_tree
 from speccompile.passes.pack_linears import INTEGER_FORMS, PACKED_DTYPES, Weights, is_bfloat16
+from speccompile.passes.parts import PartsTensor
 
 
 @dataclass(frozen=True)
@@ -93,29 +94,28 @@ class _Packer:
         assert tensor is not None
         form = INTEGER_FORMS.get(self.weights) or ("Bf16" if all(map(is_bfloat16, tensor.numpy())) else "F32")
 
-        def matrices() -> Iterator[np.ndarray]:
-            """Yields the weights [K, N] of each expert, gate first."""
+        def arranged() -> Iterator[np.ndarray]:
+            """Yields the weights [K, N] of each expert, gate and up interleaved."""
             for weight in tensor.numpy():
                 matrix = weight if experts.product.is_transposed else weight.T
-                yield swapped_halves(matrix) if gate is not None and gate.is_second else matrix
+                if gate is not None:
+                    matrix = packing.interleave_gate(swapped_halves(matrix) if gate.is_second else matrix)
+                yield matrix
 
-        def weights() -> ir.TensorProtocol:
-            return ir.tensor(packing.pack_experts(matrices(), form, has_gate=gate is not None).weights)
+        def weights() -> Iterator[np.ndarray]:
+            return (packing.pack(matrix, form).weights for matrix in arranged())
 
-        def scales() -> ir.TensorProtocol:
-            own = (packing.interleave_gate(m) if gate is not None else m for m in matrices())
-            return ir.tensor(np.stack([packing.pack_scales(matrix, form) for matrix in own]))
+        def scales() -> Iterator[np.ndarray]:
+            return (packing.pack_scales(matrix, form) for matrix in arranged())
 
         num_experts, num_in, num_out = experts.product.dims
         dims = packing.packed_dims(num_in, num_out, form, has_gate=gate is not None)
         name = f"{experts.product.weight.name}.packed"
-        shape = ir.Shape((num_experts, *dims))
-        # Lazy: a packed copy exists only while it is written out.
-        values = [edit.const(ir.LazyTensor(weights, PACKED_DTYPES[form], shape, name=name), name)]
+        # A packed copy of one expert exists at a time, while it is written out.
+        values = [edit.const(PartsTensor(weights, PACKED_DTYPES[form], (num_experts, *dims), name), name)]
         if packing.is_integer(form):
-            shape = ir.Shape((num_experts, dims[0], dims[1], packing.COLUMNS))
-            lazy = ir.LazyTensor(scales, ir.DataType.FLOAT16, shape, name=f"{name}.scales")
-            values.append(edit.const(lazy, f"{name}.scales"))
+            shape, name = (num_experts, dims[0], dims[1], packing.COLUMNS), f"{name}.scales"
+            values.append(edit.const(PartsTensor(scales, ir.DataType.FLOAT16, shape, name), name))
         return form, values
 
 

@@ -70,7 +70,7 @@ def onnxruntime_table(
     form: str,
     blocks: Mapping[str, Blocks] | None = None,
     *,
-    packs_experts: bool = True,
+    packs_experts: bool | None = None,
 ) -> tuple[Pass, ...]:
     """Returns the passes from a neutral decoder to ONNX Runtime.
 
@@ -79,7 +79,8 @@ def onnxruntime_table(
         quantization: none, int8 or int4.
         form: a kernel form of it, a key of `ORT_QUANTIZATION[quantization]`.
         blocks: for int4: the weights of all linears, quantised over calibration text; None: they are rounded.
-        packs_experts: quantised experts have packed weights; False: all experts stay float32.
+        packs_experts: experts have packed weights, of the quantisation; None: where it is one, or the form is that of
+            our kernels: without these, each body of unquantised experts would unpack what it gathers.
 
     Raises:
         RecipeError: no such quantisation or form.
@@ -90,8 +91,7 @@ def onnxruntime_table(
         raise RecipeError("quantization", f"{quantization}/{form}", known, "Choose one of these.")
     # Our kernels take attention as it is, from the merged product of Q, K and V where there is one.
     has_kernels = form == PACKED
-    # Unquantised experts without our kernels are as exported: each body would unpack what it gathers.
-    is_packed = packs_experts and (has_kernels or quantization != "none")
+    is_packed = (has_kernels or quantization != "none") if packs_experts is None else packs_experts
     return (
         attach_tail(spec),
         *(() if has_kernels else (LOWER_ATTENTION,)),

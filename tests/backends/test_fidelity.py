@@ -18,10 +18,12 @@ from speccompile.backends.onnxruntime.fidelity import (
     with_logits,
 )
 from speccompile.backends.onnxruntime.forms import forms_of
+from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import LOGITS
 from speccompile.errors import BuildError
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
+from speccompile.passes.pipelines import onnxruntime_table
 
 FORMS = ("rowq8", "blocks32")  # of int8 without our kernels
 FAST, SLOW = {"1": 1.0, "4": 1.0}, {"1": 2.0, "4": 3.0}
@@ -61,6 +63,18 @@ def test_the_packed_form_replaces_the_one_with_a_scale_a_row(monkeypatch: pytest
         assert [form.kernel for form in forms_of("none")] == ["fp32", "packed"][: 2 if library else 1]
         assert [form.kernel for form in forms_of("int4")] == ["blocks32", "packed"][: 2 if library else 1]
         assert [form.name for form in forms_of("int8", "rowq8")] == ["rowq8"]
+
+
+def test_unquantised_experts_are_not_gathered_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for library, expected in ((Path("lib.so"), ["packed"]), (None, ["fp32"])):
+        monkeypatch.setattr(kernel_library, "find_library", lambda library=library: library)
+        assert [form.kernel for form in forms_of("none", has_experts=True)] == expected
+        assert next(form.name for form in forms_of("auto", has_experts=True)) == f"none/{expected[0]}"
+        assert forms_of("int8", has_experts=True) == forms_of("int8")
+    spec = verified_spec(decoder_spec("target", ModelDims("llama", 97, 64, 1, 4, 2, 16, 64)))
+    for packs_experts, form, expected in ((None, "fp32", False), (True, "fp32", True), (None, "packed", True)):
+        table = onnxruntime_table(spec, "none", form, packs_experts=packs_experts)
+        assert ("pack_experts_float" in [entry.name for entry in table]) is expected
 
 
 def test_without_kernels_the_packed_form_is_not_tried(

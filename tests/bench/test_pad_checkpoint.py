@@ -78,3 +78,18 @@ def test_a_folder_without_weights_is_refused(pad, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"holds no \*.safetensors file"):
         pad.main([str(tmp_path), str(tmp_path / "dest"), "--params", "1e6"])
+
+
+def test_a_module_of_a_hybrid_grows_along_and_does_not_count(pad, tmp_path):
+    source, dest = ROOT / "examples/models/pycode-hybrid", tmp_path / "hybrid"
+    assert pad.pad_checkpoint(source, dest, 2e7)[0] < pad.pad_checkpoint(source, tmp_path / "same", 2.1e7)[1] <= 2.1e7
+    config, tensors = json.loads((dest / "config.json").read_text()), pad.read_tensors(dest)
+    inner = config["intermediate_size"]
+    widths = {name: max(tensor.shape) for name, tensor in tensors.items() if "_proj.weight" in name and ".mlp." in name}
+    assert set(widths.values()) == {inner} and len(widths) == 3 * (config["num_hidden_layers"] + 1)
+    assert 2e7 - 64 * 3 * 384 * 8 < sum(t.numel() for name, t in tensors.items() if not name.startswith("mtp.")) <= 2e7
+    tokens = torch.randint(3, 8192, (1, 9), generator=torch.Generator().manual_seed(0))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens).logits for path in (source, dest)
+    )
+    assert (before - after).abs().max().item() < 1e-4 * before.abs().max().item()

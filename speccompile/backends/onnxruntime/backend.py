@@ -83,9 +83,10 @@ class OnnxRuntimeBackend(Backend):
         """
         from speccompile.backends.onnxruntime.forms import compile_best, forms_of
         from speccompile.backends.writing import lower_and_save
+        from speccompile.passes.expert_products import expert_products
         from speccompile.passes.pipelines import onnxruntime_table
 
-        forms = forms_of(quantization, form)
+        forms = forms_of(quantization, form, has_experts=any(expert_products(model)))
         texts = None if options is None else options.calibration
         is_target = any(t.name == NEXT_TOKEN for t in spec.outputs)
         dest.mkdir(parents=True, exist_ok=True)

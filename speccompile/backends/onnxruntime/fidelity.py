@@ -31,6 +31,7 @@ MAX_KL = 5e-4
 MAX_KL_UNQUANTIZED = 1e-6
 SAME_WEIGHTS = 1.1  # the largest ratio of the KL divergences of two kernels for the same weights
 NUM_TEXTS, NUM_TOKENS = 4, 64  # number of texts, drawn from the model itself so that no corpus is needed
+PIECE = 16  # tokens of a run: without our kernels every token copies its experts' weights
 SEED = 0
 
 Floats = NDArray[np.float64]
@@ -124,18 +125,19 @@ def _log_probs(logits: Floats) -> Floats:
 
 
 def _logits(path: Path, spec: GraphSpec, texts: NDArray[np.int64], prepack: bool) -> Floats:
-    """Returns the logits [texts, tokens, vocab] float64, each text read in one run."""
+    """Returns the logits [texts, tokens, vocab] float64, each text read in pieces."""
     from speccompile.backends.onnxruntime.engine import load_engine
 
     # The float32 weights stay mapped from their file: a packed copy of a large model would not fit beside the build.
     settings = {"threads": 0, "prepack": prepack}
     engine = load_engine(path, spec, max_slots=1, max_rows=texts.shape[1], settings=settings)
-    rows = []
-    for text in texts:
-        sure = all_sure(spec, 1, len(text))
-        step = engine.run({specs.TOKENS: text[None], specs.LENGTHS: np.zeros(1, np.int64), **sure})
-        rows.append(np.asarray(step[specs.LOGITS])[0].astype(np.float64))
-    result = np.stack(rows)
+    result = np.empty((*texts.shape, spec.vocab_size))
+    for row, text in zip(result, texts, strict=True):
+        for at in range(0, len(text), PIECE):
+            part = text[None, at : at + PIECE]
+            sure = all_sure(spec, 1, part.shape[1])
+            step = engine.run({specs.TOKENS: part, specs.LENGTHS: np.full(1, at, np.int64), **sure})
+            row[at : at + PIECE] = step[specs.LOGITS][0]
     if not np.isfinite(result).all():
         raise BuildError(f"logits of {path}", "numbers that are not finite", "finite logits", "Check the weights.")
     return result

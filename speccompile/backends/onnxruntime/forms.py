@@ -42,24 +42,29 @@ class Form:
         return self.quantization == _CALIBRATED
 
 
-def forms_of(quantization: str, kernel: str | None = None) -> list[Form]:
+def forms_of(quantization: str, kernel: str | None = None, *, has_experts: bool = False) -> list[Form]:
     """Returns the forms to try: those of a quantisation, or of all with `auto`; those of our kernels where they run.
 
     Args:
         quantization: none, int8, int4 or auto.
         kernel: the only one; None: all.
+        has_experts: whether rows gather the weights of experts. Unquantised ones then need our kernels, where there
+            are some: a prompt's rows would copy gigabytes.
     """
     if quantization == AUTO:
         return [
-            Form(f"{q}/{form.kernel}", q, form.kernel) for q in ORT_QUANTIZATION for form in forms_of(q, kernel=None)
+            Form(f"{q}/{form.kernel}", q, form.kernel)
+            for q in ORT_QUANTIZATION
+            for form in forms_of(q, has_experts=has_experts)
         ]
     if kernel is not None:
         return [Form(kernel, quantization, kernel)]
     # Without our kernels the packed form runs ONNX Runtime's, as the others do. With them it replaces the form of one
     # scale an activation row: it is as fast, and nearer to float32.
-    left_out = PACKED if kernel_library.find_library() is None else "rowq8"
+    has_kernels = kernel_library.find_library() is not None
+    left_out = {"rowq8", *(("fp32",) if has_experts else ())} if has_kernels else {PACKED}
     known = ORT_QUANTIZATION.get(quantization, {quantization: ()})
-    return [Form(k, quantization, k) for k in known if k != left_out]
+    return [Form(k, quantization, k) for k in known if k not in left_out]
 
 
 def compile_best(
@@ -95,7 +100,10 @@ def compile_best(
         scratch, record = Path(folder), dict[str, Any]()
         reference, blocks = scratch / "reference" / path.name, None
         if is_target:
-            lower_and_save(model, onnxruntime_table(tried, "none", "fp32"), reference, progress)
+            # Gathered experts would be copied for every row of a text.
+            packs_experts = kernel_library.find_library() is not None
+            table = onnxruntime_table(tried, "none", "fp32", packs_experts=packs_experts)
+            lower_and_save(model, table, reference, progress)
         if texts is not None:
             says("calibrate")
             found = calibration.calibrate(reference, tried, texts, scratch / "blocks")
