@@ -15,9 +15,10 @@
 
 namespace speccompile::cpu {
 
-// Rows begin ... end - 1, in the order of experts, of one expert.
+// The blocks of rows, which are in the order of experts, of one expert.
 struct ExpertRows {
-    std::int64_t expert, begin, end;
+    std::int64_t expert;
+    const RowBlock *begin, *end;
 };
 
 // The rows of each expert that has some.
@@ -25,14 +26,16 @@ struct Routes {
     std::int64_t* order;     // [ids]: the number of the id that stands there
     ExpertRows* segments;    // in rising order of experts
     std::int64_t num_segments = 0;
+    RowBlock *blocks, *end;  // of all experts, one after another
 
     // Every id is compared before it is an index.
-    Routes(const std::int64_t* ids, std::int64_t num_ids, std::int64_t num_experts, Scratch& memory) {
+    Routes(const std::int64_t* ids, std::int64_t num_ids, std::int64_t num_experts, int most_rows, Scratch& memory) {
         const std::int64_t most = std::min(num_ids, num_experts);
-        auto* space = memory.get<std::int64_t>(static_cast<std::size_t>(num_ids + num_experts + 1 + 3 * most));
+        auto* space = memory.get<std::int64_t>(static_cast<std::size_t>(num_ids + num_experts + 1 + 3 * most + 2 * num_ids));
         order = space;
         std::int64_t* next = space + num_ids;  // [experts + 1]: counts, then where the next row of an expert goes
         segments = reinterpret_cast<ExpertRows*>(next + num_experts + 1);
+        blocks = end = reinterpret_cast<RowBlock*>(segments + most);
         std::fill(next, next + num_experts + 1, 0);
         for (std::int64_t i = 0; i < num_ids; i++) {
             if (ids[i] < 0 || ids[i] >= num_experts) {
@@ -44,7 +47,10 @@ struct Routes {
         for (std::int64_t expert = 0; expert < num_experts; expert++) {
             const std::int64_t count = next[expert + 1], begin = next[expert];
             next[expert + 1] += begin;
-            if (count > 0) segments[num_segments++] = {expert, begin, begin + count};
+            if (count == 0) continue;
+            const RowBlock* first = end;
+            end = cut_rows(begin, count, most_rows, end);
+            segments[num_segments++] = {expert, first, end};
         }
         for (std::int64_t i = 0; i < num_ids; i++) order[next[ids[i]]++] = i;
     }
@@ -100,11 +106,11 @@ class ExpertLinear : private Panels<Form, kHasGate> {
         const float* bias = checked_input(context, kBias).template data<float>();
         if (num_ids == 0) return;
         thread_local Scratch memory;
-        const Routes routes(ids.data<std::int64_t>(), num_ids, num_experts_, memory);
+        const Routes routes(ids.data<std::int64_t>(), num_ids, num_experts_, Form::kMaxRows, memory);
         const float* values = x.data<float>();
         const std::int64_t per_row = num_ids / num_rows;
         const Activations prepared = Base::prepare(
-            context, num_ids, [&](std::int64_t at) { return values + routes.order[at] / per_row * num_in_; });
+            context, routes.blocks, routes.end, [&](std::int64_t at) { return values + routes.order[at] / per_row * num_in_; });
         multiply(context, routes, prepared, weights, bias, y);
     }
 
@@ -122,7 +128,7 @@ class ExpertLinear : private Panels<Form, kHasGate> {
             own.values = static_cast<const char*>(weights.values) + rows.expert * num_panels_ * Base::panel_bytes();
             if (Form::kIsInteger) own.scales = weights.scales + rows.expert * num_panels_ * (stride_ / kGroup) * kColumns;
             for (std::int64_t panel = first; panel < last; panel++) {
-                Base::run_panel(x, rows.begin, rows.end - rows.begin, own, bias + rows.expert * num_out_, panel, place);
+                Base::run_panel(x, rows.begin, rows.end, own, bias + rows.expert * num_out_, panel, place);
             }
         });
     }

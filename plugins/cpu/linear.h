@@ -69,15 +69,17 @@ class PackedLinear : private Panels<Form, kHasGate> {
         weights.values = checked_input(context, kWeights).template data<void>();
         if constexpr (Form::kIsInteger) weights.scales = checked_input(context, kScales).template data<std::uint16_t>();
         const float* bias = checked_input(context, kBias).template data<float>();
-        const Activations prepared = prepare(context, values, num_rows);
-        const std::int64_t panels_a_task = Base::panels_a_task();
-        const std::int64_t num_tasks = (num_panels_ + panels_a_task - 1) / panels_a_task;
+        thread_local Scratch memory;
+        RowBlock* blocks = memory.get<RowBlock>(static_cast<std::size_t>(num_blocks(num_rows, Form::kMaxRows)));
+        const RowBlock* end = cut_rows(0, num_rows, Form::kMaxRows, blocks);
+        const Activations prepared = prepare(context, values, blocks, end);
+        const std::int64_t num_tasks = Base::num_tasks(num_rows);
         const auto place = [y, width = Base::width()](std::int64_t row) { return y + row * width; };
-        context.parallel(static_cast<std::size_t>(num_tasks), [&](std::size_t task) {
-            const std::int64_t first = static_cast<std::int64_t>(task) * panels_a_task;
-            const std::int64_t last = std::min(num_panels_, first + panels_a_task);
-            for (std::int64_t panel = first; panel < last; panel++) {
-                Base::run_panel(prepared, 0, num_rows, weights, bias, panel, place);
+        context.parallel(static_cast<std::size_t>(num_tasks), [&](std::size_t index) {
+            const auto task = static_cast<std::int64_t>(index);
+            const std::int64_t last = num_panels_ * (task + 1) / num_tasks;
+            for (std::int64_t panel = num_panels_ * task / num_tasks; panel < last; panel++) {
+                Base::run_panel(prepared, blocks, end, weights, bias, panel, place);
             }
         });
     }
@@ -102,9 +104,9 @@ class PackedLinear : private Panels<Form, kHasGate> {
     }
 
     // The left side in the numbers of the form: the values themselves where they are in rows of the right length.
-    Activations prepare(const Context& context, const float* values, std::int64_t num_rows) const {
+    Activations prepare(const Context& context, const float* values, const RowBlock* blocks, const RowBlock* end) const {
         if (Form::kIsInteger || stride_ != num_in_) {
-            return Base::prepare(context, num_rows, [&](std::int64_t row) { return values + row * num_in_; });
+            return Base::prepare(context, blocks, end, [&](std::int64_t row) { return values + row * num_in_; });
         }
         Activations made;
         made.stride = stride_;

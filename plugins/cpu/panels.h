@@ -13,29 +13,46 @@
 namespace speccompile::cpu {
 
 constexpr int kHalf = kColumns / 2;               // columns of gate and of up in a panel
-constexpr std::int64_t kChunkRows = 96;           // rows whose sums are kept at once, 12 KB
-constexpr int kLonger = 2;                        // stretches at once of more than two blocks of rows
+constexpr std::int64_t kChunkRows = 96;           // rows whose sums are kept at once, 12 KB; at most
+constexpr int kLonger = 2;                        // stretches at once of more than three blocks of rows
 constexpr std::int64_t kTaskBytes = 96 * 1024;    // of weights, at least
 constexpr std::int64_t kParallelValues = 16384;   // activations from which rows are prepared in parallel
 
 inline std::int64_t padded_to(std::int64_t count, std::int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-// The sums [rows, 32] of one panel, added to the zeros in `sums`.
+// Rows that one tile multiplies.
+struct RowBlock {
+    std::int64_t begin;
+    int count;
+};
+
+constexpr std::int64_t num_blocks(std::int64_t count, std::int64_t most) { return (count + most - 1) / most; }
+
+// Cuts rows into blocks of at most `most`, nearly equal; returns what follows the last block.
+inline RowBlock* cut_rows(std::int64_t first_row, std::int64_t num_rows, int most, RowBlock* blocks) {
+    const std::int64_t count = num_blocks(num_rows, most);
+    for (std::int64_t block = 0; block < count; block++) {
+        const std::int64_t begin = num_rows * block / count, end = num_rows * (block + 1) / count;
+        *blocks++ = {first_row + begin, static_cast<int>(end - begin)};
+    }
+    return blocks;
+}
+
+// Adds the products of the blocks' rows with one panel to `sums` [rows, 32].
 template <class Form>
-void multiply_panel(const Activations& x, std::int64_t first_row, int num_rows, const Weights& panel, float* sums) {
+void multiply_panel(const Activations& x, const RowBlock* blocks, int num_blocks, const Weights& panel, float* sums) {
     const int units = static_cast<int>(x.stride / Form::kUnit);
-    const int num_blocks = (num_rows + Form::kMaxRows - 1) / Form::kMaxRows;
     // The next block of rows finds a stretch of the weights in the first-level cache.
     // Many blocks amortise a longer one, whose sums are written back less often.
     // So does the next pass over the columns, where registers do not hold them all.
     const bool is_one_pass = num_blocks == 1 && Form::kWidth == kColumns;
-    const int step = is_one_pass ? units : num_blocks <= 2 ? Form::kStretch : kLonger * Form::kStretch;
+    const int step = is_one_pass ? units : num_blocks <= 3 ? Form::kStretch : kLonger * Form::kStretch;
     for (int unit = 0; unit < units; unit += step) {
         for (int block = 0; block < num_blocks; block++) {
-            const int begin = num_rows * block / num_blocks, end = num_rows * (block + 1) / num_blocks;
-            const std::int64_t row = first_row + begin;
+            const std::int64_t row = blocks[block].begin;
             const std::ptrdiff_t distance = Form::kIsFar ? kFar : kPrefetch;
-            Stretch stretch{x, panel, unit, std::min(units, unit + step), {distance, distance}, sums + begin * kColumns};
+            Stretch stretch{x.from(row), panel, unit, std::min(units, unit + step), {distance, distance},
+                            sums + (row - blocks->begin) * kColumns};
             if (num_blocks > 1 && Form::kIsFar) {
                 if (block > 0) stretch.ahead[0] = stretch.ahead[1] = 0;
             } else if (num_blocks > 1) {
@@ -44,14 +61,7 @@ void multiply_panel(const Activations& x, std::int64_t first_row, int num_rows, 
                 stretch.ahead[0] = block == 0 ? next : 0;
                 stretch.ahead[1] = block == 1 ? next : 0;
             }
-            if constexpr (Form::kIsInteger) {
-                stretch.rows.levels += row * x.stride;
-                stretch.rows.scales += row * (x.stride / kGroup);
-                stretch.rows.offsets += row * (x.stride / kGroup);
-            } else {
-                stretch.rows.values += row * x.stride;
-            }
-            kTiles<Form>[static_cast<std::size_t>(end - begin - 1)](stretch);
+            kTiles<Form>[static_cast<std::size_t>(blocks[block].count - 1)](stretch);
         }
     }
 }
@@ -82,6 +92,14 @@ class Panels {
     std::int64_t panel_bytes() const { return stride_ * kColumns * Form::kBitsPerWeight / 8; }
     std::int64_t panels_a_task() const { return std::max<std::int64_t>(1, kTaskBytes / panel_bytes()); }
 
+    // Tasks of nearly one size, whose number is even so that two threads end together. Rows make a small product worth
+    // more of them.
+    std::int64_t num_tasks(std::int64_t num_rows) const {
+        const std::int64_t bytes = num_panels_ * panel_bytes(), most = bytes * std::min<std::int64_t>(num_rows, 8) / kTaskBytes;
+        const std::int64_t count = std::max(num_blocks(bytes, kTaskBytes), std::min<std::int64_t>(most, 10));
+        return std::min(num_panels_, count == 1 ? 1 : (count + 1) / 2 * 2);
+    }
+
     template <class Body>
     void for_rows(const Context& context, std::int64_t num_rows, const Body& body) const {
         const std::int64_t rows_a_task = std::max<std::int64_t>(1, kParallelValues / num_in_);
@@ -92,24 +110,36 @@ class Panels {
         });
     }
 
-    // Rows source(0), source(1), ... [num_in] in the numbers of the form; valid until this thread's next call.
+    // The rows of the blocks, source(0), source(1), ... [num_in], in the numbers of the form; valid until this thread's
+    // next call.
     template <class Source>
-    Activations prepare(const Context& context, std::int64_t num_rows, const Source& source) const {
+    Activations prepare(const Context& context, const RowBlock* begin, const RowBlock* end, const Source& source) const {
         Activations made;
         made.stride = stride_;
+        const std::int64_t num_rows = end[-1].begin + end[-1].count;
         if constexpr (Form::kIsInteger) {
-            thread_local Scratch levels, scales, offsets;
+            thread_local Scratch memory;
             const std::int64_t groups = stride_ / kGroup;
-            std::int8_t* level = levels.get<std::int8_t>(static_cast<std::size_t>(num_rows * stride_));
-            float* scale = scales.get<float>(static_cast<std::size_t>(num_rows * groups));
-            std::int32_t* offset = offsets.get<std::int32_t>(static_cast<std::size_t>(num_rows * groups));
-            for_rows(context, num_rows, [&](std::int64_t row) {
-                quantize_row(source(row), num_in_, stride_, Form::kZero, level + row * stride_, scale + row * groups,
-                             offset + row * groups);
-            });
-            made.levels = level;
-            made.scales = scale;
-            made.offsets = offset;
+            std::int32_t* records = memory.get<std::int32_t>(static_cast<std::size_t>(num_rows * groups * kRecord));
+            made.records = records;
+            // A task has some groups of some blocks: tasks by rows would write to the same cache lines.
+            const std::int64_t groups_a_task = std::max<std::int64_t>(1, kParallelValues / (Form::kMaxRows * kGroup));
+            const std::int64_t parts = num_rows * num_in_ <= kParallelValues ? 1 : (groups + groups_a_task - 1) / groups_a_task;
+            const auto quantize = [&](std::size_t task) {
+                const RowBlock& block = begin[static_cast<std::int64_t>(task) / parts];
+                const std::int64_t part = static_cast<std::int64_t>(task) % parts;
+                std::int32_t* record = records + block.begin * groups * kRecord;
+                for (int r = 0; r < block.count; r++) {
+                    quantize_row(source(block.begin + r), num_in_, groups * part / parts, groups * (part + 1) / parts, Form::kZero,
+                                 record + r, block.count);
+                }
+            };
+            const auto num_tasks = static_cast<std::size_t>((end - begin) * parts);
+            if (num_rows * num_in_ <= kParallelValues) {
+                for (std::size_t task = 0; task < num_tasks; task++) quantize(task);
+            } else {
+                context.parallel(num_tasks, quantize);
+            }
         } else {
             thread_local Scratch padded;
             float* to = padded.get<float>(static_cast<std::size_t>(num_rows * stride_));
@@ -122,25 +152,28 @@ class Panels {
         return made;
     }
 
-    // Rows `first_row` ... of x times one panel; `place` says where the results [width] of a row begin.
+    // The rows of the blocks times one panel; `place` says where the results [width] of a row begin.
     template <class Place>
-    void run_panel(const Activations& x, std::int64_t first_row, std::int64_t num_rows, const Weights& weights, const float* bias,
+    void run_panel(const Activations& x, const RowBlock* begin, const RowBlock* end, const Weights& weights, const float* bias,
                    std::int64_t panel, const Place& place) const {
+        constexpr std::ptrdiff_t kChunk = kChunkRows / Form::kMaxRows;
         alignas(64) float sums[kChunkRows * kColumns];
         alignas(64) float added[kColumns] = {};
         copy_columns(panel, bias, added);
         Weights own;
         own.values = static_cast<const char*>(weights.values) + panel * panel_bytes();
         if (Form::kIsInteger) own.scales = weights.scales + panel * (stride_ / kGroup) * kColumns;
-        for (std::int64_t row = first_row; row < first_row + num_rows; row += kChunkRows) {
-            const int count = static_cast<int>(std::min(kChunkRows, first_row + num_rows - row));
-            std::memset(sums, 0, static_cast<std::size_t>(count) * kColumns * sizeof(float));
-            multiply_panel<Form>(x, row, count, own, sums);
-            for (int r = 0; r < count; r++) {
+        for (const RowBlock* first = begin; first < end; first += kChunk) {
+            const std::ptrdiff_t count = std::min(kChunk, end - first);
+            const RowBlock& last = first[count - 1];
+            const std::int64_t num_rows = last.begin + last.count - first->begin;
+            std::memset(sums, 0, static_cast<std::size_t>(num_rows) * kColumns * sizeof(float));
+            multiply_panel<Form>(x, first, static_cast<int>(count), own, sums);
+            for (std::int64_t r = 0; r < num_rows; r++) {
                 if constexpr (kHasGate) {
-                    emit_gated(panel, sums + r * kColumns, added, place(row + r));
+                    emit_gated(panel, sums + r * kColumns, added, place(first->begin + r));
                 } else {
-                    emit(panel, sums + r * kColumns, added, place(row + r));
+                    emit(panel, sums + r * kColumns, added, place(first->begin + r));
                 }
             }
         }

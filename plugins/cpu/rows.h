@@ -2,6 +2,7 @@
 // What is computed per row: quantisation in groups of 32, RMS normalisation, activation functions.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -14,8 +15,8 @@ namespace speccompile::cpu {
 constexpr float kLeastPeak = 1e-30f;  // a group whose largest magnitude is smaller has levels of 0
 
 // One group: 32 numbers to levels -127 ... 127, ties to even; scale = peak / 127. NaN or infinity give a scale that is not
-// finite, so the product is not finite either.
-inline void quantize_group(const float* x, int zero_point, std::int8_t* levels, float* scale, std::int32_t* offset) {
+// finite, so the product is not finite either. Words of the row in the record are `apart`.
+inline void quantize_group(const float* x, int zero_point, std::int32_t* record, int apart) {
     constexpr int kVectors = kGroup / kLanes;
     Float values[kVectors];
     Int bits = int_zero();
@@ -26,29 +27,32 @@ inline void quantize_group(const float* x, int zero_point, std::int8_t* levels, 
     const std::uint32_t peak_bits = reduce_max_bits(bits);  // as integers, so that NaN is the largest
     float peak;
     std::memcpy(&peak, &peak_bits, 4);
-    *scale = peak / 127.f;
+    const float scale = peak / 127.f;
     const Float inverse = broadcast(peak < kLeastPeak ? 0.f : 127.f / peak);
     Int sum = int_zero();
+    alignas(kGroup) std::int8_t levels[kGroup];
     for (int v = 0; v < kVectors; v++) {
         const Int level = int_from_float(mul(values[v], inverse));
         sum = int_add(sum, level);
         store_int8(levels + v * kLanes, level);
     }
-    *offset = -zero_point * reduce_add_int(sum);
+    for (int quad = 0; quad < kQuads; quad++) std::memcpy(record + quad * apart, levels + 4 * quad, 4);
+    record[kOffset * apart] = -zero_point * reduce_add_int(sum);
+    std::memcpy(record + kScale * apart, &scale, 4);
 }
 
-// A row of `count` numbers, padded with zeros to `padded`, a multiple of 32.
-inline void quantize_row(const float* x, std::int64_t count, std::int64_t padded, int zero_point, std::int8_t* levels,
-                         float* scales, std::int32_t* offsets) {
-    for (std::int64_t k = 0; k < padded; k += kGroup) {
-        const std::int64_t left = count - k;
-        if (left >= kGroup) {
-            quantize_group(x + k, zero_point, levels + k, scales + k / kGroup, offsets + k / kGroup);
-        } else {
-            alignas(64) float tail[kGroup] = {};
-            if (left > 0) std::memcpy(tail, x + k, static_cast<std::size_t>(left) * sizeof(float));
-            quantize_group(tail, zero_point, levels + k, scales + k / kGroup, offsets + k / kGroup);
-        }
+// Groups begin ... end - 1 of a row of `count` numbers, which zeros follow; `record` is that of the row and group 0.
+inline void quantize_row(const float* x, std::int64_t count, std::int64_t begin, std::int64_t end, int zero_point,
+                         std::int32_t* record, int apart) {
+    const std::int64_t whole = std::min(end, count / kGroup);
+    for (std::int64_t group = begin; group < whole; group++) {
+        quantize_group(x + group * kGroup, zero_point, record + group * kRecord * apart, apart);
+    }
+    for (std::int64_t group = std::max(begin, whole); group < end; group++) {
+        alignas(64) float tail[kGroup] = {};
+        const std::int64_t left = count - group * kGroup;
+        if (left > 0) std::memcpy(tail, x + group * kGroup, static_cast<std::size_t>(left) * sizeof(float));
+        quantize_group(tail, zero_point, record + group * kRecord * apart, apart);
     }
 }
 

@@ -9,6 +9,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
 #include "kernel.h"
@@ -24,13 +25,22 @@ constexpr int kFar = 8192;        // the same where the second-level cache is th
 // Which of the two cache lines of a step of K holds a column: every form has 4 bytes a column and step.
 constexpr int line_of(int column) { return column / 16; }
 
-// The left side of a product: float32 rows, or levels of rows with a scale and an offset per group of 32.
+// Quantised rows stand in blocks of those that a tile multiplies, [groups, kRecord, rows of the block] words of 32 bits, so
+// that a tile reads them in order and at constant distances: the quads of levels of a group, the offset (-zero point * sum
+// of the levels) and the scale (float32).
+constexpr int kQuads = kGroup / 4, kOffset = kQuads, kScale = kQuads + 1, kRecord = kQuads + 2;
+
+// The left side of a product.
 struct Activations {
-    const float* values = nullptr;         // [rows, stride]
-    const std::int8_t* levels = nullptr;   // [rows, stride]
-    const float* scales = nullptr;         // [rows, stride / 32]
-    const std::int32_t* offsets = nullptr; // [rows, stride / 32]: -zero point * sum of the levels
-    std::int64_t stride = 0;
+    const float* values = nullptr;          // [rows, stride]; float forms
+    const std::int32_t* records = nullptr;  // integer forms
+    std::int64_t stride = 0;                // of a row, in numbers
+
+    // The same from a row on, which is the first of a block.
+    Activations from(std::int64_t row) const {
+        const std::int64_t words = row * (stride / kGroup) * kRecord;
+        return {values == nullptr ? nullptr : values + row * stride, records == nullptr ? nullptr : records + words, stride};
+    }
 };
 
 struct Weights {
@@ -157,43 +167,43 @@ struct FormBf16 {
 // multiply-add. A unit is a group.
 template <bool IsInt4>
 struct FormInteger {
-    static constexpr int kUnit = kGroup, kMaxRows = kIntRows, kStretch = 8;
+    static constexpr int kUnit = kGroup, kMaxRows = kIntRows, kStretch = IsInt4 ? 16 : 8;  // 8 KB
     static constexpr int kWidth = kColumns;
     static constexpr bool kIsInteger = true, kIsFar = false;
     static constexpr int kZero = IsInt4 ? 8 : 128;
     static constexpr int kSteps = IsInt4 ? 4 : 8;                     // of 128 bytes a group
     static constexpr std::ptrdiff_t kGroupBytes = kSteps * kColumns * 4;
 
+    // `record` and `w` are those of the group; sums without the scales.
     template <int Rows>
-    static void add_group(const Stretch& s, const char* w, const Fetch<kIsFar>& fetch, int column, std::ptrdiff_t group, QuadSum (&sum)[Rows][kIntVectors]) {
-        const std::int8_t* levels = s.rows.levels + group * kGroup;
+    static void add_group(const std::int32_t* record, const char* w, const Fetch<kIsFar>& fetch, int column, QuadSum (&sum)[Rows][kIntVectors]) {
         for (int r = 0; r < Rows; r++) {
-            const std::int32_t offset = s.rows.offsets[r * (s.rows.stride / kGroup) + group];
-            for (int v = 0; v < kIntVectors; v++) sum[r][v] = start_sum(offset);
+            for (int v = 0; v < kIntVectors; v++) sum[r][v] = start_sum(record[kOffset * Rows + r]);
         }
-        for (int step = 0; step < kSteps; step++, w += kColumns * 4) {
+#pragma GCC unroll 8
+        for (int step = 0; step < kSteps; step++) {
+            Int bytes[kIntVectors];
+            for (int v = 0; v < kIntVectors; v++) {
+                fetch.at(step * kColumns * 4, column + v * kLanes);
+                bytes[v] = load_bits(w + step * kColumns * 4 + v * kLanes * 4);
+            }
+            const std::int32_t* quads = record + step * (kQuads / kSteps) * Rows;
             if constexpr (IsInt4) {
                 Quad low[kIntVectors], high[kIntVectors];
-                for (int v = 0; v < kIntVectors; v++) {
-                    fetch.at(step * kColumns * 4, column + v * kLanes);
-                    const Int bytes = load_bits(w + v * kLanes * 4);
-                    low[v] = low_nibbles(bytes);
-                    high[v] = high_nibbles(bytes);
+                for (int v = 0; v < kIntVectors; v++) low[v] = low_nibbles(bytes[v]), high[v] = high_nibbles(bytes[v]);
+                for (int r = 0; r < Rows; r++) {
+                    const QuadLevels a = broadcast_quad(quads[r]);
+                    for (int v = 0; v < kIntVectors; v++) add_nibbles(sum[r][v], low[v], a);
                 }
                 for (int r = 0; r < Rows; r++) {
-                    const std::int8_t* at = levels + r * s.rows.stride + 8 * step;
-                    const QuadLevels a = broadcast_quad(at), b = broadcast_quad(at + 4);
-                    for (int v = 0; v < kIntVectors; v++) add_nibbles(sum[r][v], low[v], a);
-                    for (int v = 0; v < kIntVectors; v++) add_nibbles(sum[r][v], high[v], b);
+                    const QuadLevels a = broadcast_quad(quads[Rows + r]);
+                    for (int v = 0; v < kIntVectors; v++) add_nibbles(sum[r][v], high[v], a);
                 }
             } else {
                 Quad quad[kIntVectors];
-                for (int v = 0; v < kIntVectors; v++) {
-                    fetch.at(step * kColumns * 4, column + v * kLanes);
-                    quad[v] = quad_from_bytes(load_bits(w + v * kLanes * 4));
-                }
+                for (int v = 0; v < kIntVectors; v++) quad[v] = quad_from_bytes(bytes[v]);
                 for (int r = 0; r < Rows; r++) {
-                    const QuadLevels a = broadcast_quad(levels + r * s.rows.stride + 4 * step);
+                    const QuadLevels a = broadcast_quad(quads[r]);
                     for (int v = 0; v < kIntVectors; v++) add_bytes(sum[r][v], quad[v], a);
                 }
             }
@@ -202,33 +212,35 @@ struct FormInteger {
 
     template <int Rows>
     static void tile(const Stretch& s) {
-        const std::ptrdiff_t groups = s.rows.stride / kGroup;
         constexpr int kTileWidth = kIntVectors * kLanes;
-        // All columns at once and few rows: the float sums stay in registers.
-        constexpr bool kKeeps = kTileWidth == kColumns && Rows <= kKeptRows;
+        constexpr bool kKeeps = kTileWidth == kColumns;  // the float sums stay in registers
         Float kept[Rows][kIntVectors];
         if (kKeeps) {
             for (int r = 0; r < Rows; r++) {
                 for (int v = 0; v < kIntVectors; v++) kept[r][v] = load(s.sums + r * kColumns + v * kLanes);
             }
         }
-        Fetch<kIsFar> fetch(static_cast<const char*>(s.panel.values) + s.begin * kGroupBytes, s.ahead);
+        float* sums = s.sums;
+        const char* w = static_cast<const char*>(s.panel.values) + s.begin * kGroupBytes;
+        const std::uint16_t* half = s.panel.scales + static_cast<std::ptrdiff_t>(s.begin) * kColumns;
+        const std::int32_t* record = s.rows.records + static_cast<std::ptrdiff_t>(s.begin) * kRecord * Rows;
+        Fetch<kIsFar> fetch(w, s.ahead);
         const std::ptrdiff_t ahead_of_scales = s.ahead[0] / (kGroupBytes / 64);
-        for (std::ptrdiff_t group = s.begin; group < s.end; group++, fetch.advance(kGroupBytes)) {
-            const char* w = static_cast<const char*>(s.panel.values) + group * kGroupBytes;
-            const std::uint16_t* half = s.panel.scales + group * kColumns;
+        for (int left = s.end - s.begin; left > 0; left--) {
             prefetch(reinterpret_cast<const char*>(half) + ahead_of_scales);
             for (int column = 0; column < kColumns; column += kTileWidth) {
                 QuadSum sum[Rows][kIntVectors];
-                add_group<Rows>(s, w + column * 4, fetch, column, group, sum);
-                for (int v = 0; v < kIntVectors; v++) {
-                    const Float scale = load_half(half + column + v * kLanes);
-                    for (int r = 0; r < Rows; r++) {
-                        const std::ptrdiff_t at = r * groups + group;
-                        const Float both = mul(broadcast(s.rows.scales[at]), scale);
-                        const std::int32_t offset = s.rows.offsets[at];
+                add_group<Rows>(record, w + column * 4, fetch, column, sum);
+                Float scale[kIntVectors];
+                for (int v = 0; v < kIntVectors; v++) scale[v] = load_half(half + column + v * kLanes);
+                for (int r = 0; r < Rows; r++) {
+                    const std::int32_t offset = record[kOffset * Rows + r];
+                    float row_scale;
+                    std::memcpy(&row_scale, record + kScale * Rows + r, sizeof(row_scale));
+                    for (int v = 0; v < kIntVectors; v++) {
+                        const Float both = mul(broadcast(row_scale), scale[v]);
                         const Float whole = IsInt4 ? end_nibbles(sum[r][v], offset) : end_bytes(sum[r][v], offset);
-                        float* place = s.sums + r * kColumns + column + v * kLanes;
+                        float* place = sums + r * kColumns + column + v * kLanes;
                         if (kKeeps) {
                             kept[r][v] = fma(whole, both, kept[r][v]);
                         } else {
@@ -237,10 +249,12 @@ struct FormInteger {
                     }
                 }
             }
+            w += kGroupBytes, half += kColumns, record += kRecord * Rows;
+            fetch.advance(kGroupBytes);
         }
         if (kKeeps) {
             for (int r = 0; r < Rows; r++) {
-                for (int v = 0; v < kIntVectors; v++) store(s.sums + r * kColumns + v * kLanes, kept[r][v]);
+                for (int v = 0; v < kIntVectors; v++) store(sums + r * kColumns + v * kLanes, kept[r][v]);
             }
         }
     }

@@ -63,11 +63,7 @@ inline Int nibbles_of(Int bytes) { return _mm256_and_si256(bytes, _mm256_set1_ep
 struct QuadLevels {
     Int value;
 };
-inline QuadLevels broadcast_quad(const std::int8_t* p) {
-    std::int32_t bits;
-    __builtin_memcpy(&bits, p, 4);
-    return {_mm256_set1_epi32(bits)};
-}
+inline QuadLevels broadcast_quad(std::int32_t bits) { return {_mm256_set1_epi32(bits)}; }
 inline Float float_from_sum(Int sum, std::int32_t offset) {
     return _mm256_cvtepi32_ps(_mm256_add_epi32(sum, _mm256_set1_epi32(offset)));
 }
@@ -142,9 +138,9 @@ inline void store_int8(std::int8_t* p, Int a) {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
 }
 
-// Rows and vectors of columns of one tile; of integer forms with at most kKeptRows rows the float sums are in registers.
+// Rows and vectors of columns of one tile.
 constexpr int kFloatRows = 6, kFloatVectors = 2;
 constexpr int kPairRows = 4, kPairVectors = 2;
-constexpr int kIntRows = 4, kIntVectors = 1, kKeptRows = 0;
+constexpr int kIntRows = 4, kIntVectors = 1;
 
 }  // namespace speccompile::cpu

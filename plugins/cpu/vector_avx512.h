@@ -58,11 +58,7 @@ inline Quad high_nibbles(Int bytes) { return _mm512_and_si512(_mm512_srli_epi16(
 struct QuadLevels {
     Int value;
 };
-inline QuadLevels broadcast_quad(const std::int8_t* p) {
-    std::int32_t bits;
-    __builtin_memcpy(&bits, p, 4);
-    return {_mm512_set1_epi32(bits)};
-}
+inline QuadLevels broadcast_quad(std::int32_t bits) { return {_mm512_set1_epi32(bits)}; }
 inline void add_bytes(QuadSum& sum, Quad weights, QuadLevels levels) { sum = _mm512_dpbusd_epi32(sum, weights, levels.value); }
 inline void add_nibbles(QuadSum& sum, Quad weights, QuadLevels levels) { add_bytes(sum, weights, levels); }
 inline Float end_bytes(QuadSum sum, std::int32_t) { return _mm512_cvtepi32_ps(sum); }
@@ -80,9 +76,9 @@ inline void store_int8(std::int8_t* p, Int a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
 }
 
-// Rows and vectors of columns of one tile; of integer forms with at most kKeptRows rows the float sums are in registers.
+// Rows and vectors of columns of one tile.
 constexpr int kFloatRows = 12, kFloatVectors = 2;
 constexpr int kPairRows = 10, kPairVectors = 2;
-constexpr int kIntRows = 8, kIntVectors = 2, kKeptRows = 6;
+constexpr int kIntRows = 6, kIntVectors = 2;
 
 }  // namespace speccompile::cpu

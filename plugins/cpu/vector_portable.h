@@ -95,9 +95,7 @@ inline Quad quad_from_bytes(Int bytes) {
 }
 inline Quad low_nibbles(Int bytes) { return quad_from_bytes(bytes & 0x0f0f0f0f); }
 inline Quad high_nibbles(Int bytes) { return quad_from_bytes((bytes >> 4) & 0x0f0f0f0f); }
-inline QuadLevels broadcast_quad(const std::int8_t* p) {
-    std::int32_t bits;
-    __builtin_memcpy(&bits, p, 4);
+inline QuadLevels broadcast_quad(std::int32_t bits) {
     const Words both = bits_as<Words>(broadcast_int(bits));
     return {(both << 8) >> 8, both >> 8};
 }
@@ -133,9 +131,9 @@ inline void store_int8(std::int8_t* p, Int a) {
     for (int lane = 0; lane < kLanes; lane++) p[lane] = static_cast<std::int8_t>(a[lane]);
 }
 
-// Rows and vectors of columns of one tile; of integer forms with at most kKeptRows rows the float sums are in registers.
+// Rows and vectors of columns of one tile.
 constexpr int kFloatRows = 2, kFloatVectors = 4;
 constexpr int kPairRows = 2, kPairVectors = 2;
-constexpr int kIntRows = 2, kIntVectors = 2, kKeptRows = 0;
+constexpr int kIntRows = 2, kIntVectors = 2;
 
 }  // namespace speccompile::cpu

@@ -39,23 +39,31 @@ MUTANTS: Mutants = {
     ),
     "bias of the first expert": (Swap(EXPERTS, "bias + rows.expert * num_out_", "bias"),),
     "the last row of an expert is left out": (
-        Swap(EXPERTS, "rows.end - rows.begin", "std::max<std::int64_t>(1, rows.end - rows.begin - 1)"),
+        Swap(EXPERTS, "count", "std::max<std::int64_t>(1, count - 1)", within="cut_rows(begin, count, most_rows"),
     ),
-    "the first row of an expert for all": (Swap(EXPERTS, "rows.begin", "std::int64_t{0}", within="(x, rows.begin,"),),
+    "rows of all experts so far for each": (Swap(EXPERTS, "end", "blocks", within="const RowBlock* first = end;"),),
+    "blocks of rows begin at the first row": (
+        Swap(PANELS, "first_row + begin", "begin", within="{first_row + begin,"),
+    ),
+    "records of all blocks in the place of the first": (
+        Swap(PANELS, "block.begin", "std::int64_t{0}", within="records + block.begin * groups"),
+    ),
+    "the last groups are not quantised": (
+        Swap(PANELS, "groups * (part + 1) / parts", "(groups - 1) * (part + 1) / parts"),
+    ),
     "the last panels are left out": (
         Swap(EXPERTS, "panels_a_task - 1", "0", within="(num_panels_ + panels_a_task - 1)"),
     ),
-    "experts with one row are left out": (Swap(EXPERTS, "count > 0", "count > 1"),),
+    "experts with one row are left out": (Swap(EXPERTS, "count == 0", "count < 2"),),
     "experts overlap": (Swap(EXPERTS, "next[expert + 1] += begin;", "next[expert + 1] += begin / 2;"),),
     "one expert too many is accepted": (Swap(EXPERTS, "ids[i] >= num_experts", "ids[i] > num_experts"),),
     "no bias": (Swap(PANELS, "copy_columns(panel, bias, added);", "added[0] = 0;"),),
     "up is gate": (Swap(PANELS, "load(sums + kHalf + c)", "load(sums + c)"),),
-    "the last chunk of rows is cut": (
+    "the last row of a chunk is not written": (
         Swap(
             PANELS,
-            "first_row + num_rows - row",
-            "std::max<std::int64_t>(1, num_rows - row)",
-            within="std::min(kChunkRows, first_row + num_rows - row)",
+            "last.begin + last.count - first->begin",
+            "std::max<std::int64_t>(1, last.begin + last.count - first->begin - 1)",
         ),
     ),
 }
