@@ -37,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if config.getoption("--unmarked"):
         config.pluginmanager.register(CpuTimes(), "cpu_times")
+        # Bodies of ops run in place of kernels, which take 17 s to compile; tests with a marker compile them.
+        os.environ["SPECCOMPILE_CPU_KERNELS"] = "off"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -52,6 +52,7 @@ def test_the_switch_turns_the_library_off(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_compiler_or_sources_there_is_none(
     missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.delenv(kernel_library.SWITCH)
     monkeypatch.setattr(kernel_library, missing, lambda: None)
     with caplog.at_level(logging.WARNING):
         assert kernel_library.find_library() is None and kernel_library.find_library() is None

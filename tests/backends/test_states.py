@@ -24,7 +24,7 @@ from tests.backends.hybrid_lab import DIMS, NUM_DRAFTS, VOCAB, Hybrid, feed
 from tests.plugins.cpu_lab import needs_compiler
 
 TOKENS = np.random.default_rng(5).integers(0, VOCAB, (4, 80)).tolist()
-FORMS = ["fp32", pytest.param("packed", marks=needs_compiler)]
+FORMS = ["fp32", pytest.param("packed", marks=[needs_compiler, pytest.mark.plan])]
 
 
 @pytest.fixture(scope="module", params=FORMS)

@@ -110,6 +110,7 @@ def test_what_is_registered_has_the_signature_that_tensorrt_checks(
         assert typing.get_args(made.return_annotation)[2:] == (KernelLaunchParams, SymIntExprs)
 
 
+@pytest.mark.plan
 @needs_nvcc
 def test_spec_verify(trt: types.ModuleType) -> None:
     inputs = _verify_inputs()
@@ -123,6 +124,7 @@ def test_spec_verify(trt: types.ModuleType) -> None:
     assert _entry(ptx, kernel) == [".u64"] * len(inputs) + [".u32"] * len(sizes) + [".u64"] * len(outputs)
 
 
+@pytest.mark.plan
 @needs_nvcc
 def test_kv_rollback(trt: types.ModuleType) -> None:
     caches = [TensorDesc("f16", "batch", 8, 2048, 128) for _ in range(4)]
