@@ -128,7 +128,17 @@ def write_learnt_dflash(folder: Path, target: Path) -> None:
     dflash_lab.write_learnt(folder, target)
 
 
+def write_pair(folder: Path, target: Path) -> None:
+    """Writes a draft model and EAGLE's layer."""
+    folder.mkdir()
+    write_draft(folder / "draft", target)
+    write_learnt_eagle(folder / "eagle", target)
+
+
 AUTO, FIXED = {"tree": "auto"}, {"tree": {"widths": [2, 2, 1]}}
+SUFFIX = {"method": "suffix", "depth": 4}
+CHAIN = {"method": "draft_model", "model": "draft", "num_draft_tokens": 3}
+TREE = {"method": "eagle", "model": "eagle", "tree": "auto"}
 ROWS: dict[str, Row] = {
     "draft_model": Row(write_draft, {"num_draft_tokens": 3}, FIXED),
     "eagle": Row(write_learnt_eagle, {"tree": "chain", "num_draft_tokens": 3}, AUTO),
@@ -137,6 +147,7 @@ ROWS: dict[str, Row] = {
     "mtp": Row(write_learnt_mtp, {"num_draft_tokens": 3}),
     "ngram": Row(None, {"min_match": 1, "max_match": 2}),
     "suffix": Row(None, {"depth": 4}, {"tree": "auto", "depth": 4}),
+    "hybrid": Row(write_pair, {"drafters": (SUFFIX, CHAIN)}, {"drafters": ({**SUFFIX, "tree": "auto"}, TREE)}),
     "mlp": Row(write_mlp, {"num_draft_tokens": 3}, FIXED),
     "medusa": Row(write_medusa, {"tree": "chain"}, AUTO),
     "prophet": Row(write_prophet, {"num_draft_tokens": 3}, {**AUTO, "tree_width": 2, "tree_depth": 3}),
@@ -156,6 +167,11 @@ def config_of(method: str, form: str, model: Path) -> Any:
     fields = row.chain if form == "chain" else row.tree
     assert fields is not None
     config = registry.method(method).Config
+    if "drafters" in fields:  # their models are inside the folder
+        parts = [
+            {**part, "model": str(model / part["model"])} if "model" in part else part for part in fields["drafters"]
+        ]
+        return config(parts)
     return config(**({"model": str(model)} if row.write else {}), **fields)
 
 

@@ -38,7 +38,7 @@ def is_latent(config: Mapping[str, Any]) -> bool:
 
 
 def layer_kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
-    """Returns the kind of each layer of a hybrid: as stated, or full attention at a fixed interval.
+    """Returns the kind of each layer where they differ: as stated, or full attention at a fixed interval.
 
     Args:
         config: flat, of one of `DELTA_TYPES`.

@@ -9,6 +9,8 @@ from typing import Any
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.protocols import Engine, Proposer
 
+SECTIONS = "sections"  # metadata of a field of a `Config` that lists speculator sections
+
 
 class Method:
     """A speculation method: what it needs of the build, and its proposer.

@@ -234,11 +234,11 @@ class Proposer(Protocol):
         ...
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """Takes the outputs of a plain step, for which neither `propose` nor `commit` was called.
+        """Takes the outputs of a step in which it drafted nothing: `commit` is not called.
 
         Args:
             batch: its sequences; it still holds the tokens that were scored.
-            verdict: on the roots.
+            verdict: on the roots, or on another's drafts.
             outputs: the target's outputs of that step, valid during the call.
         """
         ...

@@ -39,6 +39,7 @@ METHODS = {
     "gemma4_assistant": "speccompile.speculators.gemma4_assistant.config:Gemma4AssistantMethod",
     "ngram": "speccompile.speculators.ngram.config:NgramMethod",
     "suffix": "speccompile.speculators.suffix.config:SuffixMethod",
+    "hybrid": "speccompile.speculators.hybrid.config:HybridMethod",
 }
 BACKEND_GROUP, METHOD_GROUP = "speccompile.backends", "speccompile.methods"
 

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
+from speccompile.core.acceptance import Verdict
+from speccompile.core.tree import TokenTree
 from speccompile.drafting.candidates import Candidates
 
 LEARNING_RATE = 0.1  # per verdict, of the log odds between confidence and acceptance
@@ -139,3 +142,33 @@ class AcceptanceEstimate:
         self._factors = []
         pairs = zip(self.log_odds, self._first, strict=True)
         self.log_odds = [odds + RECOVERY * (first - odds) for odds, first in pairs]
+
+
+@runtime_checkable
+class Foreseeing(Protocol):
+    """A proposer that says what it expects of its drafts; `commit` learns from what was emitted, whoever drafted it."""
+
+    @property
+    def foreseen(self) -> Sequence[float]:
+        """By slot, the accepted drafts that it expects of the tree that it proposed last."""
+        ...
+
+
+def emitted_tokens(tree: TokenTree, verdict: Verdict, slot: int) -> list[int]:
+    """Returns the tokens that a step gave a sequence: those of the accepted path and the next one."""
+    path = verdict.path[slot, 1 : verdict.accepted[slot] + 1]
+    return [*tree.tokens[slot, path].tolist(), verdict.following[slot]]
+
+
+def own_path(verdict: Verdict, slot: int, num_nodes: int) -> list[int]:
+    """Returns the accepted path of a sequence, the root first, as far as it is in a draft's own tree.
+
+    The scored tree may be another draft's in this sequence, or have nodes of others after those of this draft.
+
+    Args:
+        verdict: on the scored tree.
+        slot: of the sequence.
+        num_nodes: of this draft's tree in the sequence, which are the first of the scored tree; 1: it has no drafts.
+    """
+    path: list[int] = verdict.path[slot, : int(verdict.num_accepted[slot]) + 1].tolist()
+    return path[: next((at for at, node in enumerate(path) if node >= num_nodes), len(path))]

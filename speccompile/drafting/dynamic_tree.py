@@ -15,7 +15,7 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Outputs, StepTimes
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES
 from speccompile.core.tree import Ints, TokenTree
-from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
+from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, own_path
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates, tree_from_candidates
 from speccompile.drafting.expansion import DraftLayout, Scorer, make_expansion
@@ -137,19 +137,21 @@ class TreeGrower:
 
         Args:
             batch: as given to `propose`.
-            tree: as returned by `propose`.
+            tree: as returned by `propose`, or one that begins with it in the sequences that drafted.
             verdict: on that tree.
 
         Returns:
             By slot, how many of the accepted drafts have their rows in the draft's cache.
         """
-        num_accepted, rows = verdict.num_accepted.tolist(), list[int]()
+        rows = list[int]()
         for place, known in enumerate(estimates(batch.slots)):
-            known.learn_length(bool(self._trees) and place in self._able, num_accepted[place])
             if not self._trees:
+                known.learn_length(False, 0)
                 rows.append(0)
                 continue
-            path, chosen = verdict.path[place, : num_accepted[place] + 1].tolist(), self._chosen[place]
+            chosen = self._chosen[place]
+            path = own_path(verdict, place, len(chosen))
+            known.learn_length(place in self._able, len(path) - 1)
             if place in self._able:
                 known.learn_ranks(self._trees[place], chosen, path)
             rows.append(self._rows.num_kept(place, [chosen[node] for node in path[1:]]))

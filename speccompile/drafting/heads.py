@@ -29,7 +29,7 @@ from speccompile.core.specs import (
 )
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.core.tree_shape import TreeShape
-from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
+from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, own_path
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates, grow_product, tree_from_candidates, tree_from_shape
 from speccompile.drafting.hidden import TargetStates
@@ -176,20 +176,19 @@ class HeadsProposer:
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Keeps the hidden states of the paths' last nodes, and updates the estimates."""
-        accepted = verdict.num_accepted
-        last = accepted if tree.is_chain else verdict.path[np.arange(tree.batch), accepted]
-        self.states.keep(batch.slots, outputs[HIDDEN], last)
-        num_accepted = accepted.tolist()
+        self.skip(batch, verdict, outputs)
+        num_accepted = verdict.num_accepted.tolist()
         for place, known in enumerate(estimates(batch.slots)):
             has_drafted = place in self._drafting
             known.learn_length(has_drafted, num_accepted[place])
             if self._grown is not None and has_drafted:
                 trees, chosen = self._grown
-                known.learn_ranks(trees[place], chosen[place], verdict.nodes_kept(place))
+                known.learn_ranks(trees[place], chosen[place], own_path(verdict, place, len(chosen[place])))
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """Keeps the hidden states of the scored roots."""
-        self.states.keep(batch.slots, outputs[HIDDEN], np.zeros(len(batch.slots), dtype=np.int64))
+        """Keeps the hidden states of the paths' last nodes."""
+        last = [verdict.path[place, num] for place, num in enumerate(verdict.num_accepted.tolist())]
+        self.states.keep(batch.slots, outputs[HIDDEN], np.array(last, dtype=np.int64))
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         """Corrects the costs with the times of a step."""

@@ -20,6 +20,7 @@ from speccompile.core.protocols import Batch, Outputs, StepTimes
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.core.tree_shape import TreeShape
+from speccompile.drafting.acceptance import own_path
 from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.drawn_length import DrawnChains, DrawnLength
 from speccompile.drafting.expansion import DraftLayout, Expansion, Scorer, make_expansion
@@ -119,9 +120,9 @@ class StaticTrees:
         if self._rows is None:
             return [0] * tree.batch
         rows = []
-        for place, num in enumerate(verdict.num_accepted.tolist()):
-            path = verdict.path[place, 1 : num + 1].tolist()
-            num_held = self._rows.num_kept(0, [self._kept[place][node] for node in path])
+        for place, kept in enumerate(self._kept):
+            path = own_path(verdict, place, len(kept))
+            num_held = self._rows.num_kept(0, [kept[node] for node in path[1:]])
             rows.append(min(num_held, self._fed[place]))  # padding of later expansions comes after these
         return rows
 

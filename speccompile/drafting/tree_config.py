@@ -133,6 +133,6 @@ def check_chain(target: GraphSpec, config: Any) -> None:
         RecipeError: the method drafts trees.
     """
     if target.states and getattr(config, "has_tree", False):
-        got = "a tree" if getattr(config, "shape", None) is not None else f"{config.tree}"
+        got = "a tree" if getattr(config, "shape", None) is not None else str(getattr(config, "tree", "auto"))
         expected = "chain: a target with recurrent layers scores chains alone, trees not yet"
         raise RecipeError("speculator.tree", got, expected, "Write speculator.tree: chain.")

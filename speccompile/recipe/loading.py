@@ -190,7 +190,7 @@ def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError
     for fault in faults:
         path = tuple(str(part) for part in fault["loc"])
         key = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in known), path)
-        by_key.setdefault(path if fault["type"] == "extra_forbidden" else key, []).append(fault)
+        by_key.setdefault(path if fault["type"] in ("extra_forbidden", "missing") else key, []).append(fault)
     path, group = next(iter(by_key.items()))
     if group[0]["type"] == "missing":
         # An unknown key beside it is often its misspelt form, and has a line.
@@ -236,7 +236,7 @@ def _hint_for_key(path: KeyPath, known: set[KeyPath], siblings: Sequence[str]) -
     if far:
         dotted = next(".".join(k) for k in able if k[-1] == far[0])
         return f"Did you mean {dotted!r}?"
-    return f"Known keys: {', '.join(siblings)}."
+    return f"Known keys: {', '.join(siblings)}." if siblings else "See docs/recipe.md."
 
 
 def _is_not_of_target(name: str) -> tuple[bool, str]:
@@ -250,22 +250,30 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 
 def _with_folders(raw: RawRecipe, recipe: Recipe) -> Recipe:
-    changed: dict[str, Any] = {}
-    for name in ("target", "speculator"):
-        section, found = getattr(recipe, name), {}
-        for key, find in ((MODEL_KEY, _find_model), (CONFIG_KEY, _find_config)):
-            value = getattr(section, key, None)
-            if isinstance(value, str):
-                found[key] = find(raw, (name, key), value)
-        if found:
-            changed[name] = section.model_copy(update=found)
-    target = changed.get("target", recipe.target)
+    changed: dict[str, Any] = {
+        name: _with_models(raw, (name,), getattr(recipe, name)) for name in ("target", "speculator")
+    }
+    target = changed["target"]
     if target.calibration not in (AUTO_TEXTS, NO_TEXTS):
         file = _find_path(raw, ("target", "calibration"), target.calibration)
         changed["target"] = target.model_copy(update={"calibration": file})
     if recipe.training is not None:
         changed["training"] = _with_paths(raw, recipe.training)
     return recipe.model_copy(update=changed)
+
+
+def _with_models(raw: RawRecipe, path: KeyPath, section: Any) -> Any:
+    """Returns a section whose folders are absolute, in the sections that it lists as well."""
+    found: dict[str, Any] = {}
+    for key, find in ((MODEL_KEY, _find_model), (CONFIG_KEY, _find_config)):
+        value = getattr(section, key, None)
+        if isinstance(value, str):
+            found[key] = find(raw, (*path, key), value)
+    for name in type(section).model_fields:
+        listed = getattr(section, name)
+        if isinstance(listed, tuple) and listed and isinstance(listed[0], BaseModel):
+            found[name] = tuple(_with_models(raw, (*path, name), item) for item in listed)
+    return section.model_copy(update=found)
 
 
 def _with_paths(raw: RawRecipe, section: TrainingSection) -> TrainingSection:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
 from speccompile.core import registry
+from speccompile.core.method import SECTIONS
 from speccompile.core.parameters import Parameter, parameters
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.surfaces import sampling_parameters
@@ -178,8 +179,19 @@ def _speculator_section(method: str, config: type[Any]) -> type[Section]:
             default = field.default
         elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        fields[field.name] = (hints[field.name], Field(default))
+        hint: Any = hints[field.name]
+        if field.metadata.get(SECTIONS):
+            hint = types.GenericAlias(tuple, (_any_section(), ...))
+        fields[field.name] = (hint, Field(default))
     return create_model(f"{method}_speculator", __base__=Section, __doc__=config.__doc__, **fields)
+
+
+def _any_section() -> Any:
+    """Returns the type of a section of any method, but of those whose sections hold others."""
+    configs: dict[str, Any] = {found.name: found.Config for found in registry.all_methods()}
+    names = [n for n, c in configs.items() if not any(f.metadata.get(SECTIONS) for f in dataclasses.fields(c))]
+    sections = tuple(_speculator_section(name, configs[name]) for name in names)
+    return Annotated[typing.Union[sections], Field(discriminator="method")]  # noqa: UP007
 
 
 def backend_section(name: str) -> type[Section] | None:

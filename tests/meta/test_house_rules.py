@@ -62,10 +62,11 @@ def test_a_method_is_named_only_in_its_folder_and_in_the_registry(method):
     others = [path for path in PACKAGE if home not in path.parents]
     # Llama-like layers have a part self.mlp (or module.mlp) with weights called mlp.gate_proj and so on; files
     # have parts of other names too, which patterns of keys name with an escaped dot after them. "-" stands for one in
-    # Nemotron-H's pattern of layers.
+    # Nemotron-H's pattern of layers; configs call layers with attention and a mixer hybrid.
     parts = r"\.(\{|gate\.|experts|shared_expert|(gate|up|down)_proj)"
     # A path has a suffix; so has a request of OpenAI's.
-    before = r"(?:(?<!\.)|(?<=speculators\.))" if method == "suffix" else r"(?<!self\.)(?<!module\.)(?<!.-.: .)"
+    others_of = {"suffix": r"(?:(?<!\.)|(?<=speculators\.))", "hybrid": r"(?<!\"conv\", \")"}
+    before = others_of.get(method, r"(?<!self\.)(?<!module\.)(?<!.-.: .)")
     pattern = re.compile(rf"{before}\b{method}\b(?!\\\.|{parts}|\": Neutral)")
     assert short(p for p in others if pattern.search(p.read_text())) == ["speccompile/core/registry.py"]
     # Each registry line has the name as its key and in its module path.

@@ -10,6 +10,7 @@ from speccompile.runtime.loop import decode, decode_one
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
+from speccompile.speculators.hybrid.config import HybridConfig, HybridMethod
 from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from speccompile.speculators.none.proposer import NoneProposer
 from speccompile.speculators.suffix.config import SuffixConfig, SuffixMethod
@@ -57,8 +58,12 @@ def make_proposer(kind, slots=4, max_seq=MAX_SEQ, draft_seq=None, **config):
         return NgramMethod().make_proposer(NgramConfig(min_match=1, max_match=3, **config), {}, context)
     if kind == "suffix":
         return SuffixMethod().make_proposer(SuffixConfig(depth=5, **config), {}, context)
-    config = DraftModelConfig("draft", **config)
     engine = MockEngine(DRAFT, "draft", slots, draft_seq or max_seq)
+    if kind == "hybrid":
+        draft = {"method": "draft_model", "model": "draft", **config}
+        both = HybridConfig(({"method": "suffix", "depth": 5}, draft))
+        return HybridMethod().make_proposer(both, {"draft": engine}, context)
+    config = DraftModelConfig("draft", **config)
     return DraftModelMethod().make_proposer(config, {"draft": engine}, context)
 
 
@@ -95,6 +100,8 @@ KINDS = [
     ("draft_model", {"num_draft_tokens": "auto"}),
     ("draft_model", {"num_draft_tokens": 5, "min_confidence": 0.3}),
     ("draft_model", {"num_draft_tokens": 4, "drafts": "greedy"}),
+    ("hybrid", {}),
+    ("hybrid", {"tree": "auto", "num_candidates": 4}),
 ]
 
 
@@ -132,7 +139,9 @@ def test_same_seed_gives_same_text_in_any_batch(kind, config):
     assert back[::-1] == alone
 
 
-@pytest.mark.parametrize(("kind", "config"), [k for k in KINDS if k[0] in ("none", "ngram", "suffix", "draft_model")])
+@pytest.mark.parametrize(
+    ("kind", "config"), [k for k in KINDS if k[0] in ("none", "ngram", "suffix", "draft_model", "hybrid")]
+)
 @pytest.mark.parametrize("heat", [0.0, 0.9])
 def test_batched_loop_equals_the_oracle(kind, config, heat):
     for index, prompt in enumerate(some_prompts(3, seed=7)):
@@ -155,7 +164,7 @@ def test_drafts_are_accepted_and_counted():
         assert 0 < stats["num_accepted"] <= stats["num_draft_tokens"] <= 4 * stats["num_steps"]
 
 
-@pytest.mark.parametrize("kind", ["none", "ngram", "suffix", "draft_model", "tree"])
+@pytest.mark.parametrize("kind", ["none", "ngram", "suffix", "draft_model", "hybrid", "tree"])
 def test_full_cache_stops_where_plain_decoding_stops(kind):
     prompts = some_prompts(3, low=20, high=33)
     texts, reasons, _ = run(
@@ -192,7 +201,7 @@ def test_stop_tokens_end_a_sequence_inside_a_draft():
     wanted = [TARGET.greedy(p, 40) for p in prompts]
     stop = wanted[0][9]
     cut = [w[: w.index(stop) + 1] if stop in w else w for w in wanted]
-    for kind in ("none", "ngram", "suffix", "draft_model", "tree"):
+    for kind in ("none", "ngram", "suffix", "draft_model", "hybrid", "tree"):
         params = SamplingParams(max_new_tokens=40)
         texts, reasons, _ = run(prompts, params, make_verifier(), make_proposer(kind), 3, frozenset([stop]))
         assert texts == cut

@@ -130,7 +130,8 @@ def test_drafts_that_were_refused_are_never_counted():
     batch = batch_of(proposer, [[1, 2, 3, 1, 2]])
     for tokens in ([9], [1, 2], [4]):
         tree = proposer.propose(batch)
-        proposer.commit(batch, tree, Verdict(np.zeros((1, 1), dtype=np.int64), np.array([0]), np.array([0])), {})
+        assert tree.nodes > 1 or tokens != [9]
+        proposer.commit(batch, tree, Verdict(np.zeros((1, 1), dtype=np.int64), np.array([0]), np.array([9])), {})
         batch.slots[0].tokens += tokens
     proposer.propose(batch)
     state, text = batch.slots[0].draft_state, batch.slots[0].tokens

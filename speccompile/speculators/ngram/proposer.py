@@ -13,7 +13,7 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Batch, Outputs, Slot, StepTimes
 from speccompile.core.tree import Ints, TokenTree
-from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
+from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
 
 if TYPE_CHECKING:
@@ -92,6 +92,13 @@ class NgramProposer:
         self._prior = SharedPrior(self.max_drafts)
         self._matched: list[int] = []  # match length of each slot of the last step
         self._probs: list[float] = []  # of one more token being kept, by slot
+        self._rows: list[list[int]] = []  # root and drafts, by slot
+
+    @property
+    def foreseen(self) -> list[float]:
+        """See `speccompile.drafting.acceptance.Foreseeing`."""
+        rows = zip(self._probs, self._rows, strict=True)
+        return [sum(prob**num for num in range(1, len(row))) for prob, row in rows]
 
     def start(self, slot: int, sequence: Slot) -> None:
         """Makes a fresh index."""
@@ -113,7 +120,7 @@ class NgramProposer:
         found = [state.index.find(slot.tokens) for state, slot in zip(states, slots, strict=True)]
         self._matched = [size for _, size in found]
         lengths = self._draft_lengths(states)
-        rows = [
+        self._rows = rows = [
             _draft(slot.tokens, position, min(length, self.max_drafts, slot.max_drafts))
             for slot, (position, _), length in zip(slots, found, lengths, strict=True)
         ]
@@ -149,17 +156,21 @@ class NgramProposer:
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Learns the acceptance of drafts after matches; emitted tokens enter the index at the next step."""
-        num_nodes, num_accepted = tree.num_nodes.tolist(), verdict.num_accepted.tolist()
-        for slot, size, prob, nodes, kept in zip(
-            batch.slots, self._matched, self._probs, num_nodes, num_accepted, strict=True
+        for place, (slot, size, prob, row) in enumerate(
+            zip(batch.slots, self._matched, self._probs, self._rows, strict=True)
         ):
             if size == 0:
                 continue
             estimate = slot.draft_state.estimate
-            if nodes == 1:
+            if len(row) == 1:
                 estimate.recover()
-            else:
-                estimate.learn_rank(size - 1, kept - prob * min(kept + 1, nodes - 1))
+                continue
+            emitted = emitted_tokens(tree, verdict, place)
+            pairs = zip(row[1:], emitted, strict=False)
+            kept = next(
+                (num for num, (draft, token) in enumerate(pairs) if draft != token), min(len(row) - 1, len(emitted))
+            )
+            estimate.learn_rank(size - 1, kept - prob * min(kept + 1, len(row) - 1, len(emitted)))
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """The index reads the tokens when drafts are made."""

@@ -10,7 +10,7 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Batch, Outputs, Slot, StepTimes
 from speccompile.core.tree import Ints, TokenTree
-from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
+from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates, tree_from_candidates
 from speccompile.speculators.suffix.tree import Cursor, SuffixTree
@@ -57,7 +57,7 @@ class SuffixProposer:
         self.shared = SuffixTree(config.depth, config.shared_bytes) if config.shared_bytes else None
         self._prior = SharedPrior(self.max_drafts)
         self._drafts: list[Candidates] = []  # of the last step, by slot; a draft's rank says how long the match was
-        self._chosen: list[list[int]] = []  # candidate of each node, by slot
+        self.foreseen: list[float] = []  # see `speccompile.drafting.acceptance.Foreseeing`
 
     def start(self, slot: int, sequence: Slot) -> None:
         """Makes an empty tree; that of all requests gets the prompt's end, as outputs are found by what is before."""
@@ -93,7 +93,9 @@ class SuffixProposer:
         self.budget.is_forced = batch.is_forced
         self._drafts = [self._find(slot) for slot in batch.slots]
         num = self.budget.size(self._drafts)
-        tree, self._chosen = tree_from_candidates(self._drafts, num, [slot.max_drafts for slot in batch.slots])
+        tree, chosen = tree_from_candidates(self._drafts, num, [slot.max_drafts for slot in batch.slots])
+        rows = zip(self._drafts, chosen, strict=True)
+        self.foreseen = [sum([found.paths[c] for c in nodes[1:]]) for found, nodes in rows]
         return tree
 
     def _find(self, slot: Slot) -> Candidates:
@@ -121,10 +123,10 @@ class SuffixProposer:
         return found
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """Learns the acceptance of drafts after matches; emitted tokens are read before the next draft."""
-        for place, (slot, found, chosen) in enumerate(zip(batch.slots, self._drafts, self._chosen, strict=True)):
+        """Learns which drafts were right, scored or not; emitted tokens are read before the next draft."""
+        for place, (slot, found) in enumerate(zip(batch.slots, self._drafts, strict=True)):
             if len(found.tokens) > 1:
-                slot.draft_state.estimate.learn_ranks(found, chosen, verdict.nodes_kept(place))
+                slot.draft_state.estimate.learn_ranks(found, *_judge(found, emitted_tokens(tree, verdict, place)))
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """Tokens are read before the next draft."""
@@ -135,3 +137,15 @@ class SuffixProposer:
 
     def flush(self) -> None:
         """Nothing: none of the target's outputs is held."""
+
+
+def _judge(found: Candidates, emitted: list[int]) -> tuple[list[int], list[int]]:
+    """Returns the candidates that emitted tokens decide on, the root first, and which of these are the text's path."""
+    decided = [c for c, depth in enumerate(found.depths) if depth <= len(emitted)]
+    path = [0]
+    for at, candidate in enumerate(decided):
+        depth = found.depths[candidate]
+        is_next = depth == len(path) and found.parents[candidate] == decided[path[-1]]
+        if depth and is_next and found.tokens[candidate] == emitted[depth - 1]:
+            path.append(at)
+    return decided, path

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which drafter runs in a step: the one whose step is expected to bring the most tokens per millisecond.
+
+Drafters without a graph draft in every step, as that costs next to nothing, and say how many of their drafts they
+expect to be accepted. What is decided is whether one of those with graphs runs as well. Each is expected to bring, in a
+sequence, as many accepted drafts as it did there in recent steps; where that is more than the others expect, its drafts
+take the place of theirs:
+
+    tokens = sum over sequences of 1 + max(expected of the others, expected of the drafter)
+    time   = scoring of as many drafts + its runs + reading of the tokens that it missed / `READ_OVER`
+
+The drafter with the most tokens / time runs, or none if the others alone have more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from speccompile.core.jobs import StepCosts
+from speccompile.drafting.step_costs import MACHINE_WEIGHT, MAX_SURPRISE
+
+READ_OVER = 4  # steps that share the time in which a drafter reads what it missed: it is likely to run again
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a drafter with graphs offers for a step.
+
+    Args:
+        expected: by sequence, accepted drafts; 0 where it cannot draft.
+        num_drafts: draft tokens of a sequence that it drafts for.
+        ms: of its runs, reading included.
+    """
+
+    expected: Sequence[float]
+    num_drafts: int
+    ms: float
+
+
+def choose(known: Sequence[float], num_known: int, offers: Sequence[Offer], scores: Sequence[float]) -> int:
+    """Returns the index of the offer that is taken; -1: none.
+
+    Args:
+        known: by sequence, accepted drafts that are expected of the drafts that are there already.
+        num_known: the most of these in a sequence.
+        offers: of the other drafters.
+        scores: milliseconds of a step without its drafting, by draft tokens of a sequence; empty: not known, so that
+            the most tokens are taken.
+    """
+
+    def ms_of(num_drafts: int, drafting_ms: float) -> float:
+        return scores[min(num_drafts, len(scores) - 1)] + drafting_ms if scores else 1.0
+
+    next_tokens = len(known) if scores else 0
+    best, most_tokens, least_ms = -1, next_tokens + sum(known), ms_of(num_known, 0.0)
+    for index, offer in enumerate(offers):
+        pairs = list(zip(known, offer.expected, strict=True))
+        if all(more <= less for less, more in pairs):
+            continue
+        tokens = next_tokens + sum(max(pair) for pair in pairs)
+        # Sequences that keep the drafts they have are scored as deep as before.
+        keeps = any(more <= less for less, more in pairs)
+        ms = ms_of(max(offer.num_drafts, num_known if keeps else 0), offer.ms)
+        if tokens * least_ms > most_tokens * ms:
+            best, most_tokens, least_ms = index, tokens, ms
+    return best
+
+
+class DrafterCosts:
+    """Milliseconds that a drafter takes: those recorded in the bundle, times a factor that measured times correct.
+
+    The recorded ones are of a run for every accepted draft and one more, or fewer where a run gives several drafts.
+
+    Args:
+        graphs: recorded costs of its graphs.
+        drafts_per_run: that a run gives.
+    """
+
+    def __init__(self, graphs: Sequence[StepCosts], drafts_per_run: int = 1) -> None:
+        self._graphs, self._per_run = tuple(graphs), max(drafts_per_run, 1)
+        self._factors: dict[int, float] = {}  # by sequences, log(measured time / recorded time)
+        self.num_drafts = 1.0  # of a sequence in recent steps
+        self.is_known = all(cost.ms_by_nodes for cost in self._graphs)
+
+    def recorded_ms(self, num_slots: int, expected: float, num_missed: int) -> tuple[float, float]:
+        """Returns the recorded milliseconds of drafting, and of reading.
+
+        Args:
+            num_slots: sequences of the batch.
+            expected: accepted drafts of a sequence.
+            num_missed: tokens that the one which missed most has to read.
+        """
+        run = sum(cost.ms(num_slots) for cost in self._graphs)
+        reading = sum(cost.ms(num_slots * (1 + num_missed)) for cost in self._graphs) - run
+        return run * math.ceil((1 + expected) / self._per_run), reading
+
+    def ms(self, num_slots: int, expected: float, num_missed: int) -> float:
+        """Returns the milliseconds that count for a step; see `recorded_ms`."""
+        drafting, reading = self.recorded_ms(num_slots, expected, num_missed)
+        return math.exp(self._factors.get(num_slots, 0.0)) * (drafting + reading / READ_OVER)
+
+    def observe(self, num_slots: int, expected: float, num_missed: int, seconds: float) -> None:
+        """Corrects the costs with the time of a step in which it drafted; see `recorded_ms`."""
+        recorded = sum(self.recorded_ms(num_slots, expected, num_missed))
+        if recorded > 0 and seconds > 0:
+            surprise = math.log(seconds * 1e3 / recorded) - self._factors.get(num_slots, 0.0)
+            is_first = num_slots not in self._factors
+            bounded = min(max(surprise, -MAX_SURPRISE), MAX_SURPRISE)
+            self._factors[num_slots] = self._factors.get(num_slots, 0.0) + bounded * (1 if is_first else MACHINE_WEIGHT)

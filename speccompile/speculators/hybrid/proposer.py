@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proposer over those of several drafters.
+
+Drafts are deterministic whatever the requests ask for: they are checked against the token that the target gives, so
+which drafter made them, and how that was decided, has no influence on a text. Each drafter sees the sequences through
+`PartSlot`s, which hold its state of them, and takes every step: as the one whose drafts were scored, or as one that has
+to read what was emitted before it drafts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from numpy.typing import NDArray
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.cache_rows import CacheRows
+from speccompile.core.jobs import MethodContext
+from speccompile.core.protocols import Batch, Outputs, Proposer, Slot, StepTimes
+from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.drafting.acceptance import AcceptanceEstimate, Foreseeing, SharedPrior
+from speccompile.drafting.budget import Budget
+from speccompile.speculators.hybrid.choice import DrafterCosts, Offer, choose
+from speccompile.speculators.hybrid.merge import merge_trees
+
+TYPICAL_DEPTH = 6  # of a draft, for the accepted length before any verdict
+TYPICAL_MEMORY = 0.9  # weight of the past in the number of drafts of a step
+
+
+class PartSlot:
+    """A sequence as one drafter sees it. See `speccompile.core.protocols.Slot`.
+
+    Args:
+        sequence: the sequence.
+        estimate: of the accepted length of the drafter's drafts in it.
+        has_draft: whether the drafter can draft for it.
+    """
+
+    __slots__ = ("draft_state", "estimate", "has_draft", "max_drafts", "num_missed", "sampling", "tokens")
+
+    def __init__(self, sequence: Slot, estimate: AcceptanceEstimate, has_draft: bool) -> None:
+        self.tokens, self.sampling = sequence.tokens, sequence.sampling  # the list that the sequence goes on with
+        self.estimate, self.has_draft = estimate, has_draft
+        self.draft_state: Any = None
+        self.max_drafts = 0
+        self.num_missed = len(sequence.tokens) - 1  # tokens before the root that it has not read yet
+
+
+class PartBatch:
+    """A batch as one drafter sees it: nothing is drawn. See `speccompile.core.protocols.Batch`.
+
+    Args:
+        batch: the batch.
+        parts: its sequences as the drafter sees them.
+    """
+
+    may_draw = False
+
+    def __init__(self, batch: Batch, parts: Sequence[PartSlot]) -> None:
+        self._batch, self.parts = batch, parts
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The sequences as the drafter sees them."""
+        return self.parts
+
+    @property
+    def is_forced(self) -> bool:
+        """As of the batch."""
+        return self._batch.is_forced
+
+    def warp_feeds(self) -> dict[str, NDArray[Any]]:
+        """As of the batch."""
+        return self._batch.warp_feeds()
+
+    def draft_uniforms(self, depth: int) -> Floats:
+        """As of the batch."""
+        return self._batch.draft_uniforms(depth)
+
+    def sibling_uniforms(self, depth: int, num: int) -> Floats:
+        """As of the batch."""
+        return self._batch.sibling_uniforms(depth, num)
+
+
+@dataclass(frozen=True, eq=False)
+class Drafter:
+    """One of the drafters.
+
+    Args:
+        proposer: its own one.
+        costs: of its graphs; None: it has none, and drafts in every step.
+    """
+
+    proposer: Proposer
+    costs: DrafterCosts | None
+
+
+class HybridProposer:
+    """See `speccompile.core.protocols.Proposer`. The `draft_state` of a sequence is a list of a `PartSlot` a drafter.
+
+    Args:
+        drafters: at least one; of those without graphs, the first that expects the most comes first.
+        context: sizes and measured costs.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], context: MethodContext) -> None:
+        self.drafters = tuple(drafters)
+        self.catches_up = any(drafter.proposer.catches_up for drafter in drafters)
+        self.caches: tuple[CacheRows, ...] = tuple(c for drafter in drafters for c in drafter.proposer.caches)
+        self._free = [index for index, drafter in enumerate(drafters) if drafter.costs is None]
+        self._costly = [(index, drafter.costs) for index, drafter in enumerate(drafters) if drafter.costs is not None]
+        most = context.max_draft_nodes
+        self.budget = Budget(most, most, 1, context.costs.get("target"))
+        self._priors = [SharedPrior(min(most, TYPICAL_DEPTH)) for _ in drafters]
+        self._picks: list[int] = []  # by slot, the drafter whose tree was scored
+        self._ran = -1  # the drafter with graphs that ran in the last step
+        self._run: tuple[float, int] = (0.0, 0)  # what was expected of it, and the most tokens that it had to read
+        self._seconds = [0.0] * len(self.drafters)  # of the last step, by drafter
+
+    def start(self, slot: int, sequence: Slot) -> None:
+        """Starts a new sequence with every drafter."""
+        self._make_parts(sequence)
+        for drafter, part in zip(self.drafters, sequence.draft_state, strict=True):
+            drafter.proposer.start(slot, part)
+
+    def _make_parts(self, sequence: Slot) -> None:
+        is_read = len(sequence.tokens) == 1  # there is no prompt before the root
+        sequence.draft_state = [
+            PartSlot(sequence, AcceptanceEstimate(prior), drafter.proposer.catches_up or is_read)
+            for drafter, prior in zip(self.drafters, self._priors, strict=True)
+        ]
+
+    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+        """Returns how many rows no drafter needs again: all go on from the same one."""
+        self._make_parts(sequence)
+        pairs = [(drafter.proposer, part) for drafter, part in zip(self.drafters, sequence.draft_state, strict=True)]
+        held = [proposer.resume(slot, part, num_rows) for proposer, part in pairs]
+        while (least := min(held)) < max(held):
+            for index, (proposer, part) in enumerate(pairs):
+                if held[index] > least:  # some keep one row less than they are given
+                    held[index] = proposer.resume(slot, part, least + 1)
+                if held[index] > least:
+                    held[index] = proposer.resume(slot, part, least)
+        return least
+
+    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+        """Reads the chunk with every drafter."""
+        end, last = start + tokens.shape[1], len(sequence.tokens) - 1
+        for drafter, part in zip(self.drafters, sequence.draft_state, strict=True):
+            drafter.proposer.prefill(slot, part, tokens, start, outputs)
+            part.has_draft, part.num_missed = part.has_draft or end == last, last - end
+
+    def _batches(self, batch: Batch) -> list[PartBatch]:
+        return [
+            PartBatch(batch, [slot.draft_state[index] for slot in batch.slots]) for index in range(len(self.drafters))
+        ]
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Returns, for each sequence, the drafts of the drafter that is expected to bring the most."""
+        self._seconds, self._ran = [0.0] * len(self.drafters), -1
+        parts, trees = self._batches(batch), dict[int, TokenTree]()
+        known, self._picks = [0.0] * len(batch.slots), [-1] * len(batch.slots)
+        for index in self._free:
+            trees[index] = self._draft(index, parts[index], [slot.max_drafts for slot in batch.slots])
+            for place, expected in enumerate(self._expected_of(index, parts[index], trees[index])):
+                if expected > known[place]:
+                    known[place], self._picks[place] = expected, index
+        num_known = max(
+            int(trees[pick].num_nodes[place]) - 1 if pick >= 0 else 0 for place, pick in enumerate(self._picks)
+        )
+        offers = [self._offer(index, costs, batch, parts[index]) for index, costs in self._costly]
+        taken = choose(known, num_known, offers, self._scores(batch))
+        if taken >= 0:
+            self._run_costly(self._costly[taken][0], offers[taken], batch, parts, trees, known)
+        for index, _ in self._costly:
+            if index != self._ran:
+                self.drafters[index].proposer.flush()  # the target is about to run
+        if not trees or all(pick < 0 for pick in self._picks):
+            return TokenTree.roots([slot.tokens[-1] for slot in batch.slots])
+        trees[-1] = TokenTree.roots([slot.tokens[-1] for slot in batch.slots])
+        names = sorted(trees)
+        return merge_trees([trees[name] for name in names], [names.index(pick) for pick in self._picks])
+
+    def _draft(self, index: int, part: PartBatch, limits: Sequence[int]) -> TokenTree:
+        """Returns the drafts of one drafter, as deep as each sequence may go, and times them."""
+        for slot, limit in zip(part.parts, limits, strict=True):
+            slot.max_drafts = limit
+        start_s = perf_counter()
+        tree = self.drafters[index].proposer.propose(part)
+        self._seconds[index] = perf_counter() - start_s
+        return tree
+
+    def _expected_of(self, index: int, part: PartBatch, tree: TokenTree) -> list[float]:
+        """Returns by slot the accepted drafts that are expected of a tree."""
+        proposer = self.drafters[index].proposer
+        if isinstance(proposer, Foreseeing):  # it learns from all that is emitted, not from its own drafts alone
+            return list(proposer.foreseen)
+        rows = zip(part.parts, tree.num_nodes.tolist(), strict=True)
+        return [slot.estimate.accepted_length if num > 1 else 0.0 for slot, num in rows]
+
+    def _scores(self, batch: Batch) -> Sequence[float]:
+        """Returns the milliseconds of scoring by draft tokens; empty where they do not decide."""
+        is_known = self.budget.weighs_time and all(costs.is_known for _, costs in self._costly)
+        return () if batch.is_forced or not is_known else self.budget.costs.scores(len(batch.slots))
+
+    def _offer(self, index: int, costs: DrafterCosts, batch: Batch, part: PartBatch) -> Offer:
+        """Returns what a drafter with graphs offers."""
+        pairs = list(zip(batch.slots, part.parts, strict=True))
+        able = [slot.max_drafts > 0 and own.has_draft for slot, own in pairs]
+        expected = [
+            own.estimate.accepted_length if is_able else 0.0 for (_, own), is_able in zip(pairs, able, strict=True)
+        ]
+        mean = sum(expected) / max(sum(able), 1)
+        missed = max((own.num_missed for (_, own), is_able in zip(pairs, able, strict=True) if is_able), default=0)
+        return Offer(expected, round(costs.num_drafts), costs.ms(len(able), mean, missed))
+
+    def _run_costly(
+        self,
+        index: int,
+        offer: Offer,
+        batch: Batch,
+        parts: Sequence[PartBatch],
+        trees: dict[int, TokenTree],
+        known: Sequence[float],
+    ) -> None:
+        """Drafts with a drafter with graphs, in the sequences where it is expected to bring more than is known."""
+        wins = [more > less for less, more in zip(known, offer.expected, strict=True)]
+        limits = [slot.max_drafts if is_won else 0 for slot, is_won in zip(batch.slots, wins, strict=True)]
+        trees[index] = self._draft(index, parts[index], limits)
+        nums = trees[index].num_nodes.tolist()
+        drafted = [num > 1 for num in nums]
+        self._ran = index
+        if any(drafted) and (costs := self.drafters[index].costs) is not None:
+            mean = sum(num - 1 for num in nums) / sum(drafted)
+            costs.num_drafts += (1 - TYPICAL_MEMORY) * (mean - costs.num_drafts)
+        won = [own for own, is_won in zip(parts[index].parts, wins, strict=True) if is_won]
+        mean = sum(own.estimate.accepted_length for own in won) / len(won)
+        self._run = (mean, max(own.num_missed for own in won))
+        self._picks = [index if is_drafted else pick for is_drafted, pick in zip(drafted, self._picks, strict=True)]
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """Gives every drafter the verdict: to learn from, to keep rows, or to read later."""
+        accepted = verdict.num_accepted.tolist()
+        for index, (drafter, part) in enumerate(zip(self.drafters, self._batches(batch), strict=True)):
+            if drafter.costs is None or index == self._ran:
+                drafter.proposer.commit(part, tree, verdict, outputs)
+            else:
+                drafter.proposer.skip(part, verdict, outputs)
+            self._learn(index, part, accepted)
+
+    def _learn(self, index: int, part: PartBatch, accepted: Sequence[int]) -> None:
+        for slot, pick, num in zip(part.parts, self._picks, accepted, strict=True):
+            slot.estimate.learn_length(pick == index, num)
+            slot.num_missed = 0 if pick == index else slot.num_missed + 1 + num
+
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
+        """Gives every drafter the step."""
+        for drafter, part in zip(self.drafters, self._batches(batch), strict=True):
+            drafter.proposer.skip(part, verdict, outputs)
+            for slot, num in zip(part.parts, verdict.num_accepted.tolist(), strict=True):
+                slot.num_missed += 1 + num
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """Corrects the costs of all; a drafter's own ones count its own drafting alone."""
+        self.budget.observe(num_slots, num_nodes, times)
+        for index, drafter in enumerate(self.drafters):
+            own_s = self._seconds[index]
+            drafter.proposer.observe(
+                num_slots, num_nodes, times._replace(propose_s=own_s, step_s=times.step_s - times.propose_s + own_s)
+            )
+        if self._ran >= 0 and self._ran in self._picks:
+            costs = self.drafters[self._ran].costs
+            assert costs is not None
+            costs.observe(num_slots, *self._run, self._seconds[self._ran])
+        self._seconds, self._ran = [0.0] * len(self.drafters), -1
+
+    def flush(self) -> None:
+        """Reads what is left of the target's outputs for every drafter."""
+        for drafter in self.drafters:
+            drafter.proposer.flush()

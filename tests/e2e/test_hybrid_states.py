@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After drafters took turns, the one with graphs drafts as after a prompt that it read as a whole.
+
+A draft with a cache of its own has the same bits. One that reads the target's states has the target's bits, and those
+of rows that were read in another number at once differ in the last places in the graphs of these tests.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from speccompile.core.sampling import SamplingParams
+from speccompile.runtime.loop import admit, retire, run_step
+from speccompile.runtime.slots import Slots
+from speccompile.speculators.hybrid import proposer as proposer_module
+from tests.e2e.test_methods import lab, prompts  # noqa: F401
+
+NUM_STEPS = 9
+
+
+def next_drafts(engine, watched, slots):
+    """Returns what the watched engine gives in the first run of a step in which it drafts."""
+    seen = []
+    run = watched.engine.run
+
+    def record(feeds, first_slot=0):
+        outputs = run(feeds, first_slot)
+        seen.append({name: np.array(value) for name, value in outputs.items()})
+        return outputs
+
+    watched.engine.run = record
+    for slot in slots.slots:
+        slot.plan(engine.verifier.max_seq_len)
+    tree = engine.proposer.propose(slots)
+    del watched.engine.run
+    return tree, seen[0]
+
+
+@pytest.mark.parametrize("form", ["chain", "tree"])
+def test_the_next_drafts_have_the_bits_of_a_prompt_that_was_read_anew(lab, monkeypatch, form):  # noqa: F811
+    engine = lab("hybrid", form, "onnxruntime")
+    [watched] = engine.engines[1:]
+    rng, used = random.Random(3), []
+    monkeypatch.setattr(proposer_module, "choose", lambda known, num, offers, scores: rng.randrange(-1, len(offers)))
+    asked = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    for prompt in prompts()[:3]:
+        engine.reset()
+        slots = Slots([engine.make_slot(0, prompt, asked, False)], 1)
+        admit(engine.verifier, engine.proposer, slots)
+        for _ in range(NUM_STEPS):
+            retire(engine.verifier, engine.proposer, slots, run_step(engine.verifier, engine.proposer, slots).steps)
+            used += engine.proposer._picks
+        text = list(slots.slots[0].tokens)
+        monkeypatch.setattr(proposer_module, "choose", lambda known, num, offers, scores: 0)
+        monkeypatch.setattr(engine.proposer, "_free", [])
+        tree, switched = next_drafts(engine, watched, slots)
+        engine.reset()
+        anew = Slots([engine.make_slot(0, text, asked, False)], 1)
+        admit(engine.verifier, engine.proposer, anew)
+        tree_anew, read = next_drafts(engine, watched, anew)
+        monkeypatch.undo()
+        monkeypatch.setattr(
+            proposer_module, "choose", lambda known, num, offers, scores: rng.randrange(-1, len(offers))
+        )
+        # How many drafts a tree has depends on what was learned of their acceptance.
+        assert tree.nodes > 1 and tree_anew.nodes > 1
+        for name in ("candidates", "candidate_probs"):
+            first, second = switched[name][:, -1], read[name][:, -1]
+            assert first.tobytes() == second.tobytes() or (form == "tree" and np.allclose(first, second, rtol=2e-3)), (
+                name
+            )
+    assert set(used) >= {0, 1}
