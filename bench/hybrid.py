@@ -17,6 +17,7 @@ import random
 import statistics
 from collections import defaultdict
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import speccompile
@@ -56,8 +57,11 @@ def measure(ways: dict[str, SpecEngine], rows: list[dict[str, Any]], args: argpa
     params, rng = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True), random.Random(0)
     runs: dict[str, Any] = {name: defaultdict(list) for name in ways}
     texts: dict[int, list[int]] = {}
+    start_s = perf_counter()
     for turn in range(args.rounds + 1):
         for index, row in enumerate(rows):
+            if turn and perf_counter() - start_s > args.most_seconds:
+                return runs
             for name in rng.sample(list(ways), len(ways)):
                 engine = ways[name]
                 [made] = engine.generate([row["prompt_ids"]], params, speculative=name != PLAIN)
@@ -103,15 +107,16 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--most-seconds", type=float, default=3600, help="begin no prompt after this time")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.prompts.read_text().splitlines()][: args.limit]
     ways = ways_of(speccompile.load(args.bundle, threads=args.threads))
     runs = measure(ways, rows, args)
-    classes = {"all": list(range(len(rows)))}
-    for index, row in enumerate(rows):
-        classes.setdefault(row.get("kind", "other"), []).append(index)
+    classes: dict[str, list[int]] = {"all": sorted(runs[TOGETHER])}
+    for index in classes["all"]:
+        classes.setdefault(rows[index].get("kind", "other"), []).append(index)
     found = {name: compare(runs, prompts) for name, prompts in classes.items()}
     print(f"| prompts | {' | '.join(f'{name} tokens/s (length)' for name in runs)} | ratio | to plain |")
     print("|---|" + "---|" * (len(runs) + 2))

@@ -98,6 +98,9 @@ def test_rates_are_learned_by_match_length(config):
     for _ in range(60):
         step(2)
     assert rate(3) > 0.92 and rate(2) == first[0]
+    # The next sequence begins with what this one taught.
+    estimate = batch_of(proposer, [[1, 2]]).slots[0].draft_state.estimate
+    assert first[1] < rate(3) < 0.92 and rate(2) == first[0]
 
 
 def read_all(proposer, tokens, parts):

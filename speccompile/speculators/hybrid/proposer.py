@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from numpy.typing import NDArray
 
@@ -115,6 +115,8 @@ class HybridProposer:
         most = context.max_draft_nodes
         self.budget = Budget(most, most, 1, context.costs.get("target"))
         self._priors = [SharedPrior(min(most, TYPICAL_DEPTH)) for _ in drafters]
+        self._foresees = [isinstance(drafter.proposer, Foreseeing) for drafter in drafters]
+        self._parts: list[PartBatch] = []  # of the last step, by drafter
         self._picks: list[int] = []  # by slot, the drafter whose tree was scored
         self._ran = -1  # the drafter with graphs that ran in the last step
         self._run: tuple[float, int] = (0.0, 0)  # what was expected of it, and the most tokens that it had to read
@@ -162,6 +164,7 @@ class HybridProposer:
         """Returns, for each sequence, the drafts of the drafter that is expected to bring the most."""
         self._seconds, self._ran = [0.0] * len(self.drafters), -1
         parts, trees = self._batches(batch), dict[int, TokenTree]()
+        self._parts = parts
         known, self._picks = [0.0] * len(batch.slots), [-1] * len(batch.slots)
         for index in self._free:
             trees[index] = self._draft(index, parts[index], [slot.max_drafts for slot in batch.slots])
@@ -180,6 +183,8 @@ class HybridProposer:
                 self.drafters[index].proposer.flush()  # the target is about to run
         if not trees or all(pick < 0 for pick in self._picks):
             return TokenTree.roots([slot.tokens[-1] for slot in batch.slots])
+        if len(batch.slots) == 1:
+            return trees[self._picks[0]]
         trees[-1] = TokenTree.roots([slot.tokens[-1] for slot in batch.slots])
         names = sorted(trees)
         return merge_trees([trees[name] for name in names], [names.index(pick) for pick in self._picks])
@@ -196,8 +201,8 @@ class HybridProposer:
     def _expected_of(self, index: int, part: PartBatch, tree: TokenTree) -> list[float]:
         """Returns by slot the accepted drafts that are expected of a tree."""
         proposer = self.drafters[index].proposer
-        if isinstance(proposer, Foreseeing):  # it learns from all that is emitted, not from its own drafts alone
-            return list(proposer.foreseen)
+        if self._foresees[index]:  # it learns from all that is emitted, not from its own drafts alone
+            return list(cast("Foreseeing", proposer).foreseen)
         rows = zip(part.parts, tree.num_nodes.tolist(), strict=True)
         return [slot.estimate.accepted_length if num > 1 else 0.0 for slot, num in rows]
 
@@ -244,7 +249,7 @@ class HybridProposer:
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Gives every drafter the verdict: to learn from, to keep rows, or to read later."""
         accepted = verdict.num_accepted.tolist()
-        for index, (drafter, part) in enumerate(zip(self.drafters, self._batches(batch), strict=True)):
+        for index, (drafter, part) in enumerate(zip(self.drafters, self._parts, strict=True)):
             if drafter.costs is None or index == self._ran:
                 drafter.proposer.commit(part, tree, verdict, outputs)
             else:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Acceptance rate after a match of 1, 2, ... tokens that was always followed by the same, before any verdict.
 FIRST_RATES = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9)
 TOKENS_PER_MATCH = 2  # where nothing was measured
+SHARED_WEIGHT = 0.02  # of one verdict in the rates that new sequences begin with
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +57,7 @@ class SuffixProposer:
         self.budget = Budget(self.max_drafts, self.max_drafts, 1, context.costs.get("target"))
         self.shared = SuffixTree(config.depth, config.shared_bytes) if config.shared_bytes else None
         self._prior = SharedPrior(self.max_drafts)
+        self._log_odds = [0.0] * len(FIRST_RATES)  # that a sequence begins with, by match length
         self._drafts: list[Candidates] = []  # of the last step, by slot; a draft's rank says how long the match was
         self.foreseen: list[float] = []  # see `speccompile.drafting.acceptance.Foreseeing`
 
@@ -66,7 +68,7 @@ class SuffixProposer:
             shared = self.shared.open()
             for token in sequence.tokens[1 - self.config.depth :]:
                 self.shared.append(shared, token)
-        estimate = AcceptanceEstimate(self._prior, rank_shares=[0.0] * len(FIRST_RATES))
+        estimate = AcceptanceEstimate(self._prior, 1.0, self._log_odds)
         sequence.draft_state = SuffixState(tree, tree.open(), estimate, shared, len(sequence.tokens))
 
     def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
@@ -126,7 +128,10 @@ class SuffixProposer:
         """Learns which drafts were right, scored or not; emitted tokens are read before the next draft."""
         for place, (slot, found) in enumerate(zip(batch.slots, self._drafts, strict=True)):
             if len(found.tokens) > 1:
-                slot.draft_state.estimate.learn_ranks(found, *_judge(found, emitted_tokens(tree, verdict, place)))
+                estimate = slot.draft_state.estimate
+                estimate.learn_ranks(found, *_judge(found, emitted_tokens(tree, verdict, place)))
+                rank = min(found.ranks[1], len(self._log_odds) - 1)
+                self._log_odds[rank] += SHARED_WEIGHT * (estimate.log_odds[rank] - self._log_odds[rank])
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """Tokens are read before the next draft."""
