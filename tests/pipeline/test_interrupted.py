@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from tests.pipeline import fakes
 from tests.pipeline.fakes import make_plan
 
 CHILD = Path(__file__).with_name("build_child.py")
+RunChild = Callable[[Path, Path, Path, str], subprocess.CompletedProcess[str]]
 STAGES = (
     "check checkpoints",
     "export target",
@@ -34,16 +37,35 @@ STAGES = (
 )
 
 
-def run_child(recipe: Path, dest: Path, cache: Path, how: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(CHILD), str(recipe), str(dest), str(cache), how]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported all that a build needs and forks one for every build: see `build_child`."""
+    command = [sys.executable, str(CHILD), "serve"]
+    folder = tmp_path_factory.mktemp("server")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.fixture
+def run_child(server: subprocess.Popen[str], tmp_path: Path) -> RunChild:
+    def run(recipe: Path, dest: Path, cache: Path, how: str) -> subprocess.CompletedProcess[str]:
+        assert server.stdin is not None and server.stdout is not None
+        arguments = [str(recipe), str(dest), str(cache), how]
+        files = [tmp_path / "child.out", tmp_path / "child.err"]
+        print(json.dumps([arguments, *map(str, files)]), file=server.stdin, flush=True)
+        code = int(server.stdout.readline())
+        return subprocess.CompletedProcess(arguments, code, *(file.read_text() for file in files))
+
+    return run
 
 
 def hidden_folders(parent: Path) -> list[Path]:
     return [p for p in parent.rglob(".*") if ".building-" in p.name]
 
 
-def test_the_stages_are_the_ones_killed_below(recipe: Path, tmp_path: Path) -> None:
+def test_the_stages_are_the_ones_killed_below(run_child: RunChild, recipe: Path, tmp_path: Path) -> None:
     done = run_child(recipe, tmp_path / "out", tmp_path / "cache", "none")
     messages = [line.split(" ", 1)[1] for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr
@@ -52,7 +74,7 @@ def test_the_stages_are_the_ones_killed_below(recipe: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("has_old", [False, True], ids=["fresh", "replacing"])
 def test_a_build_killed_at_any_message_leaves_what_was_there(
-    exported: list[Path], recipe: Path, tmp_path: Path, has_old: bool
+    run_child: RunChild, exported: list[Path], recipe: Path, tmp_path: Path, has_old: bool
 ) -> None:
     dest, cache = tmp_path / "outs" / "out", tmp_path / "cache"
     messages = run_child(recipe, tmp_path / "probe", tmp_path / "probe-cache", "none").stdout.splitlines()
@@ -77,7 +99,7 @@ def test_a_build_killed_at_any_message_leaves_what_was_there(
 
 
 def test_a_cache_whose_writer_was_killed_is_used_and_cleaned(
-    exported: list[Path], recipe: Path, tmp_path: Path
+    run_child: RunChild, exported: list[Path], recipe: Path, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
     messages = run_child(recipe, tmp_path / "probe", tmp_path / "probe-cache", "none").stdout.splitlines()
@@ -90,7 +112,9 @@ def test_a_cache_whose_writer_was_killed_is_used_and_cleaned(
     assert hidden_folders(cache) == []
 
 
-def test_a_running_build_is_not_taken_for_a_dead_one(exported: list[Path], recipe: Path, tmp_path: Path) -> None:
+def test_a_running_build_is_not_taken_for_a_dead_one(
+    run_child: RunChild, exported: list[Path], recipe: Path, tmp_path: Path
+) -> None:
     dest = tmp_path / "outs" / "out"
     other_folders: list[list[Path]] = []
 
@@ -108,7 +132,7 @@ def test_a_running_build_is_not_taken_for_a_dead_one(exported: list[Path], recip
     assert hidden_folders(dest.parent) == []
 
 
-def test_a_full_disk_is_a_build_error_and_leaves_nothing(recipe: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_a_build_error_and_leaves_nothing(run_child: RunChild, recipe: Path, tmp_path: Path) -> None:
     # A limit on the size of a file: write() fails in the middle of a file, as it does on a full disk.
     done = run_child(recipe, tmp_path / "outs" / "out", tmp_path / "cache", "fsize=60000")
     assert done.returncode == BuildError.exit_code, done.stdout + done.stderr
@@ -141,7 +165,7 @@ def test_disk_faults_in_any_stage_are_build_errors(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_really_full_file_system(recipe: Path, tmp_path: Path) -> None:
+def test_a_really_full_file_system(run_child: RunChild, recipe: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
