@@ -87,6 +87,7 @@ def pytest_runtest_setup() -> None:
         if hasattr(sys.modules[name], "get_torchlib_ops"):  # later versions import it from the first one
             sys.modules[name].get_torchlib_ops = kept  # type: ignore[attr-defined]
     from torch import ops
+    from torch._dynamo import config
     from torch._export import utils
     from torch.onnx._internal.exporter import _schemas
 
@@ -94,6 +95,8 @@ def pytest_runtest_setup() -> None:
     _schemas.op_signature_from_function = functools.lru_cache(2000)(_schemas.op_signature_from_function)
     load = functools.cache(lambda num_namespaces, load=utils._materialize_cpp_cia_ops: load())
     utils._materialize_cpp_cia_ops = lambda: load(len(ops._dir))
+    # In a graph of one or two layers most shapes occur once: to keep the results of operators takes longer.
+    config.fake_tensor_cache_enabled = False
 
 
 @pytest.fixture(scope="session", autouse=True)

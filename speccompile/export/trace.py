@@ -18,6 +18,7 @@ from torch import nn
 from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import ExportError
 from speccompile.export import attention, candidates, recurrent, sampling
+from speccompile.export.decompose import decompose_if_needed
 from speccompile.ops.cached_attention import CACHED_ATTENTION, SHARED_ATTENTION, SINK_ATTENTION
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
 from speccompile.ops.conv_rows import CONV_ROWS
@@ -53,7 +54,7 @@ def trace_module(
     Raises:
         ExportError: torch cannot trace the module, or the trace has other dims than `spec`.
     """
-    with _quiet(), torch.no_grad():
+    with _quiet(), torch.no_grad(), decompose_if_needed():
         try:
             program = torch.onnx.export(
                 module,
