@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare a bundle's greedy tokens with transformers' greedy fp32 `generate`, every method at batch 1 and 8.
 
-    python bench/greedy_equality.py BUNDLE --prompts FILE.jsonl [--max-new-tokens 128] [--limit N]
+    python bench/greedy_equality.py BUNDLE --prompts FILE.jsonl [--methods none,mtp] [--max-new-tokens 128] [--limit N]
 
 A differing prompt is shown with the gap of transformers' two candidate logits at the first differing token: a gap
 within float32 rounding of logits (about 1e-5) is a tie, anything larger is a fault. Exit code 1 when there is one.
@@ -21,7 +21,7 @@ import speccompile
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.bundle import read_bundle
 
-METHODS = ("none", "draft_model", "ngram")
+METHODS = "none,draft_model,ngram"
 MAX_TIE_GAP = 1e-4
 
 
@@ -40,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--methods", default=METHODS, help="comma-separated; none: plain decoding")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--limit", type=int)
     args = parser.parse_args()
@@ -48,7 +49,7 @@ def main() -> None:
     source = read_bundle(args.bundle).recipe.target.model
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
-    engines = {method: speccompile.load(args.bundle, method=method) for method in METHODS}
+    engines = {method: speccompile.load(args.bundle, method=method) for method in args.methods.split(",")}
     prompts = [engines["none"].encode(text) for text in texts]
     wanted = []
     start = time.perf_counter()

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import chisquare
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from speccompile.core.sampling import warp
 
 
 def exact_dist(folder: Path, prompt: Sequence[int], heat: float, top_k: int) -> dict[tuple[int, int], float]:
     """Returns the probability of every pair of tokens after the prompt."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def dist(*after: int) -> np.ndarray:
         with torch.no_grad():

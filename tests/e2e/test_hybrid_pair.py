@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example hybrid with the module inside its files: what is drawn follows transformers' distribution."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import speccompile
+from speccompile.core.sampling import SamplingParams
+from tests.e2e.conftest import MODELS, build_bundle
+
+pytest.importorskip("torch")
+
+# recipes/pycode-hybrid-mtp.yaml, with fewer rows.
+RECIPE = (
+    f"target: {{model: {MODELS / 'pycode-hybrid'}}}\n"
+    "speculator: {method: mtp, num_draft_tokens: 2}\n"
+    "engine: {backend: onnxruntime, max_batch_size: 8, max_seq_len: 64, max_draft_nodes: 4, threads: 1}\n"
+)
+NUM, TOP_K = 800, 6
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return build_bundle(tmp_path_factory.mktemp("hybrid"), "pair", RECIPE)
+
+
+def shifted(tree):
+    """Returns the tree with distributions that its tokens were not drawn from."""
+    return replace(tree, draft_probs=np.roll(tree.draft_probs, 1, axis=2))
+
+
+@pytest.mark.distribution
+@pytest.mark.parametrize(("heat", "is_wrong"), [(0.5, False), (0.8, False), (1.2, False), (1.2, True)])
+def test_two_sampled_tokens_follow_the_targets_distribution(bundle, heat, is_wrong):
+    """Drawn drafts of the module over a target with recurrent states; the seeds are fixed."""
+    from tests.e2e.two_tokens import exact_dist, fit_p_value
+
+    engine = speccompile.load(bundle, verify=False)
+    if is_wrong:
+        propose = engine.proposer.propose
+        engine.proposer.propose = lambda batch: shifted(propose(batch))
+    prompt = engine.encode("def read(path):\n    ")
+    params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=TOP_K, seed=seed) for seed in range(NUM)]
+    results = engine.generate([prompt] * NUM, params, batch_size=8)
+    p_value = fit_p_value(results, exact_dist(MODELS / "pycode-hybrid", prompt, heat, TOP_K))
+    num_accepted = sum(result.stats["num_accepted"] for result in results)
+    assert (p_value < 1e-4) is is_wrong, p_value
+    assert is_wrong or NUM / 4 < num_accepted < sum(result.stats["num_draft_tokens"] for result in results)
