@@ -15,8 +15,8 @@ from typing import Any
 # Multimodal types whose language model has equal logits alone (tests/export/test_text_towers.py).
 TOWERS = {
     "aria", "exaone4_5", "gemma3", "gemma4", "gemma4_unified", "idefics3", "internvl", "lighton_ocr",
-    "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe",
-    "qwen3_vl", "smolvlm", "vipllava",
+    "llava", "llava_next", "llava_onevision", "mistral3", "muse_glimmer", "qwen2_5_vl", "qwen2_vl", "qwen3_5",
+    "qwen3_5_moe", "qwen3_vl", "smolvlm", "vipllava",
 }  # fmt: skip
 # Language models without a causal class of their own, which are those of another type where there is only text.
 SAME_AS = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
@@ -47,7 +47,8 @@ RENAMED = {
     r"^model\.text_model\.": "model.",
 }
 _OTHER_PARTS = re.compile(
-    r"^(model\.)?(visual|vision_tower|vision_model|vision_encoder|vision_projection|multi_modal_projector|connector"
+    r"^(model\.)?(visual|vision_tower|vision_model|vision_encoder|vision_adapter|vision_projection|connector"
+    r"|multi_modal_projector"
     r"|image_newline|audio_tower|embed_vision|embed_audio)(\.|$)"
     r"|^mtp\."
 )

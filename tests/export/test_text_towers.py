@@ -25,7 +25,7 @@ from tests.export.towers import make_tower, tower_config
 MAX_SEQ_LEN = 24
 MAX_ABS_DIFFERENCE = 2e-5  # of logits of order 1: float32 sums in another order
 # Each has another prefix, another kind of language model, or both.
-EXPORTED = ("gemma3", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+EXPORTED = ("gemma3", "llava", "mistral3", "muse_glimmer", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 
 
 def _edit(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:

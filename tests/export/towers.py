@@ -14,7 +14,7 @@ _TEXT: dict[str, Any] = {
     "eos_token_id": 2, "sliding_window": 5, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCAB, "per_layer_config": {1: {"head_dim": 12}},
+    "vocab_size_per_layer_input": VOCAB, "per_layer_config": {1: {"head_dim": 12}}, "layer_rope_theta": [1e4, 0],
 }  # fmt: skip
 _OTHER: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28,
@@ -39,6 +39,8 @@ def tower_config(model_type: str, **changes: Any) -> Any:
     for name, part in fields.items():
         if isinstance(part, dict) and name.endswith("_config"):
             fields[name] = {**part, **{key: size for key, size in _OTHER.items() if key in part}}
+            if kinds := part.get("layer_types"):
+                fields[name]["layer_types"] = kinds[: _OTHER["num_hidden_layers"]]
     return kind.from_dict({**fields, "text_config": {**text, **changes}})
 
 
