@@ -13,7 +13,7 @@ from transformers.models.muse_glimmer import modeling_muse_glimmer as muse
 from transformers.models.muse_glimmer.configuration_muse_glimmer import MuseGlimmerTextConfig
 
 
-class MuseGlimmerForCausalLM(muse.MuseGlimmerPreTrainedModel):
+class MuseGlimmerForCausalLM(muse.MuseGlimmerPreTrainedModel):  # type: ignore[misc]
     """The text model; logits are scaled, then bounded by a tanh, as `MuseGlimmerForConditionalGeneration` does."""
 
     config_class = MuseGlimmerTextConfig
