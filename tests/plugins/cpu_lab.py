@@ -44,10 +44,11 @@ def library() -> Path:
 
 
 # Options of each instruction set and what they must compile to; "native" is this CPU's, as the product compiles it.
-# Only the name of "avx512-vnni" is looked at ("native" has its kernels where a CPU has them); nobody times "portable".
+# Only the name of "avx512-vnni" is looked at ("native" has its kernels where a CPU has them); nobody times the others,
+# and "native" is compiled with the product's options.
 VARIANTS = {
     "native": None,
-    "avx2": ("-march=x86-64-v3",),
+    "avx2": ("-march=x86-64-v3", "-O1"),
     "avx512-vnni": ("-march=x86-64-v4", "-mavx512vnni", "-O0"),
     "portable": ("-march=x86-64", "-O1"),
 }
