@@ -136,6 +136,7 @@ def _ours(case: Case) -> dict[str, Any]:
         "target_hidden_size": sizes["target_hidden"],
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
         "norm_before_fc": bool(sizes["has_input_norm"]),
+        **({"norm_output": True} if config.get("norm_output") else {}),
         "tie_word_embeddings": False,
         **({_IDS[0]: ids} if ids is not None else {}),
     }

@@ -54,6 +54,7 @@ class Eagle3Body(FeatureBody):
         self.midlayer = MidLayer(layer, config)
         self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer(layer, i) for i in range(1, dims.num_layers)})
         self.norm = LlamaRMSNorm(dims.hidden_size, layer.rms_norm_eps)
+        self.gives_normed = bool(config.get("norm_output"))  # of EAGLE-3.1: the next draft reads what the head reads
         self.lm_head = nn.Linear(dims.hidden_size, dims.draft_vocab_size, bias=False)
         self.target_tokens = target_tokens
 
@@ -62,11 +63,11 @@ class Eagle3Body(FeatureBody):
         x = self.midlayer(self.embed_tokens(tokens), features, angles)
         for layer in self.layers.values():
             x = layer(x, position_embeddings=angles)
-        return x
+        return self.norm(x) if self.gives_normed else x
 
     def logits(self, own: torch.Tensor) -> torch.Tensor:
         """See `FeatureBody`."""
-        return self.lm_head(self.norm(own))
+        return self.lm_head(own if self.gives_normed else self.norm(own))
 
 
 class Fusion(nn.Module):

@@ -60,6 +60,7 @@ def ours_from_config(case: Case) -> dict[str, Any]:
         "norm_before_fc": bool(sizes["has_input_norm"]),
         "tie_word_embeddings": False,
         "base_model_name_or_path": lookup(config, "speculators_config.verifier.name_or_path"),
+        **({"norm_output": True} if config.get("norm_output") else {}),
     }
     return ours if config.get(_LAYERS) is None else {**ours, _LAYERS: config[_LAYERS]}
 
@@ -105,6 +106,7 @@ def config_from_ours(config: Mapping[str, Any], target: Target | None) -> dict[s
         "draft_vocab_size": config["draft_vocab_size"],
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
         "norm_before_fc": bool(config.get("norm_before_fc", False)),
+        **({"norm_output": True} if config.get("norm_output") else {}),
         "target_hidden_size": None if hidden == target_hidden else target_hidden,
         **kept,
     }
