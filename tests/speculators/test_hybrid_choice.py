@@ -93,6 +93,10 @@ def test_reading_and_runs_cost_what_the_bundle_recorded_times_what_was_measured(
     for _ in range(200):
         costs.observe(1, 2.0, 10, 10e-3)  # twice as long
     assert costs.ms(1, 2.0, 10) == pytest.approx(2 * (3 + 2 / READ_OVER), rel=1e-3)
+    quick = DrafterCosts([StepCosts(((1, 1.0), (11, 3.0)))])
+    for _ in range(10):
+        quick.observe(1, 2.0, 0, 30e-3)  # ten times as long: recorded on another machine
+    assert 20 < quick.ms(1, 2.0, 0) <= 30.1
     assert costs.ms(2, 2.0, 0) == DrafterCosts([StepCosts(((1, 1.0), (11, 3.0)))]).ms(2, 2.0, 0)  # another batch
     costs.observe(1, 2.0, 10, 10.0)  # held up by other processes
     assert costs.ms(1, 2.0, 10) < 2.1 * (3 + 2 / READ_OVER)

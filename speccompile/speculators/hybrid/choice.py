@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from speccompile.core.jobs import StepCosts
 from speccompile.drafting.step_costs import MACHINE_WEIGHT, MAX_SURPRISE
 
+MAX_FIRST_SURPRISE = 2.0  # of the first log time of a batch size; later ones: `MAX_SURPRISE`
 READ_OVER = 4  # steps that share the time in which a drafter reads what it missed: it is likely to run again
 
 
@@ -80,7 +81,8 @@ class DrafterCosts:
 
     def __init__(self, graphs: Sequence[StepCosts], drafts_per_run: int = 1) -> None:
         self._graphs, self._per_run = tuple(graphs), max(drafts_per_run, 1)
-        self._factors: dict[int, float] = {}  # by sequences, log(measured time / recorded time)
+        # By sequences: log(measured time / recorded time), and the steps that it is of.
+        self._factors: dict[int, tuple[float, int]] = {}
         self.num_drafts = 1.0  # of a sequence in recent steps
         self.is_known = all(cost.ms_by_nodes for cost in self._graphs)
 
@@ -99,13 +101,13 @@ class DrafterCosts:
     def ms(self, num_slots: int, expected: float, num_missed: int) -> float:
         """Returns the milliseconds that count for a step; see `recorded_ms`."""
         drafting, reading = self.recorded_ms(num_slots, expected, num_missed)
-        return math.exp(self._factors.get(num_slots, 0.0)) * (drafting + reading / READ_OVER)
+        return math.exp(self._factors.get(num_slots, (0.0, 0))[0]) * (drafting + reading / READ_OVER)
 
     def observe(self, num_slots: int, expected: float, num_missed: int, seconds: float) -> None:
         """Corrects the costs with the time of a step in which it drafted; see `recorded_ms`."""
         recorded = sum(self.recorded_ms(num_slots, expected, num_missed))
         if recorded > 0 and seconds > 0:
-            surprise = math.log(seconds * 1e3 / recorded) - self._factors.get(num_slots, 0.0)
-            is_first = num_slots not in self._factors
-            bounded = min(max(surprise, -MAX_SURPRISE), MAX_SURPRISE)
-            self._factors[num_slots] = self._factors.get(num_slots, 0.0) + bounded * (1 if is_first else MACHINE_WEIGHT)
+            known, num_seen = self._factors.get(num_slots, (0.0, 0))
+            most = MAX_SURPRISE if num_seen else MAX_FIRST_SURPRISE
+            surprise = min(max(math.log(seconds * 1e3 / recorded) - known, -most), most)
+            self._factors[num_slots] = known + max(MACHINE_WEIGHT, 1 / (1 + num_seen)) * surprise, num_seen + 1
