@@ -160,25 +160,25 @@ def _narrowed(name: str, weights: str, wanted: str) -> str:
     """Returns statements for `low_{name}`: the weights above it reach `wanted`, those above any larger value do not.
 
     Thresholds lie on a grid of powers of two from a whole number on, so each is exact however it is computed, and
-    where the grid is finer than float32 they are the neighbouring floats.
+    where the grid is finer than float32 they are the neighbouring floats. All operands have four dims: TensorRT's
+    parser reshapes others, and the layers for it made the build of a plan with a Warp half as long again.
     """
-    text = f"    low_{name}_0 = Identity(floor3)\n"
+    text = f"    low_{name}_0 = Identity(floor4)\n"
     for number in range(NUM_ROUNDS):
         step = SPAN / PARTS ** (number + 1)
         steps = ", ".join(f"{step * part:.17e}" for part in range(1, PARTS))
         low, n = f"low_{name}_{number}", f"{name}_{number}"
         text += f"""
-    steps_{n} = Constant<value_floats = [{steps}]>()
+    steps_{n} = Constant<value = float[1, 1, {PARTS - 1}, 1] {{{steps}}}>()
     tried_{n} = Add({low}, steps_{n})
-    tried4_{n} = Unsqueeze(tried_{n}, last)
-    is_over_{n} = Greater(scaled4, tried4_{n})
-    over_{n} = Where(is_over_{n}, {weights}, zero)
-    reached_{n} = ReduceSum<keepdims = 0>(over_{n}, last)
-    is_reached_{n} = GreaterOrEqual(reached_{n}, {wanted})
-    lifted_{n} = Where(is_reached_{n}, tried_{n}, {low})
-    low_{name}_{number + 1} = ReduceMax<keepdims = 1>(lifted_{n}, last)
+    is_over_{n} = Greater(scaled4, tried_{n})
+    over_{n} = Where(is_over_{n}, {weights}, zero4)
+    reached_{n} = ReduceSum<keepdims = 1>(over_{n}, last)
+    is_short_{n} = Less(reached_{n}, {wanted})
+    lifted_{n} = Where(is_short_{n}, {low}, tried_{n})
+    low_{name}_{number + 1} = ReduceMax<keepdims = 1>(lifted_{n}, third)
     """
-    return text + f"    low_{name} = Identity(low_{name}_{NUM_ROUNDS})\n"
+    return text + f"    low_{name} = Squeeze(low_{name}_{NUM_ROUNDS}, third)\n"
 
 
 def warp_body(vocab: int) -> str:
@@ -192,6 +192,8 @@ def warp_body(vocab: int) -> str:
     lowest = Constant<value_float = -3.4e38>()
     highest = Constant<value_float = 3.4e38>()
     half = Constant<value_float = 0.5>()
+    zero4 = Constant<value = float[1, 1, 1, 1] {{0.0}}>()
+    on4 = Constant<value = float[1, 1, 1, 1] {{1.0}}>()
     last = Constant<value_ints = [-1]>()
     third = Constant<value_ints = [2]>()
     column = Constant<value_ints = [-1, 1, 1]>()
@@ -205,12 +207,14 @@ def warp_body(vocab: int) -> str:
     top = ReduceMax<keepdims = 1>(scaled, last)
     bottom = Sub(top, depth)
     floor3 = Floor(bottom)
+    floor4 = Unsqueeze(floor3, third)
 
     count0 = Cast<to = 1>(top_k)
     count1 = Reshape(count0, column)
     asks_k = Greater(count1, zero)
     count = Min(count1, size)
-    {_narrowed("k", "on", "count")}
+    count4 = Unsqueeze(count, third)
+    {_narrowed("k", "on4", "count4")}
     edge_k = Where(asks_k, low_k, lowest)
     is_in_k = Greater(scaled, edge_k)
     below_top = Sub(scaled, top)
@@ -222,7 +226,8 @@ def warp_body(vocab: int) -> str:
     total = ReduceSum<keepdims = 1>(weights, last)
     mass = Mul(share, total)
     weights4 = Unsqueeze(weights, third)
-    {_narrowed("p", "weights4", "mass")}
+    mass4 = Unsqueeze(mass, third)
+    {_narrowed("p", "weights4", "mass4")}
     is_near = Greater(scaled, low_p)
     near = Where(is_near, scaled, highest)
     edge_p = ReduceMin<keepdims = 1>(near, last)
