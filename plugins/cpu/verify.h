@@ -2,6 +2,7 @@
 // The acceptance rule on the logits of a slot: one walk from the root, which reads only the rows that it reaches.
 #pragma once
 
+#include "race.h"
 #include "warp.h"
 
 namespace speccompile::cpu {
@@ -13,7 +14,7 @@ struct Slot {
     const i64* tokens;         // [nodes]
     const i64* parents;        // [nodes]; that of the root is not read, and none is used as an index
     const float* draft_probs;  // [nodes, vocab]; nullptr: deterministic drafts
-    const float* uniforms;     // [nodes, 2]: accept draw, draw at the node
+    const float* uniforms;     // [nodes, 2]: accept draw, draw at the node; draws of the race where drafts have none
     Warp warp;
 
     const float* row(i64 node) const { return logits + node * vocab; }
@@ -90,10 +91,20 @@ inline void walk_probs(const Slot& slot, const Verdict& verdict, const Context* 
     *verdict.next_token = draw(weights, slot.node_draw(last));
 }
 
-// Whether some node's parent is not the node before it.
+// Whether drafts are a tree: some node's parent is not the node before it, or the root is marked, as a drawn tree may happen
+// to be a chain.
 inline bool is_branched(const Slot& slot) {
+    if (slot.accept_draw(0) < 0) return true;
     for (i64 node = 2; node < slot.nodes; node++) {
         if (slot.parents[node] >= 0 && slot.parents[node] < node - 1) return true;
+    }
+    return false;
+}
+
+// Whether any node has a parent.
+inline bool has_drafts(const Slot& slot) {
+    for (i64 node = 1; node < slot.nodes; node++) {
+        if (slot.parents[node] >= 0 && slot.parents[node] < node) return true;
     }
     return false;
 }
@@ -158,12 +169,13 @@ inline void verify_slot(const Slot& slot, const Verdict& verdict, const Context*
         return walk_tokens(slot, verdict, [&](i64 node) { return first_greatest(slot.row(node), slot.vocab).index; });
     }
     const RowMemory memory = row_memory(floats, slot.vocab);
-    if (slot.draft_probs != nullptr) {
+    if (slot.draft_probs != nullptr && has_drafts(slot)) {  // without drafts the text is as beside none that draft
         if (is_branched(slot)) return walk_probs(slot, verdict, context, memory);
         return walk_block(slot, verdict, context, memory);
     }
     walk_tokens(slot, verdict, [&](i64 node) {
-        return draw(warp_row(context, slot.row(node), slot.vocab, slot.warp, memory), slot.node_draw(node));
+        const RowWeights weights = warp_row(context, slot.row(node), slot.vocab, slot.warp, memory);
+        return race(context, weights, slot.uniforms + 2 * node);
     });
 }
 

@@ -299,17 +299,6 @@ __device__ inline float weigh(const Work& work, Load load, double& own) {
     return top;
 }
 
-struct Cuts {
-    i64 top_k;
-    float top_p;
-    bool cuts_k, cuts_p;
-
-    __device__ Cuts(const SpecVerifyParams& params, int slot)
-        : top_k(params.top_k[slot]), top_p(params.top_p[slot]), cuts_k(top_k > 0 && top_k < params.vocab),
-          cuts_p(top_p < 1.0f) {}
-    __device__ bool any() const { return cuts_k || cuts_p; }
-};
-
 // The distribution of a row, from its top and the threads' masses.
 __device__ inline Dist dist_from(Work& work, float top, double own, const Cuts& cuts) {
     const double sum = block_sum<RESOLVE_THREADS>(own, shared_state().reals);  // its barriers also publish the tops

@@ -59,8 +59,15 @@ __device__ inline bool open_row(Work& work) {
 // The walk where drafts were drawn from distributions: residuals are computed only at the nodes that are reached.
 __device__ __noinline__ void walk_draft_probs(const SpecVerifyParams& params, int slot) {
     Verdict verdict{params.path + static_cast<i64>(slot) * params.nodes};
-    const int end = chain_end(params.nodes);
-    if (end >= 0) {
+    const int end = chain_end(params, slot);
+    if (end == 0) {
+        Work work(params, slot, 0, params.temperature[slot]);
+        open_row(work);
+        verdict.keep(0);
+        verdict.finish(params, slot, race_root(work));
+        return;
+    }
+    if (end > 0) {
         const auto find = [&](Work& work) {
             work.dist = fresh(Workspace(params).dists + static_cast<i64>(slot) * params.nodes + work.node);
         };
@@ -115,7 +122,7 @@ __device__ inline void resolve_rows(const SpecVerifyParams& params) {
     const i64 row = blockIdx.x;
     const int slot = static_cast<int>(row / params.nodes), node = static_cast<int>(row % params.nodes);
     // All reads of the slot are issued at once: each takes as long as the arithmetic of a step below.
-    const float temperature = params.temperature[slot], uniform = params.uniforms[2 * row + 1];
+    const float temperature = params.temperature[slot];
     const Cuts cuts(params, slot);
     const bool is_reached = is_reachable(params, slot, node);
     load_tree(params, slot);
@@ -140,7 +147,7 @@ __device__ inline void resolve_rows(const SpecVerifyParams& params) {
     bool is_mine = threadIdx.x < WARP;
     const int lane = static_cast<int>(threadIdx.x) % WARP;
     if (is_reached) {
-        const Drawn drawn = draw_at_node(work, load, is_hot(temperature), cuts, uniform);
+        const Drawn drawn = draw_at_node(work, load, is_hot(temperature), cuts, params.uniforms + 2 * row);
         is_mine = drawn.is_mine;
         if (is_mine) {
             const int child = child_with(params, node, drawn.token);
@@ -157,9 +164,10 @@ __device__ inline void resolve_rows(const SpecVerifyParams& params) {
 __device__ __noinline__ void scan_slot(const Work work) {
     const SpecVerifyParams& params = work.params;
     const i64 row = static_cast<i64>(work.slot) * params.nodes + work.node;
+    const Scanning scanning(params, work.slot, row);
     const auto scan_as = [&](const auto& values) {
         for (int first = threadIdx.x / WARP; first < work.chunks(); first += RESOLVE_WARPS * CHUNKS_IN_FLIGHT)
-            scan_row(values, first, RESOLVE_WARPS, work.chunks(), params.temperature[work.slot], shared_state().cells);
+            scan_row(values, first, RESOLVE_WARPS, work.chunks(), scanning, shared_state().cells);
     };
     if (params.dtype == Dtype::F16) return scan_as(Row<Float16>(params, row));
     if (params.dtype == Dtype::BF16) return scan_as(Row<BFloat16>(params, row));
@@ -188,8 +196,15 @@ __device__ inline void verify_slot(const SpecVerifyParams& params) {
         return !cuts.any();
     };
     __syncthreads();  // publishes the tree
-    const int end = is_drawn ? chain_end(params.nodes) : -1;
-    if (end >= 0) {
+    const int end = is_drawn ? chain_end(params, slot) : -1;
+    if (end == 0) {
+        Work work(params, slot, 0, temperature);
+        open(work);
+        verdict.keep(0);
+        verdict.finish(params, slot, race_root(work));
+        return;
+    }
+    if (end > 0) {
         const Outcome outcome = verify_block(params, slot, end, open, open);
         verdict.keep(outcome.child);
         verdict.finish(params, slot, outcome.token);
@@ -205,7 +220,7 @@ __device__ inline void verify_slot(const SpecVerifyParams& params) {
         } else {
             scan_slot(work);
             __syncthreads();
-            const Drawn drawn = draw_at_node(work, load, is_hot(temperature), cuts, params.uniforms[2 * row + 1]);
+            const Drawn drawn = draw_at_node(work, load, is_hot(temperature), cuts, params.uniforms + 2 * row);
             if (drawn.is_mine) {
                 const int child = child_with(params, node, drawn.token);
                 if (threadIdx.x % WARP == 0) shared.outcome = {child, drawn.token};

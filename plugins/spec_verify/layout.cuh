@@ -59,8 +59,9 @@ struct Outcome {
 
 __device__ inline int num_chunks(int vocab) { return (vocab + CHUNK - 1) / CHUNK; }
 
-// What the first pass records of a chunk: its greatest scaled logit and the sum of exp(scaled - top), or for greedy slots
-// the index of the first entry that has the top.
+// What the first pass records of a chunk: its greatest scaled logit and the sum of exp(scaled - top); for greedy slots the
+// index of the first entry that has the top; for races over whole rows the winner's scaled logit less the logarithm of its
+// time, and its index.
 struct alignas(8) Cell {
     float top;
     union {
@@ -109,6 +110,17 @@ __device__ inline bool has_draft_probs(const SpecVerifyParams& params) { return 
 
 // Slots at lower temperatures are greedy: the division would overflow (`core.sampling.COLDEST`).
 __device__ inline bool is_hot(float temperature) { return temperature >= 0x1p-64f; }
+
+struct Cuts {
+    i64 top_k;
+    float top_p;
+    bool cuts_k, cuts_p;
+
+    __device__ Cuts(const SpecVerifyParams& params, int slot)
+        : top_k(params.top_k[slot]), top_p(params.top_p[slot]), cuts_k(top_k > 0 && top_k < params.vocab),
+          cuts_p(top_p < 1.0f) {}
+    __device__ bool any() const { return cuts_k || cuts_p; }
+};
 
 // Correctly rounded x / temperature, as the twin divides in float32: a correctly rounded reciprocal and two
 // corrections (Markstein 1990), 5 instructions instead of about 10. Outside of the safe range it divides.

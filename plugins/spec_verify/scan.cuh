@@ -2,7 +2,7 @@
 // SpecVerify, first part: one pass over the logits. A warp reduces chunks by itself, so that no warp waits for another.
 #pragma once
 
-#include "spec_verify/layout.cuh"
+#include "spec_verify/race.cuh"
 
 namespace speccompile {
 
@@ -38,18 +38,47 @@ __device__ inline Cell reduce_sampled(const float (&entries)[LANE_ENTRIES], cons
     return cell;
 }
 
+// The winner of a chunk's race: top of the chunk, not scaled yet, index of the winner, and in `lag` the logarithm of its time
+// over its weight exp(scaled - scaled top).
+template <typename T, bool IS_VECTOR>
+__device__ inline Cell reduce_race(
+    int chunk, const float (&entries)[LANE_ENTRIES], const Quotient& scaled, const Race& race, float& lag) {
+    float top = entries[0];
+#pragma unroll
+    for (int j = 1; j < LANE_ENTRIES; ++j) top = fmaxf(top, entries[j]);
+    Cell cell;
+    cell.top = warp_max(top);
+    const float scaled_top = scaled(cell.top);
+    u32 least = 0xffffffffu, at = 0xffffffffu;  // bits of positive floats have their order
+#pragma unroll
+    for (int j = 0; j < LANE_ENTRIES; ++j) {
+        const u32 index = static_cast<u32>(chunk * CHUNK + Row<T>::template offset_of<IS_VECTOR>(j));
+        const u32 ratio = __float_as_uint(race.time(index) * exp_fast(scaled_top - scaled(entries[j])));
+        if (entries[j] > minus_infinity() && ratio < least) {
+            least = ratio;
+            at = index;
+        }
+    }
+    const u32 best = warp_min(least);
+    cell.index = warp_min(least == best ? at : 0xffffffffu);
+    lag = logf(__uint_as_float(best));
+    return cell;
+}
+
 // CHUNKS_IN_FLIGHT chunks of a row from `first` on: all reads, then the reductions. Lane k keeps the k-th cell; division
 // keeps the order, so only the tops are divided exactly.
 template <bool IS_VECTOR, typename T>
-__device__ inline void scan_chunks(const Row<T>& row, int first, int stride, int count, float temperature, Cell* cells) {
+__device__ inline void scan_chunks(
+    const Row<T>& row, int first, int stride, int count, const Scanning& scanning, Cell* cells) {
     typename Row<T>::Raw raw[CHUNKS_IN_FLIGHT];
 #pragma unroll
     for (int k = 0; k < CHUNKS_IN_FLIGHT; ++k) raw[k] = row.template fetch<IS_VECTOR>(first + k * stride);
-    const bool is_sampled = is_hot(temperature);
-    const Divider divide(is_sampled ? temperature : 1.0f);
+    const bool is_sampled = is_hot(scanning.temperature);
+    const Divider divide(is_sampled ? scanning.temperature : 1.0f);
     const Quotient scaled(divide);
     const int lane = static_cast<int>(threadIdx.x) % WARP;
     Cell own = {};
+    float own_lag = 0;
 #pragma unroll
     for (int k = 0; k < CHUNKS_IN_FLIGHT; ++k) {
         const int chunk = first + k * stride;
@@ -57,22 +86,28 @@ __device__ inline void scan_chunks(const Row<T>& row, int first, int stride, int
         float entries[LANE_ENTRIES];
 #pragma unroll
         for (int j = 0; j < LANE_ENTRIES; ++j) entries[j] = float_from(raw[k].values[j]);
-        const Cell cell =
-            is_sampled ? reduce_sampled(entries, scaled) : reduce_greedy<T, IS_VECTOR>(chunk, entries);
-        if (lane == k) own = cell;
+        float lag = 0;
+        const Cell cell = scanning.is_race ? reduce_race<T, IS_VECTOR>(chunk, entries, scaled, scanning.race, lag)
+                          : is_sampled     ? reduce_sampled(entries, scaled)
+                                           : reduce_greedy<T, IS_VECTOR>(chunk, entries);
+        if (lane != k) continue;
+        own = cell;
+        own_lag = lag;
     }
     const int cell_index = first + lane * stride;
     if (lane >= CHUNKS_IN_FLIGHT || cell_index >= count) return;
     own.top = divide(own.top);
+    if (scanning.is_race && own.top > minus_infinity()) own.top -= own_lag;
     cells[cell_index] = own;
 }
 
 template <typename T>
-__device__ inline void scan_row(const Row<T>& row, int first, int stride, int count, float temperature, Cell* cells) {
+__device__ inline void scan_row(
+    const Row<T>& row, int first, int stride, int count, const Scanning& scanning, Cell* cells) {
     if (row.is_vector) {
-        scan_chunks<true>(row, first, stride, count, temperature, cells);
+        scan_chunks<true>(row, first, stride, count, scanning, cells);
     } else {
-        scan_chunks<false>(row, first, stride, count, temperature, cells);
+        scan_chunks<false>(row, first, stride, count, scanning, cells);
     }
 }
 
@@ -96,7 +131,7 @@ __device__ inline void scan(const SpecVerifyParams& params) {
     const int slot = static_cast<int>(row / params.nodes);
     if (!is_reachable(params, slot, static_cast<int>(row % params.nodes))) return;
     const int first = static_cast<int>(task % tasks) * CHUNKS_IN_FLIGHT;
-    scan_row(Row<T>(params, row), first, 1, count, params.temperature[slot], space.cells + row * count);
+    scan_row(Row<T>(params, row), first, 1, count, Scanning(params, slot, row), space.cells + row * count);
 }
 
 }  // namespace speccompile

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "spec_verify/dist.cuh"
+#include "spec_verify/race.cuh"
 
 namespace speccompile {
 
@@ -233,11 +234,14 @@ __device__ __noinline__ Outcome decide_by_draft_probs(Work work, bool has_shares
     return draw_last(work, has_shares);
 }
 
-// The last node of a slot's chain; -1 where its nodes branch. Every thread finds it alone.
-__device__ inline int chain_end(int nodes) {
+// The last node of a slot's chain; -1 where its nodes branch, or its root is marked, as a drawn tree may happen to be a
+// chain. Every thread finds it alone.
+__device__ inline int chain_end(const SpecVerifyParams& params, int slot) {
     const Shared& shared = shared_state();
+    const int nodes = params.nodes;
     int end = 0;
     while (end + 1 < nodes && shared.parents[end + 1] == end) ++end;
+    if (end > 0 && params.uniforms[2 * static_cast<i64>(slot) * nodes] < 0) return -1;
     for (int node = 2; node < nodes; ++node)
         if (shared.parents[node] >= 0 && shared.parents[node] < node - 1) return -1;
     return end;
@@ -283,7 +287,7 @@ __device__ inline Outcome verify_block(const SpecVerifyParams& params, int slot,
     }
 }
 
-// The first top of the row, from the cells of a greedy slot.
+// The first top of the row, from the cells of a greedy slot or of a race.
 template <typename Load>
 __device__ inline Drawn first_top(const Work& work, Load load) {
     Shared& shared = shared_state();
@@ -310,19 +314,60 @@ __device__ inline Drawn first_top(const Work& work, Load load) {
     return {true, first < static_cast<u32>(work.params.vocab) ? static_cast<int>(first) : 0};
 }
 
+// The winner of the race among the entries that the cuts keep.
+__device__ __noinline__ Drawn race_held(const Work work, const float* draws) {
+    Shared& shared = shared_state();
+    const Race race(draws);
+    u32 least = 0xffffffffu, at = 0xffffffffu;
+    for (int chunk = threadIdx.x / WARP; chunk < work.chunks(); chunk += RESOLVE_WARPS) {
+        if (key_from(work.tops()[chunk]) < work.dist.key_min) continue;
+        float entries[LANE_ENTRIES];
+        work.row.load(chunk, entries);
+#pragma unroll
+        for (int j = 0; j < LANE_ENTRIES; ++j) {
+            const int index = chunk * CHUNK + work.row.offset_of(j);
+            const float scaled = work.divide(entries[j]);
+            if (index >= work.params.vocab || !is_held(work.dist, scaled, index)) continue;
+            const u32 ratio = __float_as_uint(race.time(static_cast<u32>(index)) * expf(work.dist.top - scaled));
+            if (ratio > least || (ratio == least && static_cast<u32>(index) > at)) continue;
+            least = ratio;
+            at = static_cast<u32>(index);
+        }
+    }
+    const u32 best = warp_min(least);
+    at = warp_min(least == best ? at : 0xffffffffu);
+    const int lane = static_cast<int>(threadIdx.x) % WARP, warp = static_cast<int>(threadIdx.x) / WARP;
+    __syncthreads();
+    if (lane == 0) {
+        shared.keys[warp] = best;
+        shared.firsts[warp] = at;
+    }
+    __syncthreads();
+    if (warp > 0) return {false, 0};
+    least = lane < RESOLVE_WARPS ? shared.keys[lane] : 0xffffffffu;
+    const u32 winner = warp_min(least);
+    at = warp_min(lane < RESOLVE_WARPS && least == winner ? shared.firsts[lane] : 0xffffffffu);
+    return {true, at < static_cast<u32>(work.params.vocab) ? static_cast<int>(at) : 0};
+}
+
+// The token of a slot without drafts beside others whose drafts were drawn: as where no slot has drafts. All threads get it.
+__device__ inline int race_root(const Work& work) {
+    Shared& shared = shared_state();
+    const i64 row = static_cast<i64>(work.slot) * work.params.nodes;
+    const Drawn drawn = race_held(work, work.params.uniforms + 2 * row);
+    if (drawn.is_mine && threadIdx.x % WARP == 0) shared.outcome = {-1, drawn.token};
+    __syncthreads();
+    return shared.outcome.token;
+}
+
 // The token that a node draws, where drafts have no distribution or the slot is greedy.
 template <typename Load>
-__device__ inline Drawn draw_at_node(Work& work, Load load, bool is_sampled, const Cuts& cuts, float uniform) {
-    if (!is_sampled) return first_top(work, load);
+__device__ inline Drawn draw_at_node(Work& work, Load load, bool is_sampled, const Cuts& cuts, const float* draws) {
+    if (!is_sampled || !cuts.any()) return first_top(work, load);
     double own;
     const float top = weigh(work, load, own);
-    if (cuts.any()) {
-        dist_from(work, top, own, cuts);
-        measure(work, work.masses());
-    } else {
-        work.dist = {top, 0, 0xffffffffu, 1.0f, 1.0};  // a draw needs no scale
-    }
-    return draw(work, work.masses(), uniform);
+    dist_from(work, top, own, cuts);
+    return race_held(work, draws);
 }
 
 }  // namespace speccompile

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import speccompile
+from speccompile.core.race import SAMPLER_VERSION
 from speccompile.runtime.bundle import digest_from_file
 
 # Packages whose version may change a graph or a measurement.
@@ -19,8 +20,9 @@ _PACKAGES = ("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxrunti
 
 
 def versions_from_environment() -> dict[str, str]:
-    """Returns the versions of Python, of speccompile and of the packages a build depends on, where installed."""
+    """Returns the versions of Python, speccompile, its sampler and the packages a build depends on, where installed."""
     versions = {"python": platform.python_version(), "speccompile": speccompile.__version__}
+    versions["sampler"] = str(SAMPLER_VERSION)
     found = ((name, _version(name)) for name in _PACKAGES)
     return versions | {name: version for name, version in found if version is not None}
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The acceptance rules: which drafts of a scored tree are kept, and which token follows.
 
-Deterministic drafts are kept where they match the target's own draw. Drawn chains are verified as a block (Sun et al.
-2024, arXiv 2403.10444), drawn trees node by node (Chen et al. 2024, "Sequoia": siblings without replacement). Greedy
-decoding is the case of one-hot distributions. The emitted tokens follow the target's distribution.
+Deterministic drafts are kept where they match the target's own draw, a race (`core.race`). Drawn chains are verified as
+a block (Sun et al. 2024, arXiv 2403.10444), drawn trees node by node (Chen et al. 2024, "Sequoia": siblings without
+replacement). Greedy decoding is the case of one-hot distributions. The emitted tokens follow the target's distribution.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from speccompile.core.race import race
 from speccompile.core.sampling import draw
 from speccompile.core.tree import Bools, Floats, Ints, TokenTree
 
@@ -65,10 +66,21 @@ def residual(target_probs: Floats, draft_probs: Floats) -> Floats:
     return (left / mass).astype(target_probs.dtype) if mass > 0 else target_probs
 
 
-def is_branched(parents: Ints) -> Bools:
-    """Returns [batch] bool: whether any node's parent is not the node before it; parents: [batch, nodes] int64."""
+def is_branched(parents: Ints, uniforms: Floats) -> Bools:
+    """Returns [batch] bool: drafts are a tree. Its shape must say so: a drawn tree may happen to be a chain.
+
+    Args:
+        parents: [batch, nodes] int64.
+        uniforms: [batch, nodes, 2] float32; the first number of the root is `sampling.NODE_BY_NODE` for a tree.
+    """
     branched: Bools = np.any(((parents >= 0) & (parents < np.arange(parents.shape[1]) - 1))[:, 1:], axis=1)
-    return branched
+    return branched | np.less(uniforms[:, 0, 0], 0)
+
+
+def has_drafts(parents: Ints) -> Bools:
+    """Returns [batch] bool: whether any node has a parent; parents: [batch, nodes] int64."""
+    linked: Bools = np.any(((parents >= 0) & (parents < np.arange(parents.shape[1])))[:, 1:], axis=1)
+    return linked
 
 
 def keep_block(
@@ -123,7 +135,8 @@ def accept_slot(
         parents: [nodes] int64.
         target_probs: [nodes, vocab] float32, warped; a row is read when the walk reaches its node, and all those of a
             drawn chain.
-        uniforms: [nodes, 2] float32 in [0, 1): accept draw of the node, draw made at the node.
+        uniforms: [nodes, 2] float32 in [0, 1): accept draw of the node, draw made at the node; those of the race at the
+            node where drafts are deterministic, or there are none.
         draft_probs: [nodes, vocab] float32, the distribution each node was drawn from; None or [nodes, 1] when the
             drafts are deterministic. Then the token is drawn first and the child that has it is kept, so the
             text does not depend on the drafts.
@@ -131,14 +144,14 @@ def accept_slot(
     Returns:
         The path and the next token.
     """
-    is_deterministic = draft_probs is None or draft_probs.shape[-1] == 1
-    if draft_probs is not None and not is_deterministic and not is_branched(parents[None])[0]:
+    is_deterministic = draft_probs is None or draft_probs.shape[-1] == 1 or not has_drafts(parents[None])[0]
+    if draft_probs is not None and not is_deterministic and not is_branched(parents[None], uniforms[None])[0]:
         rows = np.stack([target_probs[node] for node in range(len(tokens))])
         kept, rest = keep_block(tokens[None], parents[None], rows[None], draft_probs[None], uniforms[None])
         last = int(kept[0])
         return list(range(last + 1)), int(draw(rest[0], uniforms[last, 1]))
     path, dist = [0], target_probs[0]
-    drawn = int(draw(dist, uniforms[0, 1]))
+    drawn = int(race(dist, uniforms[0])) if is_deterministic else -1
     for node in range(1, len(tokens)):  # children come after their parents, so one pass is a walk
         if parents[node] != path[-1]:
             continue
@@ -150,7 +163,7 @@ def accept_slot(
             dist = target_probs[node] if is_kept else residual(dist, draft_probs[node])
         if is_kept:
             path.append(node)
-            drawn = int(draw(target_probs[node], uniforms[node, 1]))
+            drawn = int(race(target_probs[node], uniforms[node])) if is_deterministic else -1
     if is_deterministic:
         return path, drawn
     return path, int(draw(dist, uniforms[path[-1], 1]))
@@ -170,8 +183,8 @@ def accept(tree: TokenTree, target_probs: Floats, uniforms: Floats, draft_probs:
     path = np.full(tree.tokens.shape, -1, dtype=np.int64)
     path[:, 0] = 0
     last, num_accepted = np.zeros(tree.batch, dtype=np.int64), np.zeros(tree.batch, dtype=np.int64)
-    walks = np.ones(tree.batch, dtype=np.bool_) if is_deterministic else is_branched(tree.parents)
-    drawn = draw(target_probs[:, 0], uniforms[:, 0, 1]) if is_deterministic else last
+    walks = np.ones(tree.batch, dtype=np.bool_) if is_deterministic else is_branched(tree.parents, uniforms)
+    drawn = race(target_probs[:, 0], uniforms[:, 0]) if is_deterministic else last
     left = target_probs[:, 0] if is_deterministic else target_probs[:, 0].copy()
     for node in range(1, tree.nodes if walks.any() else 0):  # the walk of `accept_slot`, all slots at once
         slots = np.flatnonzero((tree.parents[:, node] == last) & walks)
@@ -186,7 +199,7 @@ def accept(tree: TokenTree, target_probs: Floats, uniforms: Floats, draft_probs:
         num_accepted[kept] += 1
         path[kept, num_accepted[kept]] = last[kept] = node
         if is_deterministic:
-            drawn[kept] = draw(target_probs[kept, node], uniforms[kept, node, 1])
+            drawn[kept] = race(target_probs[kept, node], uniforms[kept, node])
         else:
             left[kept] = target_probs[kept, node]
     if dists is not None and not is_deterministic:
@@ -197,4 +210,7 @@ def accept(tree: TokenTree, target_probs: Floats, uniforms: Floats, draft_probs:
             path[blocks] = np.where(index <= kept[:, None], index, -1)
             num_accepted[blocks] = last[blocks] = kept
         drawn = draw(left, uniforms[np.arange(tree.batch), last, 1])
+        plain = np.flatnonzero(~has_drafts(tree.parents))  # the text of a slot is the same beside others that draft
+        if len(plain):
+            drawn[plain] = race(target_probs[plain, 0], uniforms[plain, 0])
     return Verdict(path, num_accepted, drawn)

@@ -174,6 +174,18 @@ class Batch(Protocol):
         """
         ...
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every slot has temperature 0, so that drafts do not race either."""
+        ...
+
+    def race_draws(self, depth: int) -> Floats:
+        """Returns [batch, 2] float32: the draws of the race that decides the token at `depth` (1 = child of the root).
+
+        Deterministic drafts may use them (`drafting.race`): they are those of the target, so both sides mostly agree.
+        """
+        ...
+
     def warp_feeds(self) -> dict[str, NDArray[Any]]:
         """Returns `temperature`, `top_k`, `top_p` [batch]; those that are neutral in every slot are left out."""
         ...

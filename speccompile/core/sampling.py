@@ -16,6 +16,10 @@ Words = NDArray[np.uint64]
 ACCEPT_LANE = 0  # accept draw of a first child; later siblings use SIBLING_LANE + rank
 TARGET_LANE = 1  # recovered, bonus or plain draw from the target's distribution
 DRAFT_LANE = 2  # the draft's own draw
+RACE_LANE = 3  # both words of a race
+# Accept draw of the root of a drawn tree, which has no other use: which rule verifies drafts must not depend on what
+# was drawn, and a node whose distribution has few tokens has few children.
+NODE_BY_NODE = -1.0
 SIBLING_LANE = 16
 DRAFT_SIBLING_LANE = 1 << 20  # the draft's draws of later siblings: this + rank
 
@@ -126,13 +130,25 @@ def uniforms(seeds: ArrayLike, positions: ArrayLike, lane: ArrayLike) -> Floats:
     Returns:
         [batch, nodes] float32, multiples of 2**-24 in [0, 1).
     """
+    drawn: Floats = uniform_words(seeds, positions, lane)[0]
+    return drawn
+
+
+def race_draws(seeds: ArrayLike, positions: ArrayLike) -> Floats:
+    """Returns the draws of a race (`core.race`), [batch, nodes, 2] float32; arguments as of `uniforms`."""
+    words = uniform_words(seeds, positions, RACE_LANE)
+    return np.stack((words[0], words[1]), axis=-1)
+
+
+def uniform_words(seeds: ArrayLike, positions: ArrayLike, lane: ArrayLike) -> Floats:
+    """Returns all words of the draws, [4, batch, nodes] float32; arguments as of `uniforms`, which gives the first."""
     places = np.asarray(positions, dtype=np.int64).astype(np.uint64)
     seed = np.asarray(seeds, dtype=np.uint64)[:, None]
     counters = np.zeros((4, *places.shape), dtype=np.uint64)
     counters[0], counters[1], counters[2] = places & _LOW, places >> _HALF, np.asarray(lane, dtype=np.uint64)
     keys = np.stack((np.broadcast_to(seed & _LOW, places.shape), np.broadcast_to(seed >> _HALF, places.shape)))
-    word = philox(counters, keys)[0]
-    drawn: Floats = (word >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)
+    words = philox(counters, keys)
+    drawn: Floats = (words >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)
     return drawn
 
 
@@ -147,11 +163,18 @@ def tree_uniforms(seeds: ArrayLike, root_positions: ArrayLike, tree: TokenTree) 
         tree: the tree to be scored.
 
     Returns:
-        [batch, nodes, 2] float32: accept draw of the node, draw made at the node.
+        [batch, nodes, 2] float32: in slots whose drafts are drawn, accept draw of the node, draw made at it; in others
+        the draws of the race at the node.
     """
     depths, ranks = tree.depths(), tree.sibling_ranks()
     places = np.asarray(root_positions, dtype=np.int64)[:, None] + depths
+    raced = race_draws(seeds, places + 1)
+    if tree.draft_probs is None:
+        return raced
     accept_lanes = np.where(ranks > 0, SIBLING_LANE + ranks, ACCEPT_LANE)
     lanes = np.concatenate((accept_lanes, np.full_like(ranks, TARGET_LANE)), axis=1)
     drawn = uniforms(seeds, np.concatenate((places, places + 1), axis=1), lanes)
-    return np.ascontiguousarray(drawn.reshape(tree.batch, 2, tree.nodes).swapaxes(1, 2))
+    drawn = drawn.reshape(tree.batch, 2, tree.nodes).swapaxes(1, 2)
+    if not tree.is_chain:
+        drawn[:, 0, 0] = NODE_BY_NODE
+    return np.ascontiguousarray(np.where((tree.num_nodes > 1)[:, None, None], drawn, raced))

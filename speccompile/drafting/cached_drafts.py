@@ -15,6 +15,7 @@ from speccompile.drafting.drawn_length import DrawnLength
 from speccompile.drafting.dynamic_tree import TreeGrower
 from speccompile.drafting.expansion import Scorer
 from speccompile.drafting.proposer import Drafts
+from speccompile.drafting.race import MIN_RACERS
 from speccompile.drafting.static_tree import StaticTrees
 from speccompile.drafting.tree_config import TreeFields
 from speccompile.errors import RecipeError
@@ -141,7 +142,8 @@ class CachedDraftFields(TreeFields):
             num_runs=None if block is None else 1,
         )
         log_odds = math.log(self.confidence_odds)
-        grown = TreeGrower(scorer, budget, log_odds, num_candidates=self.candidates_needed)
+        races_probs = engine.spec.gives_probs and engine.spec.num_candidates < MIN_RACERS
+        grown = TreeGrower(scorer, budget, log_odds, num_candidates=self.candidates_needed, races_probs=races_probs)
         if not self.has_probs:
             return grown, grown
         is_cut = self.leaves_length or self.min_path > 0

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft trees grown depth by depth with a scorer, by confidence and measured costs.
 
-Drafts are the likeliest candidates, never drawn. They do not change the text at any temperature, so the sequences of
-a batch decide together, and known candidates may be left out.
+Drafts are the likeliest candidates, never drawn; in sequences that sample, the likeliest to win the target's race. They
+do not change the text at any temperature, so the sequences of a batch decide together, and known candidates may be left
+out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Outputs, StepTimes
-from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, own_path
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates, tree_from_candidates
 from speccompile.drafting.expansion import DraftLayout, Scorer, make_expansion
+from speccompile.drafting.race import raced_candidates
 from speccompile.drafting.state import estimates
 
 
@@ -31,7 +30,8 @@ class TreeGrower:
         log_odds: initial log(odds of acceptance / odds given by the confidence) of a new sequence.
         max_fed: most nodes that one expansion feeds; None: as many as are scored.
         d2t: [draft_vocab] int64, the target's token for each draft token; None: the vocabularies are the same.
-        num_candidates: candidates to read for each expanded node; None: all that the draft gives.
+        num_candidates: candidates to keep for each expanded node; None: all that the draft gives.
+        races_probs: sequences that sample race over the draft's distributions, as its candidates are few.
     """
 
     def __init__(
@@ -43,9 +43,10 @@ class TreeGrower:
         max_fed: int | None = None,
         d2t: Ints | None = None,
         num_candidates: int | None = None,
+        races_probs: bool = False,
     ) -> None:
         self.scorer, self.budget, self._log_odds, self._d2t = scorer, budget, log_odds, d2t
-        self._num_candidates = num_candidates
+        self._num_candidates, self._races_probs = num_candidates, races_probs
         self._max_fed = max(budget.max_nodes, 1) if max_fed is None else max_fed
         self._prior = SharedPrior(budget.max_depth)
         self._trees: list[Candidates] = []  # of the last step; empty where nothing was drafted
@@ -90,13 +91,13 @@ class TreeGrower:
         """
         budget, num_slots = self.budget, len(trees)
         self._rows = rows = DraftLayout(num_slots, self._max_fed)
-        outputs = self.scorer.begin(batch, able, {})
+        warp = batch.warp_feeds() if self._races_probs and not batch.is_greedy else {}
+        outputs = self.scorer.begin(batch, able, warp)
         spent_ms = budget.spend(num_slots, num_slots)
         scored = [[0] if limit >= 0 else [] for limit in last_depths]
-        known = estimates(batch.slots)
         depth = 0
         while True:
-            starts = self._add(trees, known, scored, outputs)
+            starts = self._add(batch, depth + 1, trees, scored, outputs)
             depth += 1
             frontiers, reach = [], 0.0
             for place, tree in enumerate(trees):
@@ -106,24 +107,18 @@ class TreeGrower:
                 frontiers.append(frontier)
             if reach <= 0 or not budget.goes_on(trees, depth, reach, spent_ms):
                 return spent_ms
-            level, scored = make_expansion(depth, trees, frontiers, rows, {})
+            level, scored = make_expansion(depth, trees, frontiers, rows, warp)
             outputs = self.scorer.expand(batch, level)
             if not budget.runs_once:
                 spent_ms += budget.spend(num_slots, level.tokens.size)
 
     def _add(
-        self,
-        trees: Sequence[Candidates],
-        known: Sequence[AcceptanceEstimate],
-        scored: Sequence[Sequence[int]],
-        outputs: Outputs,
+        self, batch: Batch, depth: int, trees: Sequence[Candidates], scored: Sequence[Sequence[int]], outputs: Outputs
     ) -> list[int]:
-        """Adds the candidates after the scored nodes; returns the index of the first new candidate of each slot."""
-        candidates, confidences = (
-            np.asarray(outputs[n])[:, :, : self._num_candidates] for n in (CANDIDATES, CANDIDATE_PROBS)
-        )
-        tokens = (candidates if self._d2t is None else self._d2t[candidates]).tolist()
-        sure, floor = confidences.tolist(), self.budget.floor(trees)
+        """Adds the candidates after the scored nodes, at `depth`; returns the first new candidate of each slot."""
+        ordered = raced_candidates(batch, depth, outputs, self._d2t)
+        tokens, sure = (part[:, :, : self._num_candidates].tolist() for part in ordered)
+        known, floor = estimates(batch.slots), self.budget.floor(trees)
         starts = []
         for place, tree in enumerate(trees):
             starts.append(len(tree.tokens))

@@ -33,6 +33,7 @@ from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, own
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates, grow_product, tree_from_candidates, tree_from_shape
 from speccompile.drafting.hidden import TargetStates
+from speccompile.drafting.race import order_candidates
 from speccompile.drafting.state import DraftState, estimates
 from speccompile.errors import RecipeError
 
@@ -109,6 +110,8 @@ class HeadsProposer:
         limits = [slot.max_drafts if place in drafting else 0 for place, slot in enumerate(slots)]
         if is_drawn:
             return self._drawn_chain(roots, limits, outputs)
+        if CANDIDATES in outputs:
+            outputs = _raced(batch, outputs)
         spent_ms = self.budget.spend(len(slots), len(slots))
         if self.shape is not None:
             return tree_from_shape(self.shape, roots, self._tokens_of_shape(outputs, self.shape), limits)
@@ -197,6 +200,16 @@ class HeadsProposer:
     def flush(self) -> None:
         """Brings the hidden states to the host."""
         self.states.flush()
+
+
+def _raced(batch: Batch, outputs: Outputs) -> Outputs:
+    """Returns the outputs of heads that give candidates, each head's in the order of the race at its depth."""
+    if batch.is_greedy:
+        return outputs
+    tokens, sure = np.asarray(outputs[CANDIDATES]), np.asarray(outputs[CANDIDATE_PROBS])
+    pairs = [order_candidates(batch, 1 + h, tokens[:, h : h + 1], sure[:, h : h + 1]) for h in range(tokens.shape[1])]
+    made = [np.concatenate(parts, axis=1) for parts in zip(*pairs, strict=True)]
+    return {**outputs, CANDIDATES: made[0], CANDIDATE_PROBS: made[1]}
 
 
 def _check_tree(spec: GraphSpec, shape: TreeShape | None) -> None:

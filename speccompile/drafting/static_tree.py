@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft trees of one shape with a scorer: the likeliest candidates, or siblings drawn without replacement.
 
+The likeliest are those to win the target's race in sequences that sample (`drafting.race`).
+
 A drawn token must not be left out because of its value, as that would change the output distribution. A fixed shape
 leaves out none, and a chain may end after any token, see `drawn_length`. A node whose distribution has fewer tokens
 than the shape has children gets fewer children; that depends on the distribution alone, not on what is drawn.
@@ -24,6 +26,7 @@ from speccompile.drafting.acceptance import own_path
 from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.drawn_length import DrawnChains, DrawnLength
 from speccompile.drafting.expansion import DraftLayout, Expansion, Scorer, make_expansion
+from speccompile.drafting.race import raced_candidates
 from speccompile.drafting.siblings import draw_siblings
 
 
@@ -149,7 +152,8 @@ class _Drafts:
 
     def __init__(self, trees: StaticTrees, batch: Batch, roots: Ints, is_drawn: bool) -> None:
         self.trees, self.batch = trees, batch
-        self.warp: Mapping[str, NDArray[Any]] = batch.warp_feeds() if is_drawn else {}
+        gives_probs = trees.may_sample and not batch.is_greedy  # to draw from, or to race over
+        self.warp: Mapping[str, NDArray[Any]] = batch.warp_feeds() if gives_probs else {}
         size = 1 + trees.shape.num_drafts
         self.tokens = np.zeros((len(roots), size), dtype=np.int64)
         self.tokens[:, 0] = roots
@@ -163,8 +167,12 @@ class _Drafts:
 
     def take(self, depth: int, places: Sequence[int], outputs: Outputs) -> None:
         """Adds the children of the nodes at `depth` in the given slots, from the draft's outputs."""
-        candidates = np.asarray(outputs[CANDIDATES])
-        tokens = candidates if self.trees._d2t is None else self.trees._d2t[candidates]
+        d2t = self.trees._d2t
+        if self.probs is None:
+            tokens, _ = raced_candidates(self.batch, depth + 1, outputs, d2t)
+        else:
+            candidates = np.asarray(outputs[CANDIDATES])
+            tokens = candidates if d2t is None else d2t[candidates]
         level = self.trees._levels[depth]
         for column, (_, children, ranks) in enumerate(level):
             self.tokens[:, children] = tokens[:, column, ranks]

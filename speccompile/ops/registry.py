@@ -11,7 +11,7 @@ from speccompile.ops.cached_attention import CACHED_ATTENTION, LATENT_ATTENTION,
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
 from speccompile.ops.conv_rows import CONV_ROWS
 from speccompile.ops.cross_attention import CROSS_ATTENTION, ROTARY_CROSS_ATTENTION
-from speccompile.ops.dists import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_BLOCKS
+from speccompile.ops.dists import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_BLOCKS, RACE
 from speccompile.ops.expert_linear import EXPERT_LINEARS
 from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.gated_delta import GATED_DELTA
@@ -56,6 +56,7 @@ OPS: dict[str, Op] = {
         DRAW_IN_BLOCKS,
         FIRST_MAX,
         FIRST_MAX_IN_BLOCKS,
+        RACE,
         *PACKED_LINEARS,
         *EXPERT_LINEARS,
     )

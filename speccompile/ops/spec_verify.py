@@ -37,7 +37,8 @@ def spec_verify(
         tokens: [batch, nodes] int64.
         parents: [batch, nodes] int64; that of node 0 is not read.
         draft_probs: [batch, nodes, draft_vocab] float32; draft_vocab 1 = deterministic drafts.
-        uniforms: [batch, nodes, 2] float32 in [0, 1).
+        uniforms: [batch, nodes, 2] float32 in [0, 1): accept draw of the node and draw made at it where drafts have
+            distributions; the draws of the race at the node where they are deterministic.
         temperature: [batch] float32.
         top_k: [batch] int64.
         top_p: [batch] float32.
@@ -98,13 +99,12 @@ SPEC_VERIFY = Op(
         drawn = If(is_sampled) <
           then_branch = sampled () => (int64[] drawn_sampled) {
             probs = speccompile.Warp(logits, temperature, top_k, top_p)
-            node_draws = Gather<axis = 2>(uniforms, second)
-            drawn_sampled = speccompile.Draw(probs, node_draws)
+            drawn_sampled = speccompile.Race(probs, uniforms)
           },
           else_branch = greedy () => (int64[] drawn_greedy) { drawn_greedy = speccompile.FirstMax(logits) }>
         path_token, num_token, next_drawn = speccompile.Walk(drawn, tokens, parents)
       }>
       }>
     """,
-    uses=("Warp", "WalkProbs", "Draw", "FirstMax", "Walk"),
+    uses=("Warp", "WalkProbs", "Race", "FirstMax", "Walk"),
 )

@@ -2,7 +2,7 @@
 """Walk and WalkProbs: the accepted path through a tree, by the token drawn at each node or by draft distributions.
 
 A chain needs a running sum; a tree is walked by a Loop, one round per accepted node (Walk) or per node (WalkProbs).
-WalkProbs verifies a slot's chain as a block, whatever the other slots have.
+WalkProbs verifies a slot's chain as a block and draws by race where a slot has no drafts, whatever other slots have.
 """
 
 from __future__ import annotations
@@ -276,16 +276,22 @@ WALK_PROBS = Op(
     first_draw = Constant<value_int = 0>()
     accept_draws = Gather<axis = 2>(uniforms, first_draw)
     node_draws = Gather<axis = 2>(uniforms, one)
+    root_draw = Gather<axis = 1>(accept_draws, nowhere)
+    least_root_draw = ReduceMin<keepdims = 0>(root_draw)
+    has_marked = Less(least_root_draw, off)
+    has_tree = Or(is_tree, has_marked)
     is_linked = GreaterOrEqual(link, none)
     token_used = Where(is_linked, tokens, none)
     token3 = Unsqueeze(token_used, last)
     parent3 = Unsqueeze(parent, last)
     {_BLOCK}
-    path, num_accepted1, end, dist = If(is_tree) <
+    path, num_accepted1, end, dist = If(has_tree) <
       then_branch = tree () => (int64[] path_mixed, int64[] num_mixed, int64[] end_mixed, float[] dist_mixed) {{
         {_DISTS_TREE}
         widest_of_slot = ReduceMax<keepdims = 1>(branch, second)
-        is_branched = Greater(widest_of_slot, none)
+        is_wide = Greater(widest_of_slot, none)
+        is_marked = Less(root_draw, off)
+        is_branched = Or(is_wide, is_marked)
         path_mixed = Where(is_branched, path_tree, path_block)
         num_mixed = Where(is_branched, deepest, end_block)
         end_mixed = Where(is_branched, end_tree, end_block)
@@ -301,7 +307,20 @@ WALK_PROBS = Op(
     dist3 = Unsqueeze(dist, second)
     next1 = speccompile.Draw(dist3, u_end)
     num_accepted = Squeeze(num_accepted1, second)
-    next_token = Squeeze(next1, second)
+    farthest = ReduceMax<keepdims = 1>(link, second)
+    has_drafts = GreaterOrEqual(farthest, none)
+    has_drafts_int = Cast<to = 7>(has_drafts)
+    least_drafts = ReduceMin<keepdims = 0>(has_drafts_int)
+    all_draft = Cast<to = 9>(least_drafts)
+    next_any = If(all_draft) <
+      then_branch = drafting () => (int64[] next_drawn) {{ next_drawn = Identity(next1) }},
+      else_branch = some_plain () => (int64[] next_mixed) {{
+        root_row = Gather<axis = 1>(target_probs, nowhere)
+        root_draws = Gather<axis = 1>(uniforms, nowhere)
+        raced = speccompile.Race(root_row, root_draws)
+        next_mixed = Where(has_drafts, next1, raced)
+      }}>
+    next_token = Squeeze(next_any, second)
     """,
-    uses=("Draw",),
+    uses=("Draw", "Race"),
 )

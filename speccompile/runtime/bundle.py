@@ -19,7 +19,7 @@ from speccompile.runtime.manifest_checks import check_types
 from speccompile.runtime.records import GraphRecord, ImageRecord, RecipeRecord
 from speccompile.runtime.rules import record_from_json
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MANIFEST = "manifest.json"
 TARGET, VISION = "target", "vision"
 _REBUILD = "Build the bundle again, or copy it again from where it was built."

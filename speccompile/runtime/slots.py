@@ -14,8 +14,11 @@ from speccompile.core.sampling import (
     ACCEPT_LANE,
     DRAFT_LANE,
     DRAFT_SIBLING_LANE,
+    NODE_BY_NODE,
+    RACE_LANE,
     SIBLING_LANE,
     TARGET_LANE,
+    uniform_words,
     uniforms,
     warp_inputs,
 )
@@ -30,7 +33,8 @@ from speccompile.runtime.stats import SlotStats
 from speccompile.runtime.text import TextSink
 
 BLOCK = 256  # positions whose uniforms are made at once: a Philox call takes at least 100 us
-LANES = (ACCEPT_LANE, TARGET_LANE, DRAFT_LANE)
+LANES = (ACCEPT_LANE, TARGET_LANE, DRAFT_LANE, RACE_LANE)
+RACE_ROWS = slice(3, 5)  # of a table, after the first words of the other lanes
 
 
 class Step(NamedTuple):
@@ -67,16 +71,19 @@ class UniformTable:
 
     def __init__(self, seed: int, start: int) -> None:
         self.seed, self._start = np.array([seed], dtype=np.uint64), start
-        self._table = np.empty((3, 0), dtype=np.float32)
+        self._table = np.empty((5, 0), dtype=np.float32)
         self._lanes: dict[int, Floats] = {}  # of later siblings, made when they are first read
 
     def rows(self, start: int, end: int) -> Floats:
-        """Returns accept, target and draft draws of positions start .. end - 1, [3, end - start] float32."""
+        """Returns accept, target and draft draws, and two of the race, of positions start .. end - 1.
+
+        The result is [5, end - start] float32.
+        """
         while self._start + self._table.shape[1] < end:
             first = self._start + self._table.shape[1]
             positions = np.tile(np.arange(first, first + BLOCK, dtype=np.int64), (len(LANES), 1))
-            block = uniforms(self.seed, positions, np.array(LANES)[:, None])
-            self._table = np.concatenate((self._table, block), axis=1)
+            words = uniform_words(self.seed, positions, np.array(LANES)[:, None])
+            self._table = np.concatenate((self._table, np.concatenate((words[0], words[1, 3:]))), axis=1)
         rows: Floats = self._table[:, start - self._start : end - self._start]
         return rows
 
@@ -208,7 +215,7 @@ class Slot:
             return ""
 
 
-def _draws_of_tree(table: UniformTable, root: int, depths: Ints, ranks: Ints) -> Floats:
+def _draws_of_tree(table: UniformTable, root: int, depths: Ints, ranks: Ints, is_drawn: bool) -> Floats:
     """Returns the draws of `sampling.tree_uniforms` for one slot, from its table, [nodes, 2] float32.
 
     Args:
@@ -216,11 +223,16 @@ def _draws_of_tree(table: UniformTable, root: int, depths: Ints, ranks: Ints) ->
         root: index of the root in its sequence.
         depths: [nodes] int64.
         ranks: [nodes] int64, siblings before each node.
+        is_drawn: drafts are drawn.
     """
     end = root + int(depths.max()) + 2
     rows = table.rows(root, end)
+    if not is_drawn:
+        return np.ascontiguousarray(rows[RACE_ROWS, depths + 1].T)
     later = [table.lane(SIBLING_LANE + rank, root, end) for rank in range(1, int(ranks.max()) + 1)]
-    return np.stack((np.stack((rows[0], *later))[ranks, depths], rows[1][depths + 1]), axis=1)
+    draws = np.stack((np.stack((rows[0], *later))[ranks, depths], rows[1][depths + 1]), axis=1)
+    draws[0, 0] = NODE_BY_NODE
+    return draws
 
 
 class Slots:
@@ -271,6 +283,19 @@ class Slots:
         """See `Batch.may_draw`."""
         return not (self.is_greedy or self.is_invariant)
 
+    def is_drawn(self, tree: TokenTree) -> bool:
+        """Returns whether the drafts of a tree are verified as drawn ones."""
+        return tree.draft_probs is not None and not self.is_invariant
+
+    def race_draws(self, depth: int) -> Floats:
+        """See `Batch.race_draws`. The child of the root has position len(tokens)."""
+        draws = np.zeros((len(self.slots), 2), dtype=np.float32)
+        for place, slot in enumerate(self.slots):
+            if slot.table is not None:
+                at = len(slot.tokens) + depth - 1
+                draws[place] = slot.table.rows(at, at + 1)[RACE_ROWS, 0]
+        return draws
+
     def warp_feeds(self) -> dict[str, NDArray[Any]]:
         """See `Batch.warp_feeds`."""
         return self._warp
@@ -297,20 +322,24 @@ class Slots:
 
     def tree_uniforms(self, tree: TokenTree) -> Floats:
         """Returns the draws that acceptance reads (`sampling.tree_uniforms`), [batch, nodes, 2] float32."""
-        nodes = tree.nodes
+        nodes, is_drawn, num_nodes = tree.nodes, self.is_drawn(tree), tree.num_nodes.tolist()
         draws = np.zeros((tree.batch, nodes, 2), dtype=np.float32)
         if not tree.is_chain:
             depths, ranks = tree.depths(), tree.sibling_ranks()
             for place, slot in enumerate(self.slots):
                 if slot.table is not None:
-                    draws[place] = _draws_of_tree(slot.table, len(slot.tokens) - 1, depths[place], ranks[place])
+                    root, drawn = len(slot.tokens) - 1, is_drawn and num_nodes[place] > 1
+                    draws[place] = _draws_of_tree(slot.table, root, depths[place], ranks[place], drawn)
             return draws
         for place, slot in enumerate(self.slots):
             if slot.table is not None:
                 root = len(slot.tokens) - 1
                 rows = slot.table.rows(root, root + nodes + 1)
-                draws[place, :, 0] = rows[0, :-1]
-                draws[place, :, 1] = rows[1, 1:]
+                if is_drawn and num_nodes[place] > 1:
+                    draws[place, :, 0] = rows[0, :-1]
+                    draws[place, :, 1] = rows[1, 1:]
+                else:
+                    draws[place] = rows[RACE_ROWS, 1:].T
         return draws
 
     def root_positions(self) -> Ints:

@@ -168,7 +168,7 @@ class Verifier:
         if not slots.is_greedy:
             feeds.update(slots.warp_feeds())
             feeds[UNIFORMS] = slots.tree_uniforms(tree)
-            if tree.draft_probs is not None and not slots.is_invariant:
+            if tree.draft_probs is not None and slots.is_drawn(tree):
                 feeds[DRAFT_PROBS] = tree.draft_probs
         self.outputs = outputs = self.engine.run(feeds)
         verdict = Verdict(outputs[PATH], outputs[NUM_ACCEPTED], outputs[NEXT_TOKEN])

@@ -8,7 +8,7 @@ distribution of the emitted tokens even where the first token alone would look r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -107,7 +107,8 @@ def propose(
         token = draw(dist, drawn) if sampled else dist.argmax(axis=-1)
         contexts[:, node, 0], contexts[:, node, 1] = contexts[:, parent, 1], token
     parents = np.broadcast_to(np.array(form), (batch, nodes)).copy()
-    return FormTree.tree(contexts[:, :, 1].copy(), parents, draft_probs=dists if sampled else None), contexts
+    tree = FormTree.tree(contexts[:, :, 1].copy(), parents, draft_probs=dists if sampled else None)
+    return replace(tree, is_chain=form == tuple(range(-1, nodes - 1))), contexts
 
 
 def decide_by_twin(tree: TokenTree, logits: np.ndarray, draws: np.ndarray, setting: Setting) -> Verdict:

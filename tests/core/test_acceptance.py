@@ -46,10 +46,12 @@ def test_emitted_tokens_follow_the_target(form: tuple[int, ...], sampled: bool, 
 @pytest.mark.distribution
 def test_one_hot_probs_are_a_deterministic_draft() -> None:
     """A deterministic draft may also be given as one-hot probs; the text differs, the distribution does not."""
+    rng = np.random.default_rng(1)
 
     def decide(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
         one_hot = np.eye(logits.shape[-1], dtype=np.float32)[tree.tokens]
-        return accept(tree, warped(logits, setting), uniforms, one_hot)
+        draws = rng.random(uniforms.shape, dtype=np.float32)  # those of deterministic drafts are a race's
+        return accept(tree, warped(logits, setting), draws, one_hot)
 
     assert p_value(emit(TREE, False, SETTINGS[0], BATCH, decide), exact_joint(SETTINGS[0])) > RIGHT
 

@@ -16,6 +16,7 @@ import pytest
 
 from speccompile.core import acceptance
 from speccompile.core.acceptance import accept_slot
+from speccompile.core.sampling import NODE_BY_NODE
 
 VOCAB, NUM_PAIRS = 3, 2
 CHAIN, TREE, WIDE = (-1, 0, 1, 2), (-1, 0, 0, 1, 1), (-1, 0, 0, 2)
@@ -138,6 +139,7 @@ def variation(
 
             monkeypatch.setattr(acceptance, "draw", draw)
             uniforms = np.array([[Draw(script)] * 2 for _ in named], dtype=object)
+            uniforms[0, 0] = 0.0 if form == CHAIN[: len(form)] else NODE_BY_NODE
             path, token = accept_slot(named, parents, probs, uniforms, np.stack(dists))
             return (*named[path[1:]].tolist(), token)
 

@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 from speccompile.core.sampling import (
     ACCEPT_LANE,
     DRAFT_LANE,
+    NODE_BY_NODE,
     SIBLING_LANE,
     TARGET_LANE,
     SamplingParams,
     draw,
     philox,
+    race_draws,
     tree_uniforms,
     uniforms,
     warp,
@@ -72,13 +74,19 @@ def test_uniforms_do_not_depend_on_the_batch() -> None:
     assert len(np.unique(both)) == both.size
 
 
+def test_deterministic_drafts_have_the_draws_of_a_race() -> None:
+    tree = TokenTree.tree([[0] * 4], [[-1, 0, 0, 1]])
+    np.testing.assert_array_equal(tree_uniforms([11], [40], tree), race_draws([11], [[41, 42, 42, 43]]))
+
+
 def test_tree_uniforms_belong_to_the_token_they_decide() -> None:
-    tree = TokenTree.tree([[0] * 5], [[-1, 0, 0, 1, 2]])
+    tree = TokenTree.tree([[0] * 5], [[-1, 0, 0, 1, 2]], draft_probs=np.zeros((1, 5, 2), np.float32))
     drawn = tree_uniforms([11], [40], tree)[0]
     assert drawn.shape == (5, 2) and drawn.flags.c_contiguous
     expected = [(40, 0, 41), (41, 0, 42), (41, SIBLING_LANE + 1, 42), (42, 0, 43), (42, 0, 43)]
+    assert drawn[0, 0] == NODE_BY_NODE
     for node, (accepted_at, lane, drawn_at) in enumerate(expected):
-        assert drawn[node, 0] == uniforms([11], [[accepted_at]], lane)[0, 0]
+        assert node == 0 or drawn[node, 0] == uniforms([11], [[accepted_at]], lane)[0, 0]
         assert drawn[node, 1] == uniforms([11], [[drawn_at]], TARGET_LANE)[0, 0]
 
 

@@ -11,7 +11,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from speccompile.core.sampling import warp
+from speccompile.core.sampling import NODE_BY_NODE, warp
 from speccompile.ops.op import DOMAIN, OPSET, VERSION
 from speccompile.ops.registry import OPS, functions
 from speccompile.ops.spec_verify import spec_verify
@@ -120,6 +120,9 @@ def verify_case(rng: np.random.Generator, vocab: int, *, is_chain: bool, has_pro
         draft_probs = _sibling_dists(rng, tokens, parents, probs)
     tokens[parents < 0] = rng.choice([0, -1, vocab, 10**6])  # roots and padding have arbitrary values
     uniforms = rng.random((batch, nodes, 2)).astype(np.float32)
+    if has_probs:  # a drawn tree may happen to be a chain
+        is_marked = (rng.random(batch) < 0.5) & ((parents >= 0).any(axis=1) & (not is_chain))
+        uniforms[is_marked, 0, 0] = NODE_BY_NODE
     return {
         "logits": logits,
         "tokens": tokens,
@@ -133,13 +136,17 @@ def verify_case(rng: np.random.Generator, vocab: int, *, is_chain: bool, has_pro
 
 
 def is_at_boundary(case: Case) -> bool:
-    """True when a shift of the draws, or of top_p, by MARGIN changes the twin's verdict."""
+    """True when a shift of the draws (of the temperature, for a race), or of top_p, by MARGIN changes the verdict."""
     here = spec_verify(**case)
     shifted = []
     for sign in (-1, 1):
+        is_drawn = (case["parents"][:, 1:] >= 0).any(axis=1) & (case["draft_probs"].shape[-1] > 1)
         draws = np.clip(case["uniforms"].astype(np.float64) + sign * MARGIN, 0, 1 - 2**-24).astype(np.float32)
+        draws = np.where(is_drawn[:, None, None] & (case["uniforms"] >= 0), draws, case["uniforms"])
+        heat = (case["temperature"] * np.where(is_drawn, 1, 1 + sign * MARGIN)).astype(np.float32)
+        shifted.append({**case, "uniforms": draws, "temperature": heat})
         masses = np.where(case["top_p"] < 1, np.clip(case["top_p"] + sign * MARGIN, 1e-6, 1), 1).astype(np.float32)
-        shifted += [{**case, "uniforms": draws}, {**case, "top_p": masses}]
+        shifted.append({**case, "top_p": masses})
     return any(not same(spec_verify(**other), here) for other in shifted)
 
 

@@ -103,7 +103,7 @@ def test_no_bundle_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path / "empty").where.endswith("manifest.json")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 2}', "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 3}', "\x00"])
 def test_a_broken_manifest_is_refused(bundle: Path, text: str) -> None:
     (bundle / "manifest.json").write_text(text)
     assert "manifest.json" in refused(bundle).where

@@ -97,14 +97,13 @@ VERIFY: Mutants = {
             within="shared.unscale[work.num_refused - 1] = static_cast<float>(1.0 / left)",
         ),
     ),
-    "reads the accept draw for the token": (
-        Swap(
-            VERDICT,
-            "params.uniforms[2 * row + 1]",
-            "params.uniforms[2 * row]",
-            within="uniform = params.uniforms[2 * row + 1];",
-        ),
+    "a race of tokens alike": (Swap("spec_verify/race.cuh", "(token + 1u)", "1u"),),
+    "a race of one key": (Swap("spec_verify/race.cuh", "key_from_draw(draws[1])", "key_from_draw(draws[0])"),),
+    "a race without weights": (Swap(SCAN, "exp_fast(scaled_top - scaled(entries[j]))", "1.0f"),),
+    "a race among those that are cut": (
+        Swap(WALK, "expf(work.dist.top - scaled)", "1.0f", within="expf(work.dist.top - scaled));"),
     ),
+    "chunks race by their tops": (Swap(SCAN, "own.top -= own_lag;", "own.top -= 0;"),),
     "keeps a child of another node": (Swap(WALK, "shared.parents[child] == node", "shared.parents[child] >= 0"),),
     "the sixth chunk is left out": (Swap(SCAN, "chunk >= count", "chunk >= count || chunk == 5"),),
     "the last node is not waited for": (

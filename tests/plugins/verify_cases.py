@@ -114,5 +114,5 @@ def late_draws_case(vocab: int = 256) -> Case:
     """The greatest draw from rows whose second half is masked; in some, float32 sums exceed the entries'."""
     case = one_warp_case(np.random.default_rng(5), vocab, 64, 1, temperature=1.0)
     case["logits"][..., vocab // 2 :] = -np.inf
-    case["uniforms"][:] = LAST_DRAW
+    case["uniforms"][:], case["draft_probs"] = LAST_DRAW, np.full((64, 1, vocab), 1 / vocab, np.float32)
     return case

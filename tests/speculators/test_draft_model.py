@@ -72,7 +72,7 @@ def draft_lengths(confidences, costs=None, drawn=False, planned=False, odds=1.0,
         SimpleNamespace(tokens=[1], sampling=params, max_drafts=9, draft_state=DraftState(estimate()))
         for _ in confidences
     ]
-    batch = SimpleNamespace(slots=slots, may_draw=drawn, is_forced=planned, warp_feeds=dict)
+    batch = SimpleNamespace(slots=slots, may_draw=drawn, is_greedy=not drawn, is_forced=planned, warp_feeds=dict)
     batch.sibling_uniforms = lambda depth, num: np.zeros((len(slots), num), dtype=np.float32)
     return (drafts[drawn].propose(batch).num_nodes - 1).tolist()
 
@@ -160,7 +160,7 @@ def test_a_draft_that_missed_tokens_catches_up_and_then_reads_little():
     proposer = make_proposer(num_draft_tokens=3)
     slot = SimpleNamespace(tokens=[int(t) for t in np.arange(40) % VOCAB], sampling=SamplingParams(), max_drafts=9)
     proposer.start(0, slot)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, is_forced=False, warp_feeds=dict)
+    batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
     tree = proposer.propose(batch)
     widths = [seen["tokens"][1] for seen in proposer.rows.engine.feeds_seen]
     assert widths == [39, 1, 1, 1]
@@ -171,7 +171,7 @@ def test_a_draft_that_missed_tokens_catches_up_and_then_reads_little():
 def test_after_a_whole_path_two_tokens_are_read_after_a_refusal_one():
     proposer = make_proposer(num_draft_tokens=3)
     slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, is_forced=False, warp_feeds=dict)
+    batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
     proposer.start(0, slot)
     for num_accepted, widths in ((3, [2, 1, 1]), (1, [1, 1, 1]), (0, [1, 1, 1])):
         tree = proposer.propose(batch)
@@ -186,7 +186,7 @@ def test_after_a_whole_path_two_tokens_are_read_after_a_refusal_one():
 def test_rows_of_refused_drafts_are_read_again_even_after_steps_without_drafts():
     proposer = make_proposer(num_draft_tokens=3)
     slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, is_forced=False, warp_feeds=dict)
+    batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
     proposer.start(0, slot)
     tree = proposer.propose(batch)
     proposer.commit(batch, tree, verdict(0), {})

@@ -72,7 +72,9 @@ def test_every_node_is_the_drafts_own_candidate_after_its_path(tree):
     slots = [SimpleNamespace(tokens=list(t), sampling=SamplingParams(), max_drafts=9) for t in PROMPTS[1:4]]
     for place, slot in enumerate(slots):
         proposer.start(place, slot)
-    made = proposer.propose(SimpleNamespace(slots=slots, may_draw=False, is_forced=False, warp_feeds=dict))
+    made = proposer.propose(
+        SimpleNamespace(slots=slots, may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+    )
     for place, slot in enumerate(slots):
         depths = made.depths()[place]
         assert depths.max() >= 3
@@ -105,7 +107,7 @@ def test_the_draft_reads_little_again(tree):
     assert max(widths[1:]) <= 60 and np.mean(widths) < 6
     chain = make_proposer({"widths": [1, 1, 1, 1]})
     slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, is_forced=False, warp_feeds=dict)
+    batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
     chain.start(0, slot)
     chain.propose(batch)
     assert [seen["tokens"][1] for seen in chain.rows.engine.feeds_seen] == [3, 1, 1, 1]
@@ -115,7 +117,7 @@ def test_the_draft_reads_little_again(tree):
 def test_rows_of_accepted_drafts_are_kept(num_accepted, reads):
     proposer = make_proposer({"widths": [1, 1, 1]})
     slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, is_forced=False, warp_feeds=dict)
+    batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
     proposer.start(0, slot)
     tree = proposer.propose(batch)
     path = np.array([[*range(num_accepted + 1), *[-1] * (3 - num_accepted)]])

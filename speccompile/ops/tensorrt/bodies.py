@@ -13,7 +13,7 @@ from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.op import Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
 from speccompile.ops.spec_verify import SPEC_VERIFY
-from speccompile.ops.tensorrt.dists import LOCATE, TRT_DRAW, TRT_WARP
+from speccompile.ops.tensorrt.dists import LOCATE, TRT_DRAW, TRT_RACE, TRT_WARP
 from speccompile.ops.tensorrt.walk import walk_ops
 
 Drafts = Literal["tokens", "dists", "both"]
@@ -55,8 +55,7 @@ _TARGET = """
     """
 
 _BY_TOKENS = """
-    node_draws = Gather<axis = 2>(uniforms, one)
-    drawn = speccompile.Draw(target_probs, node_draws)
+    drawn = speccompile.Race(target_probs, uniforms)
     {0} = speccompile.Walk(drawn, tokens, parents)
     """
 
@@ -76,14 +75,14 @@ _VERDICT = "path, num_accepted, next_token"
 # A greedy slot's distribution is one-hot, and then both rules keep the same drafts: distributions need
 # not be skipped.
 _SPEC_VERIFY: dict[Drafts, tuple[str, tuple[str, ...]]] = {
-    "tokens": (_TARGET + _BY_TOKENS.format(_VERDICT), ("Warp", "Draw", "Walk")),
+    "tokens": (_TARGET + _BY_TOKENS.format(_VERDICT), ("Warp", "Race", "Walk")),
     "dists": (_TARGET + _BY_DISTS.format(_VERDICT), ("Warp", "WalkProbs")),
     "both": (
         _TARGET
         + _BY_TOKENS.format("path_tokens, num_tokens, next_tokens")
         + _BY_DISTS.format("path_dists, num_dists, next_dists")
         + _CHOICE,
-        ("Warp", "Draw", "Walk", "WalkProbs"),
+        ("Warp", "Race", "Walk", "WalkProbs"),
     ),
 }
 
@@ -127,6 +126,7 @@ def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
         walk_probs,
         TRT_WARP,
         TRT_DRAW,
+        TRT_RACE,
         LOCATE,
     )
     return {op.name: op for op in ops}

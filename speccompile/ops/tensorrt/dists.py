@@ -16,7 +16,7 @@ import numpy as np
 from speccompile.core.sampling_params import COLDEST
 from speccompile.core.specs import TensorSpec
 from speccompile.core.tree import Floats, Ints
-from speccompile.ops.dists import DRAW, ROWS
+from speccompile.ops.dists import DRAW, RACE, ROWS, race_rates
 from speccompile.ops.op import Op
 from speccompile.ops.warp import WARP
 
@@ -266,5 +266,19 @@ def warp_body(vocab: int) -> str:
     """
 
 
+_RACE = f"""
+    {race_rates("probs")}
+    last = Constant<value_ints = [-1]>()
+    big = Constant<value_float = {float(_BIG)}>()
+    best = ReduceMax<keepdims = 1>(rates, last)
+    is_best = Equal(rates, best)
+    places = Cast<to = 1>(numbers)
+    place = Where(is_best, places, big)
+    winner = ReduceMin<keepdims = 0>(place, last)
+    winner64 = Cast<to = 7>(winner)
+    index = Sub(winner64, start)
+    """
+
+TRT_RACE = replace(RACE, body=_RACE, uses=())
 TRT_DRAW = replace(DRAW, body=draw_body(WIDTH), uses=(), sized_body=draw_body)
 TRT_WARP = replace(WARP, body=warp_body(WIDTH), uses=("Locate",), sized_body=warp_body)

@@ -203,7 +203,10 @@ def _block(max_nodes: int) -> str:
     link_after = Add(link, one)
     branch = Min(gap, link_after)
     widest = ReduceMax<keepdims = 1>(branch, second)
-    is_branched = Greater(widest, none)
+    is_wide = Greater(widest, none)
+    root_draw = Gather<axis = 1>(accept_draws, first)
+    is_marked = Less(root_draw, off)
+    is_branched = Or(is_wide, is_marked)
     """
 
 
@@ -258,7 +261,13 @@ def walk_probs_body(max_nodes: int) -> str:
     u_end = GatherElements<axis = 1>(node_draws, end_node)
     dist_end = Unsqueeze(dist_kept, second)
     next1 = speccompile.Draw(dist_end, u_end)
-    next_token = Squeeze(next1, second)
+    root_row = Gather<axis = 1>(target_probs, first)
+    root_draws = Gather<axis = 1>(uniforms, first)
+    raced = speccompile.Race(root_row, root_draws)
+    farthest = ReduceMax<keepdims = 1>(link, second)
+    has_drafts = GreaterOrEqual(farthest, none)
+    next_any = Where(has_drafts, next1, raced)
+    next_token = Squeeze(next_any, second)
     """
 
 
@@ -266,5 +275,5 @@ def walk_ops(max_nodes: int) -> tuple[Op, Op]:
     """Returns Walk and WalkProbs with these bodies."""
     return (
         replace(WALK, body=walk_body(max_nodes), uses=(), sized_body=None),
-        replace(WALK_PROBS, body=walk_probs_body(max_nodes), uses=("Draw",), sized_body=None),
+        replace(WALK_PROBS, body=walk_probs_body(max_nodes), uses=("Draw", "Race"), sized_body=None),
     )
