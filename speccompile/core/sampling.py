@@ -15,8 +15,12 @@ Words = NDArray[np.uint64]
 
 ACCEPT_LANE = 0  # accept draw of a first child; later siblings use SIBLING_LANE + rank
 TARGET_LANE = 1  # recovered, bonus or plain draw from the target's distribution
-DRAFT_LANE = 2  # the draft's own draw
+DRAFT_LANE = 2  # the draft's own draw in trees
 RACE_LANE = 3  # both words of a race
+# Accept draws and drafts' draws of drawn chains: these + depth. A block is decided by the draws of all its drafts, also
+# those that are refused, so the next step must not see them again at its positions.
+CHAIN_ACCEPT_LANE = 1 << 21
+CHAIN_DRAFT_LANE = 1 << 22
 # Accept draw of the root of a drawn tree, which has no other use: which rule verifies drafts must not depend on what
 # was drawn, and a node whose distribution has few tokens has few children.
 NODE_BY_NODE = -1.0
@@ -172,6 +176,8 @@ def tree_uniforms(seeds: ArrayLike, root_positions: ArrayLike, tree: TokenTree) 
     if tree.draft_probs is None:
         return raced
     accept_lanes = np.where(ranks > 0, SIBLING_LANE + ranks, ACCEPT_LANE)
+    if tree.is_chain:
+        accept_lanes = CHAIN_ACCEPT_LANE + depths
     lanes = np.concatenate((accept_lanes, np.full_like(ranks, TARGET_LANE)), axis=1)
     drawn = uniforms(seeds, np.concatenate((places, places + 1), axis=1), lanes)
     drawn = drawn.reshape(tree.batch, 2, tree.nodes).swapaxes(1, 2)

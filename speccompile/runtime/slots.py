@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from speccompile.core.sampling import (
     ACCEPT_LANE,
+    CHAIN_ACCEPT_LANE,
+    CHAIN_DRAFT_LANE,
     DRAFT_LANE,
     DRAFT_SIBLING_LANE,
     NODE_BY_NODE,
@@ -306,7 +308,7 @@ class Slots:
         for place, slot in enumerate(self.slots):
             if slot.table is not None:
                 at = len(slot.tokens) + depth - 1
-                draws[place] = slot.table.rows(at, at + 1)[2, 0]
+                draws[place] = slot.table.lane(CHAIN_DRAFT_LANE + depth, at, at + 1)[0]
         return draws
 
     def sibling_uniforms(self, depth: int, num: int) -> Floats:
@@ -336,7 +338,10 @@ class Slots:
                 root = len(slot.tokens) - 1
                 rows = slot.table.rows(root, root + nodes + 1)
                 if is_drawn and num_nodes[place] > 1:
-                    draws[place, :, 0] = rows[0, :-1]
+                    for node in range(1, num_nodes[place]):
+                        draws[place, node, 0] = slot.table.lane(CHAIN_ACCEPT_LANE + node, root + node, root + node + 1)[
+                            0
+                        ]
                     draws[place, :, 1] = rows[1, 1:]
                 else:
                     draws[place] = rows[RACE_ROWS, 1:].T

@@ -112,7 +112,7 @@ def grandchild_case(has_probs: bool) -> Case:
 
 def late_draws_case(vocab: int = 256) -> Case:
     """The greatest draw from rows whose second half is masked; in some, float32 sums exceed the entries'."""
-    case = one_warp_case(np.random.default_rng(5), vocab, 64, 1, temperature=1.0)
-    case["logits"][..., vocab // 2 :] = -np.inf
-    case["uniforms"][:], case["draft_probs"] = LAST_DRAW, np.full((64, 1, vocab), 1 / vocab, np.float32)
+    case = one_warp_case(np.random.default_rng(5), vocab, 64, 2, temperature=1.0)
+    case["logits"][..., vocab // 2 :], case["tokens"][:, 1] = -np.inf, vocab - 1  # the draft is refused
+    case["uniforms"][:], case["draft_probs"] = LAST_DRAW, np.eye(vocab, dtype=np.float32)[np.full((64, 2), vocab - 1)]
     return case

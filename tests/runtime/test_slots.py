@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from speccompile.core.sampling import DRAFT_LANE, SamplingParams, tree_uniforms, uniforms
+from speccompile.core.sampling import CHAIN_DRAFT_LANE, SamplingParams, tree_uniforms, uniforms
 from speccompile.core.tree import TokenTree
 from speccompile.runtime.slots import BLOCK, Slot, Slots, UniformTable
 
@@ -49,7 +49,7 @@ def test_chain_draws_are_those_of_the_tree(slots):
 def test_a_draft_token_is_drawn_at_the_position_it_will_stand_at(slots):
     seeds = np.array([p.seed for p in PARAMS], dtype=np.uint64)
     for depth in (1, 4):
-        wanted = uniforms(seeds, np.array(LENGTHS)[:, None] - 1 + depth, DRAFT_LANE)[:, 0]
+        wanted = uniforms(seeds, np.array(LENGTHS)[:, None] - 1 + depth, CHAIN_DRAFT_LANE + depth)[:, 0]
         got = slots.draft_uniforms(depth)
         np.testing.assert_array_equal(got[[0, 2]], wanted[[0, 2]])
         assert got[1] == 0
