@@ -76,6 +76,15 @@ class PartBatch:
         """As of the batch."""
         return self._batch.warp_feeds()
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every slot has temperature 0."""
+        return self._batch.is_greedy
+
+    def race_draws(self, depth: int) -> Floats:
+        """The batch's draws of the race."""
+        return self._batch.race_draws(depth)
+
     def draft_uniforms(self, depth: int) -> Floats:
         """As of the batch."""
         return self._batch.draft_uniforms(depth)
