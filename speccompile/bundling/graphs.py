@@ -30,7 +30,7 @@ _TUNING = "tuning.json"
 # Sources that can change a compiled graph, besides those that its backend names and its method's folder: no decode-time
 # policy, no engine, no recipe reader. tests/meta/test_cache_key.py compares it with what these modules import.
 SOURCES = (
-    *("core/dims", "core/specs", "core/tree_shape", "core/jobs", "graph_kinds"),
+    *("core/dims", "core/specs", "core/tree_shape", "core/jobs", "core/race", "graph_kinds"),
     *("ops", "checkpoints", "doctor", "export", "passes", "bundling/graphs"),
 )
 NOT_OF_GRAPHS = ("config", "proposer", "trainer")  # modules of a method's folder; options are in the key themselves
