@@ -36,7 +36,7 @@ def order_candidates(
         is_warped: they are those of the request's temperature, top-k and top-p instead.
 
     Returns:
-        Tokens and confidences of the same shapes. Confidences then are a guess at the probability that the candidate
+        Tokens and confidences of the same shapes. Confidences then estimate the probability that the candidate
         wins the target's race.
     """
     if batch.is_greedy or tokens.shape[-1] == 1:
