@@ -33,7 +33,6 @@ WARP: Profile = {"temperature": _rows(), "top_k": _rows(), "top_p": _rows()}
         ("tokens", 1, 1, "bfloat16"),
         ("dists", 200, 200, "float16"),
         ("both", 1, 200, "float16"),
-        ("both", 1, 200, "bfloat16"),
     ],
 )
 def test_verification_builds(form: str, low: int, high: int, dtype: str) -> None:
