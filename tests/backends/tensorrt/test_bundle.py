@@ -18,6 +18,7 @@ from speccompile.cli.main import app
 from speccompile.core import registry
 from speccompile.errors import BuildError, BundleError, RecipeError, RuntimeFault
 from speccompile.pipeline import build
+from tests import store
 from tests.backends.tensorrt.lab import misbehaving
 from tests.backends.tensorrt.plan_bytes import read_weights_bytes
 from tests.pipeline import fakes
@@ -38,7 +39,8 @@ def recipe(tmp_path_factory):
 @pytest.fixture(scope="module")
 def bundle(recipe, tmp_path_factory):
     dest = tmp_path_factory.mktemp("out") / "bundle"
-    return build(fakes.make_plan(recipe), dest, cache=StageCache(None))
+    with store.cheap_stages():
+        return build(fakes.make_plan(recipe), dest, cache=StageCache(None))
 
 
 def test_the_manifest_records_what_a_plan_was_built_with(bundle):
@@ -203,7 +205,7 @@ def test_inspect_of_a_plan_with_its_record_needs_no_bundle(bundle, tmp_path):
 def test_an_aborting_builder_leaves_no_partial_bundle(recipe, tmp_path, monkeypatch):
     code = "open(request['plan'], 'wb').write(b'half')\nos.abort()"
     monkeypatch.setattr(builder, "child_command", lambda: misbehaving(code))
-    with pytest.raises(BuildError):
+    with store.cheap_stages(), pytest.raises(BuildError):
         build(fakes.make_plan(recipe), tmp_path / "bundle", cache=StageCache(tmp_path / "cache"))
     assert not (tmp_path / "bundle").exists()
     assert [f for f in tmp_path.rglob("*") if f.is_file()] == []
