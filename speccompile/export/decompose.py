@@ -27,6 +27,12 @@ _ASSERTIONS = (
     *(_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default, _ATEN._assert_async.msg),
     *(_ATEN._assert_async.default, _ATEN.sym_constrain_range_for_size.default),
 )
+# Python's operators on tensors, which have another name than the operators that compute them.
+_RENAMED = {
+    _ATEN.__and__.Tensor: _ATEN.bitwise_and.Tensor,
+    _ATEN.__or__.Tensor: _ATEN.bitwise_or.Tensor,
+    _ATEN.__xor__.Tensor: _ATEN.bitwise_xor.Tensor,
+}
 # Composite operators whose result is never one of their arguments, although they decompose.
 _FRESH = (_ATEN.linear.default, _ATEN.matmul.default)
 
@@ -60,7 +66,7 @@ def is_simplified(program: Any, table: Container[Any]) -> bool:
         return False  # graphs of branches, or modules that are called
     order = {node: index for index, node in enumerate(program.graph.nodes)}
     for node in order:
-        called = node.target
+        node.target = called = _RENAMED.get(node.target, node.target)
         if node.op != "call_function" or not isinstance(called, torch._ops.OperatorBase):
             continue  # Python's own operators, on sizes
         if called in _ASSERTIONS:

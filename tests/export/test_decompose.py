@@ -23,6 +23,11 @@ def same_conversion_at_the_end(x: torch.Tensor) -> torch.Tensor:
     return (x + 1).to(torch.float32)
 
 
+def logic(x: torch.Tensor) -> torch.Tensor:
+    low, high = x < 0.3, x > 0.1
+    return (low & high) | (x > 0.5) ^ (x < 0)
+
+
 def halves(x: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return first - second
@@ -48,7 +53,7 @@ def change_a_result(x: torch.Tensor) -> torch.Tensor:
 
 
 SIMPLE: tuple[Module, ...] = (
-    *(convert, same_conversion_at_the_end, halves),
+    *(convert, same_conversion_at_the_end, logic, halves),
     *(divide_in_place, add_to_the_only_view, change_a_result),
 )
 

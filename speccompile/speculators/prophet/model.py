@@ -240,7 +240,8 @@ def _see(
     else:
         known = torch.tensor([[float(place in row) for place in range(places)] for row in state.rows])
         before = known[above]
-    own = torch.eye(nodes).expand(tokens.shape[0], nodes, nodes)
+    index = torch.arange(nodes)
+    own = (index[:, None] == index).float().expand(tokens.shape[0], nodes, nodes)
     seen = torch.cat((before, own), 2)
     return seen, (seen > 0.5)[:, None]
 
