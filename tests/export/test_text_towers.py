@@ -91,6 +91,22 @@ def test_a_multimodal_folder_exports_as_its_language_model(model_type: str, tmp_
         _assert_same_graph((graph, dims), export_decoder(alone, max_seq_len=MAX_SEQ_LEN))
 
 
+def test_an_eps_that_the_tracer_takes_for_nothing_is_kept(tmp_path: Path) -> None:
+    """A text that begins with an embedding of zeros has finite logits."""
+    import torch
+
+    from speccompile.export.decoder import export_decoder
+
+    model = make_tower(tower_config("muse_glimmer"), tmp_path)
+    assert model.config.text_config.post_norm_eps == 1e-8
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0
+    model.save_pretrained(tmp_path)
+    graph, dims = export_decoder(tmp_path, max_seq_len=MAX_SEQ_LEN)
+    wanted = logits_of(model, np.array([0, 5]))
+    assert np.abs(_logits(graph, dims, np.array([0, 5]))[1] - wanted).max() < MAX_ABS_DIFFERENCE
+
+
 def _plain(config: Any) -> dict[str, Any]:
     """Returns a config without where it was read and which class and version wrote it."""
     own = {"_name_or_path", "architectures", "transformers_version"}
