@@ -174,8 +174,8 @@ inline void verify_slot(const Slot& slot, const Verdict& verdict, const Context*
         return walk_block(slot, verdict, context, memory);
     }
     walk_tokens(slot, verdict, [&](i64 node) {
-        const RowWeights weights = warp_row(context, slot.row(node), slot.vocab, slot.warp, memory);
-        return race(context, weights, slot.uniforms + 2 * node);
+        const RowWeights row = warp_row(context, slot.row(node), slot.vocab, slot.warp, memory);
+        return race(context, row, slot.uniforms + 2 * node);
     });
 }
 

@@ -145,6 +145,17 @@ def _late_draws(top_k: int, top_p: float) -> Case:
     """The draws end at the last entry that is kept, by index."""
     case = _random_case(4, np.random.default_rng(1))
     case["uniforms"][..., 1], case["top_k"][:], case["top_p"][:] = 0.9999, top_k, top_p
+    vocab, nodes = case["logits"].shape[-1], case["tokens"].shape[1]
+    case["logits"][..., -1], case["tokens"][:] = -np.inf, vocab - 1  # the draft is impossible: what is left is drawn
+    case["parents"][:] = np.arange(-1, nodes - 1)
+    case["draft_probs"][:] = np.eye(vocab, dtype=np.float32)[vocab - 1]
+    return case
+
+
+def _last_chunk() -> Case:
+    """The sixth chunk of the rows has all the mass."""
+    case = wide_case(np.random.default_rng(3), 1300, 2, (-1,), spread=0.1, dtype="float32")
+    case["logits"][..., 1290] = 40
     return case
 
 
@@ -158,6 +169,7 @@ def _wide_ties() -> Case:
 def _cases() -> Iterator[Case]:
     yield grandchild_case(has_probs=True)
     yield _wide_ties()
+    yield _last_chunk()
     for top_k in range(1, 6):
         yield _late_draws(top_k, 1.0)
         yield _late_draws(top_k, 0.7)
