@@ -22,7 +22,14 @@ from tests.plugins.cases import is_possible, wide_case
 from tests.plugins.cpu_lab import needs_compiler, session_of
 from tests.plugins.cpu_mutants import mutated_library
 from tests.plugins.mutants import Mutants, Swap, chosen
-from tests.plugins.verify_cases import KINDS, empty_residual_case, grandchild_case, late_draws_case, warp_case
+from tests.plugins.verify_cases import (
+    KINDS,
+    block_case,
+    empty_residual_case,
+    grandchild_case,
+    late_draws_case,
+    warp_case,
+)
 
 pytestmark = [needs_compiler, pytest.mark.plan, pytest.mark.mutant]
 
@@ -137,6 +144,7 @@ class Call:
 
 def _verify_cases() -> Iterator[Case]:
     yield grandchild_case(has_probs=False)
+    yield block_case()
     wide = wide_case(np.random.default_rng(2), 9000, 2, (-1,), spread=0.0, dtype="float32", temperature=0)
     wide["logits"][0, 0, [520, 800]] = wide["logits"][1, 0, [2600, 7700]] = 1  # maxima in one block, and in two
     yield wide

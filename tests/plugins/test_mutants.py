@@ -16,7 +16,7 @@ from tests.ops.op_lab import Case, is_at_boundary, same, verify_case
 from tests.plugins import host_lab
 from tests.plugins.cases import wide_case
 from tests.plugins.mutants import Mutants, Swap, chosen, write_mutants
-from tests.plugins.verify_cases import KINDS, grandchild_case
+from tests.plugins.verify_cases import KINDS, block_case, grandchild_case
 
 SCAN, WALK, DIST = "spec_verify/scan.cuh", "spec_verify/walk.cuh", "spec_verify/dist.cuh"
 LAYOUT, VERDICT, ROLL = "spec_verify/layout.cuh", "spec_verify/kernel.cuh", "kv_rollback/kernel.cuh"
@@ -159,6 +159,14 @@ def _last_chunk() -> Case:
     return case
 
 
+def _small_masses() -> Case:
+    """Half of the mass is that of thousands of tokens."""
+    case = wide_case(np.random.default_rng(4), 9000, 8, (-1,), spread=0.3, dtype="float32", top_p=0.7)
+    case["logits"] -= 9
+    case["logits"][..., 5] = 0
+    return case
+
+
 def _wide_ties() -> Case:
     """Greedy rows whose maxima are in two chunks: of one thread (which has two of 550 chunks), of two warps."""
     case = wide_case(np.random.default_rng(2), 140_001, 2, (-1,), spread=0.0, dtype="float32", temperature=0)
@@ -170,6 +178,8 @@ def _cases() -> Iterator[Case]:
     yield grandchild_case(has_probs=True)
     yield _wide_ties()
     yield _last_chunk()
+    yield _small_masses()
+    yield block_case()
     for top_k in range(1, 6):
         yield _late_draws(top_k, 1.0)
         yield _late_draws(top_k, 0.7)

@@ -110,6 +110,18 @@ def grandchild_case(has_probs: bool) -> Case:
     return case
 
 
+def block_case() -> Case:
+    """Drawn chains whose drafts are about as likely as the target's own tokens."""
+    rng = np.random.default_rng(8)
+    case = one_warp_case(rng, 40, 96, 5, temperature=1.0)
+    case["logits"] /= 2
+    probs = warp(case["logits"], np.ones(96), np.zeros(96, np.int64), np.ones(96))
+    dists = 0.5 * np.roll(probs, 1, axis=1) + 0.5 * rng.dirichlet(np.ones(40), probs.shape[:2])
+    case["draft_probs"] = dists.astype(np.float32)
+    case["tokens"] = (dists.cumsum(-1) > rng.random((96, 5, 1))).argmax(-1)
+    return case
+
+
 def late_draws_case(vocab: int = 256) -> Case:
     """The greatest draw from rows whose second half is masked; in some, float32 sums exceed the entries'."""
     case = one_warp_case(np.random.default_rng(5), vocab, 64, 2, temperature=1.0)
