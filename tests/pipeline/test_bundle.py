@@ -103,7 +103,7 @@ def test_no_bundle_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path / "empty").where.endswith("manifest.json")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 3}', "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 4}', "\x00"])
 def test_a_broken_manifest_is_refused(bundle: Path, text: str) -> None:
     (bundle / "manifest.json").write_text(text)
     assert "manifest.json" in refused(bundle).where
@@ -112,7 +112,7 @@ def test_a_broken_manifest_is_refused(bundle: Path, text: str) -> None:
 def test_another_schema_version_is_refused_before_anything_else(bundle: Path) -> None:
     edit_manifest(bundle, lambda m: m.update(schema_version=1, files=3))
     error = refused(bundle)
-    assert (error.got, error.expected) == ("schema version 1", "schema version 2")
+    assert (error.got, error.expected) == ("schema version 1", "schema version 3")
 
 
 @pytest.mark.parametrize(

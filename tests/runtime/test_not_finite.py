@@ -19,8 +19,8 @@ from tests.runtime.scheduler_lab import Bench, greedy, make_tree_engine
 from tests.runtime.test_service import Sink, serve  # noqa: F401
 from tests.runtime.test_spec_engine import TARGET, Letters
 
-SEED = 18
-BAD = 15  # none of the clean texts below has it
+SEED = 27
+BAD = 15  # with SEED, none of the clean texts below has it
 SAMPLINGS = {
     "greedy": SamplingParams(max_new_tokens=12),
     "sampled": SamplingParams(max_new_tokens=12, temperature=0.7, seed=SEED),
