@@ -33,7 +33,7 @@ class Backend(ABC):
     Attributes:
         name: in recipes and manifests.
         Config: its fields of the recipe, the section `engine.NAME`: a frozen dataclass whose fields are declared with
-            `core.parameters.parameter`, of the standard library alone; None: it has none.
+            `common.parameters.parameter`, of the standard library alone; None: it has none.
         devices: values of `engine.device`; the first one is what `auto` means.
         dtypes: of activations and caches; the first one is what `auto` means.
         quantizations: those that `compile` supports.

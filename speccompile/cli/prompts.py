@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speccompile.common.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
-from speccompile.core.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
 from speccompile.errors import BuildError, RuntimeFault
 
 

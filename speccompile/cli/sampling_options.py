@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from speccompile.common.surfaces import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind, SamplingParameter
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
-from speccompile.core.surfaces import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind, SamplingParameter
 from speccompile.errors import RuntimeFault
 
 ARGUMENT = "sampling"  # of a command: what was given, by the names of parameters

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from speccompile.core.surfaces import (
+from speccompile.common.surfaces import (
     BIASES,
     FLAG,
     INTEGER,

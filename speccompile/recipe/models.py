@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
+from speccompile.common.parameters import Parameter, parameters
+from speccompile.common.surfaces import sampling_parameters
 from speccompile.core import registry
 from speccompile.core.method import SECTIONS
-from speccompile.core.parameters import Parameter, parameters
 from speccompile.core.sampling_params import SamplingParams
-from speccompile.core.surfaces import sampling_parameters
 from speccompile.recipe.training import TrainingSection
 
 Quantization = Literal["none", "int8", "int4", "fp8", "auto"]

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from speccompile.backends.base import Backend
 from speccompile.common.cores import num_usable_cores
+from speccompile.common.parameters import parameters
 from speccompile.core import registry
 from speccompile.core.jobs import AS_TARGET, DecoderOptions, GraphJob, TargetOutputs
-from speccompile.core.parameters import parameters
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS, EngineSection, Recipe, backend_config

@@ -21,8 +21,8 @@ NEUTRAL = {
     f"{PACKAGE}.{name}"
     for name in (
         *("common.disk", "common.json_reader", "common.tokenizer_file", "errors"),
-        *("core.acceptance", "core.registry", "core.sampling", "core.tree", "core.parameters", "core.probes"),
-        *("core.sampling_params", "core.surfaces"),
+        *("core.acceptance", "core.registry", "core.sampling", "core.tree", "common.parameters", "core.probes"),
+        *("core.sampling_params", "common.surfaces"),
     )
 }
 

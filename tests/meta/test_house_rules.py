@@ -42,6 +42,11 @@ def test_no_module_is_longer_than_400_lines():
     assert {name: size for name, size in sizes.items() if size > 400} == {}
 
 
+def test_core_stays_small():
+    """What methods share at decode time belongs into drafting/, what declares a kind of graph into graph_kinds/."""
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "speccompile" / "core").glob("*.py")) <= 2400
+
+
 def test_there_is_no_relative_import_and_no_blanket_except(trees):
     found = []
     for path, tree in trees.items():

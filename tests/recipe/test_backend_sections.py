@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 
 from speccompile.backends.base import Backend
+from speccompile.common.parameters import parameter
 from speccompile.core import registry
-from speccompile.core.parameters import parameter
 from speccompile.errors import RecipeError
 from speccompile.recipe import BuildPlan, Device, load_recipe, resolve
 from speccompile.recipe.models import backend_section

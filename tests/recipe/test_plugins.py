@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from speccompile.backends.reference.backend import ReferenceBackend
+from speccompile.common.parameters import parameter
 from speccompile.core import registry
 from speccompile.core.method import Method
-from speccompile.core.parameters import parameter
 from speccompile.errors import RecipeError
 from speccompile.recipe import Device, load_recipe, resolve
 

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from speccompile.common.parameters import parameter
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.parameters import parameter
 
 SizeRange = tuple[int, int, int] | Literal["auto"]
 _CAPABILITY = re.compile(r"[0-9]+\.[0-9]")

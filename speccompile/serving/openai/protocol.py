@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from speccompile.common.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, BodyField, Kind
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
-from speccompile.core.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, BodyField, Kind
 from speccompile.runtime.requests import Speculation
 from speccompile.serving.openai.neutral import (
     BODY,

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from speccompile.common.surfaces import BIASES, FLAG, STRINGS, Kind
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
-from speccompile.core.surfaces import BIASES, FLAG, STRINGS, Kind
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.images import Image
 from speccompile.runtime.requests import Request

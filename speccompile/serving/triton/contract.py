@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from speccompile.common.surfaces import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind, TensorInput
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
-from speccompile.core.surfaces import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind, TensorInput
 
 TRITON_TYPES = {
     "string": "TYPE_STRING",

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.common.surfaces import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
-from speccompile.core.surfaces import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Request
 from speccompile.serving.triton.contract import (

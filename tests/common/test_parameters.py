@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 from pydantic import ValidationError
 
+from speccompile.common.surfaces import INTEGER, NUMBER, sampling_parameter, sampling_parameters
 from speccompile.core.sampling import SamplingParams
-from speccompile.core.surfaces import INTEGER, NUMBER, sampling_parameter, sampling_parameters
 from speccompile.errors import RuntimeFault
 from speccompile.recipe.models import DecodingSection, decoding_section
 

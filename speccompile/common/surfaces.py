@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-from speccompile.core.parameters import METADATA_KEY, Parameter
+from speccompile.common.parameters import METADATA_KEY, Parameter
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a field of a frozen dataclass is declared: its meaning and range. Sections of the recipe derive from it.
 
-Sampling parameters declare more: see `core.surfaces`.
+Sampling parameters declare more: see `common.surfaces`.
 """
 
 from __future__ import annotations
