@@ -267,7 +267,7 @@ def warp_body(vocab: int) -> str:
 
 
 _RACE = f"""
-    {race_rates("probs")}
+    {race_rates("probs", is_fenced=True)}
     last = Constant<value_ints = [-1]>()
     big = Constant<value_float = {float(_BIG)}>()
     best = ReduceMax<keepdims = 1>(rates, last)
