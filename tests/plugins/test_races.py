@@ -75,6 +75,13 @@ def _refusals(vocab: int, **warp: float) -> Case:
     return {**case, "tokens": tokens, "draft_probs": (dists / dists.sum(-1, keepdims=True)).astype(np.float32)}
 
 
+def _kept_chains(vocab: int) -> Case:
+    """Drawn chains whose drafts are likelier in the target, so that all are kept, and a draw from what top_p keeps."""
+    case = wide_case(np.random.default_rng(9), vocab, 2, CHAIN, spread=1.0, dtype="float32", top_p=0.9)
+    tokens = np.roll(case["logits"].argmax(-1), 1, axis=1)
+    return {**case, "tokens": tokens, "draft_probs": np.full(case["logits"].shape, 1 / vocab, np.float32)}
+
+
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return host_lab.build_watched(host_lab.PLUGINS, tmp_path_factory.mktemp("watched"))
@@ -85,7 +92,7 @@ def test_there_are_no_races(watched: ctypes.CDLL, is_single: bool) -> None:
     cases = list(_random_cases(24))
     for spread, warp in itertools.product((0.3, 3.0), CUTS):
         cases.append(wide_case(np.random.default_rng(3), 20011, 1, CHAIN, spread=spread, dtype="float32", **warp))
-    cases += [_refusals(5000), _refusals(5000, top_k=50), _refusals(5000, top_p=0.9)]
+    cases += [_refusals(5000), _refusals(5000, top_k=50), _refusals(5000, top_p=0.9), _kept_chains(1300)]
     for case in cases:
         assert_same(lambda feeds: host_lab.verify(watched, feeds, is_single=is_single), case)
     num_accesses, num_races = host_lab.races(watched)
@@ -116,6 +123,7 @@ def mutated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _barrier_cases() -> Iterator[Case]:
     for warp in ({}, {"top_k": 50}, {"top_p": 0.9}):
         yield wide_case(np.random.default_rng(3), 5003, 2, TREE, spread=1.0, dtype="float32", **warp)
+    yield _kept_chains(1300)
 
 
 def _num_races(library: ctypes.CDLL) -> int:
