@@ -27,7 +27,8 @@ def read_model_config(source: Path) -> Any:
     if config.model_type not in TOWERS:
         return config
     text = config.get_text_config()
-    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
+    if hasattr(config, "tie_word_embeddings"):
+        text.tie_word_embeddings = config.tie_word_embeddings
     if text.model_type in SAME_AS:
         fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
         text = CONFIG_MAPPING[SAME_AS[text.model_type]](**fields)
