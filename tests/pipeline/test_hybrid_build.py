@@ -26,7 +26,8 @@ import speccompile  # noqa: E402
 from speccompile import SamplingParams  # noqa: E402
 
 NUM_TOKENS = 40
-PROMPTS = [np.random.default_rng(seed).integers(3, VOCAB, n).tolist() for seed, n in enumerate((9, 1, 17, 4, 6))]
+LENGTHS = (9, 1, 17, 4, 6, 12, 3, 8, 15, 5, 7, 11)
+PROMPTS = [np.random.default_rng(seed).integers(3, VOCAB, n).tolist() for seed, n in enumerate(LENGTHS)]
 
 
 @pytest.fixture(scope="module")
