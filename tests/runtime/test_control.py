@@ -232,6 +232,13 @@ def test_one_long_step_of_a_comparison_does_not_count() -> None:
         assert controller.decisions()["1"]["gain"] == pytest.approx(2 / 1.2)
 
 
+def test_steps_that_vary_evenly_count_as_their_mean() -> None:
+    """The longest step is left out as other processes may have held it up; alone, that would make the steps shorter."""
+    controller = Controller()
+    run_exactly(controller, [0.9, 1.1, 1.0, 1.2, 1.3, 1.1] + [1.1] * TURN)
+    assert controller.decisions()["1"]["gain"] == pytest.approx(2 / 1.1)
+
+
 def test_what_it_costs_to_begin_drafting_again_makes_comparisons_seldom() -> None:
     """A draft that reads what it missed: the longer it was off, the more that takes."""
     ways, missed = Ways(), [0]
