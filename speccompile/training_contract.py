@@ -6,7 +6,7 @@ Tensors are torch's; they are typed as Any, as importing this module needs no to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -80,6 +80,24 @@ class TrainingBatch:
 
 
 @dataclass(frozen=True)
+class Selection:
+    """Scores of pairs, for drafters whose slots do not see one another's tokens.
+
+    They are added to the logits of a draft's most probable candidates, after the token before it.
+
+    Args:
+        num: candidates of a draft.
+        before: [rows, depth] int64, the token of the text before each draft.
+        score: (states [drafts, width], before [drafts], candidates [drafts, num] of the draft vocabulary) ->
+            [drafts, num].
+    """
+
+    num: int
+    before: Tensor
+    score: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
 class Drafted:
     """Teacher-forced drafts: inputs of the vocabulary projection, and the position whose distribution is the label.
 
@@ -89,12 +107,15 @@ class Drafted:
             where there is none.
         projections: one [draft_vocab, width] for each depth; the same tensor where depths share it.
         d2t: [draft_vocab] int64, the target's token of each draft token; None where the vocabularies are one.
+        selection: scores of pairs, whose cross-entropy over the candidates is added to the loss, and by which a draft
+            is chosen; None: there are none.
     """
 
     states: Tensor
     labels: Tensor
     projections: tuple[Tensor, ...]
     d2t: Tensor = None
+    selection: Selection | None = None
 
 
 class Trainable(Protocol):

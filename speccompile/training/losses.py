@@ -20,7 +20,10 @@ BLOCK_ROWS = 1024
 
 
 class _DistributionLoss(torch.autograd.Function):
-    """Sum over rows of weight * cross-entropy(probs, softmax(states @ projection^T)); probs of the best tokens."""
+    """Sum over rows of weight * cross-entropy(probs, softmax(states @ projection^T)); probs of the best tokens.
+
+    With it: each row's loss, and its `num` most probable tokens [rows, num], the best first.
+    """
 
     @staticmethod
     def forward(
@@ -31,17 +34,22 @@ class _DistributionLoss(torch.autograd.Function):
         probs: torch.Tensor,
         weights: torch.Tensor,
         dtype: torch.dtype,
+        num: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wants_states, wants_projection = ctx.needs_input_grad[:2]
         cast = projection.to(dtype)
-        losses, best = states.new_empty(len(states), dtype=torch.float32), ids.new_empty(len(states))
+        losses, best = states.new_empty(len(states), dtype=torch.float32), ids.new_empty(len(states), num)
         grad_states = torch.empty_like(states, dtype=torch.float32) if wants_states else None
         grad_projection = torch.zeros_like(projection, dtype=torch.float32) if wants_projection else None
         for block in torch.arange(len(states)).split(BLOCK_ROWS):
             part = slice(int(block[0]), int(block[-1]) + 1)
             rows = states[part].to(dtype)
             logits = rows @ cast.T
-            top, best[part] = logits.max(-1)
+            if num == 1:
+                top, best[part, 0] = logits.max(-1)
+            else:
+                first, best[part] = logits.topk(num, -1)
+                top = first[:, 0]
             mass = probs[part].sum(-1)
             expected = (torch.gather(logits, 1, ids[part]).float() * probs[part]).sum(-1)
             soft = logits.sub_(top[:, None]).exp_()
@@ -65,10 +73,7 @@ class _DistributionLoss(torch.autograd.Function):
         return (
             None if grad_states is None else grad_states * total,
             None if grad_projection is None else grad_projection * total,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 
@@ -152,13 +157,35 @@ def judge(
         if drafted.d2t is not None:
             ids, probs = _to_draft_vocab(drafted.d2t, ids, probs, vocab_size)
         scale = weights[column] / max(1, rows) / weights.sum()
-        loss, each, best = _DistributionLoss.apply(
-            drafted.states[row, column], drafted.projections[group[0]], ids, probs, scale, options.dtype
-        )
+        states, projection, selection = drafted.states[row, column], drafted.projections[group[0]], drafted.selection
+        num = 1 if selection is None else min(selection.num, len(projection))
+        loss, each, best = _DistributionLoss.apply(states, projection, ids, probs, scale, options.dtype, num)
         total = total + loss
+        drafted_token = best[:, 0]
+        if selection is not None:
+            scores = (projection[best] @ states[:, :, None])[:, :, 0]
+            scores = (scores + selection.score(states, selection.before[row, column], best)).float()
+            total = total + _candidate_loss(scores, best, ids, probs, scale)
+            drafted_token = torch.gather(best, 1, scores.argmax(-1, keepdim=True))[:, 0]
         losses[row, column] = each.detach()
-        hits[row, column] = (best if drafted.d2t is None else drafted.d2t[best]) == wanted
+        hits[row, column] = (drafted_token if drafted.d2t is None else drafted.d2t[drafted_token]) == wanted
     return total, _measure(losses, hits, valid).stacked()
+
+
+def _candidate_loss(
+    scores: torch.Tensor, candidates: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Returns the sum over rows of weight * cross-entropy(probs of the candidates, softmax(scores)).
+
+    Args:
+        scores: [rows, num] float32.
+        candidates: [rows, num] int64; what is none of them is left out of the label.
+        ids: [rows, kept] int64, with `probs` the label.
+        probs: [rows, kept].
+        weights: [rows].
+    """
+    wanted = ((candidates[:, :, None] == ids[:, None]) * probs[:, None]).sum(-1)
+    return -((wanted * scores.log_softmax(-1)).sum(-1) * weights).sum()
 
 
 def _labels(batch: TrainingBatch, kl_share: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -244,6 +244,25 @@ def test_eagle_3_1_gives_the_next_draft_what_its_head_reads(folder):
         assert torch.equal(bodies[1].logits(normed), bodies[0].logits(plain))
 
 
+def test_eagle_3_1_drafts_as_it_is_trained(folder, tmp_path):
+    from speccompile.checkpoints.target_tables import read_tables
+
+    heads = lab.random_heads(lab.sizes(fc_norm=True, norm_output=True))
+    lab.write_eagle3(folder / "trained", heads)
+    features, streams = features_of(lab.HIDDEN), torch.randn(3, 1, 4, lab.HIDDEN)
+    chain, tree = drafted(lab.compiled(eagle3_source(folder, "trained"), tmp_path)[0], features)
+    [fusion] = lab.compiled(eagle3_source(folder, "trained", "Fusion"), tmp_path)
+    fused = fusion.run({hidden_name(i): x.numpy() for i, x in zip(lab.STREAMS, streams, strict=True)})[FEATURES]
+    with torch.no_grad():
+        own, nodes = by_heads(heads, read_tables(context(folder)).embeddings, features)
+        assert_close(chain[NEXT_FEATURES][1:], own[0, 2:])
+        assert_close(tree[NEXT_FEATURES][1:], nodes[0])
+        logits = heads.lm_head(heads.scored(nodes[0, [3, 1]]))
+        wanted = heads.target_tokens()[logits.argsort(-1, descending=True)[:, :4]]
+        assert np.array_equal(tree[CANDIDATES], wanted.numpy())
+        assert_close(np.asarray(fused), heads.fuse(list(streams)))
+
+
 def test_wide_drafters_have_embeddings_of_their_own(folder, tmp_path):
     heads = lab.random_heads(lab.sizes(hidden_size=48, head_dim=12))
     own = torch.randn(lab.VOCAB, 48, generator=torch.Generator().manual_seed(4))

@@ -18,11 +18,15 @@ HEADS = {
     "mlp": {"num_heads": 3, "inner_size": 12},
     "prophet": {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 24, "horizon": 4},
     "eagle3": {"layers": [0, 1, 2], "draft_vocab_size": 20, "intermediate_size": 24, "unrolled_steps": 3},
+    "dflash": {
+        "layers": [0, 2, 3], "num_layers": 1, "intermediate_size": 24, "block_size": 4, "mask_token_id": 2,
+        "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 5,
+    },
     "glide": {"num_layers": 1, "intermediate_size": 24, "block": 3},
     "mtp": {"unrolled_steps": 3},
     "early_exit": {"num_exit_layers": 2, "intermediate_size": 24, "chain": 3},
     "draft_model": {"hidden_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "chain": 3},
-}
+}  # fmt: skip
 Recipe = Callable[..., Path]
 
 

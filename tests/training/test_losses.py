@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from speccompile.training import losses
 from speccompile.training.losses import LossOptions, judge
 from speccompile.training.stage import measures_from_sums
-from speccompile.training_contract import Drafted, TrainingBatch
+from speccompile.training_contract import Drafted, Selection, TrainingBatch
 
 VOCAB, WIDTH, NODES = 29, 8, 7
 
@@ -66,6 +68,47 @@ def test_loss_and_gradients_are_those_of_autograd(monkeypatch, kl_share, d2t):
     torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-6)
     for got, grad in zip(torch.autograd.grad(loss * 2, parameters), grads, strict=True):
         torch.testing.assert_close(got, grad * 2, rtol=1e-4, atol=1e-6)
+
+
+def paired(drafted, num, table):
+    """Returns the drafts with scores of pairs that depend on state, token before and candidate."""
+    before = torch.arange(drafted.labels.numel()).reshape(drafted.labels.shape) % VOCAB
+
+    def score(states, before, candidates):
+        return states[:, :1] * table[before[:, None], candidates]
+
+    return replace(drafted, selection=Selection(num, before, score))
+
+
+@pytest.mark.parametrize("d2t", [None, torch.tensor([0, 3, 4, 9, 11, 20, 28])], ids=["whole", "reduced"])
+def test_scores_of_pairs_add_the_cross_entropy_over_the_candidates(d2t):
+    batch, drafted, num = make_batch(), make_drafted(d2t=d2t), 4
+    size = VOCAB if d2t is None else len(d2t)
+    table = torch.randn(VOCAB, size, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    options = LossOptions(1.0, 0.8, torch.float32)
+    plain, _ = judge(drafted, batch, options, VOCAB)
+    drafted = paired(drafted, num, table)
+    loss, sums = judge(drafted, batch, options, VOCAB)
+    dists = torch.zeros(2 * NODES, VOCAB).scatter_(1, batch.dist_tokens.flatten(0, 1), batch.dist_probs.flatten(0, 1))
+    dists /= dists.sum(-1, keepdim=True)
+    weights, wanted, hits = torch.tensor([1.0, 0.8, 0.64]), 0.0, 0
+    for row, depth in (drafted.labels >= 0).nonzero().tolist():
+        label = int(drafted.labels[row, depth])
+        dist = dists[label] if d2t is None else dists[label][d2t]
+        logits = drafted.states[row, depth] @ drafted.projections[depth].T
+        top, candidates = logits.topk(num)
+        scores = top + drafted.states[row, depth, 0] * table[drafted.selection.before[row, depth], candidates]
+        wanted = wanted - (dist[candidates] * scores.log_softmax(-1)).sum() * weights[depth]
+        token = int(candidates[scores.argmax()])
+        hits += (token if d2t is None else int(d2t[token])) == int(batch.dist_tokens.flatten(0, 1)[label, 0])
+    wanted = wanted / len(drafted.labels) / weights.sum()
+    torch.testing.assert_close(loss - plain, wanted, rtol=1e-5, atol=1e-6)
+    assert int(sums[1].sum()) == hits
+    parameters = (drafted.states, table)
+    grads = torch.autograd.grad(wanted, parameters)
+    own = torch.autograd.grad(plain, drafted.states)[0]
+    for got, grad in zip(torch.autograd.grad(loss, parameters), (grads[0] + own, grads[1]), strict=True):
+        torch.testing.assert_close(got, grad, rtol=1e-4, atol=1e-6)
 
 
 def test_hits_and_chains_are_counted():

@@ -17,10 +17,12 @@ from speccompile.drafting.feature_config import FeatureFields
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.tree_config import MAX_CANDIDATES
 from speccompile.errors import RecipeError
+from speccompile.training_contract import check_positive
 
 DRAFT, FUSION = "draft", "fusion"  # the graphs' names in the bundle
 SOURCES = "speccompile.speculators.dflash.checkpoint"
 RULE = f"{SOURCES}:layers_of_target"  # reads the checkpoint, which decoding does not need
+PUBLISHED = "speccompile.speculators.dflash.layouts:published_layers"
 
 
 @dataclass(frozen=True)
@@ -146,12 +148,70 @@ class ReadLayers:
         return layers
 
 
+@dataclass(frozen=True)
+class DflashTraining:
+    """Sizes and settings of the training: DFlash 2 by default; DFlash with ranks and taps of 0.
+
+    Args:
+        layers: decoder layers of the target, from 0, whose residual streams are read; empty: five, the published
+            choice.
+        num_layers: of the drafter.
+        intermediate_size: of its MLPs; 0: the target's.
+        block_size: rows of a block: the root's, and one for each draft.
+        mask_token_id: a token that texts do not have, whose embedding masked rows get; -1: the target's padding.
+        conv_kernel_size: taps of the convolutions around attention and MLP; 0: there are none.
+        conv_group_size: channels that share a dynamic kernel of these.
+        selector_rank: of the pair scores; 0: there are none.
+        selector_top_k: candidates of a slot.
+        is_causal: whether rows of a block see the earlier rows alone.
+        starts: share of the text's positions from which a block is drafted in a step, drawn anew each time.
+    """
+
+    layers: tuple[int, ...] = ()
+    num_layers: int = 2
+    intermediate_size: int = 0
+    block_size: int = 8
+    mask_token_id: int = -1
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 64
+    selector_top_k: int = 16
+    is_causal: bool = False
+    starts: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_positive(self, ("num_layers", "conv_group_size", "selector_top_k"))
+        where = "training.heads"
+        if self.block_size < 2:
+            expected = "2 or more: the root and a draft"
+            raise RecipeError(f"{where}.block_size", f"{self.block_size}", expected, "Raise it.")
+        for name, least in (("conv_kernel_size", 0), ("selector_rank", 0), ("mask_token_id", -1)):
+            if (value := getattr(self, name)) < least:
+                raise RecipeError(f"{where}.{name}", f"{value}", f"{least} or more", "Raise it.")
+        if not 0 < self.starts <= 1:
+            raise RecipeError(f"{where}.starts", f"{self.starts}", "above 0, at most 1", "Correct the recipe.")
+
+    def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Returns the layers for a target of `num_layers` layers.
+
+        Raises:
+            RecipeError: the target has no such layer, or too few for the published choice.
+        """
+        layers: tuple[int, ...] = self.layers or find_class(PUBLISHED)(num_layers, 5)
+        if len(set(layers)) < len(layers) or min(layers) < 0 or max(layers) >= num_layers:
+            expected = f"different layers of the target's {num_layers}"
+            raise RecipeError("training.heads.layers", f"{layers}", expected, "Name some of them.")
+        return layers
+
+
 class DflashMethod(Method):
     """See `speccompile.core.method.Method`."""
 
     name = "dflash"
     Config = DflashConfig
+    TrainingConfig = DflashTraining
     formats = "speccompile.speculators.dflash.layouts:FORMATS"
+    trainer = "speccompile.speculators.dflash.trainer:DflashTrainer"
 
     def target_outputs(self, config: DflashConfig) -> TargetOutputs:
         """Returns the residual streams; which ones depends on the checkpoint."""

@@ -7,7 +7,7 @@ selector over candidates), DSpark (a Markov head). Names of parameters are those
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,7 +60,10 @@ class DynamicConv(nn.Module):
 
 
 class BlockAttention(nn.Module):
-    """Attention of a block to the context and to itself; context rows give keys and values alone."""
+    """Attention of a block to the context and to itself; context rows give keys and values alone.
+
+    `forward` is over caches, as the graph computes it; `trainer.py` has whole texts.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -118,36 +121,35 @@ class BlockLayer(nn.Module):
         self.attention_conv = DynamicConv(width, drafter) if drafter.taps else None
         self.mlp_conv = DynamicConv(width, drafter) if drafter.taps else None
 
-    def forward(
-        self, x: torch.Tensor, context: torch.Tensor, *attended: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the block's next rows and the updated caches; `attended`: see `BlockAttention`, from `angles` on."""
-        y = self.input_layernorm(x)
-        kernels = None if self.attention_conv is None else self.attention_conv.kernels(y)
-        if self.attention_conv is not None:
-            y = self.attention_conv(y, kernels, 0)
-        y, keys, values = self.self_attn(torch.cat((context, y), 1), context.shape[1], *attended)
-        x = x + (y if self.attention_conv is None else self.attention_conv(y, kernels, 1))
-        y = self.post_attention_layernorm(x)
-        if self.mlp_conv is None:
-            return x + self.mlp(y), keys, values
-        kernels = self.mlp_conv.kernels(y)
-        return x + self.mlp_conv(self.mlp(self.mlp_conv(y, kernels, 0)), kernels, 1), keys, values
+    def forward(self, x: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Returns the block's next rows; `attend` makes of the attention's input, the rows of x, its output."""
+        x = x + around(self.attention_conv, self.input_layernorm(x), attend)
+        return x + around(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
+
+
+def around(conv: DynamicConv | None, x: torch.Tensor, inner: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Returns what a sublayer makes of its normed input, with the convolutions around it, if there are any."""
+    if conv is None:
+        return inner(x)
+    kernels = conv.kernels(x)
+    return conv(inner(conv(x, kernels, 0)), kernels, 1)
 
 
 class CandidateSelector(nn.Module):
     """Scores of pairs of neighbouring candidates, by a product of low rank that depends on the slot's state.
 
     Args:
-        dims: sizes.
+        hidden: width of a slot's state.
+        vocab: of the target.
+        draft_vocab: tokens that can be drafted.
         rank: of the codebooks.
     """
 
-    def __init__(self, dims: FeatureDims, rank: int) -> None:
+    def __init__(self, hidden: int, vocab: int, draft_vocab: int, rank: int) -> None:
         super().__init__()
-        self.predecessor_codebook = nn.Parameter(torch.empty(dims.vocab_size, rank))
-        self.successor_codebook = nn.Parameter(torch.empty(dims.draft_vocab_size, rank))
-        self.hidden_projection = nn.Linear(dims.hidden_size, rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(draft_vocab, rank))
+        self.hidden_projection = nn.Linear(hidden, rank, bias=False)
 
     def forward(self, hidden: torch.Tensor, before: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
         """Returns scores [batch, slots, before, candidates].
@@ -207,7 +209,8 @@ class BlockDraft(nn.Module):
         self.norm = LlamaRMSNorm(dims.hidden_size, layer.rms_norm_eps)
         self.lm_head = nn.Linear(dims.hidden_size, dims.draft_vocab_size, bias=False)
         if drafter.selector_rank:
-            self.candidate_selector = CandidateSelector(dims, drafter.selector_rank)
+            sizes = (dims.hidden_size, dims.vocab_size, dims.draft_vocab_size)
+            self.candidate_selector = CandidateSelector(*sizes, drafter.selector_rank)
         if drafter.markov_rank:
             self.markov_head = MarkovHead(dims, drafter.markov_rank)
 
@@ -233,11 +236,17 @@ class BlockDraft(nn.Module):
         is_used = (is_block | (numbers <= last))[:, None] | ~is_block[:, None]  # padding is not seen from the block
         causal = numbers <= numbers[:, None]
         seen = {True: causal & is_used, False: (causal | (is_block & is_block[:, None])) & is_used}
-        updated = []
+        updated: list[torch.Tensor] = []
         for i, layer in enumerate(self.layers):
             mask, pair = seen[self.drafter.is_causal[i]], caches[2 * i : 2 * i + 2]
-            x, *pair = layer(x, context, angles, pair, lengths, mask, self.windows[i])
-            updated += pair
+            attended = (angles, pair, lengths, mask, self.windows[i])
+
+            def attend(y: torch.Tensor, layer: BlockLayer = layer, attended: Any = attended) -> torch.Tensor:
+                out, *held = layer.self_attn(torch.cat((context, y), 1), num_context, *attended)
+                updated.extend(held)
+                return out
+
+            x = layer(x, attend)
         hidden = self.norm(x[:, 1 + self.num_masks - self.num_drafts :])
         return (*self.lattice(roots, hidden), *updated)
 

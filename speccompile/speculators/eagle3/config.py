@@ -105,6 +105,8 @@ class Eagle3Training:
         intermediate_size: of the MLP; 0: the target's.
         unrolled_steps: drafts of a chain that are trained on the drafter's own features.
         starts: share of the text's positions from which chains are unrolled in a step, drawn anew each time.
+        fc_norm: a norm of its own for each of the three streams, as EAGLE-3.1 has.
+        norm_output: the next draft reads what the LM head reads, after the norm, as in EAGLE-3.1.
     """
 
     layers: tuple[int, ...] = ()
@@ -112,6 +114,8 @@ class Eagle3Training:
     intermediate_size: int = 0
     unrolled_steps: int = 5
     starts: float = 0.25
+    fc_norm: bool = False
+    norm_output: bool = False
 
     def __post_init__(self) -> None:
         if self.layers and len(self.layers) != 3:

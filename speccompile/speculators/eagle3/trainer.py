@@ -3,9 +3,9 @@
 
 Its network is one decoder layer over (embedding of the next token, feature of this position). The feature of a position
 that the target has read is fc(three residual streams of the target); that of a draft is the drafter's own output after
-its layer, before the norm. The layer has its own cache: row t belongs to the feature of position t and the token at
-t + 1. After Li et al. 2025, "EAGLE-3" (arXiv 2503.01840), and the published code. `model.py` has the
-same network for graphs.
+its layer, before the norm. EAGLE-3.1 norms each of the streams, and its drafts read that output after the norm. The
+layer has its own cache: row t belongs to the feature of position t and the token at t + 1. After Li et al. 2025,
+"EAGLE-3" (arXiv 2503.01840), and the published code. `model.py` has the same network for graphs.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class EagleSizes:
         rms_norm_eps: of the norms.
         rope_theta: base of the positions.
         norm_before_residual: the layer's residual is the normed feature.
+        fc_norm: each of the streams has a norm.
+        norm_output: features of drafts are normed.
     """
 
     hidden_size: int
@@ -60,6 +62,8 @@ class EagleSizes:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     norm_before_residual: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
 
 
 class MidLayer(nn.Module):
@@ -107,6 +111,8 @@ class EagleHeads(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.fc = nn.Linear(NUM_STREAMS * sizes.target_hidden_size, sizes.hidden_size, bias=False)
+        width, eps = sizes.target_hidden_size, sizes.rms_norm_eps
+        self.fc_norm = nn.ModuleList(RmsNorm(width, eps) for _ in range(NUM_STREAMS)) if sizes.fc_norm else None
         self.midlayer = MidLayer(sizes)
         self.norm = RmsNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.lm_head = nn.Linear(sizes.hidden_size, sizes.draft_vocab_size, bias=False)
@@ -122,7 +128,18 @@ class EagleHeads(nn.Module):
 
     def fuse(self, streams: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the features of positions that the target has read: three [..., target hidden] -> [..., hidden]."""
+        if self.fc_norm is not None:
+            streams = [norm(x) for norm, x in zip(self.fc_norm, streams, strict=True)]
         return self.fc(torch.cat(tuple(streams), -1))
+
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Returns the next features; see `MidLayer.finish`."""
+        x = self.midlayer.finish(residual, attended)
+        return self.norm(x) if self.sizes.norm_output else x
+
+    def scored(self, features: torch.Tensor) -> torch.Tensor:
+        """Returns what the LM head reads of next features [..., hidden]."""
+        return features if self.sizes.norm_output else self.norm(features)
 
     def read(
         self,
@@ -147,7 +164,7 @@ class EagleHeads(nn.Module):
         residual, q, k, v = self.midlayer.project(embedded, feature, positions)
         if past is not None:
             k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
-        return self.midlayer.finish(residual, attend(q, k, v, mask)), (k, v)
+        return self.finish(residual, attend(q, k, v, mask)), (k, v)
 
     def extend(
         self,
@@ -180,7 +197,7 @@ class EagleHeads(nn.Module):
         attended = probs[..., : keys.shape[2]] @ values
         for i, (_, cv) in enumerate(rows):
             attended = attended + probs[..., keys.shape[2] + i, None] * cv
-        return self.midlayer.finish(residual, attended), (k, v)
+        return self.finish(residual, attended), (k, v)
 
 
 class TrainableEagle3(nn.Module):
@@ -224,7 +241,7 @@ class TrainableEagle3(nn.Module):
         ahead = places[..., None] + 1 + torch.arange(self.num_positions, device=device)
         rows = torch.arange(count, device=device)[:, None, None]
         labels = torch.where(ahead < nodes, rows * nodes + ahead, -1)
-        states = self.heads.norm(torch.stack(states, 2))
+        states = self.heads.scored(torch.stack(states, 2))
         projections = (self.heads.lm_head.weight,) * self.num_positions
         return Drafted(states.flatten(0, 1), labels.flatten(0, 1), projections, self.heads.target_tokens())
 
@@ -238,7 +255,7 @@ class TrainableEagle3(nn.Module):
         features, held = self.heads.read(embedded, features, torch.arange(nodes)[None], None, mask)
         feature, drafted, d2t = features[:, -1:], [], self.heads.target_tokens()
         for step in range(num):
-            token = self.heads.lm_head(self.heads.norm(feature)).argmax(-1)
+            token = self.heads.lm_head(self.heads.scored(feature)).argmax(-1)
             token = token if d2t is None else d2t[token]
             drafted.append(token[0, 0])
             if step + 1 < num:
@@ -270,6 +287,8 @@ def config_from_sizes(sizes: EagleSizes) -> dict[str, Any]:
         "draft_vocab_size": sizes.draft_vocab_size,
         "tie_word_embeddings": False,
         "norm_before_residual": sizes.norm_before_residual,
+        **({"fc_norm": True} if sizes.fc_norm else {}),
+        **({"norm_output": True} if sizes.norm_output else {}),
         # The published ids count states before layers: layer i's output is the state before i + 1.
         "eagle_aux_hidden_state_layer_ids": [i + 1 for i in sizes.layers],
     }
@@ -321,6 +340,8 @@ class Eagle3Trainer:
             draft_vocab_size=num_draft,
             layers=config.chosen_layers(int(target["num_hidden_layers"])),
             rms_norm_eps=float(target.get("rms_norm_eps", 1e-5)),
+            fc_norm=config.fc_norm,
+            norm_output=config.norm_output,
         )
         drafter = begin_heads(sizes, parts)
         if start is not None:

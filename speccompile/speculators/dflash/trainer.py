@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block drafter under training: DFlash, and DFlash 2 with its convolutions and candidate selector.
+
+Blocks of masks are filled from drawn roots in a text. All blocks of a text share the keys and values of its context,
+features of the target's streams at the positions before each root; no block sees another. Slots are trained on the
+target's distributions, and the pair scores of DFlash 2 over each slot's candidates, after the text's own token before
+it. `model.py` has the same layers over caches, for graphs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+
+from speccompile.errors import RecipeError
+from speccompile.export.feature_draft import layer_config
+from speccompile.export.heads_file import read_heads, write_heads
+from speccompile.export.layers import copy_weights, init_linear, join_heads, split_heads
+from speccompile.speculators.dflash.config import DflashTraining
+from speccompile.speculators.dflash.drafter import NESTED, drafter_from_config
+from speccompile.speculators.dflash.layouts import LAYERS
+from speccompile.speculators.dflash.model import BlockAttention, BlockLayer, CandidateSelector, DynamicConv
+from speccompile.training_contract import Drafted, Selection, TargetNeeds, TargetParts, TrainingBatch
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+class BlockHeads(nn.Module):
+    """The drafter without embeddings and LM head, which are the target's; parameters have the checkpoint's names.
+
+    Args:
+        config: its config.json, in our layout.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.config, self.drafter = dict(config), drafter_from_config("config.json", config)
+        self.read_layers = tuple(config[NESTED][LAYERS])
+        layer, width = layer_config(config), int(config["hidden_size"])
+        self.fc = nn.Linear(len(self.read_layers) * int(config["target_hidden_size"]), width, bias=False)
+        self.hidden_norm, self.norm = (LlamaRMSNorm(width, layer.rms_norm_eps) for _ in range(2))
+        self.layers = nn.ModuleList(BlockLayer(layer, self.drafter) for _ in range(int(config["num_hidden_layers"])))
+        self.rotary = LlamaRotaryEmbedding(layer)
+        if rank := self.drafter.selector_rank:
+            vocab = int(config["vocab_size"])
+            self.candidate_selector = CandidateSelector(width, vocab, vocab, rank)
+
+    def fuse(self, streams: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the features of positions that the target has read: [..., target hidden] each -> [..., hidden]."""
+        return self.hidden_norm(self.fc(torch.cat(tuple(streams), -1)))
+
+    def fill(self, features: torch.Tensor, embedded: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Returns what the LM head reads of every row of some blocks.
+
+        Args:
+            features: [batch, positions, hidden], the context.
+            embedded: [batch, blocks, rows, hidden], of roots and masks.
+            places: [batch, blocks] int64, the position of each root; its block sees the context before it.
+        """
+        count, blocks, rows, _ = embedded.shape
+        context_angles = self.rotary(features, torch.arange(features.shape[1], device=features.device)[None])
+        positions = places[..., None] + torch.arange(rows, device=places.device)
+        angles = self.rotary(features, positions.flatten(0, 1))
+        x = embedded.flatten(0, 1)
+        for layer, is_causal in zip(self.layers, self.drafter.is_causal, strict=True):
+            attention: Any = layer.self_attn
+            seen = _visible(places, rows, features.shape[1], is_causal)
+
+            def attend(y: torch.Tensor, attention: Any = attention, seen: Any = seen) -> torch.Tensor:
+                return attend_blocks(attention, y, features, angles, context_angles, seen)
+
+            x = layer(x, attend)
+        return self.norm(x).unflatten(0, (count, blocks))
+
+    def pair_scores(self, states: torch.Tensor, before: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """See `speccompile.training_contract.Selection`."""
+        scores: torch.Tensor = self.candidate_selector(states[None], before[None, :, None], candidates[None])
+        return scores[0, :, 0]
+
+
+def _visible(places: torch.Tensor, rows: int, positions: int, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns which positions each block sees, [batch, blocks, positions], and which of its rows each row [rows, rows].
+
+    Args:
+        places: [batch, blocks] int64, of the roots.
+        rows: of a block.
+        positions: of the context.
+        is_causal: rows see the earlier rows alone.
+    """
+    own = torch.ones(rows, rows, dtype=torch.bool, device=places.device)
+    return torch.arange(positions, device=places.device) < places[..., None], own.tril() if is_causal else own
+
+
+def _rotated(x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """x: [batch, heads, rows, head_dim], with cosines and sines [batch or 1, rows, head_dim]."""
+    cos, sin = (part[:, None] for part in angles)
+    return x * cos + rotate_half(x) * sin
+
+
+def attend_blocks(
+    attention: BlockAttention,
+    y: torch.Tensor,
+    features: torch.Tensor,
+    angles: Angles,
+    context_angles: Angles,
+    seen: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Returns the attention's output of blocks that share contexts, [batch * blocks, rows, hidden].
+
+    Args:
+        attention: of a layer.
+        y: [batch * blocks, rows, hidden], its input.
+        features: [batch, positions, hidden], the context.
+        angles: of the blocks.
+        context_angles: of the context.
+        seen: see `_visible`.
+    """
+    dim, count, rows = attention.head_dim, len(features), y.shape[1]
+
+    def keys_of(x: torch.Tensor, turned: Angles) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (split_heads(part(x), dim) for part in (attention.k_proj, attention.v_proj))
+        return _rotated(attention.k_norm(k), turned), v
+
+    q = _rotated(attention.q_norm(split_heads(attention.q_proj(y), dim)), angles) * dim**-0.5
+    k, v = keys_of(y, angles)  # [batch * blocks, kv_heads, rows, dim]
+    past_k, past_v = keys_of(features, context_angles)
+    group = q.shape[1] // k.shape[1]
+    q = q.unflatten(1, (-1, group))  # [batch * blocks, kv_heads, group, rows, dim]
+    own = (q.flatten(2, 3) @ k.transpose(2, 3)).unflatten(2, (group, rows)).float()
+    own = own.masked_fill(~seen[1], -math.inf)
+    # One product of all blocks of a text with its context: [batch, kv_heads, blocks * group * rows, dim].
+    wide = q.unflatten(0, (count, -1)).transpose(1, 2)
+    shape = wide.shape[2:5]
+    past = (wide.flatten(2, 4) @ past_k.transpose(2, 3)).unflatten(2, shape).float()
+    past = past.masked_fill(~seen[0][:, None, :, None, None], -math.inf)
+    own = own.unflatten(0, (count, -1)).transpose(1, 2)
+    probs = torch.cat((past, own), -1).softmax(-1).to(v.dtype)
+    num = past.shape[-1]
+    mixed = (probs[..., :num].flatten(2, 4) @ past_v).unflatten(2, shape).transpose(1, 2).flatten(0, 1)
+    inner = probs[..., num:].transpose(1, 2).flatten(0, 1).flatten(2, 3)
+    mixed = mixed + (inner @ v).unflatten(2, (group, rows))
+    return attention.o_proj(join_heads(mixed.flatten(1, 2)))
+
+
+class TrainableBlocks(nn.Module):
+    """See `speccompile.training_contract.Trainable`.
+
+    Args:
+        heads: the drafter.
+        parts: the target's embeddings and LM head.
+        starts: share of positions at which a block's root is.
+    """
+
+    def __init__(self, heads: BlockHeads, parts: TargetParts, starts: float) -> None:
+        super().__init__()
+        self.heads, self.starts, self.num_positions = heads, starts, heads.drafter.max_drafts
+        self.register_buffer("embeddings", parts.embeddings, persistent=False)
+        self.register_buffer("lm_head", parts.lm_head, persistent=False)
+
+    def _blocks(self, features: torch.Tensor, roots: torch.Tensor, places: torch.Tensor, num: int) -> torch.Tensor:
+        """Returns the states of the drafts of blocks with roots [batch, blocks], [batch, blocks, num, hidden]."""
+        masks = torch.full((*roots.shape, num), self.heads.drafter.mask_token_id, device=roots.device)
+        embedded = self.embeddings[torch.cat((roots[..., None], masks), -1)]
+        return self.heads.fill(features, embedded, places)[:, :, 1:]
+
+    def forward(self, batch: TrainingBatch) -> Drafted:
+        """Returns the drafts; a block whose root is at t reads features before t, and imitates what follows t."""
+        count, nodes = batch.tokens.shape
+        device, num = batch.tokens.device, self.num_positions
+        features = self.heads.fuse([batch.layers[i].float() for i in self.heads.read_layers])
+        generator = torch.Generator().manual_seed(batch.seed % 2**31)
+        # A root at the text's last positions would have drafts without a label.
+        last = max(1, nodes - num + 1)
+        drawn = max(1, round(nodes * self.starts))
+        places = torch.stack([torch.randperm(last, generator=generator)[:drawn] for _ in range(count)]).to(device)
+        states = self._blocks(features, torch.gather(batch.tokens, 1, places), places, num).flatten(0, 1)
+        ahead = places[..., None] + torch.arange(num, device=device)
+        rows = torch.arange(count, device=device)[:, None, None]
+        labels = torch.where(ahead < nodes, rows * nodes + ahead, -1).flatten(0, 1)
+        before = batch.tokens.flatten()[labels.clamp(min=0)]
+        drafter = self.heads.drafter
+        selection = Selection(drafter.num_candidates, before, self.heads.pair_scores) if drafter.is_paired else None
+        return Drafted(states, labels, (self.lm_head,) * num, selection=selection)
+
+    @torch.no_grad()
+    def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
+        """Returns the likeliest walk over one block."""
+        features = self.heads.fuse([batch.layers[i].float() for i in self.heads.read_layers])
+        place = torch.full((1, 1), batch.tokens.shape[1] - 1)
+        states = self._blocks(features, batch.tokens[:, -1:], place, num)[0, 0]
+        logits = states @ self.lm_head.T
+        if not self.heads.drafter.is_paired:
+            return logits.argmax(-1)
+        unary, candidates = logits.topk(min(self.heads.drafter.num_candidates, logits.shape[-1]))
+        token, drafted = batch.tokens[0, -1:], []
+        for slot in range(num):
+            part = slice(slot, slot + 1)
+            scores = unary[part] + self.heads.pair_scores(states[part], token, candidates[part])
+            token = candidates[slot, scores[0].argmax()][None]
+            drafted.append(token[0])
+        return torch.stack(drafted)
+
+    def save(self, folder: Path) -> None:
+        """Writes z-lab's layout; embeddings and LM head are the target's and left out."""
+        write_heads(folder, self.heads.config, self.heads.state_dict())
+
+
+def config_from_training(
+    training: DflashTraining, target: Mapping[str, Any], vocab: int, hidden: int
+) -> dict[str, Any]:
+    """Returns the config.json of a drafter in z-lab's layout.
+
+    Args:
+        training: sizes and settings.
+        target: its config.json.
+        vocab: tokens of its embeddings.
+        hidden: their width.
+
+    Raises:
+        RecipeError: the sizes do not go with the target's.
+    """
+    heads, num = int(target["num_attention_heads"]), int(target["num_hidden_layers"])
+    padding = target.get("pad_token_id")
+    mask = training.mask_token_id if training.mask_token_id >= 0 else padding
+    if not isinstance(mask, int) or not 0 <= mask < vocab:
+        got, expected = f"{mask}", f"a token below {vocab} that texts do not have"
+        raise RecipeError("training.heads.mask_token_id", got, expected, "Name one, such as a reserved token.")
+    if hidden % training.conv_group_size and training.conv_kernel_size:
+        got, expected = f"{training.conv_group_size}", f"a divisor of the hidden size {hidden}"
+        raise RecipeError("training.heads.conv_group_size", got, expected, "Change it.")
+    parameters = target.get("rope_parameters")
+    theta = target.get("rope_theta") or (parameters.get("rope_theta") if isinstance(parameters, Mapping) else None)
+    nested: dict[str, Any] = {
+        "block_size": training.block_size,
+        "mask_token_id": mask,
+        LAYERS: list(training.chosen_layers(num)),
+    }
+    if training.conv_kernel_size:
+        nested |= {"conv_kernel_size": training.conv_kernel_size, "conv_group_size": training.conv_group_size}
+    if training.selector_rank:
+        top = min(training.selector_top_k, vocab)
+        nested |= {"selector_rank": training.selector_rank, "selector_top_k": top}
+    return {
+        "architectures": ["DFlash2DraftModel" if training.selector_rank else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "target_hidden_size": hidden,
+        "intermediate_size": training.intermediate_size or int(target.get("intermediate_size") or 4 * hidden),
+        "num_hidden_layers": training.num_layers,
+        "num_target_layers": num,
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(target.get("num_key_value_heads") or heads),
+        "head_dim": int(target.get("head_dim") or hidden // heads),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "max_position_embeddings": int(target.get("max_position_embeddings") or 2048),
+        "rms_norm_eps": float(target.get("rms_norm_eps", 1e-6)),
+        "rope_theta": float(theta or 10000.0),
+        "layer_types": ["full_attention"] * training.num_layers,
+        "is_causal": training.is_causal,
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,
+        NESTED: nested,
+    }
+
+
+def begin_heads(config: Mapping[str, Any], parts: TargetParts) -> BlockHeads:
+    """Returns a drafter with parts of the target: its last stream read as the feature, and its last layers."""
+    heads, hidden = BlockHeads(config), int(config["hidden_size"])
+    init_linear(heads)
+    with torch.no_grad():
+        heads.fc.weight.zero_()
+        heads.fc.weight[:, -hidden:] = torch.eye(hidden)
+        if parts.norm is not None and parts.norm.shape == heads.norm.weight.shape:
+            heads.norm.weight.copy_(parts.norm)
+        for layer, weights in zip(reversed(heads.layers), reversed(parts.layers), strict=False):
+            copy_weights(layer, weights)
+        if parts.layers:  # context rows have no other norm before their keys
+            copy_weights(heads.hidden_norm, {"weight": heads.layers[-1].input_layernorm.weight})
+        for conv in (part for part in heads.modules() if isinstance(part, DynamicConv)):
+            conv.base_kernel.zero_()
+            conv.base_kernel[:, 0] = 1.0  # every row as it is
+            conv.kernel_projection.weight.zero_()
+        if rank := heads.drafter.selector_rank:
+            _begin_selector(heads.candidate_selector, parts, rank)
+    return heads
+
+
+def _begin_selector(selector: CandidateSelector, parts: TargetParts, rank: int) -> None:
+    """Gives alike tokens alike rows before, and all tokens rows of 0 after, so that no pair has a score at first."""
+    centred = parts.embeddings - parts.embeddings.mean(0)
+    _, _, directions = torch.pca_lowrank(centred, min(rank, *centred.shape), center=False)
+    rows = centred @ directions
+    rows = rows / rows.pow(2).mean(0).sqrt().clamp(min=1e-6)
+    selector.predecessor_codebook.zero_()
+    selector.predecessor_codebook[:, : rows.shape[1]] = rows
+    selector.successor_codebook.zero_()
+
+
+class DflashTrainer:
+    """See `speccompile.training_contract.Trainer`."""
+
+    def needs(self, config: DflashTraining, target: Mapping[str, Any]) -> TargetNeeds:
+        """Returns the needs: some residual streams."""
+        return TargetNeeds(layers=config.chosen_layers(int(target["num_hidden_layers"])))
+
+    def make(self, config: DflashTraining, parts: TargetParts, start: Path | None) -> Any:
+        """Returns layers like the target's last ones over its states, or `start`."""
+        vocab, hidden = parts.lm_head.shape
+        drafter = begin_heads(config_from_training(config, parts.config, vocab, hidden), parts)
+        if start is not None:
+            drafter.load_state_dict(read_heads(start, drafter.state_dict()))
+        return TrainableBlocks(drafter, parts, config.starts)
