@@ -67,7 +67,7 @@ def test_a_method_has_the_name_of_its_line_and_needs_little() -> None:
 def test_a_method_that_can_be_trained_names_its_trainer() -> None:
     for method in registry.all_methods():
         assert bool(method.trainer) == (method.TrainingConfig is not None)
-    with pytest.raises(RecipeError, match=r"one of draft_model, .*prophet"):
+    with pytest.raises(RecipeError, match=r"one of dflash, draft_model, .*prophet"):
         registry.trainer("ngram")
     with pytest.raises(RecipeError) as caught:
         registry.trainer("medua")
