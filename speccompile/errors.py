@@ -59,3 +59,9 @@ class RuntimeFault(SpecCompileError):
     """A request or an engine failed while decoding."""
 
     exit_code = 8
+
+
+class CertificateError(SpecCompileError):
+    """A bundle does not decode as its target does: a check of its certificate failed."""
+
+    exit_code = 9

@@ -145,7 +145,10 @@ class Trainable(Protocol):
 
 
 class Trainer(Protocol):
-    """How a method's speculator is trained. `config` is the method's `TrainingConfig`."""
+    """How a method's speculator is trained. `config` is the method's `TrainingConfig`.
+
+    A trainer with an attribute `reads_sizes` that is true takes all sizes from the checkpoint `start`.
+    """
 
     def needs(self, config: Any, target: Mapping[str, Any]) -> TargetNeeds:
         """Returns what it reads from a target with this config.json."""

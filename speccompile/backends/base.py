@@ -263,6 +263,11 @@ class EngineBase(ABC, Generic[RollbackT]):
         """See `speccompile.core.protocols.Engine.shrink`; by default nothing: caches keep their layout."""
         del rows
 
+    def read_caches(self, slot: int, rows: int) -> Mapping[str, Any] | None:
+        """See `speccompile.core.protocols.Engine.read_caches`; by default None: they are not shown."""
+        del slot, rows
+        return None
+
     def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
         """See `speccompile.core.protocols.Engine.compact`.
 

@@ -16,6 +16,7 @@ from typing import Any
 from speccompile.common.json_reader import read_json_object
 from speccompile.errors import BuildError
 from speccompile.runtime.bundle import (
+    CERTIFICATE_FILES,
     MANIFEST,
     digest_from_file,
     digest_from_manifest,
@@ -81,15 +82,19 @@ def read_record(folder: Path) -> Record | None:
 def compare_folder(folder: Path, record: Record | None) -> Difference:
     """Returns the files in `folder` that speccompile did not write, or that were changed since.
 
-    Missing files and empty folders do not count, as nothing is lost with them.
+    Missing files and empty folders do not count, as nothing is lost with them, nor does a bundle's certificate, which
+    can be made again.
 
     Raises:
         OSError: a file or folder below it cannot be read.
     """
     files = {} if record is None else {record.name: None, **record.files}
+    made_again = CERTIFICATE_FILES if record is not None and record.kind == BUNDLE else frozenset()
     parents = {parent.as_posix() for name in files for parent in PurePosixPath(name).parents}
     foreign, changed = set(), []
     for name, path in files_below(folder):
+        if name in made_again:
+            continue
         if name not in files:
             above = [parent.as_posix() for parent in reversed(PurePosixPath(name).parents)]
             outer = next((parent for parent in above if parent not in parents | {"."}), None)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 _NUMBER = re.compile(r"-?[\d.,]+( (B|KiB|MiB|GiB|ms|s))?")
-_STYLE = """
+STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2433; max-width: 62rem; margin: 2.5rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin-top: 2.2rem } p.sub { color: #667085 }
 table { border-collapse: collapse; margin: .6rem 0 } th { font-weight: 600; color: #475467 }
@@ -31,9 +31,9 @@ def html_from_manifest(manifest: Mapping[str, Any]) -> str:
     title = f"{str(recipe['target']['model']).rstrip('/').split('/')[-1]} · {recipe['speculator']['method']}"
     subtitle = f"speccompile {manifest['speccompile_version']}, {manifest['created_at']}"
     parts = [
-        f"<h1>{_text(title)}</h1><p class=sub>{_text(subtitle)}</p>",
+        f"<h1>{text_of(title)}</h1><p class=sub>{text_of(subtitle)}</p>",
         "<h2>Recipe</h2>",
-        _table(("key", "value"), ((key, text_from_value(value)) for key, value in dotted_keys(recipe))),
+        table(("key", "value"), ((key, text_from_value(value)) for key, value in dotted_keys(recipe))),
         "<h2>Stages</h2>",
         _stages(manifest["stages"]),
         "<h2>Files</h2>",
@@ -42,10 +42,9 @@ def html_from_manifest(manifest: Mapping[str, Any]) -> str:
     for name, graph in manifest["graphs"].items():
         parts.append(_graph(name, graph))
     if manifest.get("acceptance"):
-        parts += ["<h2>Acceptance</h2>", _table(("measure", "value"), manifest["acceptance"].items())]
-    parts += ["<h2>Versions</h2>", _table(("package", "version"), manifest["versions"].items())]
-    head = f"<meta charset=utf-8><title>{_text(title)}</title><style>{_STYLE}</style>"
-    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+        parts += ["<h2>Acceptance</h2>", table(("measure", "value"), manifest["acceptance"].items())]
+    parts += ["<h2>Versions</h2>", table(("package", "version"), manifest["versions"].items())]
+    return page_from_parts(title, parts)
 
 
 def dotted_keys(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -81,17 +80,17 @@ def text_from_bytes(size: float) -> str:
 
 
 def _graph(name: str, graph: Mapping[str, Any]) -> str:
-    parts = [f"<h2>Graph <code>{_text(name)}</code></h2>"]
+    parts = [f"<h2>Graph <code>{text_of(name)}</code></h2>"]
     if dims := graph.get("dims"):
-        parts.append(f"<p>{_text(_list(dims))}</p>")
+        parts.append(f"<p>{text_of(_list(dims))}</p>")
     if histogram := graph.get("op_histogram"):
         ops = sorted({**histogram["before"], **histogram["after"]})
         rows = [(op, histogram["before"].get(op, 0), histogram["after"].get(op, 0)) for op in ops]
         total = ("all", sum(histogram["before"].values()), sum(histogram["after"].values()))
-        parts.append(_table(("operator", "before the passes", "after"), [*rows, total]))
+        parts.append(table(("operator", "before the passes", "after"), [*rows, total]))
     if passes := graph.get("passes"):
         columns = ("name", "num_rewrites", "num_nodes_before", "num_nodes_after", "time_ms")
-        parts.append(_table(columns, [[_number(p[c]) for c in columns] for p in passes]))
+        parts.append(table(columns, [[_number(p[c]) for c in columns] for p in passes]))
     if record := graph.get("tensorrt"):
         parts.append(_plan(record))
     tuning = graph.get("tuning") or {}
@@ -99,23 +98,23 @@ def _graph(name: str, graph: Mapping[str, Any]) -> str:
     if tried:
         nodes = sorted(tried[0]["step_ms"], key=int)
         head = ("threads", *(f"{n} nodes, ms" for n in nodes))
-        parts.append(_table(head, [[t["threads"], *(t["step_ms"][n] for n in nodes)] for t in tried]))
+        parts.append(table(head, [[t["threads"], *(t["step_ms"][n] for n in nodes)] for t in tried]))
         parts.append(
-            f"<p>Chosen: {_text(tuning['threads'])} threads on {_text(tuning.get('cpu', 'this machine'))}.</p>"
+            f"<p>Chosen: {text_of(tuning['threads'])} threads on {text_of(tuning.get('cpu', 'this machine'))}.</p>"
         )
     if measured := graph.get("forms_measured"):
         rows = [(form, *times.values()) for form, times in measured.items()]
         head = ("kernel form", *(f"{n} nodes, ms" for n in next(iter(measured.values()))))
         why = ", the fastest of those near float32, or the nearest" if graph.get("form_distances") else ""
-        parts += [_table(head, rows), f"<p>Chosen: {_text(graph['form'])}{why}.</p>"]
+        parts += [table(head, rows), f"<p>Chosen: {text_of(graph['form'])}{why}.</p>"]
     if distances := graph.get("form_distances"):
         rows = [(form, f"{row['kl']:.2e}", f"{row['top1']:.1%}") for form, row in distances.items()]
-        parts.append(_table(("kernel form", "KL from float32, nats", "same top token"), rows))
+        parts.append(table(("kernel form", "KL from float32, nats", "same top token"), rows))
     if calibration := graph.get("calibration"):
         told = f"{calibration['num_linears']} linears over {calibration['num_tokens']} tokens"
-        parts.append(f"<p>int4 weights were chosen to keep the outputs of {told}, {_text(calibration['texts'])}.</p>")
+        parts.append(f"<p>int4 weights were chosen to keep the outputs of {told}, {text_of(calibration['texts'])}.</p>")
     if checks := graph.get("checks"):
-        parts.append(f"<p>Checks: {_text(_list(checks))}</p>")
+        parts.append(f"<p>Checks: {text_of(_list(checks))}</p>")
     return "".join(parts)
 
 
@@ -126,7 +125,7 @@ def _plan(record: Mapping[str, Any]) -> str:
         sizes = ", ".join(f"{dim} {'/'.join(map(str, size))}" for dim, size in profile["sizes"].items())
         rows.append((f"profile {profile['name']}", sizes))
     stages = [(s["name"], s["seconds"], text_from_bytes(s["peak_rss_bytes"])) for s in record["build"]["stages"]]
-    return _table(("plan", ""), rows) + _table(("builder", "seconds", "peak memory"), stages)
+    return table(("plan", ""), rows) + table(("builder", "seconds", "peak memory"), stages)
 
 
 def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
@@ -137,7 +136,7 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
         bar = f"<span class='bar{' cached' * stage['cached']}' style='width:{width:.2f}rem'></span>"
         memory = "from the cache" if stage["cached"] else text_from_bytes(stage["peak_rss_bytes"])
         memory = stage.get("skipped") or stage.get("note") or memory
-        cells = (_text(stage["name"]), f"{stage['seconds']:.2f} s", _text(memory), bar)
+        cells = (text_of(stage["name"]), f"{stage['seconds']:.2f} s", text_of(memory), bar)
         rows.append("<tr>" + "".join(f"<td{' class=n' * (i == 1)}>{c}</td>" for i, c in enumerate(cells)) + "</tr>")
     return f"<table><tr><th>stage<th class=n>time<th>peak memory<th></tr>{''.join(rows)}</table>"
 
@@ -145,15 +144,15 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
 def _files(files: Mapping[str, Any]) -> str:
     rows = [(name, text_from_bytes(f["size_bytes"]), f["sha256"][:16]) for name, f in files.items()]
     total = text_from_bytes(sum(f["size_bytes"] for f in files.values()))
-    return _table(("file", "size", "sha256"), [*rows, ("all", total, "")])
+    return table(("file", "size", "sha256"), [*rows, ("all", total, "")])
 
 
-def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """Returns a table with columns of numbers and their titles aligned right."""
-    cells = [[_text(cell) for cell in row] for row in rows]
+    cells = [[text_of(cell) for cell in row] for row in rows]
     columns = ([row[i] for row in cells if i < len(row) and row[i]] for i in range(len(head)))
     marks = [" class=n" * (bool(column) and all(map(_NUMBER.fullmatch, column))) for column in columns]
-    titles = "".join(f"<th{mark}>{_text(title)}</th>" for mark, title in zip(marks, head, strict=True))
+    titles = "".join(f"<th{mark}>{text_of(title)}</th>" for mark, title in zip(marks, head, strict=True))
     body = "".join(
         "<tr>" + "".join(f"<td{mark}>{cell}</td>" for mark, cell in zip(marks, row, strict=False)) + "</tr>"
         for row in cells
@@ -173,5 +172,17 @@ def _number(value: object) -> object:
     return round(value, 2) if isinstance(value, float) else value
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """Returns a value as text of a page: strings as they are, others as JSON, escaped."""
     return html.escape(_plain(value))
+
+
+def page_from_parts(title: str, parts: Iterable[str]) -> str:
+    """Returns a page without scripts and without links to elsewhere.
+
+    Args:
+        title: a text.
+        parts: of its body, as HTML.
+    """
+    head = f"<meta charset=utf-8><title>{text_of(title)}</title><style>{STYLE}</style>"
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from speccompile.cli.output import errors_as_json, live_stages, print_json, print_warning, quiet_libraries
+from speccompile.cli.verify import leave_unless_passed, print_certificate, run_verify
 
 if TYPE_CHECKING:
     from speccompile.backends.base import Backend
@@ -49,6 +50,7 @@ def build_command(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its predicted sizes only.")] = False,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Redo every stage and keep none.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Verify the bundle then, as `speccompile verify`.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Build a bundle from a recipe.
@@ -75,10 +77,15 @@ def build_command(
                 _print_plan(plan, prediction)
             return
         bundle = _build(plan, output or Path("bundles") / recipe.stem, no_cache)
+        certificate = run_verify(bundle.path) if verify else None
     if as_json:
-        print_json(_json_from_bundle(bundle))
+        print_json({**_json_from_bundle(bundle), **({"certificate": certificate} if certificate else {})})
     else:
         _print_bundle(bundle)
+        if certificate:
+            print_certificate(bundle.path, certificate)
+    if certificate:
+        leave_unless_passed(certificate)
 
 
 def _warn_without_device(plan: BuildPlan) -> None:

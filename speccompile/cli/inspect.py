@@ -48,6 +48,7 @@ def inspect_command(
 
 def _facts_from_bundle(path: Path) -> tuple[dict[str, Any], BundleError | None]:
     from speccompile.runtime.bundle import MANIFEST, is_hidden, list_foreign_files, read_bundle, read_json
+    from speccompile.runtime.certificates import certificate_facts
     from speccompile.runtime.manifest_checks import check_types
 
     fault = None
@@ -78,6 +79,7 @@ def _facts_from_bundle(path: Path) -> tuple[dict[str, Any], BundleError | None]:
         "eos_token_ids": manifest.get("eos_token_ids"),
         "versions": manifest.get("versions"),
         "stages": manifest.get("stages"),
+        "certificate": certificate_facts(path, manifest, is_intact=fault is None),
     }
     return facts, fault
 
@@ -153,6 +155,7 @@ def _facts_from_value(value: Any) -> dict[str, Any]:
 
 def _print_facts(facts: dict[str, Any]) -> None:
     from speccompile.bundling.report import text_from_bytes
+    from speccompile.runtime.certificates import text_from_facts
 
     console = Console(soft_wrap=True, highlight=False, markup=False)
     size = text_from_bytes(facts["size_bytes"])
@@ -166,6 +169,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
             console.print(Text.assemble(("not listed ", "bold red"), name))
         built = f"; method {method}; backend {backend}; built {facts['created_at']}"
         console.print(Text.assemble("digests ", state, built))
+        console.print(f"certificate {text_from_facts(facts['certificate'])}")
     for name, graph in facts["graphs"].items():
         size = f"  {text_from_bytes(graph['size_bytes'])}" if "size_bytes" in graph else ""
         console.print(Text.assemble("\n", (str(name), "bold"), size))

@@ -9,7 +9,20 @@ from collections.abc import Sequence
 import typer
 
 import speccompile
-from speccompile.cli import bench, build, cache, convert, doctor, generate, inspect, schema, serve, train, triton
+from speccompile.cli import (
+    bench,
+    build,
+    cache,
+    convert,
+    doctor,
+    generate,
+    inspect,
+    schema,
+    serve,
+    train,
+    triton,
+    verify,
+)
 from speccompile.cli.endings import is_stdout_broken, print_ending, sigterm_unwinds, stdout_error
 from speccompile.cli.help_pages import TidyCommand, TidyGroup
 from speccompile.cli.output import print_error, show_warnings
@@ -17,7 +30,8 @@ from speccompile.errors import SpecCompileError
 
 _EPILOG = (
     "Exit codes: 0 done, 1 no room on stdout or a fault of speccompile itself, 2 wrong usage or recipe, 3 checkpoint, "
-    "4 export, 5 pass, 6 build, 7 bundle, 8 decoding, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM)."
+    "4 export, 5 pass, 6 build, 7 bundle, 8 decoding, 9 certificate, 130 interrupted (Ctrl-C), 143 terminated "
+    "(SIGTERM)."
 )
 
 app = typer.Typer(
@@ -47,7 +61,7 @@ def _options(
     show_warnings()
 
 
-for _command in (build, generate, serve, triton, bench, train, inspect, doctor, convert, cache, schema):
+for _command in (build, verify, generate, serve, triton, bench, train, inspect, doctor, convert, cache, schema):
     _command.register(app)
 for _info in app.registered_commands:
     _info.cls = TidyCommand

@@ -116,6 +116,13 @@ class Engine(Protocol):
         """Zeroes all rows of a slot's own caches: they may hold NaN, which masks do not hide (0 x NaN is NaN)."""
         ...
 
+    def read_caches(self, slot: int, rows: int) -> Mapping[str, NDArray[Any]] | None:
+        """Returns the first `rows` rows of a slot of its own caches, [kv_heads, rows, head_dim] by name; for checks.
+
+        The arrays are valid until the next `run`. None: its caches are not shown.
+        """
+        ...
+
     def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
         """Runs KVRollback in place: row lengths[b] + i of slot b becomes row lengths[b] + path[b, i].
 

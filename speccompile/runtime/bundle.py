@@ -21,6 +21,9 @@ from speccompile.runtime.rules import record_from_json
 
 SCHEMA_VERSION = 3
 MANIFEST = "manifest.json"
+# Made after the bundle, by `speccompile verify`; the manifest does not list them.
+CERTIFICATE, CERTIFICATE_PAGE = "certificate.json", "certificate.html"
+CERTIFICATE_FILES = frozenset((CERTIFICATE, CERTIFICATE_PAGE))
 TARGET, VISION = "target", "vision"
 _REBUILD = "Build the bundle again, or copy it again from where it was built."
 _CHUNK_BYTES = 1 << 22
@@ -163,9 +166,9 @@ def list_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 
     Returns:
         Sorted paths below `folder`: files, and links to folders, which are not followed. Empty folders hold nothing
-        and are not named.
+        and are not named, nor is the certificate.
     """
-    listed, found = {MANIFEST, *manifest["files"]}, []
+    listed, found = {MANIFEST, *CERTIFICATE_FILES, *manifest["files"]}, []
     for root, folders, files in os.walk(folder):
         here = Path(root)
         links = [name for name in folders if (here / name).is_symlink()]

@@ -69,6 +69,10 @@ class TimedEngine:
         """Zeroes a slot."""
         self.engine.clear_slot(slot)
 
+    def read_caches(self, slot: int, rows: int) -> Mapping[str, NDArray[Any]] | None:
+        """See `speccompile.core.protocols.Engine.read_caches`."""
+        return self.engine.read_caches(slot, rows)
+
     def compact(self, lengths: NDArray[Any], path: NDArray[Any]) -> None:
         """Compacts trees, timed."""
         start = perf_counter()

@@ -54,7 +54,7 @@ def measure_chains(
     tried, kept, steps, tokens = [0] * num_drafts, [0] * num_drafts, 0, 0
     for done, prompt in enumerate(rows):
         progress(f"measure: prompts {done}/{len(rows)}")
-        for accepted in _decode(target, trainable, needs, prompt, num_drafts):
+        for _, accepted in decode_chains(target, trainable, needs, prompt, num_drafts):
             steps, tokens = steps + 1, tokens + accepted + 1
             for position in range(num_drafts):
                 tried[position] += position <= accepted
@@ -69,22 +69,44 @@ def measure_chains(
 
 
 @torch.no_grad()
-def _decode(target: Target, trainable: Any, needs: TargetNeeds, prompt: list[int], num_drafts: int) -> list[int]:
-    """Returns the accepted drafts of each step. The target reads the whole text again in each: a check, no engine."""
+def decode_chains(
+    target: Target,
+    trainable: Any,
+    needs: TargetNeeds,
+    prompt: list[int],
+    num_drafts: int,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    is_bounded: bool = False,
+) -> list[tuple[int, int]]:
+    """Returns how many tokens each step drafted and accepted, greedily.
+
+    The first token is the target's alone, and the root of the first chain. The target reads the whole text again in
+    each step: a check, no engine.
+
+    Args:
+        target: the target.
+        trainable: the drafter.
+        needs: of the drafter.
+        prompt: token ids.
+        num_drafts: of a chain.
+        max_new_tokens: the text ends in the step that reaches them.
+        is_bounded: chains end one token before the text does, as the engine's do, so that no step goes beyond it.
+    """
     tokens = list(prompt)
     held = target.run(torch.tensor([tokens]), TargetNeeds(True, needs.layers, needs.caches))
     tokens.append(int(held["dist_tokens"][0, -1, 0]))
-    accepted: list[int] = []
-    while len(tokens) - len(prompt) < MAX_NEW_TOKENS:
+    steps: list[tuple[int, int]] = []
+    while (num_left := max_new_tokens + len(prompt) - len(tokens)) > 0:
         batch = _batch(tokens, held)
-        drafts = trainable.draft(batch, num_drafts).tolist()
+        num = min(num_drafts, num_left - 1) if is_bounded else num_drafts
+        drafts = trainable.draft(batch, num).tolist() if num else []
         held = target.run(torch.tensor([tokens + drafts]), TargetNeeds(True, needs.layers, needs.caches))
         greedy = held["dist_tokens"][0, len(tokens) - 1 :, 0].tolist()
         num = next((i for i, draft in enumerate(drafts) if draft != greedy[i]), len(drafts))
-        accepted.append(num)
+        steps.append((len(drafts), num))
         tokens += [*drafts[:num], greedy[num]]
         held = {name: _cut(name, value, len(tokens) - 1) for name, value in held.items()}
-    return accepted
+    return steps
 
 
 def _batch(tokens: list[int], held: dict[str, torch.Tensor]) -> TrainingBatch:

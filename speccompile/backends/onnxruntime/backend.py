@@ -34,7 +34,7 @@ class OnnxRuntimeBackend(Backend):
     graph_file = GRAPH_FILE
     graph_sources: tuple[str, ...] = (
         *("backends/onnxruntime/backend", "backends/onnxruntime/forms", "backends/onnxruntime/calibration"),
-        *("backends/onnxruntime/fidelity", "backends/onnxruntime/tune"),
+        *("backends/distance", "backends/onnxruntime/fidelity", "backends/onnxruntime/tune"),
         *("backends/measuring", "backends/writing"),
     )
     # The target's logits as an output: 0.99 to 1.01 times the time of a step without (the example pair's target in

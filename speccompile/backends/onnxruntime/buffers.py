@@ -54,6 +54,10 @@ class CacheBuffers:
         size = self.max_slots * heads * rows * width
         return self._flat[index][:size].reshape(self.max_slots, heads, rows, width)
 
+    def slot_rows(self, slot: int, rows: int) -> dict[str, np.ndarray]:
+        """Returns the first rows of a slot, [kv_heads, rows, head_dim] by name; they share memory."""
+        return {name: self.view(index)[slot, :, :rows] for index, name in enumerate(self.names)}
+
     def view(self, index: int) -> np.ndarray:
         """Returns cache `index` as [max_slots, kv_heads, rows, head_dim] float32; shares memory."""
         return self._view(index, self.rows)

@@ -138,8 +138,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         self.bound = [BoundCache(name, self.caches, index) for index, name in enumerate(spec.own_caches)]
         self.bound += bind_borrowed(spec, shared, max_slots, max_rows)
         self._buffers = tuple(dict.fromkeys(cache.buffers for cache in self.bound))
-        written = set(spec.caches)
-        self._written = tuple(dict.fromkeys(cache.buffers for cache in self.bound if cache.name in written))
+        self._written = tuple(dict.fromkeys(cache.buffers for cache in self.bound if cache.name in spec.caches))
         self._bindings: dict[tuple[int, ...], _Binding] = {}
         self._last: _Binding | None = None
         self._logits: np.ndarray = np.zeros(0, np.float32)
@@ -278,6 +277,10 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         if self.states is not None:
             self.states.clear(slot)
 
+    def read_caches(self, slot: int, rows: int) -> Mapping[str, np.ndarray]:
+        """See `speccompile.core.protocols.Engine.read_caches`."""
+        return self.caches.slot_rows(slot, rows)
+
     def compact_with(self, rollback: ort.InferenceSession, lengths: np.ndarray, path: np.ndarray) -> None:
         """See `speccompile.backends.base.EngineBase.compact_with`."""
         io = rollback.io_binding()
@@ -294,10 +297,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
 
 
 class StateOrtEngine(OrtEngine):
-    """An engine whose graph has recurrent states: it says how many tokens they hold, and records what a step makes.
-
-    A class of its own, so that steps of other graphs do no more.
-    """
+    """An engine whose graph has recurrent states: a class of its own, so that steps of other graphs do no more."""
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
         """See `speccompile.core.protocols.Engine.run`."""

@@ -11,13 +11,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.backends.distance import Distance, Floats, distance
 from speccompile.backends.onnxruntime.tune import typical_cost
 from speccompile.core import specs
 from speccompile.core.probes import all_sure
@@ -33,21 +34,6 @@ SAME_WEIGHTS = 1.1  # the largest ratio of the KL divergences of two kernels for
 NUM_TEXTS, NUM_TOKENS = 4, 64  # number of texts, drawn from the model itself so that no corpus is needed
 PIECE = 16  # tokens of a run: without our kernels every token copies its experts' weights
 SEED = 0
-
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Distance:
-    """Of a quantised graph from the float32 graph of the same model.
-
-    Args:
-        kl: mean of KL(float32 || quantised) of the next-token distributions at temperature 1, in nats.
-        top1: share of positions with the same most likely token.
-    """
-
-    kl: float
-    top1: float
 
 
 def choose_form(
@@ -109,19 +95,6 @@ def measure_distances(reference: Path, forms: Mapping[str, Path], spec: GraphSpe
         raise BuildError(f"distance of {reference.parent}", got, "a measurement", "See the message.")
     rows = json.loads(done.stdout.splitlines()[-1])
     return {form: Distance(**row) for form, row in rows.items()}
-
-
-def distance(wanted: Floats, got: Floats) -> Distance:
-    """Returns the distance between two tables of logits [positions, vocab]."""
-    target, other = _log_probs(wanted), _log_probs(got)
-    kl = float((np.exp(target) * (target - other)).sum(axis=-1).mean())
-    return Distance(max(kl, 0.0), float((target.argmax(axis=-1) == other.argmax(axis=-1)).mean()))
-
-
-def _log_probs(logits: Floats) -> Floats:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return result
 
 
 def _logits(path: Path, spec: GraphSpec, texts: NDArray[np.int64], prepack: bool) -> Floats:

@@ -83,6 +83,10 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
             self.states.end(step)
         return {n: results[n] for n in self.plain_outputs}
 
+    def read_caches(self, slot: int, rows: int) -> Mapping[str, np.ndarray]:
+        """See `speccompile.core.protocols.Engine.read_caches`."""
+        return {name: cache[slot, :, :rows] for name, cache in self.caches.items()}
+
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""
         if self.states is not None:

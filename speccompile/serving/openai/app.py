@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 import speccompile
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.certificates import facts_of_bundle
 from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
@@ -86,6 +87,7 @@ class OpenAIServer:
         self.model_name = options.model_name or (bundle.path.resolve().name if bundle else "speccompile")
         # Two answers with the same fingerprint and seed are the same text.
         self.fingerprint = f"sc-{bundle.manifest['digest'][:12]}" if bundle else None
+        self.certificate = facts_of_bundle(bundle) if bundle else None
         self.created = int(time.time())
 
     def check_model(self, name: str | None) -> None:
@@ -196,6 +198,7 @@ def _model(server: OpenAIServer) -> dict[str, Any]:
         "created": server.created,
         "owned_by": "speccompile",
         "max_model_len": server.service.engine.context.max_seq_len,
+        "certificate": server.certificate,
     }
 
 

@@ -103,6 +103,8 @@ def make_model(config: DraftModelTraining, parts: TargetParts, start: Path | Non
 class DraftModelTrainer:
     """See `speccompile.training_contract.Trainer`."""
 
+    reads_sizes = True
+
     def needs(self, config: DraftModelTraining, target: Mapping[str, Any]) -> TargetNeeds:
         """Returns no needs besides the distributions."""
         return TargetNeeds()

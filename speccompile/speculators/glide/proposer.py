@@ -51,6 +51,10 @@ class TargetReader:
         """See `speccompile.core.protocols.Engine.shrink`."""
         self.engine.shrink(rows)
 
+    def read_caches(self, slot: int, rows: int) -> Mapping[str, NDArray[Any]] | None:
+        """See `speccompile.core.protocols.Engine.read_caches`."""
+        return self.engine.read_caches(slot, rows)
+
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """The target moves its own caches."""
         self.engine.move_slot(source, dest, rows)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acceptance by position of greedy chains, beside a plain loop over the method's network and the target in torch.
+
+Drafts decide speed alone, so a drafter that is wired wrongly (another layer's features, another position, another
+table of tokens) gives no wrong text: only its acceptance falls. The loop shares no graph, cache or engine with the
+bundle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from speccompile.certificate.checkpoint import Reference, is_exact
+from speccompile.certificate.decoding import Prompts, decode_with
+from speccompile.certificate.results import Check, check_of, not_run
+from speccompile.core import registry
+from speccompile.core.sampling_params import SamplingParams
+from speccompile.errors import SpecCompileError
+from speccompile.runtime.bundle import Bundle
+from speccompile.runtime.engine import load
+
+ACCEPTANCE, RECORD = "acceptance", "training.json"
+NUM_DRAFTS = 4
+MAX_DIFFERENCE = 0.02  # of the share accepted at a position, and of the mean acceptance length, as a share of it
+MAX_DIFFERENCE_QUANTIZED = 0.15  # the texts differ there, so both are samples
+
+Outcomes = Mapping[tuple[int, int], int]  # by (drafted, accepted): steps
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Of chains.
+
+    Args:
+        num_steps: target steps.
+        tried: by position: chains that had a draft there whose parent was accepted.
+        kept: of these, accepted.
+    """
+
+    num_steps: int
+    tried: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    @classmethod
+    def of(cls, outcomes: Outcomes, num_drafts: int) -> Acceptance:
+        """Returns the acceptance of steps."""
+        tried = [sum(n for (d, a), n in outcomes.items() if d > i and a >= i) for i in range(num_drafts)]
+        kept = [sum(n for (_, a), n in outcomes.items() if a > i) for i in range(num_drafts)]
+        return cls(sum(outcomes.values()), tuple(tried), tuple(kept))
+
+    @property
+    def length(self) -> float:
+        """Mean acceptance length: 1 + accepted / steps."""
+        return 1 + sum(self.kept) / max(1, self.num_steps)
+
+    @property
+    def shares(self) -> list[float]:
+        """Accepted / tried by position."""
+        return [kept / tried if tried else 0.0 for kept, tried in zip(self.kept, self.tried, strict=True)]
+
+    def facts(self) -> dict[str, Any]:
+        """Returns a JSON-ready dict."""
+        return {**asdict(self), "shares": [round(s, 4) for s in self.shares], "length": round(self.length, 4)}
+
+
+def is_near(engine: Acceptance, reference: Acceptance, bound: float) -> bool:
+    """Returns whether lengths differ by at most `bound` of the reference's, and shares by at most `bound`.
+
+    One chain more or less never decides: a share may differ by one of the chains tried there.
+    """
+    if abs(engine.length - reference.length) > bound * reference.length:
+        return False
+    pairs = zip(engine.shares, reference.shares, engine.tried, reference.tried, strict=True)
+    return all(abs(a - b) <= max(bound, 1.5 / max(1, min(n, m))) for a, b, n, m in pairs)
+
+
+def outcomes_of(steps: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """Returns how often each (drafted, accepted) came."""
+    outcomes: dict[tuple[int, int], int] = {}
+    for step in steps:
+        outcomes[step] = outcomes.get(step, 0) + 1
+    return outcomes
+
+
+def check_acceptance(
+    bundle: Bundle, prompts: Prompts, plain: Sequence[Sequence[int]], reference: Reference | None, why: str
+) -> Check:
+    """Compares acceptance by position of the bundle with that of the loop in torch.
+
+    Args:
+        bundle: is loaded once more, with greedy chains of a fixed length.
+        prompts: token ids.
+        plain: their greedy texts.
+        reference: the target in transformers; None: it cannot be run.
+        why: it cannot.
+    """
+    if reference is None:
+        return not_run(ACCEPTANCE, why)
+    drafter, why = open_drafter(bundle, reference)
+    if drafter is None:
+        return not_run(ACCEPTANCE, why)
+    trainable, needs = drafter
+    num = min(NUM_DRAFTS, int(trainable.num_positions))
+    name, section = bundle.recipe.method, _chain_section(bundle.recipe.method, num)
+    try:
+        engine = load(bundle.path, method=section, verify=False)
+    except SpecCompileError as fault:
+        return not_run(ACCEPTANCE, f"the bundle cannot draft greedy chains: {fault}")
+    engine.controller = None
+    num_tokens = min(len(text) for text in plain)
+    # The loop's first token is the target's alone: it is given to the engine.
+    begun = [[*prompt, text[0]] for prompt, text in zip(prompts, plain, strict=True)]
+    params = SamplingParams(max_new_tokens=max(1, num_tokens - 1), ignore_eos=True)
+    batch_size = min(engine.context.max_slots, len(begun))
+    ours = Acceptance.of(decode_with(engine, engine.proposer, begun, params, batch_size=batch_size).outcomes, num)
+    theirs = Acceptance.of(outcomes_of(_loop(reference, trainable, needs, prompts, num, num_tokens)), num)
+    exact = is_exact(bundle.manifest)
+    bound = MAX_DIFFERENCE if exact else MAX_DIFFERENCE_QUANTIZED
+    facts = {"method": name, "num_drafts": num, "bound": bound, "engine": ours.facts(), "reference": theirs.facts()}
+    shares = ", ".join(f"{a:.3f}/{b:.3f}" for a, b in zip(ours.shares, theirs.shares, strict=True))
+    summary = (
+        f"greedy chains of {num}: {ours.length:.3f} tokens a step, {theirs.length:.3f} in a plain loop in torch; "
+        f"accepted by position {shares}"
+    )
+    return check_of(ACCEPTANCE, is_near(ours, theirs, bound), summary, facts)
+
+
+def _loop(
+    reference: Reference, trainable: Any, needs: Any, prompts: Prompts, num: int, num_tokens: int
+) -> list[tuple[int, int]]:
+    """Returns (drafted, accepted) of all steps of the loop in torch."""
+    from speccompile.training.reference import decode_chains
+
+    steps: list[tuple[int, int]] = []
+    for prompt in prompts:
+        steps += decode_chains(reference.target, trainable, needs, list(prompt), num, num_tokens, is_bounded=True)
+    return steps
+
+
+def _chain_section(method: str, num_drafts: int) -> dict[str, Any]:
+    """Returns the speculator section of greedy chains of a fixed length, of the fields that the method has."""
+    known = {field.name for field in fields(registry.method(method).Config)}
+    wanted = {"tree": "chain", "num_draft_tokens": num_drafts, "drafts": "greedy"}
+    return {"method": method, **{key: value for key, value in wanted.items() if key in known}}
+
+
+def open_drafter(bundle: Bundle, reference: Reference) -> tuple[tuple[Any, Any] | None, str]:
+    """Returns the method's network in torch with the weights of its checkpoint, and what it needs of the target.
+
+    Its sizes are those of its training: from `training.json` beside it, or from the checkpoint alone where the
+    trainer reads them there.
+
+    Args:
+        bundle: whose recipe names method and speculator.
+        reference: the target.
+
+    Returns:
+        (network, needs) or None, and the reason.
+    """
+    name, section = bundle.recipe.method, bundle.recipe.speculator
+    method = registry.method(name)
+    if not method.trainer or method.TrainingConfig is None:
+        return None, f"method {name} has no network in torch to compare with"
+    model = section.get("model") or reference.target.folder
+    folder = Path(str(model))
+    if not folder.is_dir():
+        return None, f"the speculator {model} is not at hand"
+    import torch
+
+    trainer: Any = registry.trainer(name)
+    heads = _heads_of(folder, name)
+    if heads is None and not getattr(trainer, "reads_sizes", False):
+        return None, f"{folder} has no {RECORD} with the sizes of its training"
+    try:
+        config = method.TrainingConfig(**_with_tuples(heads or {}))
+        parts = reference.target.parts(torch.zeros(reference.target.dims.vocab_size, dtype=torch.int64))
+        trainable = trainer.make(config, parts, folder).eval()
+        return (trainable, trainer.needs(config, reference.target.config)), ""
+    except (SpecCompileError, TypeError, ValueError, KeyError) as fault:
+        return None, f"the network of {folder} cannot be made in torch: {fault}"
+
+
+def _heads_of(folder: Path, method: str) -> dict[str, Any] | None:
+    """Returns the sizes that a training recorded; None where there is no record of this method."""
+    try:
+        plan = json.loads((folder / RECORD).read_text(encoding="utf-8"))["plan"]
+        return dict(plan["heads"]) if plan["method"] == method else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

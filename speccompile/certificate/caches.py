@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's caches after many rolled-back drafts against those of a fresh prefill of the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.certificate.decoding import Prompts, gives_logits, make_slots, root_logits
+from speccompile.certificate.faults import may_draft_trees
+from speccompile.certificate.planted_drafts import FullChains, FullTrees
+from speccompile.certificate.results import Check, check_of, not_run
+from speccompile.core.sampling_params import SamplingParams
+from speccompile.runtime.loop import admit, run_step
+from speccompile.runtime.slots import Slots
+from speccompile.runtime.spec_engine import SpecEngine
+
+CACHES = "caches"
+# Largest difference of a row, in standard deviations of its cache, by the dtype of activations: rounding in another
+# order of sums stays far below, the row of another token is about 1.
+MAX_DEVIATIONS = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
+# The same for the logits after the last token.
+MAX_LOGIT_DEVIATIONS = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
+
+
+def check_caches(
+    engine: SpecEngine, prompts: Prompts, plain: list[list[int]], dtype: str = "float32", seed: int = 0
+) -> Check:
+    """Decodes with full trees or chains of right and wrong drafts, and reads the same tokens anew.
+
+    Compared are all rows of the target's caches, where its engine shows them, and the logits after the last token,
+    where they are an output.
+
+    Args:
+        engine: of the bundle.
+        prompts: token ids; as many as there are slots are used.
+        plain: their greedy texts.
+        dtype: of the target's activations, which bounds the differences.
+        seed: of the drafts.
+    """
+    num = min(engine.context.max_slots, len(prompts))
+    vocab, nodes = engine.verifier.engine.spec.vocab_size, max(1, engine.context.max_draft_nodes)
+    known = {tuple(prompt): text for prompt, text in zip(prompts, plain, strict=True)}
+    kind = FullTrees if may_draft_trees(engine) else FullChains
+    length = min(len(text) for text in plain[:num])
+    params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+    waiting = make_slots(engine, prompts[:num], [params] * num, "auto")
+    slots = Slots(list(waiting), num)
+    verifier, proposer = engine.verifier, kind(known, nodes, vocab, nodes, seed)
+    engine.reset(1)
+    admit(verifier, proposer, slots)
+    num_steps = num_accepted = 0
+    while min(length - (len(slot.tokens) - slot.num_prompt) for slot in waiting) > 1:
+        steps = run_step(verifier, proposer, slots, engine.engines).steps
+        num_steps, num_accepted = num_steps + 1, num_accepted + sum(step.num_accepted for step in steps)
+    texts = [list(slot.tokens) for slot in waiting]
+    held = _contents(engine, texts)
+    engine.reset(1)
+    for slot, tokens in enumerate(texts):
+        for _ in verifier.prefill(slot, tokens):
+            pass
+    fresh = _contents(engine, texts)
+    if held[0] is None and held[1] is None:
+        return not_run(CACHES, "the engine shows neither its caches nor its logits")
+    rows, logits = _deviation(held[0], fresh[0]), _deviation(held[1], fresh[1])
+    is_right = rows <= MAX_DEVIATIONS.get(dtype, 0.01) and logits <= MAX_LOGIT_DEVIATIONS.get(dtype, 0.01)
+    facts = {
+        "num_sequences": num,
+        "num_steps": num_steps,
+        "num_accepted": num_accepted,
+        "num_rows": sum(len(tokens) - 1 for tokens in texts),
+        "num_caches": len(held[0] or ()) // num,
+        "row_deviation": rows,
+        "logit_deviation": logits,
+    }
+    told = f"rows differ by at most {rows:.1e}" if held[0] is not None else "rows are not shown by the engine"
+    told += f", the next logits by {logits:.1e}" if held[1] is not None else ""
+    drafts = "trees" if kind is FullTrees else "chains"
+    summary = (
+        f"{facts['num_rows']} rows after {num_steps} steps of {num} sequences with {drafts}, {num_accepted} drafts "
+        f"kept, against a fresh prefill: {told} (in standard deviations)"
+    )
+    return check_of(CACHES, is_right, summary, facts)
+
+
+def _contents(engine: SpecEngine, texts: list[list[int]]) -> tuple[Any, Any]:
+    """Returns {name and slot: rows} and {slot: next logits}; None for what is not shown."""
+    target = engine.verifier.engine
+    rows: dict[str, NDArray[Any]] | None = {}
+    for slot, tokens in enumerate(texts):
+        found: Mapping[str, NDArray[Any]] | None = target.read_caches(slot, len(tokens) - 1)
+        if found is None or rows is None:
+            rows = None
+            break
+        rows |= {f"{name}, slot {slot}": np.array(values) for name, values in found.items()}
+    logits = None
+    if gives_logits(engine):  # last, as these steps write rows
+        logits = {str(slot): root_logits(engine, slot, tokens[-1]) for slot, tokens in enumerate(texts)}
+    return rows, logits
+
+
+def _deviation(held: Mapping[str, NDArray[Any]] | None, fresh: Mapping[str, NDArray[Any]] | None) -> float:
+    """Returns the largest difference in standard deviations of its array; 0 where nothing is shown."""
+    worst = 0.0
+    for name, values in (held or {}).items():
+        assert fresh is not None
+        other = np.asarray(fresh[name], np.float64)
+        difference = np.abs(np.asarray(values, np.float64) - other)
+        if not difference.size:
+            continue
+        largest = float(difference.max())
+        if not np.isfinite(largest):
+            return float("inf")
+        worst = max(worst, largest / max(float(other.std()), 1e-30) if largest else 0.0)
+    return worst

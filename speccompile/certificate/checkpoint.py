@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's checkpoint in transformers, float32: what the bundle's engine is compared with."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.errors import SpecCompileError
+from speccompile.runtime.bundle import Bundle
+
+if TYPE_CHECKING:
+    from speccompile.training.target import Target
+
+PACKAGES = ("torch", "transformers")
+
+
+def find_checkpoint(bundle: Bundle, folder: Path | None = None) -> tuple[Path | None, str]:
+    """Returns the folder of the target's checkpoint, or None and the reason.
+
+    Args:
+        bundle: whose manifest names it.
+        folder: where it is now; None: where it was when the bundle was built.
+    """
+    target = bundle.recipe.target
+    if target.weights != "checkpoint":
+        return None, f"the target's weights are {target.weights}: there is no checkpoint of them"
+    if bundle.manifest["recipe"]["target"].get("num_layers") is not None:
+        return None, "the target has fewer layers than its checkpoint (target.num_layers)"
+    place = folder or (Path(target.model) if target.model else None)
+    if place is None or not (place / "config.json").is_file():
+        return None, f"the checkpoint {target.model} is not at hand; name its folder with --checkpoint"
+    return place, ""
+
+
+class Reference:
+    """The target in transformers.
+
+    Args:
+        target: in float32.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that its logits are of."""
+        return int(self.target.dims.vocab_size)
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Returns the tokens of greatest logits, one by one with transformers' cache."""
+        import torch
+
+        ids, past, text = torch.tensor([list(prompt)]), None, []
+        with torch.inference_mode():
+            for _ in range(num_tokens):
+                out = self.target.model(input_ids=ids, past_key_values=past, use_cache=True)
+                text.append(int(out.logits[0, -1].argmax()))
+                ids, past = torch.tensor([[text[-1]]]), out.past_key_values
+        return text
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Returns the logits after each token, [tokens, vocab] float32."""
+        import torch
+
+        with torch.inference_mode():
+            out = self.target.model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+        logits: NDArray[np.float32] = out.logits[0].float().numpy()
+        return logits
+
+    def last_logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Returns the logits after the last token, [vocab] float32."""
+        row: NDArray[np.float32] = self.logits(tokens)[-1]
+        return row
+
+
+def open_reference(folder: Path) -> tuple[Reference | None, str]:
+    """Returns the target of a checkpoint, or None and the reason why it cannot be run here."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        return None, f"{' and '.join(missing)} not installed: pip install 'speccompile[build]'"
+    import torch
+
+    from speccompile.training.target import Target
+
+    try:
+        return Reference(Target(folder, torch.float32)), ""
+    except (SpecCompileError, ImportError, MemoryError) as fault:
+        return None, f"transformers cannot run {folder}: {fault}"
+
+
+def is_exact(manifest: dict[str, Any]) -> bool:
+    """Returns whether the target's graph computes in float32 with the checkpoint's own weights."""
+    return dtype_of(manifest) == "float32" and manifest["graphs"]["target"].get("quantization", "none") == "none"
+
+
+def dtype_of(manifest: dict[str, Any]) -> str:
+    """Returns the dtype of the target's activations."""
+    return str(manifest["recipe"]["target"].get("dtype") or "float32")

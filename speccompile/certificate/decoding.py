@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decodes prompts for checks: with the drafts of any proposer, forced in every step, without a clock's decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.probes import all_sure
+from speccompile.core.protocols import Proposer
+from speccompile.core.sampling_params import SamplingParams
+from speccompile.core.specs import LENGTHS, LOGITS, TOKENS
+from speccompile.runtime.loop import decode
+from speccompile.runtime.requests import Speculation
+from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.speculators.none.proposer import NoneProposer
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Texts of prompts, in their order, and what their drafts did.
+
+    Args:
+        texts: new tokens of each prompt.
+        errors: of prompts that ended with one.
+        num_steps: of all sequences together.
+        num_drafts: draft tokens that were scored.
+        num_accepted: of these.
+        outcomes: {(depth of the drafts, accepted): steps}.
+    """
+
+    texts: list[list[int]]
+    errors: list[str]
+    num_steps: int
+    num_drafts: int
+    num_accepted: int
+    outcomes: dict[tuple[int, int], int]
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / steps."""
+        return 1 + self.num_accepted / self.num_steps if self.num_steps else 1.0
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the counts, JSON-ready."""
+        return {
+            "num_steps": self.num_steps,
+            "num_draft_tokens": self.num_drafts,
+            "num_accepted": self.num_accepted,
+            "mean_acceptance_length": round(self.mean_acceptance_length, 3),
+        }
+
+
+def plain_proposer() -> Proposer:
+    """Returns the proposer of plain decoding."""
+    return NoneProposer()
+
+
+def make_slots(
+    engine: SpecEngine, prompts: Prompts, params: Sequence[SamplingParams], speculation: Speculation = "on"
+) -> list[Slot]:
+    """Returns sequences to decode; with `on` they have drafts in every step, whatever a budget expects to gain."""
+    jobs = enumerate(zip(prompts, params, strict=True))
+    slots = [engine.make_slot(index, list(prompt), asked, False) for index, (prompt, asked) in jobs]
+    for slot in slots:
+        slot.speculation = speculation
+    return slots
+
+
+def decode_with(
+    engine: SpecEngine,
+    proposer: Proposer,
+    prompts: Prompts,
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    batch_size: int = 1,
+    is_invariant: bool = False,
+    speculation: Speculation = "on",
+) -> Decoded:
+    """Decodes prompts to their ends with the drafts of a proposer.
+
+    Args:
+        engine: whose target decodes.
+        proposer: the drafts.
+        prompts: token ids.
+        params: for all prompts, or one for each.
+        batch_size: sequences decoded at once.
+        is_invariant: drafts must not change sampled text, see `Slots`.
+        speculation: see `make_slots`.
+
+    Raises:
+        RuntimeFault: a step failed.
+    """
+    asked = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    waiting = make_slots(engine, prompts, asked, speculation)
+    engine.reset(max((slot.num_prompt for slot in waiting), default=1))
+    for _ in decode(engine.verifier, proposer, Slots(list(waiting), batch_size, is_invariant), engine.engines):
+        pass
+    outcomes: dict[tuple[int, int], int] = {}
+    for slot in waiting:
+        for key, count in slot.stats.outcomes.items():
+            outcomes[key] = outcomes.get(key, 0) + count
+    return Decoded(
+        [slot.tokens[slot.num_prompt :] for slot in waiting],
+        [slot.error for slot in waiting if slot.error is not None],
+        sum(outcomes.values()),
+        sum(slot.stats.num_draft_tokens for slot in waiting),
+        sum(accepted * count for (_, accepted), count in outcomes.items()),
+        outcomes,
+    )
+
+
+def gives_logits(engine: SpecEngine) -> bool:
+    """Returns whether the target's logits are an output."""
+    return any(tensor.name == LOGITS for tensor in engine.verifier.engine.spec.outputs)
+
+
+def next_logits(engine: SpecEngine, tokens: Sequence[int]) -> NDArray[np.float32]:
+    """Returns the target's logits after some tokens, by a prefill and one step of one node: [vocab] float32.
+
+    Args:
+        engine: whose target has logits as an output (`gives_logits`).
+        tokens: at least one.
+    """
+    verifier = engine.verifier
+    engine.reset(len(tokens))
+    for _ in verifier.prefill(0, tokens):
+        pass
+    return root_logits(engine, 0, tokens[-1])
+
+
+def root_logits(engine: SpecEngine, slot: int, token: int) -> NDArray[np.float32]:
+    """Returns the logits of a step of one node, [vocab] float32; the slot must not go on from there.
+
+    Args:
+        engine: as of `next_logits`.
+        slot: its caches hold the tokens before.
+        token: of the node.
+    """
+    verifier = engine.verifier
+    feeds = {TOKENS: np.array([[token]], np.int64), LENGTHS: verifier.lengths[slot : slot + 1]}
+    feeds |= all_sure(verifier.engine.spec, 1, 1)
+    outputs = verifier.engine.run(feeds, first_slot=slot)
+    return np.array(np.asarray(outputs[LOGITS])[0, -1], dtype=np.float32)

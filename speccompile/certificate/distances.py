@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distance of the target's logits from transformers' in float32, on the prompts and their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.backends.distance import Distance, distance
+from speccompile.certificate.checkpoint import Reference, dtype_of, is_exact
+from speccompile.certificate.decoding import gives_logits
+from speccompile.certificate.results import Check, check_of, not_run
+from speccompile.core.probes import all_sure
+from speccompile.core.specs import LENGTHS, LOGITS, TOKENS
+from speccompile.runtime.bundle import TARGET
+from speccompile.runtime.spec_engine import SpecEngine
+
+DISTANCE = "distance"
+MAX_KL_EXACT = 1e-6  # nats; only the order of sums differs
+MAX_KL = 0.5  # of any form: beyond it is another model
+CHUNK = 16  # tokens of a step
+
+
+def logits_of(engine: SpecEngine, tokens: Sequence[int]) -> NDArray[np.float64]:
+    """Returns the engine's logits after each token, [tokens, vocab] float64.
+
+    Args:
+        engine: whose target has logits as an output.
+        tokens: a text.
+    """
+    target, rows = engine.verifier.engine, []
+    engine.reset(len(tokens))
+    for at in range(0, len(tokens), CHUNK):
+        part = np.array([tokens[at : at + CHUNK]], dtype=np.int64)
+        feeds = {TOKENS: part, LENGTHS: np.array([at], np.int64), **all_sure(target.spec, 1, part.shape[1])}
+        rows.append(np.array(np.asarray(target.run(feeds)[LOGITS])[0], dtype=np.float64))
+    return np.concatenate(rows)
+
+
+def check_distance(
+    engine: SpecEngine,
+    texts: Sequence[Sequence[int]],
+    reference: Reference | None,
+    why: str,
+    manifest: Mapping[str, Any],
+) -> Check:
+    """Measures KL divergence and agreement of the likeliest token; states what the build measured beside it.
+
+    Args:
+        engine: of the bundle.
+        texts: token ids.
+        reference: the target in transformers; None: it cannot be run.
+        why: it cannot.
+        manifest: of the bundle.
+    """
+    graph = manifest["graphs"][TARGET]
+    form, quantization = graph.get("form"), graph.get("quantization", "none")
+    facts: dict[str, Any] = {"form": form, "quantization": quantization, "dtype": dtype_of(dict(manifest))}
+    built = (graph.get("form_distances") or {}).get(form)
+    told = ""
+    if built is not None:
+        facts["measured_by_the_build"] = built
+        told = f"; the build measured KL {built['kl']:.1e}, {built['top1']:.1%} on texts of the model"
+    if reference is None or not gives_logits(engine):
+        return not_run(DISTANCE, (why if reference is None else "the target keeps its logits to itself") + told)
+    vocab = min(engine.verifier.engine.spec.vocab_size, reference.vocab_size)
+    wanted, got = [], []
+    for text in texts:
+        wanted.append(reference.logits(text)[:, :vocab].astype(np.float64))
+        got.append(logits_of(engine, text)[:, :vocab])
+    found: Distance = distance(np.concatenate(wanted), np.concatenate(got))
+    exact = is_exact(dict(manifest))
+    facts |= {"num_tokens": sum(map(len, texts)), "kl": found.kl, "top1": found.top1, "is_exact": exact}
+    is_right = found.kl <= (MAX_KL_EXACT if exact else MAX_KL)
+    kind = "float32" if exact else f"{quantization} weights, {facts['dtype']}"
+    summary = (
+        f"{kind}: KL {found.kl:.1e} nats from transformers' float32, the same likeliest token after {found.top1:.1%} "
+        f"of {facts['num_tokens']} tokens{told}"
+    )
+    return check_of(DISTANCE, is_right, summary, facts)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy text with drafts against the engine's own plain decoding, and that against transformers in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from speccompile.certificate.decoding import Prompts, decode_with, gives_logits, next_logits, plain_proposer
+from speccompile.certificate.results import Check, check_of
+from speccompile.certificate.ties import (
+    MAX_TIE_GAP,
+    MAX_TIE_GAPS,
+    MOST_SHOWN,
+    Divergence,
+    LogitsAfter,
+    find_divergences,
+    text_from_divergences,
+)
+from speccompile.core.sampling_params import SamplingParams
+from speccompile.runtime.spec_engine import SpecEngine
+
+GREEDY, REFERENCE = "greedy", "reference"
+
+
+def plain_texts(engine: SpecEngine, prompts: Prompts, num_tokens: int) -> list[list[int]]:
+    """Returns the greedy texts of the target alone, one sequence at a time."""
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+    return decode_with(engine, plain_proposer(), prompts, params).texts
+
+
+def check_greedy(
+    engine: SpecEngine, prompts: Prompts, plain: Sequence[list[int]], num_tokens: int, dtype: str = "float32"
+) -> Check:
+    """Compares greedy texts with drafts with those of plain decoding, alone and in the largest batch.
+
+    Drafts are forced in every step, and once as the method's budget decides.
+
+    Args:
+        engine: of the bundle.
+        prompts: token ids.
+        plain: `plain_texts` of them.
+        num_tokens: of each text.
+        dtype: of the target's activations, which bounds ties.
+    """
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+    most, none = engine.context.max_slots, plain_proposer()
+    batch = min(most, len(prompts))
+    runs: list[tuple[str, Any, int, Any]] = [
+        ("drafts, batch 1", engine.proposer, 1, "on"),
+        (f"drafts, batch {batch}", engine.proposer, batch, "on"),
+        (f"drafts by the method's budget, batch {batch}", engine.proposer, batch, "auto"),
+        (f"plain, batch {batch}", none, batch, "auto"),
+    ]
+    logits_after: LogitsAfter | None = None
+    if gives_logits(engine):
+        logits_after = lambda tokens: next_logits(engine, tokens)  # noqa: E731 -- a name for the reader
+    rows, found = [], []
+    for name, proposer, batch_size, speculation in runs:
+        decoded = decode_with(engine, proposer, prompts, params, batch_size=batch_size, speculation=speculation)
+        parted = find_divergences(prompts, plain, decoded.texts, logits_after, MAX_TIE_GAPS.get(dtype, MAX_TIE_GAP))
+        found += parted
+        shown = [d.json_from_divergence() for d in parted[:MOST_SHOWN]]
+        rows.append({"run": name, "num_equal": len(prompts) - len(parted), **decoded.facts(), "divergences": shown})
+    is_right = all(d.is_tie for d in found)
+    length = rows[0]["mean_acceptance_length"]
+    told = text_from_divergences(found) or "all equal to plain decoding"
+    summary = f"{len(prompts)} texts of {num_tokens} tokens in {len(runs)} ways: {told}; {length:.2f} tokens a step"
+    return check_of(GREEDY, is_right, summary, {"num_prompts": len(prompts), "num_tokens": num_tokens, "runs": rows})
+
+
+def check_reference(
+    prompts: Prompts,
+    plain: Sequence[list[int]],
+    wanted: Sequence[list[int]],
+    logits_after: Callable[[list[int]], Any],
+    is_exact: bool,
+) -> Check:
+    """Compares plain texts of the engine with those of transformers in float32.
+
+    Args:
+        prompts: token ids.
+        plain: texts of the engine.
+        wanted: texts of transformers.
+        logits_after: transformers' logits after some tokens.
+        is_exact: the engine computes in float32 with the checkpoint's weights: only ties may differ. Otherwise texts
+            differ as the quantisation has it, which is stated and decides nothing.
+    """
+    found: list[Divergence] = find_divergences(prompts, wanted, plain, logits_after)
+    num_equal = len(prompts) - len(found)
+    facts = {
+        "num_prompts": len(prompts),
+        "num_equal": num_equal,
+        "is_exact": is_exact,
+        "divergences": [d.json_from_divergence() for d in found[:MOST_SHOWN]],
+    }
+    told = f"; {text_from_divergences(found)}" if found else ""
+    if not is_exact:
+        told = "; quantised or in half precision, so texts may differ" if found else told
+    summary = f"{num_equal} of {len(prompts)} plain texts equal to transformers' in float32{told}"
+    return check_of(REFERENCE, not is_exact or all(d.is_tie for d in found), summary, facts)

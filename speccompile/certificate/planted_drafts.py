@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proposers whose drafts are wrong, absent, many or no tokens at all, independent of any method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.protocols import Batch, Outputs, Proposer
+from speccompile.core.tree import Ints, TokenTree
+from speccompile.speculators.none.proposer import NoneProposer
+
+Known = Mapping[tuple[int, ...], Sequence[int]]  # by prompt: the tokens that will follow
+
+
+class PlantedDrafts(NoneProposer):
+    """Base of drafts that need no engine: `drafts` gives those of one sequence.
+
+    Args:
+        vocab_size: of the target.
+        length: most tokens on a path.
+        seed: of the random tokens.
+    """
+
+    def __init__(self, vocab_size: int, length: int, seed: int = 0) -> None:
+        self.vocab_size, self.length, self.rng = vocab_size, length, np.random.default_rng(seed)
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Returns the drafts of every sequence."""
+        drafts = [self.drafts(slot, min(slot.max_drafts, self.length)) for slot in batch.slots]
+        width = 1 + max(len(tokens) for tokens, _ in drafts)
+        tokens = np.zeros((len(drafts), width), np.int64)
+        parents = np.full(tokens.shape, -1, np.int64)
+        for place, (drafted, above) in enumerate(drafts):
+            tokens[place] = batch.slots[place].tokens[-1]
+            tokens[place, 1 : 1 + len(drafted)], parents[place, 1 : 1 + len(drafted)] = drafted, above
+        num_nodes = np.array([1 + len(drafted) for drafted, _ in drafts], np.int64)
+        if all(above == list(range(len(above))) for _, above in drafts):
+            return TokenTree.chain(tokens, num_nodes)
+        return TokenTree.tree(tokens, parents, num_nodes)
+
+    def drafts(self, slot: Any, most: int) -> tuple[list[int], list[int]]:
+        """Returns the draft tokens of one sequence, and the parent of each.
+
+        Args:
+            slot: the sequence.
+            most: tokens on a path.
+        """
+        raise NotImplementedError
+
+
+class NoDrafts(PlantedDrafts):
+    """Roots alone."""
+
+    def drafts(self, slot: Any, most: int) -> tuple[list[int], list[int]]:
+        """Returns none."""
+        return [], []
+
+
+class RandomTokens(PlantedDrafts):
+    """Chains of random tokens."""
+
+    def drafts(self, slot: Any, most: int) -> tuple[list[int], list[int]]:
+        """Returns a chain."""
+        return self.rng.integers(self.vocab_size, size=most).tolist(), list(range(most))
+
+
+class NoTokens(PlantedDrafts):
+    """Chains with ids that are no tokens: at the vocabulary's end, far beyond it, and negative."""
+
+    def drafts(self, slot: Any, most: int) -> tuple[list[int], list[int]]:
+        """Returns a chain."""
+        wrong = (self.vocab_size, self.vocab_size + 7, 2**31 + 5, -1, -self.vocab_size - 3)
+        chain = [wrong[i] for i in self.rng.integers(len(wrong), size=most)]
+        if most and self.rng.random() < 0.5:
+            chain[0] = int(self.rng.integers(self.vocab_size))
+        return chain, list(range(most))
+
+
+class KnownDrafts(PlantedDrafts):
+    """Base of drafts around the tokens that will follow, so that some are accepted.
+
+    Args:
+        known: see `Known`.
+        num_nodes: most draft tokens of a sequence.
+        vocab_size, length, seed: see `PlantedDrafts`.
+    """
+
+    def __init__(self, known: Known, num_nodes: int, vocab_size: int, length: int, seed: int = 0) -> None:
+        super().__init__(vocab_size, length, seed)
+        self.known, self.num_nodes = known, num_nodes
+
+    def following(self, slot: Any, most: int) -> list[int]:
+        """Returns the next tokens of a sequence, at most `most`; fewer at its end."""
+        text = [*slot.tokens[: slot.num_prompt], *self.known[tuple(slot.tokens[: slot.num_prompt])]]
+        return text[len(slot.tokens) :][:most]
+
+    def wrong(self, token: int) -> int:
+        """Returns another token."""
+        return int((token + 1 + self.rng.integers(self.vocab_size - 1)) % self.vocab_size)
+
+
+class FullChains(KnownDrafts):
+    """Chains as long as may be, right up to a random position, then wrong."""
+
+    def drafts(self, slot: Any, most: int) -> tuple[list[int], list[int]]:
+        """Returns a chain."""
+        chain = self.following(slot, min(most, self.num_nodes))
+        if chain:
+            at = int(self.rng.integers(len(chain) + 1))
+            chain[at:] = [self.wrong(token) for token in chain[at:]]
+        return chain, list(range(len(chain)))
+
+
+class FullTrees(KnownDrafts):
+    """Trees of as many nodes as may be: the right token is one of up to three siblings, in random order.
+
+    Wrong siblings have children as well, so accepted paths leave gaps that compaction must close.
+    """
+
+    def drafts(self, slot: Any, most: int) -> tuple[list[int], list[int]]:
+        """Returns a tree."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        right = 0
+        for depth, token in enumerate(self.following(slot, most)):
+            room = self.num_nodes - len(tokens)
+            if room < 1:
+                break
+            width = min(room, 1 + int(self.rng.integers(3)))
+            level = [token, *(self.wrong(token) for _ in range(width - 1))]
+            level = [level[i] for i in self.rng.permutation(width)]
+            first = 1 + len(tokens)
+            tokens += level
+            parents += [right] * width
+            here = first + level.index(token)
+            others = [node for node in range(first, first + width) if node != here]
+            if others and depth + 1 < most and len(tokens) < self.num_nodes:
+                tokens.append(int(self.rng.integers(self.vocab_size)))
+                parents.append(others[0])
+            right = here
+        return tokens, parents
+
+
+class SpoiltDrafts:
+    """The drafts of a method, in which every second token on average is another one; see `Proposer`.
+
+    The method takes the verdict for its own tokens, as it would if what it computed were wrong.
+
+    Args:
+        inner: the method's proposer.
+        vocab_size: of the target.
+        seed: of the choice.
+    """
+
+    def __init__(self, inner: Proposer, vocab_size: int, seed: int = 0) -> None:
+        self.inner, self.vocab_size, self.rng = inner, vocab_size, np.random.default_rng(seed)
+        self.catches_up, self._drafted = inner.catches_up, TokenTree.roots([0])
+        for name in ("start", "resume", "prefill", "skip", "observe", "flush"):
+            setattr(self, name, getattr(inner, name))
+
+    @property
+    def caches(self) -> Any:
+        """Those of the method."""
+        return self.inner.caches
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Returns the method's drafts, spoilt."""
+        self._drafted = tree = self.inner.propose(batch)
+        is_other = self.rng.random(tree.tokens.shape) < 0.5
+        is_other[:, 0] = False
+        others: Ints = self.rng.integers(self.vocab_size, size=tree.tokens.shape)
+        return replace(tree, tokens=np.where(is_other, others, tree.tokens), draft_probs=None)
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
+        """Gives the method the verdict on its drafts."""
+        del tree
+        self.inner.commit(batch, self._drafted, verdict, outputs)

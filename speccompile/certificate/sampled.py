@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampled text against the exact joint distribution of its first tokens, computed from the target's own logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from speccompile.certificate.chi_square import ALPHA, POWER, counts_of, fit
+from speccompile.certificate.decoding import Prompts, decode_with, gives_logits, next_logits, plain_proposer
+from speccompile.certificate.faults import may_draft_trees
+from speccompile.certificate.results import Check, check_of, not_run
+from speccompile.core.protocols import Batch
+from speccompile.core.sampling import draw, warp
+from speccompile.core.sampling_params import SamplingParams
+from speccompile.core.tree import Floats, TokenTree
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.speculators.none.proposer import NoneProposer
+
+SAMPLED = "sampled"
+NUM_TOKENS, PROMPT_TOKENS = 3, 4
+MOST_PROMPTS = 3  # among which the one with the broadest distribution is chosen
+TEMPERATURE, TOP_K, TOP_P = 1.0, 5, 0.98
+NUM_SAMPLES = 1200
+STRAY_MASS = 0.1  # of a planted draft distribution, on a token that the target excludes
+
+Text = tuple[int, ...]
+Rows = dict[Text, dict[int, float]]  # after each beginning of a text: the probabilities of the next token
+
+
+def exact_rows(engine: SpecEngine, prompt: Sequence[int]) -> Rows:
+    """Returns the target's distributions after every beginning that may come, from steps of one node."""
+    rows: Rows = {}
+    level: list[Text] = [()]
+    for _ in range(NUM_TOKENS):
+        following = []
+        for text in level:
+            logits = next_logits(engine, [*prompt, *text])[None]
+            probs = warp(logits, [TEMPERATURE], [TOP_K], [TOP_P])[0].astype(np.float64)
+            rows[text] = {int(token): float(probs[token] / probs.sum()) for token in np.flatnonzero(probs)}
+            following += [(*text, token) for token in rows[text]]
+        level = following
+    return rows
+
+
+def joint_of(rows: Rows) -> dict[Text, float]:
+    """Returns the probability of every text of `NUM_TOKENS` tokens."""
+    joint: dict[Text, float] = {(): 1.0}
+    for _ in range(NUM_TOKENS):
+        joint = {(*text, token): mass * p for text, mass in joint.items() for token, p in rows[text].items()}
+    return joint
+
+
+class DrawnDrafts(NoneProposer):
+    """Drafts drawn from distributions far from the target's: chains of three, or trees with two siblings a level.
+
+    Where the likeliest and the least likely token change places and a tenth of the mass is on a token that the target
+    excludes, a wrong residual or a wrong acceptance changes the joint distribution of the text.
+
+    Args:
+        rows: see `exact_rows`; beyond them nothing is drafted.
+        vocab_size: of the target.
+        is_tree: see above.
+    """
+
+    def __init__(self, rows: Rows, vocab_size: int, is_tree: bool) -> None:
+        self.vocab_size, self.is_tree = vocab_size, is_tree
+        self.dists = {text: _reversed(row, vocab_size) for text, row in rows.items()}
+
+    def propose(self, batch: Batch) -> TokenTree:
+        """Returns the drafts of every sequence."""
+        drafts = [self._drafts(batch, place, slot) for place, slot in enumerate(batch.slots)]
+        width = 1 + max(len(tokens) for tokens, _, _ in drafts)
+        if width == 1:
+            return super().propose(batch)
+        tokens = np.zeros((len(drafts), width), np.int64)
+        parents = np.full(tokens.shape, -1, np.int64)
+        probs = np.zeros((*tokens.shape, self.vocab_size), np.float32)
+        for place, (drafted, above, dists) in enumerate(drafts):
+            tokens[place] = batch.slots[place].tokens[-1]
+            for node, (token, parent, dist) in enumerate(zip(drafted, above, dists, strict=True), start=1):
+                tokens[place, node], parents[place, node], probs[place, node] = token, parent, dist
+        num_nodes = np.array([1 + len(drafted) for drafted, _, _ in drafts], np.int64)
+        if self.is_tree:
+            return TokenTree.tree(tokens, parents, num_nodes, probs)
+        return TokenTree.chain(tokens, num_nodes, probs)
+
+    def _drafts(self, batch: Batch, place: int, slot: Any) -> tuple[list[int], list[int], list[Floats]]:
+        """Returns the tokens of one sequence, their parents and the distributions that they are drawn from."""
+        text = tuple(slot.tokens[slot.num_prompt :])
+        tokens: list[int] = []
+        parents: list[int] = []
+        dists: list[Floats] = []
+        level: list[tuple[Text, int]] = [(text, 0)]
+        for depth in range(1, min(slot.max_drafts, NUM_TOKENS - len(text)) + 1):
+            num = 2 if self.is_tree and depth < NUM_TOKENS else 1
+            draws = batch.sibling_uniforms(depth, num)[place]
+            following = []
+            for begun, parent in level:
+                dist = self.dists.get(begun)
+                for rank in range(num if dist is not None else 0):
+                    assert dist is not None
+                    token = int(draw(dist, draws[rank]))
+                    tokens.append(token)
+                    parents.append(parent)
+                    dists.append(dist)
+                    following.append(((*begun, token), len(tokens)))
+                    dist = _without(dist, token)
+            level = following
+        return tokens, parents, dists
+
+
+def _reversed(row: Mapping[int, float], vocab_size: int) -> Floats:
+    """Returns a distribution in which the likeliest token of a row has the least probability, and so on."""
+    dist = np.zeros(vocab_size, np.float32)
+    tokens = sorted(row, key=lambda token: row[token])
+    for token, mass in zip(tokens, sorted(row.values(), reverse=True), strict=True):
+        dist[token] = 0.5 * mass + 0.5 / len(row)
+    stray = next(token for token in range(vocab_size) if token not in row)
+    dist *= 1 - STRAY_MASS
+    dist[stray] = STRAY_MASS
+    normed: Floats = dist / dist.sum()
+    return normed
+
+
+def _without(dist: Floats, token: int) -> Floats:
+    """Returns a distribution without a token, from which its next sibling is drawn."""
+    left = dist.copy()
+    left[token] = 0
+    normed: Floats = left / left.sum()
+    return normed
+
+
+def choose_prompt(engine: SpecEngine, prompts: Prompts) -> tuple[list[int], Rows]:
+    """Returns the beginning of a prompt after which the likeliest text is least likely, and its distributions."""
+    begun = [list(prompt[:PROMPT_TOKENS]) for prompt in prompts[:MOST_PROMPTS]]
+    found = [(prompt, exact_rows(engine, prompt)) for prompt in begun]
+    return min(found, key=lambda pair: max(joint_of(pair[1]).values()))
+
+
+def check_sampled(engine: SpecEngine, prompts: Prompts, num_samples: int = NUM_SAMPLES) -> Check:
+    """Draws texts with many seeds, plain and with drafts, and tests their first tokens by chi-square.
+
+    Args:
+        engine: of the bundle.
+        prompts: token ids.
+        num_samples: texts of each run.
+    """
+    if not gives_logits(engine):
+        return not_run(SAMPLED, "the target keeps its logits to itself (engine.logits: false)")
+    size = engine.verifier.engine.spec.vocab_size
+    prompt, rows = choose_prompt(engine, prompts)
+    joint = joint_of(rows)
+    runs: dict[str, tuple[Any, Any]] = {
+        "plain": (plain_proposer(), "auto"),
+        "the method's drafts": (engine.proposer, "on"),
+    }
+    if size > TOP_K and engine.context.max_draft_nodes >= NUM_TOKENS:
+        runs["planted chains"] = (DrawnDrafts(rows, size, is_tree=False), "auto")
+    if may_draft_trees(engine) and size > TOP_K and engine.context.max_draft_nodes >= 2 + 4 + 4:
+        runs["planted trees"] = (DrawnDrafts(rows, size, is_tree=True), "auto")
+    asked = [
+        SamplingParams(NUM_TOKENS + 1, temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, seed=seed, ignore_eos=True)
+        for seed in range(num_samples)
+    ]
+    found, fits = [], []
+    for name, (proposer, speculation) in runs.items():
+        decoded = decode_with(
+            engine,
+            proposer,
+            [prompt] * num_samples,
+            asked,
+            batch_size=min(engine.context.max_slots, num_samples),
+            speculation=speculation,
+        )
+        fits.append(test := fit(counts_of(decoded.texts, NUM_TOKENS), joint))
+        found.append({"run": name, **test.json_from_fit(), **decoded.facts()})
+    wrong = [row["run"] for row, test in zip(found, fits, strict=True) if not test.is_right]
+    facts = {
+        "prompt": prompt,
+        "num_tokens": NUM_TOKENS,
+        "temperature": TEMPERATURE,
+        "top_k": TOP_K,
+        "top_p": TOP_P,
+        "alpha": ALPHA,
+        "power": POWER,
+        "runs": found,
+    }
+    return check_of(SAMPLED, not wrong, _summary(num_samples, fits, wrong, list(runs)), facts)
+
+
+def _summary(num_samples: int, fits: Sequence[Any], wrong: Sequence[str], names: Sequence[str]) -> str:
+    least = min(test.p_value for test in fits)
+    distance = max(test.noticed_distance for test in fits)
+    told = f"not the target's distribution: {', '.join(wrong)}" if wrong else "all as the target's distribution"
+    return (
+        f"first {NUM_TOKENS} tokens of {num_samples} texts each, {', '.join(names)}: {told}, least p {least:.2g}; "
+        f"a total variation of {distance:.3f} is noticed with probability {POWER:.0%}"
+    )

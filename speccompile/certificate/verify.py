@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the checks of a bundle, and writes the certificate into it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import speccompile
+from speccompile.bundling.digests import versions_from_environment
+from speccompile.certificate.acceptance import check_acceptance
+from speccompile.certificate.caches import check_caches
+from speccompile.certificate.checkpoint import Reference, dtype_of, find_checkpoint, is_exact, open_reference
+from speccompile.certificate.distances import check_distance
+from speccompile.certificate.faults import check_faults
+from speccompile.certificate.greedy import REFERENCE, check_greedy, check_reference, plain_texts
+from speccompile.certificate.page import html_from_certificate
+from speccompile.certificate.prompts import find_prompts
+from speccompile.certificate.results import Check, certificate_from_checks, not_run
+from speccompile.certificate.sampled import NUM_SAMPLES, check_sampled
+from speccompile.certificate.tokenizers import check_tokenizer
+from speccompile.errors import BundleError
+from speccompile.runtime.bundle import CERTIFICATE, CERTIFICATE_PAGE, Bundle, write_json
+from speccompile.runtime.engine import load
+from speccompile.runtime.spec_engine import SpecEngine
+
+FAULT_TOKENS = 20  # of a text with planted drafts
+Progress = Callable[[str], None]
+Step = Callable[["Subject"], Check]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much is checked.
+
+    Args:
+        prompts: texts or token ids; None: short texts of our own.
+        num_tokens: of each greedy text.
+        num_samples: texts of each sampled run.
+        checkpoint: folder of the target's checkpoint; None: where it was when the bundle was built.
+        use_checkpoint: compare with the checkpoint where it is at hand, which takes the memory of its float32 weights.
+    """
+
+    prompts: Sequence[str | Sequence[int]] | None = None
+    num_tokens: int = 48
+    num_samples: int = NUM_SAMPLES
+    checkpoint: Path | None = None
+    use_checkpoint: bool = True
+
+
+class Subject:
+    """What checks work on: the loaded bundle, and what several of them use.
+
+    Args:
+        engine: of the bundle, without a controller.
+        bundle: that it was loaded from.
+        options: of the run.
+    """
+
+    def __init__(self, engine: SpecEngine, bundle: Bundle, options: Options) -> None:
+        self.engine, self.bundle, self.options = engine, bundle, options
+        self.prompts = find_prompts(engine, options.prompts)
+        longest = max(len(prompt) for prompt in self.prompts)
+        self.num_tokens = max(1, min(options.num_tokens, engine.context.max_seq_len - longest))
+        self.checkpoint, self.why_not = None, "asked to leave the checkpoint out"
+        if options.use_checkpoint:
+            self.checkpoint, self.why_not = find_checkpoint(bundle, options.checkpoint)
+        self._plain: list[list[int]] | None = None
+        self._reference: Reference | None = None
+
+    @property
+    def plain(self) -> list[list[int]]:
+        """The greedy texts of plain decoding."""
+        if self._plain is None:
+            self._plain = plain_texts(self.engine, self.prompts, self.num_tokens)
+        return self._plain
+
+    @property
+    def reference(self) -> Reference | None:
+        """The target in transformers; None where it cannot be run, then `why_not` says why."""
+        if self._reference is None and self.checkpoint is not None and not self.why_not:
+            self._reference, self.why_not = open_reference(self.checkpoint)
+        return self._reference
+
+
+def _greedy(subject: Subject) -> Check:
+    dtype = dtype_of(subject.bundle.manifest)
+    return check_greedy(subject.engine, subject.prompts, subject.plain, subject.num_tokens, dtype)
+
+
+def _reference(subject: Subject) -> Check:
+    if (found := subject.reference) is None:
+        return not_run(REFERENCE, subject.why_not)
+    wanted = [found.greedy(prompt, subject.num_tokens) for prompt in subject.prompts]
+    exact = is_exact(subject.bundle.manifest)
+    return check_reference(subject.prompts, subject.plain, wanted, found.last_logits, exact)
+
+
+def _tokenizer(subject: Subject) -> Check:
+    return check_tokenizer(subject.engine, subject.checkpoint)
+
+
+def _faults(subject: Subject) -> Check:
+    return check_faults(subject.engine, subject.prompts, min(FAULT_TOKENS, subject.num_tokens))
+
+
+def _sampled(subject: Subject) -> Check:
+    return check_sampled(subject.engine, subject.prompts, subject.options.num_samples)
+
+
+def _caches(subject: Subject) -> Check:
+    dtype = dtype_of(subject.bundle.manifest)
+    return check_caches(subject.engine, subject.prompts, subject.plain, dtype)
+
+
+def _distance(subject: Subject) -> Check:
+    texts = [[*prompt, *text] for prompt, text in zip(subject.prompts, subject.plain, strict=True)]
+    reference, manifest = subject.reference, subject.bundle.manifest
+    return check_distance(subject.engine, texts, reference, subject.why_not, manifest)
+
+
+def _acceptance(subject: Subject) -> Check:
+    reference = subject.reference
+    return check_acceptance(subject.bundle, subject.prompts, subject.plain, reference, subject.why_not)
+
+
+# In the order in which they run: what is cheap and explains later failures comes first.
+STEPS: dict[str, Step] = {
+    "tokenizer": _tokenizer,
+    "greedy": _greedy,
+    "reference": _reference,
+    "faults": _faults,
+    "sampled": _sampled,
+    "caches": _caches,
+    "distance": _distance,
+    "acceptance": _acceptance,
+}
+
+
+def run_checks(subject: Subject, progress: Progress = lambda message: None) -> list[Check]:
+    """Returns the results of all checks.
+
+    Args:
+        subject: what they work on.
+        progress: called with the name of each check.
+    """
+    checks = []
+    for name, step in STEPS.items():
+        progress(name)
+        start = time.perf_counter()
+        checks.append(replace(step(subject), seconds=time.perf_counter() - start))
+    return checks
+
+
+def verify(path: Path, options: Options | None = None, progress: Progress = lambda message: None) -> dict[str, Any]:
+    """Checks a bundle and writes its certificate into its folder, as JSON and as a page.
+
+    Args:
+        path: the bundle's folder.
+        options: how much is checked.
+        progress: called with the name of each check.
+
+    Returns:
+        The certificate.
+
+    Raises:
+        BundleError: the bundle cannot be loaded, or the certificate cannot be written.
+        RuntimeFault: a step of the engine failed without planted drafts.
+    """
+    start = time.perf_counter()
+    progress("load")
+    engine = load(path)
+    engine.controller = None  # no clock decides over drafts
+    assert engine.bundle is not None
+    subject = Subject(engine, engine.bundle, options or Options())
+    checks = run_checks(subject, progress)
+    about = {
+        "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.perf_counter() - start, 1),
+        "speccompile_version": speccompile.__version__,
+        "versions": versions_from_environment(),
+        "machine": {"platform": platform.platform(), "num_cores": os.cpu_count()},
+        "num_prompts": len(subject.prompts),
+        "has_given_prompts": subject.options.prompts is not None,
+    }
+    certificate = certificate_from_checks(engine.bundle, checks, about)
+    write_certificate(path, certificate)
+    return certificate
+
+
+def write_certificate(folder: Path, certificate: dict[str, Any]) -> None:
+    """Writes the certificate and its page into a bundle's folder; both are replaced by renames.
+
+    Raises:
+        BundleError: the folder cannot be written.
+    """
+    try:
+        for name in (CERTIFICATE_PAGE, CERTIFICATE):
+            scratch = folder / f".{name}.new"
+            if name == CERTIFICATE:
+                write_json(scratch, certificate)
+            else:
+                scratch.write_text(html_from_certificate(certificate), encoding="utf-8")
+            scratch.replace(folder / name)
+    except OSError as fault:
+        got, todo = (
+            fault.strerror or str(fault),
+            "Copy the bundle to a folder that can be written, and verify it there.",
+        )
+        raise BundleError(str(folder), got, "a folder that takes the certificate", todo) from fault

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""speccompile verify: the certificate in a bundle, what shows it, and when it is stale."""
+
+import json
+
+import pytest
+
+from speccompile.runtime.bundle import CERTIFICATE, CERTIFICATE_PAGE, MANIFEST, digest_from_manifest, read_bundle
+from speccompile.runtime.certificates import certificate_facts, facts_of_bundle, text_from_facts
+from tests.certificate.certificate_lab import StrictEngine, WrongFollower, make_engine
+
+PROMPTS = '{"prompt": [3, 1, 4, 1]}\n{"prompt": [2, 7, 2]}\n'
+
+
+@pytest.fixture
+def bundle(run, recipe, tmp_path, monkeypatch):
+    """Returns a folder, and a function that chooses the kind of target that it holds."""
+    assert run("build", recipe, "-o", "b")[0] == 0
+    kinds = [StrictEngine]
+
+    def load(path):
+        engine = make_engine(kinds[-1])
+        engine.bundle = read_bundle(path)
+        return engine
+
+    monkeypatch.setattr("speccompile.certificate.verify.load", load)
+    (tmp_path / "prompts.jsonl").write_text(PROMPTS)
+    return tmp_path / "b", kinds.append
+
+
+def verify(run, *more):
+    return run("verify", "b", "--prompts", "prompts.jsonl", "--num-tokens", "12", "--without-checkpoint", *more)
+
+
+def test_a_certificate_lies_in_the_bundle_and_is_shown(bundle, run):
+    folder, _ = bundle
+    code, out, _ = verify(run)
+    assert code == 0, out
+    assert "passed" in out and "certificate.html" in out
+    found = json.loads((folder / CERTIFICATE).read_text())
+    assert found["verdict"] == "passed" and found["num_prompts"] == 2
+    checks = {check["name"]: check for check in found["checks"]}
+    assert checks["greedy"]["status"] == checks["faults"]["status"] == "passed"
+    assert checks["reference"]["status"] == "not run" and "leave the checkpoint out" in checks["reference"]["summary"]
+    page = (folder / CERTIFICATE_PAGE).read_text()
+    assert "Certificate: passed" in page and "full trees" in page and "<script" not in page
+    read_bundle(folder)  # its files are none of the manifest's, and allowed
+    code, out, _ = run("inspect", "b")
+    assert code == 0 and "certificate passed" in out and "not run: " in out
+    code, out, _ = run("inspect", "b", "--json")
+    assert json.loads(out)["certificate"]["is_stale"] is False and json.loads(out)["foreign_files"] == []
+
+
+def test_a_failed_check_has_an_exit_code(bundle, run):
+    folder, choose = bundle
+    choose(WrongFollower)
+    code, out, _ = verify(run)
+    assert code == 9 and "failed" in out
+    assert json.loads((folder / CERTIFICATE).read_text())["verdict"] == "failed"
+    code, out, _ = verify(run, "--json")
+    assert code == 9 and json.loads(out)["verdict"] == "failed"
+    assert "failed: greedy, faults" in run("inspect", "b")[1]
+
+
+def test_build_verifies_when_asked_and_replaces_a_verified_bundle(bundle, run, recipe, monkeypatch):
+    folder, _ = bundle
+    monkeypatch.setattr("speccompile.certificate.verify.find_prompts", lambda engine, given: [[3, 1, 4]])
+    assert verify(run)[0] == 0
+    code, out, err = run("build", recipe, "-o", "b")
+    assert code == 0, err
+    assert not (folder / CERTIFICATE).exists()
+    code, out, err = run("build", recipe, "-o", "b", "--verify", "--json")
+    assert code == 0, err
+    assert json.loads(out)["certificate"]["checks"] and (folder / CERTIFICATE).exists()
+
+
+def test_a_certificate_of_another_bundle_is_stale(bundle, run):
+    folder, _ = bundle
+    assert verify(run)[0] == 0
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for change, name in (
+        (lambda m: m["files"]["report.html"].update(sha256="0" * 64), "report.html"),
+        (lambda m: m.update(created_at="then"), MANIFEST),
+    ):
+        other = json.loads(json.dumps(manifest))
+        change(other)
+        other["digest"] = digest_from_manifest(other)
+        facts = certificate_facts(folder, other)
+        assert facts["is_stale"] and facts["changed_files"] == [name]
+        assert text_from_facts(facts).startswith(f"stale, as {name} changed since; passed")
+    (folder / "report.html").write_text("edited")
+    code, out, _ = run("inspect", "b")
+    assert code == 7 and "certificate stale" in out
+
+
+def test_a_certificate_that_was_edited_is_not_believed(bundle, run):
+    folder, choose = bundle
+    choose(WrongFollower)
+    assert verify(run)[0] == 9
+    text = (folder / CERTIFICATE).read_text()
+    (folder / CERTIFICATE).write_text(text.replace('"failed"', '"passed"'))
+    facts = facts_of_bundle(read_bundle(folder))
+    assert set(facts) == {"fault"} and "differ from its own digest" in text_from_facts(facts)
+    (folder / CERTIFICATE).write_text("{")
+    assert "fault" in facts_of_bundle(read_bundle(folder))
+    (folder / CERTIFICATE).unlink()
+    assert "speccompile verify" in text_from_facts(facts_of_bundle(read_bundle(folder)))
