@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import speccompile
 from speccompile.bundling.digests import versions_from_environment
 from speccompile.bundling.report import html_from_manifest
@@ -24,7 +26,7 @@ from speccompile.runtime.bundle import (
     write_json,
 )
 
-REPORT = "report.html"
+REPORT, RECIPE = "report.html", "recipe.yaml"
 
 
 def write_bundle_files(
@@ -43,6 +45,8 @@ def write_bundle_files(
         graphs: the graphs' records by name.
         stages: the stages' records.
     """
+    recipe = json.loads(json.dumps(plan.recipe_from_plan()))
+    (folder / RECIPE).write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
     tokenizer = copy_tokenizer(target_source, folder / "tokenizer")
     eos_token_ids, bos_token_id = special_tokens(target_source)
     manifest: dict[str, Any] = {
@@ -50,7 +54,7 @@ def write_bundle_files(
         "speccompile_version": speccompile.__version__,
         "git_sha": git_sha(),
         "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "recipe": plan.recipe_from_plan(),
+        "recipe": recipe,
         "versions": versions_from_environment(),
         "graphs": graphs,
         "files": digests_from_folder(folder),

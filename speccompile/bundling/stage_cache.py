@@ -12,9 +12,10 @@ from pathlib import Path
 
 from speccompile.bundling.staging import copy_folder, disk_faults, remove_leftovers, staged_folder
 from speccompile.errors import BuildError, BundleError
-from speccompile.runtime.bundle import check_files, digests_from_folder, read_json, write_json
+from speccompile.runtime.bundle import MANIFEST, check_files, digests_from_folder, read_json, write_json
 
 _FOLDER, _FILES = "result", "files.json"
+BUNDLES = "bundles"  # the kind of entries that are whole bundles, see `speccompile.prepare`
 _DEFAULT_LIMIT_GIB = 40.0
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,9 @@ def cache_limit_bytes() -> int:
 
 
 def is_stage_entry(path: Path) -> bool:
-    """Whether `StageCache.fetch` wrote this folder: the cache's folder, chosen by a user, may contain other files."""
+    """Whether `StageCache.fetch` or `prepare` wrote it: users choose the cache's folder, and may keep files there."""
+    if path.parent.name == BUNDLES:
+        return (path / MANIFEST).is_file()
     return (path / _FILES).is_file() and (path / _FOLDER).is_dir()
 
 

@@ -17,7 +17,7 @@ from speccompile.errors import CheckpointError, RecipeError
 from speccompile.runtime.bundle import digest_from_json
 
 TOKENIZER = "tokenizer.json"
-_FILES = (
+TOKENIZER_FILES = (
     *(TOKENIZER, "tokenizer_config.json", "chat_template.jinja"),
     *("generation_config.json", "special_tokens_map.json"),
 )
@@ -124,7 +124,7 @@ def check_same_tokenizer(
 def copy_tokenizer(source: Path, dest: Path) -> str | None:
     """Copy the tokenizer's existing files into the folder `dest`; returns tokenizer.json's path in the bundle."""
     dest.mkdir()
-    for name in _FILES:
+    for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, dest / name)
     return f"{dest.name}/{TOKENIZER}" if (dest / TOKENIZER).exists() else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from speccompile.cli.model_options import with_model_options
 from speccompile.cli.output import errors_as_json, live_stages, print_json, print_warning, quiet_libraries
 from speccompile.cli.verify import leave_unless_passed, print_certificate, run_verify
 
@@ -33,18 +35,23 @@ _SIZES = {
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command(name="build")(build_command)
+    app.command(name="build")(with_model_options(build_command))
 
 
 def build_command(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, see recipes/ and docs/recipe.md.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A recipe (docs/recipe.md), a checkpoint's folder or an id of the hub.",
+        ),
+    ],
+    model: Any,
+    *,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The bundle's folder; bundles/RECIPE by default.")
+        Path | None, typer.Option("--output", "-o", help="The bundle's folder; bundles/NAME by default.")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Short for --set engine.backend=...")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. engine.threads=2.")
-    ] = None,
     weights: Annotated[
         str | None, typer.Option(help="'random' builds from config.json alone; short for --set target.weights=...")
     ] = None,
@@ -53,21 +60,23 @@ def build_command(
     verify: Annotated[bool, typer.Option("--verify", help="Verify the bundle then, as `speccompile verify`.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Build a bundle from a recipe.
+    """Build a bundle from a recipe or a model.
+
+    Without a recipe one is written: weights in the fastest form near float32, and the best drafter that needs no second
+    model. The bundle's recipe.yaml is the recipe that was used, with all defaults.
 
     An existing bundle is replaced in one step when the new one is complete, and only where no file in it was added
     or edited. A build that fails or is stopped leaves no files; what a killed one leaves is removed by the
     next. Stages whose inputs did not change come from $SPECCOMPILE_CACHE (~/.cache/speccompile).
     """
-    from speccompile.recipe import find_device, load_recipe, resolve
+    from speccompile.prepare import plan_from_source
 
     quiet_libraries()
-    settings = [*(overrides or ())]
+    settings = [*model.settings]
     settings += [f"engine.backend={backend}"] if backend is not None else []
     settings += [f"target.weights={weights}"] if weights is not None else []
     with errors_as_json(as_json):
-        loaded = load_recipe(recipe, settings)
-        plan = resolve(loaded, find_device(loaded.engine.device))
+        plan = plan_from_source(source, replace(model, settings=tuple(settings)))
         _warn_without_device(plan)
         if dry_run:
             prediction = _predictions(plan)
@@ -76,7 +85,7 @@ def build_command(
             else:
                 _print_plan(plan, prediction)
             return
-        bundle = _build(plan, output or Path("bundles") / recipe.stem, no_cache)
+        bundle = _build(plan, output or Path("bundles") / _name(source), no_cache)
         certificate = run_verify(bundle.path) if verify else None
     if as_json:
         print_json({**_json_from_bundle(bundle), **({"certificate": certificate} if certificate else {})})
@@ -86,6 +95,12 @@ def build_command(
             print_certificate(bundle.path, certificate)
     if certificate:
         leave_unless_passed(certificate)
+
+
+def _name(source: str) -> str:
+    """Returns the name of a recipe's file without its ending, of a folder or of a hub id without its owner."""
+    path = Path(source)
+    return path.resolve().name if path.is_dir() else path.stem if path.is_file() else path.name
 
 
 def _warn_without_device(plan: BuildPlan) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_options
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.output import print_warning
 from speccompile.cli.progress import open_display
@@ -22,6 +23,7 @@ from speccompile.errors import RuntimeFault
 
 if TYPE_CHECKING:
     from speccompile.core.sampling_params import SamplingParams
+    from speccompile.runtime.requests import StepOutput
     from speccompile.runtime.slots import Step
     from speccompile.runtime.spec_engine import Generation, SpecEngine, Stream
     from speccompile.runtime.text import TextSink
@@ -31,15 +33,16 @@ STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": 
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command(name="generate")(with_sampling_options(generate_command))
+    app.command(name="generate")(with_model_options(with_sampling_options(generate_command)))
 
 
 def generate_command(
-    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
+    source: Annotated[str, typer.Argument(metavar="MODEL", help=SOURCE_HELP)],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="One prompt.")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with one JSON object a line.")] = None,
     *,
     sampling: dict[str, Any],
+    model: Any,
     stats: Annotated[bool, typer.Option("--stats", help="Print counts and times.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without drafts.")] = False,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write results to this file; - is stdout.")] = None,
@@ -53,16 +56,14 @@ def generate_command(
     """Continue one prompt or a file of prompts.
 
     One text is shown as it comes, on a terminal in colours: accepted drafts green, recovered tokens yellow, bonus
-    tokens cyan.
+    tokens cyan. A model or a recipe is built first, into $SPECCOMPILE_CACHE (~/.cache/speccompile).
     """
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give either --prompt or --prompts")
     check_sampling(sampling)
     check_results(json_out)
     requests = [Request(prompt, {})] if prompt is not None else read_requests(prompts or Path())
-    from speccompile.runtime.engine import load
-
-    engine = load(bundle, backend=backend, threads=usable_threads(threads), method=method)
+    engine, _ = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
     if batch_size is not None and batch_size > engine.context.max_slots:
         expected = f"at most {engine.context.max_slots}, the bundle's engine.max_batch_size"
         raise typer.BadParameter(f"got {batch_size}; expected {expected}", param_hint="--batch-size")
@@ -78,7 +79,8 @@ def generate_command(
         if result.error is not None:
             typer.echo(f"error: prompt {index}: {result.error}", err=True)
     if stats:
-        _print_stats(Console(stderr=json_out is not None and str(json_out) == "-"), results)
+        console = Console(stderr=json_out is not None and str(json_out) == "-")
+        print_stats(console, [result.stats for result in results])
     if any(result.error is not None for result in results):
         raise typer.Exit(RuntimeFault.exit_code)
 
@@ -155,7 +157,7 @@ def _paint(console: Console, prompt: str | list[int], stream: Stream, sink: Text
     """Print a text as it comes, each token in the colour of its kind."""
     console.print(Text(prompt if isinstance(prompt, str) else f"{len(prompt)} tokens", style="dim"), end="")
     for step in stream:
-        for token, kind in zip(step.tokens, _kinds(step), strict=True):
+        for token, kind in zip(step.tokens, kinds_of(step), strict=True):
             text = sink.push((token,))[0] if sink is not None else f" {token}"
             console.print(Text(text, style=STYLES[kind]), end="")
         if step.finish_reason and sink is not None:
@@ -179,15 +181,20 @@ def _print_early_ends(results: Sequence[Generation], max_seq_len: int) -> None:
         print_warning(f"{what} where the cache ends: engine.max_seq_len is {max_seq_len}, the prompt included")
 
 
-def _kinds(step: Step) -> list[str]:
+def kinds_of(step: Step | StepOutput) -> list[str]:
     """Returns the kind of each token of a step: drafts first, then the one that the target gave."""
     kinds = ["accepted"] * step.num_accepted
     last = "bonus" if step.is_bonus else "recovered" if step.num_draft_tokens else "plain"
     return [*kinds, last][: len(step.tokens)]
 
 
-def _print_stats(console: Console, results: Sequence[Generation]) -> None:
-    rows = [result.stats for result in results]
+def print_stats(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints counts and times over several texts.
+
+    Args:
+        console: where to.
+        rows: of each text: see `SlotStats.json_from_stats`.
+    """
 
     def total(key: str) -> float:
         return float(sum(row[key] for row in rows))

@@ -165,6 +165,9 @@ def _print_facts(facts: dict[str, Any]) -> None:
         recipe = facts["recipe"] or {}
         method = recipe.get("speculator", {}).get("method")
         backend = recipe.get("engine", {}).get("backend")
+        target, engine = recipe.get("target", {}), recipe.get("engine", {})
+        sizes = f"{engine.get('max_batch_size')} sequences of {engine.get('max_seq_len')} tokens"
+        console.print(f"recipe {target.get('model')}; quantization {target.get('quantization')}; {sizes}")
         for name in facts["foreign_files"]:
             console.print(Text.assemble(("not listed ", "bold red"), name))
         built = f"; method {method}; backend {backend}; built {facts['created_at']}"

@@ -7,11 +7,11 @@ import importlib.util
 import ipaddress
 import math
 import os
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_options
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.errors import RuntimeFault
 
@@ -21,7 +21,7 @@ LOG_LEVELS = ("error", "warning", "info", "debug")
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command(name="serve")(serve_command)
+    app.command(name="serve")(with_model_options(serve_command))
 
 
 def check_seconds(value: float | None) -> float | None:
@@ -36,7 +36,9 @@ def check_seconds(value: float | None) -> float | None:
 
 
 def serve_command(
-    bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
+    source: Annotated[str, typer.Argument(metavar="MODEL", help=SOURCE_HELP)],
+    model: Any,
+    *,
     host: Annotated[
         str, typer.Option(help="Address to listen at; the default is reached from here alone.")
     ] = "127.0.0.1",
@@ -45,7 +47,7 @@ def serve_command(
         list[str] | None,
         typer.Option(help="Ask for this key; repeatable. Without it: the keys in SPECCOMPILE_API_KEY, if that is set."),
     ] = None,
-    model_name: Annotated[str | None, typer.Option(help="Name of the model; the bundle's folder by default.")] = None,
+    model_name: Annotated[str | None, typer.Option(help="Name of the model; that of MODEL by default.")] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get an error 429.")] = 256,
     timeout_s: Annotated[float | None, typer.Option(callback=check_seconds, help="Most seconds of a request.")] = None,
     max_request_bytes: Annotated[int, typer.Option(min=1, help="Largest body.")] = 1 << 20,
@@ -75,9 +77,11 @@ def serve_command(
     threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of the target's engine.")] = None,
     log_level: Annotated[str, typer.Option(help="error, warning, info or debug.")] = "info",
 ) -> None:
-    """Serve a bundle: /v1/completions, /v1/chat/completions, /v1/models, /metrics, /health, and a page at /."""
+    """Serve a bundle or a model: /v1/completions, /v1/chat/completions, /v1/models, /metrics, /health, and a page at /.
+
+    A model or a recipe is built first, into $SPECCOMPILE_CACHE (~/.cache/speccompile), where the next start finds it.
+    """
     check_packages()
-    from speccompile.runtime.engine import load
     from speccompile.runtime.requests import SPECULATION
     from speccompile.runtime.service import Service, ServiceOptions
     from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
@@ -98,9 +102,10 @@ def serve_command(
     limits = ConnectionLimits(header_timeout_s, keep_alive_s, write_timeout_s, max_connections)
     listener = Listener(host, port, drain_s, log_level, limits)
     bound = bind(listener)
-    engine = load(bundle, backend=backend, threads=usable_threads(threads), method=method)
+    engine, name = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
     service = Service(engine, ServiceOptions(max_queue=max_queue, timeout_s=timeout_s, speculation=wanted))
-    options = ServerOptions(model_name, keys, max_request_bytes, body_timeout_s, tuple(allow_origin or ()))
+    origins = tuple(allow_origin or ())
+    options = ServerOptions(model_name or name or None, keys, max_request_bytes, body_timeout_s, origins)
     server = OpenAIServer(service, options)
     app = make_app(server, [page_routes] if page else [])
     service.start()

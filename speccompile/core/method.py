@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
@@ -25,6 +26,11 @@ class Method:
         TrainingConfig: frozen dataclass, the recipe's `training.heads`; None: it cannot be trained.
         formats: import string of a tuple of `doctor.layouts.Format`, the layouts of its checkpoints; empty: none.
         trainer: import string of its `training_contract.Trainer`; empty: it cannot be trained.
+        vllm_names: what vLLM calls it, besides `name`.
+        vllm_keys: fields of `Config` by the keys that vLLM has for them, besides those that methods share.
+        default_section: import string of a function: a target's folder -> the section with which it drafts for that
+            target without another model, or None; empty: it is never chosen by default.
+        takes_models: its `model` is any language model.
     """
 
     name: str
@@ -32,6 +38,10 @@ class Method:
     TrainingConfig: type[Any] | None = None
     formats: str = ""
     trainer: str = ""
+    vllm_names: tuple[str, ...] = ()
+    vllm_keys: Mapping[str, str] = MappingProxyType({})
+    default_section: str = ""
+    takes_models: bool = False
 
     def target_outputs(self, config: Any) -> TargetOutputs:
         """Returns what it reads of the target: by default nothing besides the verdicts."""

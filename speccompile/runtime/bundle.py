@@ -69,6 +69,27 @@ class Bundle:
         record = self.manifest.get("images")
         return None if record is None or VISION not in self.graphs else record_from_json(ImageRecord, record)
 
+    def push_to_hub(
+        self,
+        name: str,
+        *,
+        private: bool = False,
+        message: str | None = None,
+        bench: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Uploads the bundle to the Hugging Face hub, with a model card; see `runtime.hub.push_bundle`.
+
+        Returns:
+            The commit's URL.
+
+        Raises:
+            BundleError: its files were changed, or the hub refuses it.
+        """
+        from speccompile.runtime.hub import push_bundle
+
+        check_files(self.path, self.manifest["files"])
+        return push_bundle(self.path, self.manifest, name, private=private, message=message, bench=bench)
+
     def graph(self, name: str) -> GraphRecord:
         """Returns the record of a graph."""
         return record_from_json(GraphRecord, self.graphs[name])
@@ -151,10 +172,8 @@ def check_files(folder: Path, files: Mapping[str, Any], verify: bool = True) -> 
 
 
 def todo_for_checkpoint(folder: Path) -> str:
-    """Returns the commands to type where a checkpoint's folder was given instead of a recipe or a bundle."""
-    recipe = f"target: {{model: {json.dumps(str(folder.absolute()))}}}"
-    commands = f"echo {shlex.quote(recipe)} > recipe.yaml; speccompile build recipe.yaml -o bundle"
-    return f"Write a recipe that names it, and build: {commands}; then speccompile generate bundle --prompt TEXT."
+    """Returns the command to type where a checkpoint's folder was given instead of a recipe or a bundle."""
+    return f"Build it first: speccompile build {shlex.quote(str(folder.absolute()))} -o bundle."
 
 
 def list_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from speccompile.core.sampling_params import SamplingParams
 from speccompile.drafting.tree_config import check_chain
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.bundle import TARGET, VISION, Bundle, check_files, read_bundle, weights_beside
+from speccompile.runtime.hub import fetch_bundle, is_hub_id
 from speccompile.runtime.images import ImageEncoder
 from speccompile.runtime.manifest_checks import check_fields
 from speccompile.runtime.spec_engine import Generation, SpecEngine, Stream
@@ -42,7 +43,7 @@ def load(
     """Loads a bundle.
 
     Args:
-        path: its folder.
+        path: its folder; or its name on the Hugging Face hub, OWNER/NAME, where there is no such path.
         backend: a backend other than the one it was built for.
         threads: threads of the target's engine; None: as measured when it was built. At most as many as this process
             has cores are used; where that is fewer, a warning says so.
@@ -56,6 +57,8 @@ def load(
         RecipeError: there is no such backend or method, or it drafts trees for a target with recurrent layers.
         RuntimeFault: `threads` is below 1.
     """
+    if is_hub_id(str(path)):
+        path = fetch_bundle(str(path))
     bundle = read_bundle(path, verify)
     recipe = bundle.recipe
     name, config = _method_config(recipe.speculator, method)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,22 +27,14 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_checkpoint_given_as_a_recipe_is_named(checkpoint: Path) -> None:
     with pytest.raises(RecipeError, match=r"got a checkpoint's folder; expected a recipe") as caught:
         load_recipe(checkpoint)
-    assert "speccompile build recipe.yaml" in caught.value.todo
+    assert "speccompile build " in caught.value.todo
 
 
 def test_a_checkpoint_given_as_a_bundle_is_named(checkpoint: Path) -> None:
     with pytest.raises(BundleError, match=r"got a checkpoint .*; expected the folder of a bundle") as caught:
         read_bundle(checkpoint)
-    assert "speccompile generate bundle" in caught.value.todo
-
-
-def test_the_command_of_the_hint_writes_a_recipe_that_loads(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(BundleError) as caught:
-        read_bundle(checkpoint)
-    command = caught.value.todo.partition(": ")[2].partition("; speccompile build")[0]
-    assert shlex.split(command)[0] == "echo"
-    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-    assert load_recipe(tmp_path / "recipe.yaml").target.model == str(checkpoint)
+    command = shlex.split(caught.value.todo.partition(": ")[2].removesuffix("."))
+    assert command == ["speccompile", "build", str(checkpoint), "-o", "bundle"]
 
 
 def test_another_folder_given_as_a_recipe_is_no_checkpoint(tmp_path: Path) -> None:

@@ -210,6 +210,7 @@ class DflashMethod(Method):
     name = "dflash"
     Config = DflashConfig
     TrainingConfig = DflashTraining
+    vllm_names = ("dflash2", "dspark")
     formats = "speccompile.speculators.dflash.layouts:FORMATS"
     trainer = "speccompile.speculators.dflash.trainer:DflashTrainer"
 

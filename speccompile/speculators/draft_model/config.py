@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from speccompile.core.jobs import CandidateOptions, DecoderOptions, GraphJob, MethodContext
@@ -105,6 +106,8 @@ class DraftModelMethod(Method):
 
     name = "draft_model"
     Config = DraftModelConfig
+    vllm_keys = MappingProxyType({"use_heterogeneous_vocab": "allow_tokenizer_mismatch"})
+    takes_models = True
     TrainingConfig = DraftModelTraining
     trainer = "speccompile.speculators.draft_model.trainer:DraftModelTrainer"
 

@@ -60,6 +60,7 @@ class MlpMethod(Method):
 
     name = "mlp"
     Config = MlpConfig
+    vllm_names = ("mlp_speculator",)
     TrainingConfig = MlpTraining
     formats = "speccompile.speculators.mlp.checkpoint:FORMATS"
     trainer = "speccompile.speculators.mlp.trainer:MlpTrainer"

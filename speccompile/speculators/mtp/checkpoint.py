@@ -8,18 +8,20 @@ are the target's where the module stores none.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.checkpoint import read_config, read_dims
 from speccompile.checkpoints.families import check_config
 from speccompile.checkpoints.tensor_files import TensorFiles
 from speccompile.checkpoints.text_towers import text_config
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
-from speccompile.doctor.doctor import Checkpoint, make_case, open_known
+from speccompile.doctor.doctor import Checkpoint, make_case, open_checkpoint, open_known
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Target
 from speccompile.errors import CheckpointError, ExportError, RecipeError
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
     from speccompile.speculators.mtp.config import MtpOptions
 
+_log = logging.getLogger(__name__)
 METHOD = "mtp"
 PREFIX = f"{METHOD}."
 SCOPE, SPECULATORS_SCOPE = "layer_config", "transformer_layer_config"
@@ -195,6 +198,23 @@ def _random_case(folder: Any) -> Case:
     config, files = read_config(folder), TensorFiles({}, {})
     layout = next((f for f in FORMATS if f.is_in(config, ())), FORMATS[2])
     return make_case(Checkpoint(folder, config, files, layout), layout)
+
+
+def section_for_target(folder: Path) -> dict[str, Any] | None:
+    """See `Method.default_section`: where the target's files have a module that can be built."""
+    from speccompile.speculators.mtp.config import MtpConfig, MtpMethod
+
+    try:
+        found = open_checkpoint(folder, FORMATS)
+        if found.layout is None or not found.layout.has_others:
+            return None
+        job = replace(MtpMethod().graph_jobs(MtpConfig())[0], model=str(folder))
+        dims = read_dims(folder)
+        DraftSource(job, SourceContext("checkpoint", dims.max_positions or 1, 1, dims)).check()
+    except (CheckpointError, ExportError, RecipeError) as fault:
+        _log.info("%s: drafts without its own module: %s", folder, fault)
+        return None
+    return {}
 
 
 class DraftSource(SpeculatorSource):

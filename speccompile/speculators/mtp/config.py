@@ -115,6 +115,11 @@ class MtpMethod(Method):
     TrainingConfig = MtpTraining
     formats = "speccompile.speculators.mtp.checkpoint:FORMATS"
     trainer = "speccompile.speculators.mtp.trainer:MtpTrainer"
+    vllm_names = (
+        *("deepseek_mtp", "ernie_mtp", "exaone_moe_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "glm_ocr_mtp"),
+        *("mimo_mtp", "nemotron_h_mtp", "pangu_ultra_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "step3p5_mtp"),
+    )
+    default_section = "speccompile.speculators.mtp.checkpoint:section_for_target"
 
     def target_outputs(self, config: MtpConfig) -> TargetOutputs:
         """Returns the hidden state that the module reads."""

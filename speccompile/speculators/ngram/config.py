@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from speccompile.core.jobs import MethodContext
@@ -56,6 +57,8 @@ class NgramMethod(Method):
 
     name = "ngram"
     Config = NgramConfig
+    vllm_names = ("ngram_gpu",)
+    vllm_keys = MappingProxyType({"prompt_lookup_min": "min_match", "prompt_lookup_max": "max_match"})
 
     def make_proposer(
         self, config: NgramConfig, engines: Mapping[str, Engine], context: MethodContext

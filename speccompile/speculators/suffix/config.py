@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 from speccompile.core.jobs import MethodContext
 from speccompile.core.method import Method
@@ -67,11 +69,24 @@ class SuffixConfig:
         return self.tree != "chain"
 
 
+def section_for_target(folder: Path) -> dict[str, Any]:
+    """See `Method.default_section`: it drafts for every target, and no graph has to be read."""
+    return {}
+
+
 class SuffixMethod(Method):
     """See `speccompile.core.method.Method`."""
 
     name = "suffix"
     Config = SuffixConfig
+    vllm_keys = MappingProxyType(
+        {
+            "suffix_decoding_max_tree_depth": "depth",
+            "suffix_decoding_max_spec_factor": "tokens_per_match",
+            "suffix_decoding_min_token_prob": "min_prob",
+        }
+    )
+    default_section = "speccompile.speculators.suffix.config:section_for_target"
 
     def make_proposer(
         self, config: SuffixConfig, engines: Mapping[str, Engine], context: MethodContext

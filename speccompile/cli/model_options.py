@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options with which commands take a model or a recipe in the place of a bundle, and the bundle that it becomes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from speccompile.cli.output import live_stages, quiet_libraries
+
+if TYPE_CHECKING:
+    from speccompile.prepare import Prepared
+    from speccompile.recipe.model_recipe import ModelOptions
+    from speccompile.runtime.spec_engine import SpecEngine
+
+ARGUMENT = "model"  # of a command: the `ModelOptions`
+SOURCE_HELP = "A bundle's folder; or a checkpoint's folder, an id of the hub or a recipe, which is built first."
+GENERATION_CONFIGS = ("auto", "none")
+
+
+def _options(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. engine.threads=2."),
+    ] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="Short for --set target.quantization=...: auto, none, int8 or int4.")
+    ] = None,
+    num_layers: Annotated[
+        int | None, typer.Option(min=1, help="Short for --set target.num_layers=...: with random weights, for sizing.")
+    ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help='As of vLLM: {"method", "model", "num_speculative_tokens"}.'),
+    ] = None,
+    spec_method: Annotated[str | None, typer.Option(help="The drafter's method alone, by our name or vLLM's.")] = None,
+    spec_model: Annotated[
+        str | None,
+        typer.Option("--spec-model", "--draft", help="Its checkpoint; the method is that of its layout."),
+    ] = None,
+    spec_tokens: Annotated[int | None, typer.Option(min=1, help="Its number of draft tokens.")] = None,
+    generation_config: Annotated[
+        str, typer.Option(help="auto: a model's generation_config.json gives sampling defaults; none: it does not.")
+    ] = "auto",
+) -> None:
+    """Names, types and help of the options; see `with_model_options`."""
+
+
+def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command with the options of a model in the place of its argument `model`.
+
+    Args:
+        command: `model` gets a `ModelOptions`.
+    """
+    options = inspect.signature(_options, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        command(**{ARGUMENT: _read(**{name: arguments.pop(name) for name in options})}, **arguments)
+
+    signature = inspect.signature(command, eval_str=True)
+    found = [parameter for name, parameter in signature.parameters.items() if name != ARGUMENT]
+    named = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in options.values()]
+    run.__signature__ = signature.replace(parameters=[*found, *named])  # type: ignore[attr-defined]
+    return run
+
+
+def _read(
+    overrides: list[str] | None,
+    quantization: str | None,
+    num_layers: int | None,
+    speculative_config: str | None,
+    spec_method: str | None,
+    spec_model: str | None,
+    spec_tokens: int | None,
+    generation_config: str,
+) -> ModelOptions:
+    from speccompile.recipe.model_recipe import ModelOptions
+    from speccompile.recipe.speculative_config import METHOD, MODEL, NUM_TOKENS, read_speculative_config
+
+    if generation_config not in GENERATION_CONFIGS:
+        raise typer.BadParameter(f"one of {', '.join(GENERATION_CONFIGS)}", param_hint="--generation-config")
+    settings = [*(overrides or ())]
+    settings += [f"target.quantization={quantization}"] if quantization is not None else []
+    settings += [f"target.num_layers={num_layers}"] if num_layers is not None else []
+    given = {} if speculative_config is None else read_speculative_config(speculative_config)
+    short = {METHOD: spec_method, MODEL: spec_model, NUM_TOKENS: spec_tokens}
+    given |= {key: value for key, value in short.items() if value is not None}
+    return ModelOptions(given, tuple(settings), generation_config == "auto")
+
+
+def load_source(
+    source: str, model: ModelOptions, *, method: str | None, backend: str | None, threads: int | None
+) -> tuple[SpecEngine, str]:
+    """Loads a bundle, or that of a model or recipe, which is built where it is not in the cache.
+
+    Args:
+        source: a bundle's folder, a recipe, a checkpoint's folder or a hub id.
+        model: of the command line.
+        method: see `runtime.engine.load`.
+        backend: the same; of a model or recipe, the one that it is built for.
+        threads: the same.
+
+    Returns:
+        The engine, and the model's name for clients.
+
+    Raises:
+        typer.BadParameter: options of a build are given with a bundle.
+        SpecCompileError: it cannot be built or loaded.
+    """
+    from speccompile.prepare import is_model, is_recipe
+    from speccompile.runtime.engine import load
+    from speccompile.runtime.hub import find_bundle, is_hub_id
+
+    name = ""
+    if is_hub_id(source) and (folder := find_bundle(source)) is not None:
+        source, name = str(folder), source
+    if is_model(source) or is_recipe(source):
+        if backend is not None:
+            model, backend = replace(model, settings=(*model.settings, f"engine.backend={backend}")), None
+        found = prepare_source(source, model)
+        return load(found.path, backend=backend, threads=threads, method=method, verify=False), found.name
+    if model.settings:
+        raise typer.BadParameter(f"{source} is built already: {model.settings[0]} is for a model or a recipe")
+    chosen = _section_of_bundle(source, model) if model.speculative else method
+    engine = load(source, backend=backend, threads=threads, method=chosen)
+    return engine, name or ("" if engine.bundle is None else engine.bundle.path.resolve().name)
+
+
+def _section_of_bundle(source: str, model: ModelOptions) -> dict[str, Any]:
+    """Returns the section that a config of vLLM asks for; without a method and a model it is the bundle's own."""
+    from speccompile.recipe.speculative_config import METHOD, MODEL, section_from_config
+    from speccompile.runtime.bundle import read_bundle
+
+    given = dict(model.speculative)
+    if METHOD not in given and MODEL not in given:
+        given[METHOD] = read_bundle(source, verify=False).recipe.method
+    return section_from_config(given)
+
+
+def prepare_source(source: str, model: ModelOptions) -> Prepared:
+    """Returns the bundle of a model or a recipe, with the stages of its build on stderr.
+
+    Raises:
+        SpecCompileError: it cannot be built.
+    """
+    quiet_libraries()
+    from speccompile.prepare import prepare
+    from speccompile.runtime.bundle import read_bundle
+
+    with live_stages() as progress:
+        found = prepare(source, model, progress)
+    bundle = read_bundle(found.path, verify=False)
+    form = bundle.graphs["target"].get("form")
+    typer.echo(f"{found.name}: method {bundle.recipe.method}, weights {form}, bundle {found.path}", err=True)
+    return found

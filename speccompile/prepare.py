@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bundle of a model, a recipe or a bundle's own folder: found, or built once and kept in the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from speccompile.backends.base import Backend
+from speccompile.bundling.graphs import find_graph
+from speccompile.bundling.stage_cache import BUNDLES, StageCache, default_cache_folder
+from speccompile.bundling.stages import Progress
+from speccompile.bundling.staging import disk_faults
+from speccompile.bundling.tokenizers import TOKENIZER_FILES
+from speccompile.checkpoints.checkpoint import GGUF
+from speccompile.core import registry
+from speccompile.errors import BundleError
+from speccompile.pipeline import build
+from speccompile.recipe import BuildPlan, find_device, load_recipe, resolve
+from speccompile.recipe.model_recipe import ModelOptions, recipe_from_model
+from speccompile.recipe.speculative_config import section_from_config
+from speccompile.runtime.bundle import MANIFEST, digest_from_file, digest_from_json, read_bundle
+from speccompile.runtime.hub import find_bundle, is_hub_id
+
+RECIPES = (".yaml", ".yml")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A bundle that can be loaded.
+
+    Args:
+        path: its folder.
+        name: of the model, for clients.
+        is_kept: it is in the cache, and its digests were compared.
+    """
+
+    path: Path
+    name: str
+    is_kept: bool = False
+
+
+def is_model(source: str) -> bool:
+    """Returns whether a name is a checkpoint: a folder with a config and without a manifest, or an id of the hub.
+
+    What may be an id is a path where its first part is a folder here.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return (path / "config.json").is_file() and not (path / MANIFEST).exists()
+    if path.exists() or path.suffix in RECIPES:
+        return path.suffix.lower() == GGUF  # refused with what to do
+    return is_hub_id(source)
+
+
+def is_recipe(source: str) -> bool:
+    """Returns whether a name is a recipe's file."""
+    return Path(source).suffix in RECIPES and not Path(source).is_dir()
+
+
+def plan_from_source(source: str, options: ModelOptions) -> BuildPlan:
+    """Returns the plan of a model, or of a recipe's file.
+
+    Args:
+        source: a YAML file, a checkpoint's folder or a hub id.
+        options: of a recipe the settings are used, and the speculator's config in the place of its section.
+
+    Raises:
+        RecipeError, CheckpointError: see `load_recipe` and `recipe_from_model`.
+    """
+    if is_model(source):
+        recipe = recipe_from_model(source, options)
+    else:
+        section = section_from_config(options.speculative) if options.speculative else {}
+        speculator = [f"speculator={json.dumps(section)}"] if section else []
+        recipe = load_recipe(source, [*speculator, *options.settings])
+    return resolve(recipe, find_device(recipe.engine.device))
+
+
+def prepare(source: str, options: ModelOptions | None = None, progress: Progress = lambda stage: None) -> Prepared:
+    """Returns a bundle for `source`; one that is not there yet is built into the cache.
+
+    An entry of the cache is found by the digests of checkpoints, options, versions and speccompile's sources. It is
+    written beside and renamed, so an unfinished one is never found, and built by one process at a time.
+
+    Args:
+        source: a bundle's folder, a recipe, a checkpoint's folder or a hub id.
+        options: for all but a bundle.
+        progress: see `pipeline.build`.
+
+    Raises:
+        RecipeError, CheckpointError, ExportError, PassError, BuildError: see `pipeline.build`.
+    """
+    if is_hub_id(source) and (folder := find_bundle(source)) is not None:
+        return Prepared(folder, source)
+    if not is_model(source) and not is_recipe(source):
+        return Prepared(Path(source), Path(source).resolve().name)
+    plan = plan_from_source(source, options or ModelOptions())
+    root = default_cache_folder() / BUNDLES
+    entry = root / key_of(plan)
+    path = Path(source)
+    name = (path.stem if path.suffix in RECIPES else path.resolve().name) if path.exists() else source
+    found = Prepared(entry, name, is_kept=True)
+    if _is_whole(entry):
+        return found
+    with disk_faults(root):
+        root.mkdir(parents=True, exist_ok=True)
+    with _locked(root / f".{entry.name}.lock", lambda: progress("wait for another process that builds the same")):
+        if not _is_whole(entry):
+            shutil.rmtree(entry, ignore_errors=True)
+            build(plan, entry, progress, StageCache(default_cache_folder()))
+    return found
+
+
+def key_of(plan: BuildPlan) -> str:
+    """Returns the digest of everything that a plan's bundle depends on.
+
+    Raises:
+        RecipeError, CheckpointError: see `find_graph`.
+    """
+    backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
+    target = find_graph(plan, plan.target, None, backend)
+    graphs = [target, *(find_graph(plan, job, target.dims, backend) for job in plan.jobs[1:])]
+    folder = target.source.folder
+    files = {name: digest_from_file(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    return digest_from_json(
+        {"recipe": plan.recipe_from_plan(), "graphs": {g.job.name: g.key for g in graphs}, "tokenizer": files}
+    )
+
+
+def _is_whole(entry: Path) -> bool:
+    """Returns whether an entry is there with all its digests; one that was damaged is built again."""
+    if not entry.is_dir():
+        return False
+    try:
+        read_bundle(entry)
+        os.utime(entry)  # the entries used last are kept the longest
+    except (BundleError, FileNotFoundError) as fault:
+        _log.warning("the cache's bundle %s is built again: %s", entry, fault)
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
+    """Holds a lock file, which stays; `wait` is called first where another process holds it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            wait()
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe for a model without a YAML file: what a user leaves out is chosen here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from speccompile.backends.base import Backend
+from speccompile.checkpoints.checkpoint import read_dims, resolve_checkpoint
+from speccompile.checkpoints.folders import find_config
+from speccompile.common.json_reader import read_json_object
+from speccompile.core import registry
+from speccompile.core.dims import ModelDims
+from speccompile.core.jobs import GraphJob
+from speccompile.core.method import SECTIONS
+from speccompile.core.sampling_params import SAMPLING_PARAMETERS
+from speccompile.errors import CheckpointError
+from speccompile.recipe.loading import RawRecipe, apply_override, validate_recipe
+from speccompile.recipe.models import EngineSection, Recipe
+from speccompile.recipe.plan import AUTO
+from speccompile.recipe.speculative_config import MODEL, section_from_config, verifier_of
+
+MAX_SEQ_LEN = 4096  # of models that allow more: caches are allocated whole
+MAX_BATCH_SIZE = 8
+_CACHE_SHARE = 4  # caches take at most this part of the machine's memory
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of generation_config.json
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What a user says about a model besides its name.
+
+    Args:
+        speculative: a config as vLLM spells it, see `speculative_config`; empty: the default drafter.
+        settings: "section.key=value", which win over everything else.
+        reads_generation_config: sampling defaults are those of the checkpoint's generation_config.json.
+    """
+
+    speculative: Mapping[str, Any] = field(default_factory=dict)
+    settings: Sequence[str] = ()
+    reads_generation_config: bool = True
+
+
+def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe:
+    """Returns the recipe for a checkpoint, or for a speculator's checkpoint that names its target.
+
+    Weights have the form that is fastest among those near float32, where the backend measures that; the target's own
+    modules and its text draft, see `default_section`; caches have room for `MAX_BATCH_SIZE` sequences of
+    `MAX_SEQ_LEN` tokens, halved until they take at most a quarter of the memory.
+
+    Args:
+        model: folder or hub id; a hub checkpoint is downloaded.
+        options: see there.
+
+    Raises:
+        RecipeError: a setting is wrong.
+        CheckpointError: no such model, or a speculator without a target's name.
+    """
+    options = options or ModelOptions()
+    raw = RawRecipe(model, Path.cwd(), {})
+    for setting in options.settings:
+        apply_override(raw, setting)
+    sections: dict[str, dict[str, Any]] = {
+        name: dict(raw.values.get(name) or {}) for name in ("target", "speculator", "engine", "decoding")
+    }
+    target, engine = sections["target"], sections["engine"]
+    is_random = target.get("weights") == "random"
+    folder = find_config(GraphJob("target", model)) if is_random else resolve_checkpoint(model)
+    speculative = dict(options.speculative)
+    if (verifier := verifier_of(folder)) is not None:
+        speculative.setdefault(MODEL, _absolute(model))
+        model = verifier
+        folder = find_config(GraphJob("target", model)) if is_random else resolve_checkpoint(model)
+    dims = read_dims(folder)
+    target.setdefault("model", _absolute(model))
+    backend: Backend = registry.backend(str(engine.get("backend", EngineSection.model_fields["backend"].default)))
+    if not is_random and AUTO in backend.quantizations:
+        target.setdefault("quantization", AUTO)
+    if "method" not in sections["speculator"]:
+        chosen = section_from_config(speculative) if speculative else default_section(folder, has_weights=not is_random)
+        sections["speculator"] = chosen | sections["speculator"]
+    _set_sizes(engine, dims, _num_drafts(sections["speculator"]))
+    if options.reads_generation_config:
+        sections["decoding"] = sampling_defaults(folder) | sections["decoding"]
+    raw.values = {**raw.values, **{name: section for name, section in sections.items() if section}}
+    return validate_recipe(raw)
+
+
+def default_section(folder: Path, *, has_weights: bool = True) -> dict[str, Any]:
+    """Returns the speculator section of a target for which the user names no drafter.
+
+    Every method that can draft for it without another model takes part; of several, the method that has several
+    drafters uses in each step the one that is expected to bring the most tokens a millisecond.
+
+    Args:
+        folder: of the target.
+        has_weights: it has weights to look for modules in.
+    """
+    found: list[dict[str, Any]] = []
+    several = ""
+    for method in registry.all_methods():
+        if any(f.metadata.get(SECTIONS) for f in fields(method.Config)):
+            several = method.name
+        if method.default_section and has_weights:
+            section = registry.find_class(method.default_section)(folder)
+            found += [] if section is None else [{"method": method.name, **section}]
+    if len(found) > 1:
+        return {"method": several, "drafters": found}
+    return found[0] if found else {}
+
+
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Returns the sampling parameters of a checkpoint's generation_config.json; {} without one.
+
+    With `do_sample: false` there are none: decoding is greedy.
+
+    Raises:
+        CheckpointError: it is no JSON object.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    config = read_json_object(path, CheckpointError, "Download the file again.")
+    if config.get("do_sample") is False:
+        return {}
+    known = [name for name in _SAMPLED if name in SAMPLING_PARAMETERS and SAMPLING_PARAMETERS[name].in_recipe]
+    found = {name: config[name] for name in known if config.get(name) is not None}
+    return {name: value if name == "top_k" else float(value) for name, value in found.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _absolute(model: str) -> str:
+    folder = Path(model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model
+
+
+def _num_drafts(section: Mapping[str, Any]) -> int:
+    number = section.get("num_draft_tokens")
+    return number if isinstance(number, int) else 0
+
+
+def _set_sizes(engine: dict[str, Any], dims: ModelDims, num_drafts: int) -> None:
+    nodes = EngineSection.model_fields["max_draft_nodes"].default
+    if num_drafts > nodes:
+        engine.setdefault("max_draft_nodes", num_drafts)
+    if "max_seq_len" not in engine:
+        engine["max_seq_len"] = min(dims.max_positions or MAX_SEQ_LEN, MAX_SEQ_LEN)
+    if "max_batch_size" not in engine:
+        sequence_bytes = int(engine["max_seq_len"]) * dims.cache_row_bytes
+        # Of the whole memory: with what is free at the moment, every start would have another recipe.
+        room, slots = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _CACHE_SHARE, MAX_BATCH_SIZE
+        while slots > 1 and room < slots * sequence_bytes:
+            slots //= 2
+        engine["max_batch_size"] = slots

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bundles on the Hugging Face hub: fetched by name, pushed with a card that is written from the manifest."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from speccompile.errors import BundleError
+
+MANIFEST = "manifest.json"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_TODO = "Check the name, the network and your access, or give the bundle's folder."
+
+
+def is_hub_id(name: str) -> bool:
+    """Returns whether a name is that of a repository on the hub: no path here, and its first part no folder here."""
+    return HUB_ID.fullmatch(name) is not None and not os.path.exists(name.partition("/")[0])
+
+
+def fetch_bundle(name: str, revision: str | None = None) -> Path:
+    """Returns the folder of a bundle on the hub, downloaded where it is not in the hub's own cache.
+
+    The manifest and the files that it lists are fetched, nothing else; their digests are checked when it is read.
+
+    Args:
+        name: of the repository, OWNER/NAME.
+        revision: branch, tag or commit; None: the main branch.
+
+    Raises:
+        BundleError: the hub cannot be reached, or there is no bundle of that name.
+    """
+    hub = _import_hub(name)
+    try:
+        manifest = Path(hub.hf_hub_download(name, MANIFEST, revision=revision))
+        listed = json.loads(manifest.read_text(encoding="utf-8"))
+        files = list(listed["files"]) if isinstance(listed, dict) and isinstance(listed.get("files"), dict) else []
+        # The commit that the manifest was of, whatever was pushed since: snapshots are folders by commit.
+        commit = manifest.parent.name if revision is None else revision
+        return Path(hub.snapshot_download(name, revision=commit, allow_patterns=[MANIFEST, *map(_literal, files)]))
+    except (OSError, ValueError) as fault:  # the hub's errors derive from these
+        first = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
+        raise BundleError(name, f"no local folder, and the hub said: {first}", "a bundle on the hub", _TODO) from fault
+
+
+def find_bundle(name: str) -> Path | None:
+    """Returns the folder of a bundle on the hub, see `fetch_bundle`; None where there is none of that name."""
+    try:
+        return fetch_bundle(name)
+    except BundleError:
+        return None
+
+
+def push_bundle(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    name: str,
+    *,
+    private: bool = False,
+    message: str | None = None,
+    bench: Mapping[str, Any] | None = None,
+) -> str:
+    """Uploads a bundle, with a model card beside it, in one commit.
+
+    Args:
+        folder: of the bundle.
+        manifest: of the bundle.
+        name: of the repository, OWNER/NAME; it is made where there is none.
+        private: of a repository that is made.
+        message: of the commit.
+        bench: what `speccompile bench --json` measured, for the card.
+
+    Returns:
+        The commit's URL.
+
+    Raises:
+        BundleError: the hub refuses it, or cannot be reached.
+    """
+    hub = _import_hub(name)
+    card = card_from_manifest(manifest, name, bench).encode()
+    operations = [hub.CommitOperationAdd("README.md", card)]
+    operations += [hub.CommitOperationAdd(file, str(folder / file)) for file in [MANIFEST, *manifest["files"]]]
+    try:
+        api = hub.HfApi()
+        api.create_repo(name, private=private, exist_ok=True)
+        made = api.create_commit(name, operations, commit_message=message or "Add a speccompile bundle")
+    except (OSError, ValueError) as fault:
+        first = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
+        raise BundleError(name, f"the hub said: {first}", "a repository that may be written", _TODO) from fault
+    return str(made.commit_url)
+
+
+def card_from_manifest(manifest: Mapping[str, Any], name: str, bench: Mapping[str, Any] | None = None) -> str:
+    """Returns the model card: what was built, how it drafts, what was measured.
+
+    Args:
+        manifest: of the bundle.
+        name: of the repository.
+        bench: see `push_bundle`.
+    """
+    recipe = manifest["recipe"]
+    target, engine = recipe.get("target") or {}, recipe["engine"]
+    method, model = recipe["speculator"]["method"], target.get("model")
+    form = manifest["graphs"]["target"].get("form") or "not recorded"
+    sizes = f"{engine['max_batch_size']} sequences of {engine['max_seq_len']} tokens"
+    base = [f"base_model: {model}"] if isinstance(model, str) and HUB_ID.fullmatch(model) else []
+    rows = [
+        ("target", Path(model).name if isinstance(model, str) and os.path.isabs(model) else model),
+        ("speculation method", method),
+        ("weights", form),
+        ("backend", f"{engine['backend']} on {engine.get('device', 'cpu')}"),
+        ("caches", sizes),
+        ("built", f"{manifest.get('created_at')} with speccompile {manifest.get('speccompile_version')}"),
+    ]
+    parts = [
+        "\n".join(["---", "library_name: speccompile", *base, "tags: [speculative-decoding, speccompile]", "---"]),
+        f"# {name.partition('/')[2]}",
+        "A speccompile bundle: compiled graphs of a model and its drafter. Drafts change the speed of the text alone: "
+        "its distribution is the target's.",
+        f"```bash\nspeccompile serve {name}\n```",
+        _table(("", ""), rows),
+        _measured(manifest, bench),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _measured(manifest: Mapping[str, Any], bench: Mapping[str, Any] | None) -> str:
+    """Returns the part of the card with times and acceptance; empty where nothing was measured."""
+    graph = manifest["graphs"]["target"]
+    steps = (graph.get("tuning") or {}).get("step_ms") or {}
+    parts = []
+    if steps:
+        rows = [(nodes, f"{steps[nodes]:.3g}") for nodes in sorted(steps, key=int)]
+        parts.append("Time of a step of the target where it was built:\n\n" + _table(("tokens scored", "ms"), rows))
+    distance = (graph.get("form_distances") or {}).get(str(graph.get("form")))
+    if distance:
+        parts.append(f"Distance to float32: KL {distance['kl']:.1e} nats, same top token {distance['top1']:.1%}.")
+    modes = (bench or {}).get("modes") or {}
+    if modes:
+        head = ("mode", "tokens/s", "mean acceptance length", "exact")
+        lines = [
+            (
+                mode,
+                f"{row['tokens_per_s']:.1f}",
+                f"{row['mean_acceptance_length']:.2f}",
+                str(row["exact"]).lower(),
+            )
+            for mode, row in modes.items()
+        ]
+        parts.append("Measured with `speccompile bench`:\n\n" + _table(head, lines))
+    return "\n\n".join(["## Measured", *parts]) if parts else ""
+
+
+def _table(head: tuple[str, ...], rows: Any) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _literal(file: str) -> str:
+    """Returns a pattern that matches this path alone."""
+    return re.sub(r"([*?\[])", r"[\1]", file)
+
+
+def _import_hub(name: str) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as fault:
+        todo = "Install it: pip install huggingface-hub (the extra [build] has it)."
+        raise BundleError(name, "no package huggingface_hub", "a bundle's folder, or that package", todo) from fault
+    return huggingface_hub

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands on a model alone: build, generate, and options that are for models and recipes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from speccompile.runtime.bundle import read_bundle
+from speccompile.runtime.spec_engine import SpecEngine
+from tests.cli.conftest import Run
+from tests.pipeline import fakes
+from tests.runtime.test_spec_engine import make_engine
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return fakes.make_checkpoint(tmp_path / "tiny")
+
+
+def test_a_model_is_built_without_a_recipe_and_holds_the_one_that_was_used(run: Run, model: Path) -> None:
+    code, out, err = run("build", model, "-o", "made", "--quantization", "int8", "--set", "engine.max_batch_size=2")
+    assert code == 0, err
+    assert "made: " in out and "done export target" in err
+    recipe = yaml.safe_load(Path("made/recipe.yaml").read_text())
+    assert recipe["target"]["model"] == str(model) and recipe["target"]["quantization"] == "int8"
+    assert recipe["engine"]["max_batch_size"] == 2 and recipe["speculator"]["method"] == "suffix"
+    _, out, _ = run("inspect", "made")
+    assert f"recipe {model}; quantization int8; 2 sequences of 64 tokens" in out and "method suffix" in out
+    assert run("build", "made/recipe.yaml", "-o", "again")[0] == 0
+    assert yaml.safe_load(Path("again/recipe.yaml").read_text()) == recipe
+    assert run("build", model)[0] == 0 and Path("bundles/tiny/manifest.json").exists()
+
+
+def test_a_draft_and_the_drafter_as_vllm_spells_it(run: Run, model: Path, tmp_path: Path) -> None:
+    draft = fakes.make_checkpoint(tmp_path / "small", hidden=4, layers=1, seed=1)
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    for options in (
+        ("--draft", draft, "--spec-tokens", 3),
+        ("--speculative-config", json.dumps(config)),
+        ("--spec-method", "draft_model", "--spec-model", draft, "--spec-tokens", 3),
+    ):
+        code, out, err = run("build", model, *options, "--dry-run", "--json")
+        assert code == 0, err
+        section = json.loads(out)["plan"]["speculator"]
+        assert (section["method"], section["model"], section["num_draft_tokens"]) == ("draft_model", str(draft), 3)
+
+
+def test_wrong_drafters_are_wrong_usage(run: Run, model: Path) -> None:
+    code, _, err = run("build", model, "--spec-method", "eagle33")
+    assert code == 2 and "Did you mean 'eagle3'?" in err
+    code, _, err = run("build", model, "--speculative-config", "ngram")
+    assert code == 2 and "a JSON object" in err
+    code, _, err = run("build", model, "--num-layers", 1)
+    assert code == 2 and "--weights random" in err
+    assert run("build", model, "--num-layers", 1, "--weights", "random", "--dry-run")[0] == 0
+    code, _, err = run("build", model, "--generation-config", "some")
+    assert code == 2 and "auto, none" in err
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Puts a language model in numpy in the place of every bundle; returns what `load` was given, call by call."""
+    calls: list[dict[str, Any]] = []
+
+    def load(path: Path | str, **arguments: Any) -> SpecEngine:
+        calls.append({"path": Path(path), **arguments})
+        return make_engine()
+
+    monkeypatch.setattr("speccompile.runtime.engine.load", load)
+    return calls
+
+
+def test_generate_takes_a_model_and_finds_it_built(run: Run, model: Path, loaded: list[dict[str, Any]]) -> None:
+    code, _, err = run("generate", model, "-p", "abc", "--max-new-tokens", 3, "--backend", "onnxruntime")
+    assert code == 0, err
+    assert "done export target" in err and "tiny: method suffix" in err
+    code, _, err = run("generate", model, "-p", "abc", "--max-new-tokens", 3, "--backend", "onnxruntime")
+    assert code == 0 and "export" not in err
+    assert loaded[0] == loaded[1] and read_bundle(loaded[0]["path"]).recipe.method == "suffix"
+    assert (loaded[0]["backend"], loaded[0]["verify"]) == (None, False)  # digests were compared just before
+
+
+def test_a_bundle_takes_its_own_methods_and_no_options_of_a_build(
+    run: Run, model: Path, loaded: list[dict[str, Any]]
+) -> None:
+    assert run("build", model, "-o", "made")[0] == 0
+    arguments = ("generate", "made", "-p", "abc", "--max-new-tokens", 2)
+    assert run(*arguments, "--spec-tokens", 2)[0] == 0
+    assert run(*arguments, "--spec-method", "ngram", "--spec-tokens", 3)[0] == 0
+    assert run(*arguments, "--method", "none")[0] == 0
+    sections = [{"method": "suffix", "num_draft_tokens": 2}, {"method": "ngram", "num_draft_tokens": 3}, "none"]
+    assert [call["method"] for call in loaded] == sections
+    code, _, err = run(*arguments, "--quantization", "int8")
+    assert code == 2 and "is built already" in err
+
+
+def test_a_missing_bundle_is_no_model_of_the_hub(run: Run, model: Path) -> None:
+    Path("bundles").mkdir()
+    code, _, err = run("generate", "bundles/missing", "-p", "w3")
+    assert code == 7 and "no such folder" in err

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--speculative-config`: vLLM's names and keys as a speculator section, or an error that says what is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speccompile.core import registry
+from speccompile.errors import RecipeError
+from speccompile.recipe.speculative_config import find_method_of, read_speculative_config, section_from_config
+from tests.pipeline import fakes
+
+ALL = dict(registry.METHODS)
+
+
+@pytest.fixture(autouse=True)
+def real_methods(methods: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts the real methods back."""
+    monkeypatch.setattr(registry, "METHODS", ALL)
+
+
+@pytest.mark.parametrize(
+    ("config", "section"),
+    [
+        (
+            {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+            {"method": "ngram", "num_draft_tokens": 5, "min_match": 2, "max_match": 4},
+        ),
+        ({"method": "ngram_gpu"}, {"method": "ngram"}),
+        (
+            {
+                "method": "suffix",
+                "suffix_decoding_max_tree_depth": 24,
+                "suffix_decoding_min_token_prob": 0.2,
+                "suffix_decoding_max_cached_requests": 0,
+            },
+            {"method": "suffix", "depth": 24, "min_prob": 0.2},
+        ),
+        ({"method": "mlp_speculator", "model": "m"}, {"method": "mlp", "model": "m"}),
+        (
+            {"method": "eagle3", "model": "m", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1},
+            {"method": "eagle3", "model": "m", "num_draft_tokens": 3, "tree": "chain"},
+        ),
+        (
+            {"method": "eagle", "model": "m", "num_speculative_tokens": 3, "tree": "auto"},
+            {"method": "eagle", "model": "m", "num_draft_tokens": 3, "tree": "auto"},
+        ),
+        (
+            {"method": "draft_model", "model": "m", "draft_sample_method": "probabilistic", "quantization": None},
+            {"method": "draft_model", "model": "m", "drafts": "sampled"},
+        ),
+        (
+            {"method": "draft_model", "model": "m", "use_heterogeneous_vocab": True},
+            {"method": "draft_model", "model": "m", "allow_tokenizer_mismatch": True},
+        ),
+        ({"method": "medusa", "model": "m"}, {"method": "medusa", "model": "m"}),
+        ({"method": "mtp", "num_speculative_tokens": 2}, {"method": "mtp", "num_draft_tokens": 2}),
+        ({"method": "qwen3_next_mtp"}, {"method": "mtp"}),
+        ({"method": "dspark", "model": "m"}, {"method": "dflash", "model": "m"}),
+    ],
+    ids=lambda value: str(value.get("method")),
+)
+def test_names_and_keys_are_ours(config: dict[str, Any], section: dict[str, Any]) -> None:
+    assert section_from_config(config) == section
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"method": "eagle33", "model": "m"}, r"\(method\): got 'eagle33'.*Did you mean 'eagle3'"),
+        ({"method": "custom_class"}, "expected one of .*mlp_speculator"),
+        ({"method": 3}, "expected one of"),
+        ({"num_speculative_tokens": 3}, "neither a method nor a model"),
+        ({"method": "ngram", "model": "m"}, r"\(model\): got 'm'; expected the keys of ngram.*prompt_lookup_max"),
+        ({"method": "eagle3", "model": "m", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
+        ({"method": "eagle3", "model": "m", "draft_sample_method": "best"}, "greedy, probabilistic"),
+    ],
+    ids=range(7),
+)
+def test_what_is_unknown_is_named(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        section_from_config(config)
+
+
+@pytest.mark.parametrize("text", ["ngram", "[1]", '{"method": "ngram"'])
+def test_what_is_no_object_is_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match="expected a JSON object"):
+        read_speculative_config(text)
+    assert read_speculative_config('{"method": "ngram"}') == {"method": "ngram"}
+
+
+def test_every_name_of_vllm_belongs_to_one_method() -> None:
+    names = [name for method in registry.all_methods() for name in (method.name, *method.vllm_names)]
+    assert len(names) == len(set(names))
+
+
+def test_a_model_alone_drafts_by_its_layout(tmp_path: Path) -> None:
+    model = fakes.make_checkpoint(tmp_path / "small")
+    assert find_method_of(str(model)).name == "draft_model"
+    assert section_from_config({"model": str(model)}) == {"method": "draft_model", "model": str(model)}
+    mlp = Path(__file__).parents[2] / "examples/speculators/pycode-mlp"
+    assert find_method_of(str(mlp)).name == "mlp"

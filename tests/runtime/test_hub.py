@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bundles on the hub, which is a folder here: what is pushed, what is fetched, what the card says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import types
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from speccompile.errors import BundleError
+from speccompile.runtime.bundle import Bundle, digest_from_manifest, digests_from_folder, read_bundle, write_json
+from speccompile.runtime.hub import card_from_manifest, fetch_bundle, is_hub_id
+
+NAME = "org/tiny-bundle"
+COMMIT = "c0ffee"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts a hub in a folder in the place of huggingface_hub; returns that folder."""
+    remote, local = tmp_path / "remote", tmp_path / "hub-cache"
+
+    def snapshot_download(name: str, *, revision: str | None = None, allow_patterns: list[str]) -> str:
+        if not (remote / name).is_dir():
+            raise OSError(f"404: {name}\nmore lines")
+        folder = local / name / "snapshots" / COMMIT
+        blobs = local / name / "blobs"
+        for file in (f for f in (remote / name).rglob("*") if f.is_file()):
+            path = file.relative_to(remote / name)
+            if any(fnmatch(str(path), pattern) for pattern in allow_patterns) and not (folder / path).exists():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                blobs.mkdir(parents=True, exist_ok=True)
+                blob = shutil.copyfile(file, blobs / str(path).replace("/", "-"))
+                (folder / path).symlink_to(blob)  # as the hub's client does
+        return str(folder)
+
+    class Add:
+        def __init__(self, path: str, content: bytes | str) -> None:
+            self.path = path
+            self.data = content if isinstance(content, bytes) else Path(content).read_bytes()
+
+    class Api:
+        def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> None:
+            assert exist_ok
+            (remote / name).mkdir(parents=True, exist_ok=True)
+
+        def create_commit(self, name: str, operations: list[Add], *, commit_message: str) -> Any:
+            for operation in operations:
+                path = remote / name / operation.path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(operation.data)
+            return types.SimpleNamespace(commit_url=f"https://hub/{name}/{commit_message}")
+
+    module = types.ModuleType("huggingface_hub")
+    module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    module.hf_hub_download = lambda name, file, revision=None: (  # type: ignore[attr-defined]
+        snapshot_download(name, revision=revision, allow_patterns=[file]) + f"/{file}"
+    )
+    module.HfApi, module.CommitOperationAdd = Api, Add  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    return remote
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    """Returns a bundle of one graph that is no graph."""
+    folder = tmp_path / "bundle"
+    (folder / "graphs/target").mkdir(parents=True)
+    (folder / "graphs/target/graph [1].onnx").write_text("graph")
+    spec = {"name": "target", "inputs": [], "outputs": [], "caches": [], "vocab_size": 4}
+    target = {
+        "file": "graphs/target/graph [1].onnx",
+        "spec": spec,
+        "form": "int8/packed",
+        "tuning": {"threads": 1, "step_ms": {"1": 2.0, "16": 9.25}},
+        "form_distances": {"int8/packed": {"kl": 0.0001, "top1": 0.99}},
+    }
+    engine = {"backend": "onnxruntime", "device": "cpu", "max_batch_size": 8, "max_seq_len": 64, "max_draft_nodes": 4}
+    manifest: dict[str, Any] = {
+        "schema_version": 3,
+        "speccompile_version": "1",
+        "created_at": "2026-11-23",
+        "recipe": {"target": {"model": "owner/model"}, "speculator": {"method": "suffix"}, "engine": engine},
+        "versions": {},
+        "graphs": {"target": target},
+        "files": digests_from_folder(folder),
+        "tokenizer": None,
+        "eos_token_ids": [],
+        "bos_token_id": None,
+        "stages": [],
+    }
+    del manifest["tokenizer"], manifest["bos_token_id"]
+    manifest["digest"] = digest_from_manifest(manifest)
+    write_json(folder / "manifest.json", manifest)
+    return read_bundle(folder)
+
+
+def test_what_was_pushed_is_fetched_and_nothing_else(hub: Path, bundle: Bundle) -> None:
+    assert bundle.push_to_hub(NAME, message="first") == f"https://hub/{NAME}/first"
+    (hub / NAME / ".gitattributes").write_text("lfs")
+    (hub / NAME / "notes.txt").write_text("mine")
+    assert (hub / NAME / "README.md").read_text().startswith("---\nlibrary_name: speccompile\n")
+    found = read_bundle(fetch_bundle(NAME))
+    assert found.manifest == bundle.manifest
+    names = {file.relative_to(found.path).as_posix() for file in found.path.rglob("*") if file.is_file()}
+    assert names == {"manifest.json", *bundle.manifest["files"]}
+
+
+def test_a_bundle_that_was_changed_is_not_pushed(hub: Path, bundle: Bundle) -> None:
+    (bundle.path / "graphs/target/graph [1].onnx").write_text("other")
+    with pytest.raises(BundleError, match="sha256"):
+        bundle.push_to_hub(NAME)
+    assert not (hub / NAME).exists()
+
+
+def test_files_that_were_changed_on_the_hub_are_refused(hub: Path, bundle: Bundle) -> None:
+    bundle.push_to_hub(NAME)
+    (hub / NAME / "graphs/target/graph [1].onnx").write_text("grapf")
+    with pytest.raises(BundleError, match="The file was changed"):
+        read_bundle(fetch_bundle(NAME))
+
+
+def test_a_missing_name_says_what_the_hub_said(hub: Path) -> None:
+    with pytest.raises(BundleError, match=r"the hub said: 404: org/none; expected a bundle on the hub"):
+        fetch_bundle("org/none")
+
+
+def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bundles").mkdir()
+    assert is_hub_id(NAME)
+    assert not any(map(is_hub_id, ("bundles/tiny", "tiny", "/org/tiny", "./org/tiny", "org/tiny/x", "org/")))
+
+
+def test_the_card_says_what_was_built_and_measured(bundle: Bundle) -> None:
+    bench = {"modes": {"speculative": {"tokens_per_s": 812.34, "mean_acceptance_length": 2.5, "exact": True}}}
+    card = card_from_manifest(bundle.manifest, NAME, json.loads(json.dumps(bench)))
+    head = yaml.safe_load(card.split("---")[1])
+    assert head == {
+        "library_name": "speccompile",
+        "base_model": "owner/model",
+        "tags": ["speculative-decoding", "speccompile"],
+    }
+    for line in (
+        "# tiny-bundle",
+        f"speccompile serve {NAME}",
+        "| speculation method | suffix |",
+        "| weights | int8/packed |",
+        "| caches | 8 sequences of 64 tokens |",
+        "| 16 | 9.25 |",
+        "KL 1.0e-04 nats, same top token 99.0%",
+        "| speculative | 812.3 | 2.50 | true |",
+    ):
+        assert line in card
+    assert "bench" not in card_from_manifest(bundle.manifest, NAME)
