@@ -74,6 +74,14 @@ def fetch(stage: str, depends_on: Mapping[str, Any], dest: Path, make: Callable[
         StageCache(root(), _LIMIT_BYTES).fetch(stage, key, dest, make)
 
 
+@contextmanager
+def compiled_kernels() -> Iterator[None]:
+    """Keeps the GPU kernels that are compiled inside: the PTX of SpecVerify takes nvcc 7 s of CPU time."""
+    with locked("kernels"), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECCOMPILE_CACHE", str(root() / "build"))
+        yield
+
+
 def export_decoder(source: Path, **options: Any) -> tuple[Any, ModelDims]:
     """Returns `speccompile.export.decoder.export_decoder` of a folder whose files are all that it reads."""
 

@@ -14,6 +14,7 @@ import pytest
 from speccompile.backends.tensorrt import aot_plugins
 from speccompile.backends.tensorrt.kernels import find_nvcc
 from speccompile.errors import BuildError
+from tests import store
 
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="NO NVCC: the PTX of the AOT plugins WAS NOT COMPILED")
 
@@ -117,7 +118,8 @@ def test_spec_verify(trt: types.ModuleType) -> None:
     outputs = aot_plugins.verify_descriptor(trt)(*inputs)
     assert [[d.value for d in o.shape_expr] for o in outputs] == [["batch", "nodes"], ["batch"], ["batch"]]
     assert [o.dtype for o in outputs] == ["i64"] * 3
-    kernel, ptx, launch, sizes = aot_plugins.verify_implementation(trt, (8, 0))(*inputs, outputs, 0)
+    with store.compiled_kernels():
+        kernel, ptx, launch, sizes = aot_plugins.verify_implementation(trt, (8, 0))(*inputs, outputs, 0)
     assert sizes == ["batch", "nodes", "vocab", "draft_vocab", 2]
     assert launch.grid_x.value == "batch" and launch.block_x == 512
     assert launch.shared_mem.value == (("vocab", "cdiv", 256), "times", 12)
