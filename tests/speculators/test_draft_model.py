@@ -20,7 +20,7 @@ from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.mock_lm import VOCAB, MockEngine, MockLM
-from tests.speculators.distribution_check import LEAST, PROMPT, decode_many, fit_p_value
+from tests.speculators.distribution_check import LEAST, decode_many, fit_p_value
 
 TARGET = MockLM(seed=11, sharpness=1.2)
 DRAFT = TARGET.blurred(seed=12, blur=0.7)
@@ -237,15 +237,10 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
 # chance once in ten thousand choices of them.
 @pytest.mark.parametrize("config", [{"num_draft_tokens": 2}, {}, {"min_confidence": 0.2}, {"drafts": "greedy"}])
 def test_three_sampled_tokens_follow_the_targets_distribution(config):
-    num, prompt, heat, top_k = 3000, list(PROMPT), 0.9, 4
-    proposer = make_proposer(slots=60, costs=CHEAP, **config)
-    verifier = Verifier(MockEngine(TARGET, "target", 60, 96, headroom=9), 96)
-    asked = [SamplingParams(max_new_tokens=4, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
-    waiting = [Slot(i, prompt, p, frozenset(), None) for i, p in enumerate(asked)]
-    for _ in decode(verifier, proposer, Slots(waiting, 60)):
-        pass
-    assert fit_p_value(waiting, TARGET, (heat, top_k, 1.0)) > LEAST
-    assert sum(slot.stats.num_draft_tokens for slot in waiting) > num
+    target, num = MockEngine(TARGET, "target", 60, 96, headroom=9), 3000
+    done = decode_many(target, make_proposer(slots=60, costs=CHEAP, **config), HEAT, num, 96)
+    assert fit_p_value(done, TARGET, HEAT) > LEAST
+    assert sum(slot.stats.num_draft_tokens for slot in done) > num
 
 
 class Dropping:
