@@ -9,6 +9,7 @@ import pytest
 from speccompile.core import specs
 from speccompile.core.tree import TokenTree
 from speccompile.errors import RuntimeFault
+from tests.cpu import least_rows
 from tests.plugins.cpu_lab import needs_compiler
 
 FORMS = [
@@ -35,9 +36,9 @@ def logits_in_chunks(engine: Any, tokens: np.ndarray, chunks: list[int], slot: i
 
 @pytest.mark.parametrize(("quantization", "form"), FORMS)
 def test_chain_gives_every_token_the_bits_of_a_single_step(open_engine: Any, quantization: str, form: str) -> None:
-    tokens = TOKENS[:48]
-    single = logits_in_chunks(open_engine(quantization=quantization, form=form), tokens, [1] * 48)
-    for chunks in ([16, 16, 16], [5, 8, 3, 2, 1, 4, 7, 12, 6], [48]):
+    tokens, least = TOKENS[:48], least_rows(quantization, form)
+    single = logits_in_chunks(open_engine(quantization=quantization, form=form), tokens, [least] * (48 // least))
+    for chunks in ([16, 16, 16], [5, 8, 3, *([2, 1] if least == 1 else [3]), 4, 7, 12, 6], [48]):
         chain = logits_in_chunks(open_engine(quantization=quantization, form=form), tokens, chunks)
         np.testing.assert_array_equal(chain, single)
 

@@ -309,21 +309,21 @@ class StateOrtEngine(OrtEngine):
         return outputs
 
 
+_SPINNING = {"stop": {"session.force_spinning_stop": "1"}, "off": {"session.intra_op.allow_spinning": "0"}}
+
+
 def session_options(settings: Mapping[str, Any]) -> ort.SessionOptions:
     """Returns session options from a tuning record: `threads`, `spinning`, `log_severity`, `prepack` (default True)."""
     options = ort.SessionOptions()
-    options.intra_op_num_threads = int(settings.get("threads", 1))
-    options.inter_op_num_threads = 1
+    options.intra_op_num_threads, options.inter_op_num_threads = int(settings.get("threads", 1)), 1
     options.log_severity_level = int(settings.get("log_severity", 3))
-    options.add_session_config_entry("session.set_denormal_as_zero", "1")
-    if not settings.get("prepack", True):
-        options.add_session_config_entry("session.disable_prepacking", "1")
-    spinning = settings.get("spinning", "stop")
+    # Without VNNI, sums of products with signed weights saturate at 16 bits (AVX2: errors 3 to 10 times as large).
+    entries = {"session.set_denormal_as_zero": "1", "session.x64quantprecision": "1"}
+    entries["session.disable_prepacking"] = str(int(not settings.get("prepack", True)))
     # Two sessions that spin at once were measured 2.6 times slower: a session stops spinning when its run ends.
-    if spinning == "stop":
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-    elif spinning == "off":
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    entries |= _SPINNING.get(settings.get("spinning", "stop"), {})
+    for entry in entries.items():
+        options.add_session_config_entry(*entry)
     return options
 
 
