@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from speccompile.runtime.control import LEAST_PAUSE, TURN, Controller, bucket_of
+from speccompile.runtime.comparison import LEAST_PAUSE, TURN
+from speccompile.runtime.control import Controller, bucket_of
 from tests.runtime.test_control import Ways, step_of, with_drafts
 
 

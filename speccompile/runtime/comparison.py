@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured gain of drafts over plain decoding at one batch size, for `speccompile.runtime.control`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+PLAIN, METHOD_DEFAULT = 0, None  # limits of a step: no drafts; as decided by the method's budget
+PROBE_LENGTH = 1  # of chains that measure the cost of drafts where the budget drafts nothing
+TURN = 6  # steps with drafts, and as many without, in a comparison
+LONG_TURN = 24  # the same where the latest gain is `CLOSE`; only its second half is timed, when the caches have settled
+MEMORY = 0.99  # per step, weight of the past in the tokens of a step with drafts
+TIME_MEMORY = 0.95  # the same in the time of a step of the way in use: short, as the machine's speed changes
+MAX_STEP = 3.0  # times the mean: other processes may hold up a step for longer, which does not count
+CLOSE = 1.15  # a gain between its inverse and this is compared again at once, for the first `NUM_FIRST` comparisons
+NUM_FIRST = 3
+MAX_LOSS = 0.005  # share of the time that comparisons may lose
+MAX_CLEAR_LOSS = 0.002  # the same where the gain is not `CLOSE` to 1: a mistake is less likely
+LEAST_PAUSE, MAX_PAUSE = 256, 40_000  # steps between comparisons
+GROWTH = 4  # a pause has at most so many times as many steps as there were before it
+NEW_WEIGHT = 0.5  # of one comparison in the ratio of step times
+READING_MEMORY = 0.998  # per decoded token, weight of the past in the prompt tokens read for drafts
+
+
+class Comparison:
+    """The comparisons of one batch size.
+
+    Args:
+        smaller: of a smaller batch. Where drafts are clearly slower there, this one begins with what it knows.
+    """
+
+    def __init__(self, smaller: Comparison | None = None) -> None:
+        self.is_on = True
+        self.num_steps = self.num_plain = 0
+        # Decaying sums over the steps that the budget decided: tokens per sequence, steps.
+        self._tokens = self._num_drafting = 0.0
+        self._in_use = _Mean()  # seconds of a step, since drafts were switched on or off
+        self._log_ratio: float | None = None  # log(time of a step with drafts / of a plain one)
+        self._num_compared = 0
+        self._turn = TURN
+        self._left = 2 * TURN  # steps until the next comparison ends; its last `_turn` are plain
+        self._times: tuple[list[float], list[float]] = ([], [])  # of its steps with drafts, and without, in seconds
+        self._spent: tuple[list[float], list[float]] = ([], [])  # the same, first steps and reading included
+        self._brought = [0.0, 0.0]  # tokens per sequence in them
+        self._has_drafts = self._is_probe = self._is_unconfirmed = False
+        self._waited_s = 0.0  # in which drafts read prompts for the next comparison alone
+        self._last_pause = LEAST_PAUSE
+        self._num_known = 0  # steps of smaller batches
+        if smaller is not None and smaller.is_clearly_off:
+            self.is_on, self._log_ratio, self._num_compared = False, smaller._log_ratio, smaller._num_compared
+            self._tokens, self._num_drafting = smaller._tokens, smaller._num_drafting
+            self._last_pause, self._num_known = smaller._last_pause, smaller._num_known + smaller.num_steps
+            self._left += self._last_pause
+
+    @property
+    def is_clearly_off(self) -> bool:
+        """Whether drafts are off, and more than one comparison says that they are slower by a good deal."""
+        return not self.is_on and self._num_compared > 1 and self.gain <= 1 / CLOSE
+
+    @property
+    def gain(self) -> float:
+        """Tokens per second with drafts over those without; 1 before the first comparison."""
+        if self._log_ratio is None or not self._num_drafting:
+            return 1.0
+        return self._tokens / self._num_drafting / math.exp(self._log_ratio)
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether the next step is part of a comparison."""
+        return self._left <= 2 * self._turn
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the next step is plain and only counted: drafts are off until the next comparison."""
+        return not (self.is_on or self.is_comparing)
+
+    def rest(self, step_s: float) -> None:
+        """Counts such a step and its seconds."""
+        self._in_use.add(step_s)
+        self.num_steps += 1
+        self.num_plain += 1
+        self._left -= 1
+
+    def wait(self, draft_s: float) -> None:
+        """Adds the seconds in which a draft read a prompt, as all sequences need one for the next comparison."""
+        self._waited_s += draft_s
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the next step, one of a comparison, is timed."""
+        return self._turn == TURN or -self._left % self._turn >= self._turn // 2
+
+    @property
+    def next_limit(self) -> int | None:
+        """The limit of the next step."""
+        if not self.is_comparing:
+            return METHOD_DEFAULT if self.is_on else PLAIN
+        if self._left <= self._turn:
+            return PLAIN
+        return PROBE_LENGTH if self._is_probe else METHOD_DEFAULT
+
+    def observe(self, step_s: float, read_s: float, tokens: float, *, is_first: bool, has_drafts: bool) -> None:
+        """Updates the comparison with a step.
+
+        Args:
+            step_s: of the step.
+            read_s: its share of the time in which drafts read prompts.
+            tokens: emitted per sequence, on average.
+            is_first: it has drafts and the step before it had none, or the other way round.
+            has_drafts: at least one draft token was scored.
+        """
+        limit = self.next_limit
+        is_plain = limit == PLAIN
+        self.num_steps += 1
+        self.num_plain += is_plain
+        self._has_drafts |= has_drafts
+        if limit is METHOD_DEFAULT:
+            self._tokens = MEMORY * self._tokens + tokens
+            self._num_drafting = MEMORY * self._num_drafting + 1
+            if self.is_on and not is_first:
+                self._in_use.add(step_s + read_s)
+        if self.is_comparing:
+            if self._is_settled and not is_first:
+                self._times[is_plain].append(step_s + read_s)
+            self._spent[is_plain].append(step_s + read_s)
+            self._brought[is_plain] += tokens
+        self._left -= 1
+        if self._left == 0:
+            self._compare()
+
+    def _compare(self) -> None:
+        drafting, plain = (_typical(times) for times in self._times)
+        if self._in_use.num > TURN:
+            drafting, plain = (self._in_use.mean, plain) if self.is_on else (drafting, self._in_use.mean)
+        if drafting > 0 and plain > 0 and not self._is_probe:
+            found, known = math.log(drafting / plain), self._log_ratio
+            self._log_ratio = found if known is None else known + NEW_WEIGHT * (found - known)
+            self._num_compared += 1
+            is_on = self.gain >= 1.0
+            # Other processes may have disturbed a single comparison: a change is confirmed by a second one.
+            self._is_unconfirmed = is_on != self.is_on and self._num_compared > 1 and not self._is_unconfirmed
+            if not self._is_unconfirmed and is_on != self.is_on:
+                self.is_on, self._in_use = is_on, _Mean()
+        is_close = self._has_drafts and 1 / CLOSE < self.gain < CLOSE
+        again = self._is_unconfirmed or (is_close and self._num_compared < NUM_FIRST)
+        if not again:
+            self._last_pause = self._pause(drafting, plain, MAX_LOSS if is_close else MAX_CLEAR_LOSS)
+        self._turn = LONG_TURN if is_close else TURN
+        self._left = 2 * self._turn + (0 if again else self._last_pause)
+        # A budget that drafts nothing never measures what drafts cost at this batch size: every other comparison does.
+        self._is_probe, self._has_drafts = not (self._has_drafts or self._is_probe), False
+        self._times, self._spent, self._brought = ([], []), ([], []), [0.0, 0.0]
+        self._waited_s = 0.0
+
+    def _pause(self, drafting_s: float, plain_s: float, max_loss: float) -> int:
+        """Returns steps to the next comparison, so that comparisons lose `max_loss` of the time.
+
+        An early comparison may have been disturbed, so the first pauses are short: see `GROWTH`.
+        """
+        if not (drafting_s > 0 and plain_s > 0):
+            return LEAST_PAUSE
+        step_s = drafting_s if self.is_on else plain_s
+        # Seconds per token of each sequence, with drafts or without, whichever is faster.
+        token_s = min(plain_s, drafting_s * self._num_drafting / self._tokens)
+        lost_s = self._waited_s
+        for typical_s, spent, tokens in zip((drafting_s, plain_s), self._spent, self._brought, strict=True):
+            # Other processes may have held up a step: that time was not lost by the comparison.
+            spent_s = spent[0] + sum(min(s, 3 * typical_s) for s in spent[1:])
+            lost_s += max(spent_s - tokens * token_s, 0.0)
+        pause = int(min(lost_s / max_loss / step_s, MAX_PAUSE))
+        return max(min(pause, GROWTH * (self._num_known + self.num_steps)), LEAST_PAUSE)
+
+    def json_from_comparison(self) -> dict[str, Any]:
+        """Returns a JSON-ready dict."""
+        share = self.num_plain / max(self.num_steps, 1)
+        return {"drafts": self.is_on, "gain": self.gain, "num_steps": self.num_steps, "share_of_plain_steps": share}
+
+
+class _Mean:
+    """Decaying mean of seconds; one that is far longer counts as `MAX_STEP` times the mean."""
+
+    def __init__(self) -> None:
+        self._sum = self.num = 0.0
+
+    @property
+    def mean(self) -> float:
+        return self._sum / self.num
+
+    def add(self, seconds: float) -> None:
+        most_s = MAX_STEP * self.mean if self.num else seconds
+        self._sum = TIME_MEMORY * self._sum + min(seconds, most_s)
+        self.num = TIME_MEMORY * self.num + 1
+
+
+class Reading:
+    """Cost of reading prompts with the draft, per decoded token."""
+
+    def __init__(self) -> None:
+        self._num_decoded = self._num_read = 0.0  # tokens; decaying sums
+        self._num_timed = self._timed_s = 0.0  # tokens that the draft read, and seconds
+
+    def read(self, num_tokens: int, draft_s: float | None) -> None:
+        """Counts a chunk of a prompt: see `Planner.read`."""
+        self._num_read += num_tokens
+        if draft_s is not None:
+            self._num_timed += num_tokens
+            self._timed_s += draft_s
+
+    def decoded(self, num_tokens: int) -> None:
+        """Counts decoded tokens."""
+        fade = READING_MEMORY if num_tokens == 1 else READING_MEMORY**num_tokens
+        self._num_decoded = fade * self._num_decoded + num_tokens
+        self._num_read *= fade
+
+    @property
+    def s_per_token(self) -> float:
+        """Seconds in which the draft reads prompts, per decoded token."""
+        if not self._num_timed or not self._num_decoded:
+            return 0.0
+        return self._num_read / self._num_decoded * self._timed_s / self._num_timed
+
+
+def _typical(times: Sequence[float]) -> float:
+    """Returns the mean without the longest and the shortest time; left out alone, the longest would lower it."""
+    kept = sorted(times)[1:-1] or list(times)
+    return sum(kept) / len(kept) if kept else 0.0
