@@ -163,8 +163,9 @@ def judge(
         total = total + loss
         drafted_token = best[:, 0]
         if selection is not None:
-            scores = (projection[best] @ states[:, :, None])[:, :, 0]
-            scores = (scores + selection.score(states, selection.before[row, column], best)).float()
+            # A product would be rounded to bfloat16, whose steps at a logit of 20 are wider than most gaps.
+            unary = (projection[best] * states[:, None]).sum(-1)
+            scores = unary + selection.score(states, selection.before[row, column], best).float()
             total = total + _candidate_loss(scores, best, ids, probs, scale)
             drafted_token = torch.gather(best, 1, scores.argmax(-1, keepdim=True))[:, 0]
         losses[row, column] = each.detach()

@@ -66,6 +66,23 @@ def test_one_text_is_learnt_by_heart(form, target):
     assert first < 2.5 and measures_from_sums(sums)["acceptance_length"] > 4.2
 
 
+def test_bfloat16_arithmetic_has_nearly_the_loss_and_the_gradients_of_float32(target):
+    trainable, needs = make(target, "two")
+    shake(trainable)
+    tokens = torch.randint(3, 36, (2, 16), generator=torch.Generator().manual_seed(4))
+    batch, found = batch_from_outputs(tokens, target.run(tokens, needs), 0), []
+    for dtype in (torch.float32, torch.bfloat16):
+        module = TrainedModule(trainable, LossOptions(1.0, 0.8, dtype), target.dims.vocab_size)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss, _ = module(batch)
+        names, parameters = zip(*trainable.named_parameters(), strict=True)
+        found.append((float(loss.detach()), torch.autograd.grad(loss, parameters)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=0.03)
+    for name, wide, narrow in zip(names, found[0][1], found[1][1], strict=True):
+        assert wide.abs().max() > 0, name
+        assert torch.nn.functional.cosine_similarity(wide.flatten(), narrow.flatten(), 0) > 0.97, name
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_trained_network_is_the_exported_graph(form, target, tmp_path):
     """From the written file: features, candidates and scores of a block over a text's first positions."""
