@@ -65,6 +65,16 @@ class Reference:
                 ids, past = torch.tensor([[text[-1]]]), out.past_key_values
         return text
 
+    def greedy_beside(self, prompt: Sequence[int], text: Sequence[int]) -> list[int]:
+        """Returns the greedy text after a prompt up to where it leaves a given one, by one forward over all of it.
+
+        Up to the first token in which the two differ, greedy decoding sees the tokens of the given text.
+        """
+        rows = self.logits([*prompt, *text])[len(prompt) - 1 : -1]
+        best = rows.argmax(axis=-1).tolist()
+        at = next((i for i, (own, given) in enumerate(zip(best, text, strict=True)) if own != given), len(text) - 1)
+        return best[: at + 1] if at + 1 < len(text) else best
+
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Returns the logits after each token, [tokens, vocab] float32."""
         import torch
@@ -87,8 +97,9 @@ def open_reference(folder: Path) -> tuple[Reference | None, str]:
         return None, f"{' and '.join(missing)} not installed: pip install 'speccompile[build]'"
     import torch
 
-    from speccompile.training.target import Target
+    from speccompile.training.target import Target, keep_pages
 
+    keep_pages()
     try:
         return Reference(Target(folder, torch.float32)), ""
     except (SpecCompileError, ImportError, MemoryError) as fault:

@@ -97,7 +97,7 @@ def _greedy(subject: Subject) -> Check:
 def _reference(subject: Subject) -> Check:
     if (found := subject.reference) is None:
         return not_run(REFERENCE, subject.why_not)
-    wanted = [found.greedy(prompt, subject.num_tokens) for prompt in subject.prompts]
+    wanted = [found.greedy_beside(p, text) for p, text in zip(subject.prompts, subject.plain, strict=True)]
     exact = is_exact(subject.bundle.manifest)
     return check_reference(subject.prompts, subject.plain, wanted, found.last_logits, exact)
 

@@ -184,24 +184,14 @@ class Verifier:
 
         A draft token whose row is NaN spoils all rows of its slot, as masked rows enter attention as 0 x NaN = NaN. So
         only the logits of the root decide whether a sequence ends with an error, not those of drafts. The drafts of a
-        slot that are no tokens of the vocabulary are left out as well: before a step of recurrent states, which a
-        failed step loses, otherwise after a step that failed, so that other steps need no check.
+        slot with one that is no token of the vocabulary are not scored at all.
 
         Returns:
             The tree that was scored last, and its verdict, which is spoilt where a root's logits are not finite.
-
-        Raises:
-            RuntimeFault: the step failed, and not because of drafts that are no tokens.
         """
-        if self._has_states and tree.nodes > 1 and (wrong := self._without_tokens(tree)):
+        if tree.nodes > 1 and (wrong := self._without_tokens(tree)):
             tree = tree.without_drafts(wrong)
-        try:
-            verdict = self.score(tree, slots)
-        except RuntimeFault:
-            if not (wrong := self._without_tokens(tree)):
-                raise
-            tree = tree.without_drafts(wrong)
-            verdict = self.score(tree, slots)
+        verdict = self.score(tree, slots)
         if (spoilt := verdict.spoilt()) and tree.nodes > 1:
             tree = tree.without_drafts(spoilt)
             verdict = self.score(tree, slots)
@@ -209,10 +199,9 @@ class Verifier:
 
     def _without_tokens(self, tree: TokenTree) -> list[int]:
         """Returns the slots with a draft that is no token of the vocabulary."""
-        is_wrong = (tree.tokens < 0) | (tree.tokens >= (self.engine.spec.vocab_size or np.iinfo(np.int64).max))
-        is_draft = (np.arange(tree.nodes) > 0) & (np.arange(tree.nodes) < tree.num_nodes[:, None])
-        slots: list[int] = np.flatnonzero((is_wrong & is_draft).any(axis=1)).tolist()
-        return slots
+        size = self.engine.spec.vocab_size
+        rows = tree.tokens.tolist()  # a reduction of the array would take longer, see `Verdict`
+        return [slot for slot, row in enumerate(rows) if size and not (min(row) >= 0 and max(row) < size)]
 
     def commit(self, tree: TokenTree, verdict: Verdict) -> None:
         """Keeps the rows of the accepted paths. A chain needs no copy: it is rolled back by its length."""

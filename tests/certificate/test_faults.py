@@ -73,7 +73,7 @@ def test_drafts_that_are_no_tokens_are_left_out_of_their_slots_alone():
         engine.verifier.score(tree, slots)
 
 
-def test_other_failures_of_a_step_are_raised(monkeypatch):
+def test_failures_of_a_step_are_raised(monkeypatch):
     def fail(self, feeds, first_slot=0):
         raise RuntimeFault("engine target", "a broken step", "one that runs", "")
 
