@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.errors import BundleError
+from speccompile.runtime.bundle import CERTIFICATE_FILES, MANIFEST
+from speccompile.runtime.certificates import certificate_facts, text_from_facts
 
-MANIFEST = "manifest.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _TODO = "Check the name, the network and your access, or give the bundle's folder."
 
@@ -25,7 +26,8 @@ def is_hub_id(name: str) -> bool:
 def fetch_bundle(name: str, revision: str | None = None) -> Path:
     """Returns the folder of a bundle on the hub, downloaded where it is not in the hub's own cache.
 
-    The manifest and the files that it lists are fetched, nothing else; their digests are checked when it is read.
+    The manifest, the files that it lists and the certificate are fetched, nothing else; their digests are checked when
+    it is read.
 
     Args:
         name: of the repository, OWNER/NAME.
@@ -41,7 +43,8 @@ def fetch_bundle(name: str, revision: str | None = None) -> Path:
         files = list(listed["files"]) if isinstance(listed, dict) and isinstance(listed.get("files"), dict) else []
         # The commit that the manifest was of, whatever was pushed since: snapshots are folders by commit.
         commit = manifest.parent.name if revision is None else revision
-        return Path(hub.snapshot_download(name, revision=commit, allow_patterns=[MANIFEST, *map(_literal, files)]))
+        wanted = [MANIFEST, *map(_literal, files), *sorted(CERTIFICATE_FILES)]
+        return Path(hub.snapshot_download(name, revision=commit, allow_patterns=wanted))
     except (OSError, ValueError) as fault:  # the hub's errors derive from these
         first = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
         raise BundleError(name, f"no local folder, and the hub said: {first}", "a bundle on the hub", _TODO) from fault
@@ -64,7 +67,7 @@ def push_bundle(
     message: str | None = None,
     bench: Mapping[str, Any] | None = None,
 ) -> str:
-    """Uploads a bundle, with a model card beside it, in one commit.
+    """Uploads a bundle and its certificate, with a model card beside them, in one commit.
 
     Args:
         folder: of the bundle.
@@ -81,9 +84,11 @@ def push_bundle(
         BundleError: the hub refuses it, or cannot be reached.
     """
     hub = _import_hub(name)
-    card = card_from_manifest(manifest, name, bench).encode()
+    card = card_from_manifest(manifest, name, bench, certificate_facts(folder, manifest)).encode()
     operations = [hub.CommitOperationAdd("README.md", card)]
     operations += [hub.CommitOperationAdd(file, str(folder / file)) for file in [MANIFEST, *manifest["files"]]]
+    made_since = [file for file in sorted(CERTIFICATE_FILES) if (folder / file).is_file()]
+    operations += [hub.CommitOperationAdd(file, str(folder / file)) for file in made_since]
     try:
         api = hub.HfApi()
         api.create_repo(name, private=private, exist_ok=True)
@@ -94,13 +99,19 @@ def push_bundle(
     return str(made.commit_url)
 
 
-def card_from_manifest(manifest: Mapping[str, Any], name: str, bench: Mapping[str, Any] | None = None) -> str:
+def card_from_manifest(
+    manifest: Mapping[str, Any],
+    name: str,
+    bench: Mapping[str, Any] | None = None,
+    certificate: Mapping[str, Any] | None = None,
+) -> str:
     """Returns the model card: what was built, how it drafts, what was measured.
 
     Args:
         manifest: of the bundle.
         name: of the repository.
         bench: see `push_bundle`.
+        certificate: see `runtime.certificates.certificate_facts`; None: there is none.
     """
     recipe = manifest["recipe"]
     target, engine = recipe.get("target") or {}, recipe["engine"]
@@ -116,6 +127,7 @@ def card_from_manifest(manifest: Mapping[str, Any], name: str, bench: Mapping[st
         ("caches", sizes),
         ("built", f"{manifest.get('created_at')} with speccompile {manifest.get('speccompile_version')}"),
     ]
+    rows += [("certificate", text_from_facts(certificate))] if certificate is not None else []
     parts = [
         "\n".join(["---", "library_name: speccompile", *base, "tags: [speculative-decoding, speccompile]", "---"]),
         f"# {name.partition('/')[2]}",

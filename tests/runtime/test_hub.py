@@ -159,4 +159,6 @@ def test_the_card_says_what_was_built_and_measured(bundle: Bundle) -> None:
         "| speculative | 812.3 | 2.50 | true |",
     ):
         assert line in card
-    assert "bench" not in card_from_manifest(bundle.manifest, NAME)
+    assert "bench" not in card_from_manifest(bundle.manifest, NAME) and "certificate" not in card
+    facts = {"verdict": "passed", "created_at": "today", "is_stale": False, "changed_files": [], "checks": {}}
+    assert "| certificate | passed, today |" in card_from_manifest(bundle.manifest, NAME, None, facts)
