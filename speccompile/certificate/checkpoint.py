@@ -71,7 +71,7 @@ class Reference:
         Up to the first token in which the two differ, greedy decoding sees the tokens of the given text.
         """
         rows = self.logits([*prompt, *text])[len(prompt) - 1 : -1]
-        best = rows.argmax(axis=-1).tolist()
+        best: list[int] = rows.argmax(axis=-1).tolist()
         at = next((i for i, (own, given) in enumerate(zip(best, text, strict=True)) if own != given), len(text) - 1)
         return best[: at + 1] if at + 1 < len(text) else best
 

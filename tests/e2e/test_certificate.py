@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The certificate on compiled bundles: green as they are, red with defects that are planted into them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import speccompile
+from speccompile.certificate.acceptance import check_acceptance
+from speccompile.certificate.caches import check_caches
+from speccompile.certificate.checkpoint import open_reference
+from speccompile.certificate.greedy import plain_texts
+from speccompile.certificate.tokenizers import check_tokenizer
+from speccompile.certificate.verify import STEPS, Options, Subject, run_checks
+from tests.e2e.conftest import MODELS, build_bundle
+
+TEXTS = (
+    "def read_lines(path):\n    with open(path) as",
+    "class Queue:\n    def __init__(self):\n        self",
+    "import ",
+)
+NUM = 24
+
+
+@pytest.fixture(scope="module")
+def subject(pair):
+    engine = speccompile.load(pair, verify=False)
+    engine.controller = None
+    return Subject(engine, engine.bundle, Options(TEXTS, num_tokens=NUM, num_samples=160))
+
+
+def test_the_example_pair_passes_every_check(subject):
+    checks = {check.name: check for check in run_checks(subject)}
+    assert list(checks) == list(STEPS)
+    assert {name: check.status for name, check in checks.items()} == dict.fromkeys(STEPS, "passed"), [
+        check.summary for check in checks.values()
+    ]
+    assert checks["distance"].facts["kl"] < 1e-6 and checks["distance"].facts["top1"] == 1
+    assert checks["acceptance"].facts["engine"] == checks["acceptance"].facts["reference"]
+    assert checks["caches"].facts["num_caches"] > 10 and checks["caches"].facts["row_deviation"] < 1e-3
+
+
+def test_another_tokenizer_fails(subject, monkeypatch):
+    from tokenizers import Tokenizer
+
+    text = json.loads(subject.engine.tokenizer.to_str())
+    vocab = text["model"]["vocab"]
+    first, second = [token for token, index in vocab.items() if index in (300, 301)]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    monkeypatch.setattr(subject.engine, "tokenizer", Tokenizer.from_str(json.dumps(text)))
+    check = check_tokenizer(subject.engine, MODELS / "pycode-16m")
+    assert check.status == "failed" and check.facts["num_entries_differing"] == 2
+    assert check_tokenizer(subject.engine, None).status == "not run"
+
+
+def test_rows_that_are_not_moved_fail(subject, monkeypatch):
+    monkeypatch.setattr(subject.engine.verifier.engine, "compact", lambda lengths, path: None)
+    check = check_caches(subject.engine, subject.prompts, subject.plain)
+    assert check.status == "failed" and check.facts["row_deviation"] > 0.1
+
+
+@pytest.fixture(scope="module")
+def eagle(e2e_folder):
+    """Returns a bundle of a tiny target with an EAGLE-3 drafter, and the target in torch."""
+    import torch
+
+    from tests.speculators import eagle_lab as lab
+
+    target = lab.write_target(e2e_folder / "certified_target")
+    heads = lab.random_heads(lab.sizes(draft_vocab_size=34), seed=1)
+    reference, why = open_reference(target)
+    assert reference is not None, why
+    embeddings, d2t = reference.target.parts(torch.zeros(lab.VOCAB)).embeddings, heads.target_tokens()
+    inputs, wanted = [], []
+    with torch.no_grad():
+        for text, seen in zip(*lab.texts_of(target), strict=True):
+            features, nodes = heads.fuse([seen[i + 1][:, :-2] for i in lab.STREAMS]), text.shape[1] - 2
+            mask = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+            own, _ = heads.read(embeddings[text[:, 1:-1]], features, torch.arange(nodes)[None], None, mask)
+            inputs.append(heads.norm(own)[0])
+            wanted.append(8 * torch.eye(lab.VOCAB)[text[0, 2:]][:, d2t])
+        heads.lm_head.weight.copy_(lab.fitted(inputs, wanted, 0.1))
+    folder = lab.write_eagle3(e2e_folder / "certified_eagle", heads)
+    sizes = {"layers": list(lab.STREAMS), "draft_vocab_size": 34, "intermediate_size": 48}
+    (folder / "training.json").write_text(json.dumps({"plan": {"method": "eagle3", "heads": sizes}}))
+    bundle = build_bundle(
+        e2e_folder,
+        "certified",
+        f"target: {{model: {target}}}\nspeculator: {{method: eagle3, model: {folder}}}\n"
+        "engine: {max_batch_size: 4, max_seq_len: 90, max_draft_nodes: 8, threads: 1}\n",
+    )
+    engine = speccompile.load(bundle, verify=False)
+    prompts = [prompt for prompt in lab.PROMPTS if len(prompt) > 1]
+    return engine.bundle, prompts, plain_texts(engine, prompts, 40), reference
+
+
+def test_drafts_of_compiled_graphs_are_accepted_as_those_of_the_network(eagle):
+    check = check_acceptance(*eagle, "")
+    assert check.status == "passed", check.summary
+    assert check.facts["engine"]["length"] > 1.3
+
+
+def test_features_of_other_layers_fail(eagle, monkeypatch):
+    load = speccompile.load
+
+    def load_wrong(*arguments, **options):
+        engine = load(*arguments, **options)
+        [fusion] = [e for e in engine.engines if any(t.name == "hidden.1" for t in e.spec.inputs)]
+        run = fusion.run
+        others = {"hidden.1": "hidden.2", "hidden.2": "hidden.3", "hidden.3": "hidden.1"}
+        monkeypatch.setattr(fusion, "run", lambda feeds, first_slot=0: run({n: feeds[others[n]] for n in others}))
+        return engine
+
+    monkeypatch.setattr("speccompile.certificate.acceptance.load", load_wrong)
+    check = check_acceptance(*eagle, "")
+    assert check.status == "failed", check.summary
