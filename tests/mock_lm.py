@@ -45,11 +45,11 @@ POISON = -12345
 class MockLM:
     """The function that target and draft engines compute."""
 
-    def __init__(self, seed: int = 0, noise: float = 0.6, sharpness: float = 2.5) -> None:
-        rng = np.random.default_rng(seed)
-        self.last = rng.normal(size=(VOCAB, VOCAB)) * sharpness
-        self.before = rng.normal(size=(VOCAB, VOCAB))
-        self.noise = rng.normal(size=(509, VOCAB)) * noise
+    def __init__(self, seed: int = 0, noise: float = 0.6, sharpness: float = 2.5, vocab: int = VOCAB) -> None:
+        rng, self.vocab = np.random.default_rng(seed), vocab
+        self.last = rng.normal(size=(vocab, vocab)) * sharpness
+        self.before = rng.normal(size=(vocab, vocab))
+        self.noise = rng.normal(size=(509, vocab)) * noise
         self.weights = rng.integers(1, 10**6, size=4096)
 
     def blurred(self, seed: int, blur: float) -> MockLM:
@@ -61,7 +61,7 @@ class MockLM:
             self.before,
             self.weights,
         )
-        other.noise = self.noise
+        other.noise, other.vocab = self.noise, self.vocab
         return other
 
     def logits(self, context: np.ndarray) -> np.ndarray:
@@ -111,9 +111,9 @@ class MockEngine:
         self.max_rows = max_rows = max_seq_len + headroom
         outputs = candidate_outputs(num_candidates, dists=True) if role == "draft" else ()
         if role == "target":
-            outputs = (TensorSpec(LOGITS, ("batch", "scored", VOCAB), "float32"),)
+            outputs = (TensorSpec(LOGITS, ("batch", "scored", model.vocab), "float32"),)
         num = num_candidates if role == "draft" else 0
-        self.spec = GraphSpec(role, (), outputs, (), VOCAB, num_candidates=num, gives_probs=role != "target")
+        self.spec = GraphSpec(role, (), outputs, (), model.vocab, num_candidates=num, gives_probs=role != "target")
         self.voids_moved = True  # what moves is not read where it was; prompts that are shared are copied, though
         self.cache = np.full((max_slots, max_rows), -1, dtype=np.int64)
         self.feeds_seen: list[dict[str, tuple[int, ...]]] = []

@@ -25,7 +25,7 @@ WRONG: tuple[tuple[str, bytes, str, int], ...] = (
     (PATH, b"[]", "application/json", 400),
     (PATH, b'{"prompt": 5}', "application/json", 400),
     (PATH, b'{"prompt": "x", "temperature": -1}', "application/json", 400),
-    (PATH, b'{"prompt": "x", "logprobs": 5}', "application/json", 400),
+    (PATH, b'{"prompt": "x", "logprobs": 50}', "application/json", 400),
     (PATH, b'{"prompt": "x", "nonsense": 1}', "application/json", 400),
     (PATH, b'{"prompt": [99999999]}', "application/json", 400),
     (PATH, b'{"prompt": "x", "stream": true, "n": 0}', "application/json", 400),

@@ -140,6 +140,12 @@ def _flag(value: Any) -> bool:
     return bool(value)
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("no text")
+    return value
+
+
 def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
     """Returns the biases in order of tokens; of a token that is named twice the last counts."""
     pairs = given.items() if isinstance(given, Mapping) else given
@@ -147,8 +153,10 @@ def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
 
 
 INTEGER = Kind(index, "an integer")
+COUNT = Kind(lambda num: None if num is None else index(num), "None, or an integer")
 NUMBER = Kind(_number, "a number")
 STRINGS = Kind(_strings, "a tuple of non-empty strings")
+TEXT = Kind(_text, "a text")
 FLAG = Kind(_flag, "true or false")
 TOKENS = Kind(lambda ids: tuple(index(token) for token in ids), "a tuple of token ids")
 BIASES = Kind(_pairs, "(token id, bias) pairs, or a mapping")

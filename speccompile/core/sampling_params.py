@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from speccompile.common.structured_outputs import CONSTRAINT, StructuredOutputs
 from speccompile.common.surfaces import (
     BIASES,
+    COUNT,
     FLAG,
     INTEGER,
     NUMBER,
     STRINGS,
+    TEXT,
     TOKENS,
     BodyField,
     Flag,
@@ -29,6 +32,8 @@ COLDEST = 2.0**-64
 _HOTTEST = 1e30  # every token is as likely as any other there; 1 / temperature must not underflow
 _MAX_TOP_K = 2**31 - 1  # far above any vocabulary
 _INFINITY = float("inf")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+_IN_PYTHON: dict[str, Any] = {"in_recipe": False, "in_prompts": False, "flag": None, "tensor": None}
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,9 @@ class SamplingParams:
         stop: end the text before the first of these strings.
         stop_token_ids: end at these tokens, besides the model's own.
         ignore_eos: do not end at the model's own end-of-sequence tokens.
+        logprobs: give the logarithm of each emitted token's probability, and of as many likeliest tokens, at most 20.
+        structured_outputs: what the text has to look like; its tokens are masked first.
+        logprobs_mode: of the target's own logits, `raw_logprobs`, or of what is drawn from, `processed_logprobs`.
 
     Raises:
         RuntimeFault: a value is out of range, or of another type.
@@ -152,6 +160,16 @@ class SamplingParams:
         (), TOKENS, in_recipe=False, in_prompts=False, flag=None, tensor=None
     )
     ignore_eos: bool = sampling_parameter(False, FLAG, in_recipe=False, in_prompts=False, flag=None)
+    # Bodies of completions and of chats have fields of their own for it.
+    logprobs: int | None = sampling_parameter(
+        None, COUNT, "None (off), or 0 to 20", **_IN_PYTHON, body=None, holds=lambda num: num is None or 0 <= num <= 20
+    )
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = sampling_parameter(
+        None, CONSTRAINT, **_IN_PYTHON, body=None
+    )
+    logprobs_mode: str = sampling_parameter(
+        "raw_logprobs", TEXT, "raw_logprobs or processed_logprobs", **_IN_PYTHON, holds=LOGPROBS_MODES.__contains__
+    )
 
     def __post_init__(self) -> None:
         declared = sampling_parameters(type(self))
@@ -170,9 +188,15 @@ class SamplingParams:
 
     @property
     def needs_logits(self) -> bool:
+        """True when the target's logits are read on the host."""
+        return self.is_processed or self.logprobs is not None
+
+    @property
+    def is_processed(self) -> bool:
         """True when the distribution needs more than temperature, top-k and top-p: see `runtime.logits_processors`."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
-        return any(penalties) or bool(self.logit_bias) or (self.min_p > 0 and not self.is_greedy)
+        has_min_p = self.min_p > 0 and not self.is_greedy
+        return any(penalties) or bool(self.logit_bias) or has_min_p or self.structured_outputs is not None
 
 
 SAMPLING_PARAMETERS = sampling_parameters(SamplingParams)

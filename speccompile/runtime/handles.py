@@ -42,7 +42,17 @@ class RequestOutput:
         stats = None if reason is None else self.stats(now_s)
         error = self.slot.error
         return StepOutput(
-            self.slot.index, step.text, step.tokens, drafts, kept, step.is_bonus, reason, stats, trace, error
+            self.slot.index,
+            step.text,
+            step.tokens,
+            drafts,
+            kept,
+            step.is_bonus,
+            reason,
+            stats,
+            trace,
+            error,
+            step.logprobs,
         )
 
     def last_step_output(self, reason: str, now_s: float, error: str | None = None) -> StepOutput:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts on sequences that need logits processors: computed on the host, from the logits of the step."""
+"""What the host computes from the logits of a step: verdicts with logits processors, and logprobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 
 from speccompile.core.acceptance import Verdict, accept_slot
 from speccompile.core.tree import Floats, TokenTree
+from speccompile.runtime.grammars import GrammarFault
 from speccompile.runtime.logits_processors import LogitsProcessor, TreeProbs
+from speccompile.runtime.logprobs import TokenLogprobs, log_softmax, token_logprobs
 from speccompile.runtime.slots import Slot
 
 
@@ -32,23 +34,59 @@ def verify_on_host(
         logits: [batch, nodes, vocab] float32.
         uniforms: [batch, nodes, 2] float32; None: every slot is greedy.
         draft_probs: [batch, nodes, vocab] float32, see `accept_slot`; None: drafts are deterministic.
+
+    Where the grammar of a sequence fails, its next token is -1, and `Slot.fault` says why.
     """
     path, num_accepted, next_token = (a.copy() for a in (verdict.path, verdict.num_accepted, verdict.next_token))
     none = np.zeros((tree.nodes, 2), dtype=np.float32)
     for slot in slot_indices:
         if next_token[slot] < 0:  # logits that are not finite have no distribution
+            slots[slot].fault = None
             continue
         tokens, parents = tree.tokens[slot], tree.parents[slot]
-        probs = TreeProbs(_logits_processor(slots[slot], logits.shape[-1]), tokens, parents, logits[slot])
         draws = none if uniforms is None else uniforms[slot]
-        kept, follows = accept_slot(tokens, parents, probs, draws, None if draft_probs is None else draft_probs[slot])
+        dists = None if draft_probs is None else draft_probs[slot]
+        try:
+            probs = TreeProbs(_logits_processor(slots[slot], logits.shape[-1]), tokens, parents, logits[slot])
+            slots[slot].fault, (kept, follows) = None, accept_slot(tokens, parents, probs, draws, dists)
+        except GrammarFault as fault:
+            slots[slot].fault, kept, follows = fault, [0], -1
         path[slot], path[slot, : len(kept)] = -1, kept
         num_accepted[slot], next_token[slot] = len(kept) - 1, follows
     return Verdict(path, num_accepted, next_token)
 
 
+def logprobs_of_step(
+    verdict: Verdict, tree: TokenTree, slots: Sequence[Slot], logits: Floats
+) -> dict[int, list[TokenLogprobs]]:
+    """Returns the logprobs of the tokens that a step emits, by slot index, of the sequences that ask for them.
+
+    A token's row is the one that decided it: that of its parent on the path, whether it was a draft or not.
+
+    Args:
+        verdict: on the tree.
+        tree: the scored tree.
+        slots: all sequences of the batch, with the tokens before this step.
+        logits: [batch, nodes, vocab] float32.
+    """
+    found = {}
+    for place, slot in enumerate(slots):
+        num = slot.sampling.logprobs
+        if num is None or verdict.following[place] < 0:
+            continue
+        path = verdict.nodes_kept(place)
+        tokens = [*tree.tokens_on(place, path[1:]), verdict.following[place]]
+        if slot.sampling.logprobs_mode == "raw_logprobs":
+            rows = log_softmax(logits[place, path])
+        else:
+            processor = _logits_processor(slot, logits.shape[-1])
+            rows = np.stack([processor.logprobs(logits[place, node], tokens[:at]) for at, node in enumerate(path)])
+        found[place] = [token_logprobs(row, token, num) for row, token in zip(rows, tokens, strict=True)]
+    return found
+
+
 def _logits_processor(slot: Slot, vocab_size: int) -> LogitsProcessor:
     if slot.logits_processor is None:
-        slot.logits_processor = LogitsProcessor(slot.sampling, slot.num_prompt, vocab_size)
+        slot.logits_processor = LogitsProcessor(slot.sampling, slot.num_prompt, vocab_size, slot.grammar)
     slot.logits_processor.read(slot.tokens)
     return slot.logits_processor

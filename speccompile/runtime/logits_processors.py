@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits processors, which depend on a sequence's own tokens: penalties and biases on logits, and min-p.
+"""Logits processors, which depend on a sequence's own tokens: grammars, penalties and biases on logits, and min-p.
 
 The order is that of transformers 5 (`GenerationMixin._get_logits_processor`) and of vLLM 1 (`v1/sample/sampler.py`) as
-far as both have it: logit bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
+far as both have it: the grammar's mask, logit bias, repetition penalty, frequency and presence penalty, temperature,
+top-k, top-p, min-p.
 vLLM applies min-p before top-k and top-p: the tokens that min-p keeps are the same, as it compares probabilities with
 the largest one, but top-p then sums the mass of these alone.
 
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from speccompile.core.sampling import warp
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tree import Floats, Ints
+from speccompile.runtime.grammars import GrammarFault, GrammarMatcher
+from speccompile.runtime.logprobs import log_softmax
 
 
 def keep_likely(probs: Floats, min_p: float) -> Floats:
@@ -47,11 +50,15 @@ class LogitsProcessor:
         params: of the request.
         num_prompt: tokens of the prompt.
         vocab_size: of the logits.
+        grammar: of its text; None: the text is free.
     """
 
-    __slots__ = ("_bias", "_counts", "_num_prompt", "_num_read", "_seen", "params")
+    __slots__ = ("_bias", "_counts", "_grammar", "_num_prompt", "_num_read", "_seen", "params")
 
-    def __init__(self, params: SamplingParams, num_prompt: int, vocab_size: int) -> None:
+    def __init__(
+        self, params: SamplingParams, num_prompt: int, vocab_size: int, grammar: GrammarMatcher | None = None
+    ) -> None:
+        self._grammar = grammar
         self.params, self._num_prompt, self._num_read = params, num_prompt, 0
         self._seen: NDArray[np.bool_] = np.zeros(vocab_size, dtype=np.bool_)  # in prompt or text
         self._counts: Floats = np.zeros(vocab_size, dtype=np.float32)  # in the text
@@ -64,14 +71,24 @@ class LogitsProcessor:
         new = tokens[max(self._num_read, self._num_prompt) :]
         np.add.at(self._counts, new, 1)
         self._num_read = len(tokens)
+        if self._grammar is not None:
+            self._grammar.read(tokens)
 
     def logits(self, logits: Floats, path: Sequence[int]) -> Floats:
-        """Returns logits with biases and penalties, [vocab] float32.
+        """Returns logits with the grammar's mask, biases and penalties, [vocab] float32.
 
         Args:
             logits: [vocab] float32, after the last token of the path.
             path: drafts that would be text, from the root's child on.
+
+        Raises:
+            GrammarFault: no token may follow, or the model itself excludes all that may.
         """
+        if self._grammar is not None:
+            allowed = self._grammar.allowed(path)
+            logits = np.where(False if allowed is None else allowed, logits, np.float32(-np.inf))
+            if allowed is not None and np.isneginf(logits.max()):
+                raise GrammarFault("no token with a finite logit that continues the text")
         params, processed, seen, counts = self.params, logits.copy(), self._seen, self._counts
         ids, biases = self._bias
         processed[ids] += biases
@@ -89,10 +106,27 @@ class LogitsProcessor:
         return np.where(np.isneginf(logits), logits, np.clip(processed, -_LARGEST, _LARGEST))
 
     def probs(self, logits: Floats, path: Sequence[int]) -> Floats:
-        """Returns the distribution of the token after `path`, [vocab] float32; see `logits`."""
+        """Returns the distribution of the token after `path`, [vocab] float32; see `logits`.
+
+        All are 0 where the grammar does not allow the path itself: it has probability 0, so none is drawn from there.
+        """
         params = self.params
-        probs = warp(self.logits(logits, path)[None], [params.temperature], [params.top_k], [params.top_p])[0]
+        processed = self.logits(logits, path)
+        if self._grammar is not None and np.isneginf(processed.max()):
+            return np.zeros_like(processed)
+        probs = warp(processed[None], [params.temperature], [params.top_k], [params.top_p])[0]
         return probs if params.is_greedy else keep_likely(probs, params.min_p)
+
+    def logprobs(self, logits: Floats, path: Sequence[int]) -> np.ndarray:
+        """Returns the logarithms of what the token after `path` is drawn from, [vocab] float64.
+
+        A greedy request's are those of the processed logits, from which it takes the likeliest token.
+        """
+        if self.params.is_greedy:
+            return log_softmax(self.logits(logits, path))
+        with np.errstate(divide="ignore"):
+            logs: np.ndarray = np.log(self.probs(logits, path).astype(np.float64))
+        return logs
 
 
 class TreeProbs:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -16,7 +16,8 @@ from speccompile.core.specs import LENGTHS, LOGITS, TOKENS, TREE_MASK
 from speccompile.core.tree import TokenTree
 from speccompile.runtime.control import Planner
 from speccompile.runtime.faults import FAULTS, NotFinite
-from speccompile.runtime.host_verify import verify_on_host
+from speccompile.runtime.host_verify import logprobs_of_step, verify_on_host
+from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.slots import Slot, Slots, Step
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
@@ -106,9 +107,14 @@ def run_step(
         is_plain = is_plain and not slot.max_drafts
         has_draft = has_draft or slot.has_draft
     slots.is_forced = bool(limit) or is_forced
-    tree = slots.roots() if is_plain else proposer.propose(slots)
+    forced = slots.forced_chains() if slots.processed else None
+    is_plain = is_plain or forced is not None
+    tree = forced or (slots.roots() if is_plain else proposer.propose(slots))
     proposed_s = perf_counter()
     tree, verdict = verifier.score_finite(tree, slots)
+    logprobs = None
+    if slots.wants_logprobs:
+        logprobs = logprobs_of_step(verdict, tree, slots.slots, np.asarray(verifier.outputs[LOGITS]))
     scored_s = perf_counter()
     verifier.commit(tree, verdict)
     if not is_plain:
@@ -118,7 +124,7 @@ def run_step(
     for place in verdict.spoilt():
         for engine in engines or (verifier.engine,):
             engine.clear_slot(place)
-    steps = emit(tree, verdict, slots)
+    steps = emit(tree, verdict, slots, logprobs)
     engine_s = _seconds(engines) - engine_s
     now_s = perf_counter()
     for slot in slots.slots:
@@ -133,10 +139,18 @@ def _seconds(engines: tuple[TimedEngine, ...]) -> float:
     return total
 
 
-def emit(tree: TokenTree, verdict: Verdict, slots: Slots) -> list[Step]:
+def emit(
+    tree: TokenTree, verdict: Verdict, slots: Slots, logprobs: Mapping[int, Sequence[TokenLogprobs]] | None = None
+) -> list[Step]:
     """Gives each sequence the tokens of its path and the next token.
 
-    A sequence ends with an error where its logits are not finite, or making its text fails.
+    A sequence ends with an error where its logits are not finite, its grammar or making its text fails.
+
+    Args:
+        tree: the scored tree.
+        verdict: on it.
+        slots: the sequences.
+        logprobs: of the new tokens, by slot index, of the sequences that ask for them.
     """
     accepted, following, drafts = verdict.accepted, verdict.following, tree.num_nodes.tolist()
     steps, deepest = [], []
@@ -144,7 +158,7 @@ def emit(tree: TokenTree, verdict: Verdict, slots: Slots) -> list[Step]:
         deepest = [max(row[:num]) for row, num in zip(tree.depths().tolist(), drafts, strict=True)]
     for place, slot in enumerate(slots.slots):
         if following[place] < 0:
-            steps.append(slot.fail(NotFinite(len(slot.tokens))))
+            steps.append(slot.fail(slot.fault or NotFinite(len(slot.tokens))))
             continue
         num, num_drafts = accepted[place], drafts[place] - 1
         if tree.is_chain:
@@ -156,7 +170,8 @@ def emit(tree: TokenTree, verdict: Verdict, slots: Slots) -> list[Step]:
             is_bonus = num > 0 and not tree.children(place, int(path[-1]))
         new.append(following[place])
         try:
-            steps.append(slot.emit(new, num_drafts, depth, is_bonus))
+            told = logprobs.get(place, ()) if logprobs else ()
+            steps.append(slot.emit(new, num_drafts, depth, is_bonus, told))
         except FAULTS as fault:
             steps.append(slot.fail(fault))
     return steps
@@ -251,7 +266,7 @@ def decode_one(verifier: Verifier, proposer: Proposer, slot: Slot) -> Iterator[l
         seeds = np.array([params.seed], dtype=np.uint64)
         draws = tree_uniforms(seeds, slots.root_positions(), tree)
         verdict = accept(tree, probs, draws)
-        if params.needs_logits:
+        if params.is_processed:
             verdict = verify_on_host(verdict, tree, slots.slots, [0], outputs[LOGITS], draws, tree.draft_probs)
         verifier.commit(tree, verdict)
         proposer.commit(slots, tree, verdict, outputs)

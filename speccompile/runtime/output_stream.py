@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.handles import RequestHandle
+from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.requests import Request, StepOutput
 
 
@@ -37,6 +38,7 @@ class Completion:
         finish_reason: see `StepOutput.finish_reason`.
         stats: see `StepOutput.stats`.
         error: message, where the finish reason is `error`.
+        logprobs: of each of `tokens`, where the request asks for them.
     """
 
     index: int
@@ -45,6 +47,7 @@ class Completion:
     finish_reason: str
     stats: dict[str, Any]
     error: str | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 class OutputStream:
@@ -117,5 +120,6 @@ class OutputStream:
 def _completion(index: int, step_outputs: Sequence[StepOutput]) -> Completion:
     text = "".join(step_output.text for step_output in step_outputs)
     tokens = [token for step_output in step_outputs for token in step_output.tokens]
+    logprobs = [entry for step_output in step_outputs for entry in step_output.logprobs]
     last = step_outputs[-1]
-    return Completion(index, text, tokens, str(last.finish_reason), last.stats or {}, last.error)
+    return Completion(index, text, tokens, str(last.finish_reason), last.stats or {}, last.error, logprobs)

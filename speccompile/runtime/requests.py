@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.images import ImageData
+from speccompile.runtime.logprobs import TokenLogprobs
 
 Speculation = Literal["auto", "on", "off"]
 SPECULATION: tuple[Speculation, ...] = ("auto", "on", "off")
@@ -90,6 +91,7 @@ class StepOutput(NamedTuple):
             `num_reused_tokens`, `queue_ms`, `time_to_first_token_ms`, `time_per_token_ms`.
         trace: with `Request.wants_trace`.
         error: message, where the finish reason is `error`.
+        logprobs: of each of `tokens`, where the request asks for them.
     """
 
     output_index: int
@@ -102,3 +104,4 @@ class StepOutput(NamedTuple):
     stats: dict[str, Any] | None = None
     trace: StepTrace | None = None
     error: str | None = None
+    logprobs: Sequence[TokenLogprobs] = ()

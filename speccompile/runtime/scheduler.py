@@ -51,7 +51,7 @@ class Scheduler:
         self.queue: deque[RequestOutput] = deque()
         # Drafts are deterministic and the target's draws decide, so a text depends neither on other requests nor on the
         # planner.
-        self.slots = Slots((), engine.context.max_slots, is_invariant=True)
+        self.slots = Slots((), engine.context.max_slots, True, engine.context.max_draft_nodes)
         self.allocator = SlotAllocator(engine.verifier, engine.proposer, self.slots, keep_prefixes)
         self.views = ViewKeeper(engine.engines, self.allocator, engine.context.max_seq_len)
         self.counters = Counters()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +28,10 @@ from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.runtime.faults import FAULTS, text_from_fault
+from speccompile.runtime.grammars import GrammarMatcher
 from speccompile.runtime.images import PromptImages
 from speccompile.runtime.logits_processors import LogitsProcessor
+from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.requests import Speculation
 from speccompile.runtime.stats import SlotStats
 from speccompile.runtime.text import TextSink
@@ -50,6 +52,7 @@ class Step(NamedTuple):
         is_bonus: a whole path of at least one draft was kept, so the last of `tokens` is a bonus and not recovered.
         text: to show; empty without a text sink.
         finish_reason: `stop`, `length`, `cache_full`, `error`, or None before the end.
+        logprobs: of each of `tokens`, where the request asks for them.
     """
 
     prompt_index: int
@@ -59,6 +62,7 @@ class Step(NamedTuple):
     is_bonus: bool
     text: str
     finish_reason: str | None
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 class UniformTable:
@@ -116,10 +120,13 @@ class Slot:
     __slots__ = (
         "draft_state",
         "error",
+        "fault",
+        "grammar",
         "has_draft",
         "images",
         "index",
         "logits_processor",
+        "logprobs",
         "max_drafts",
         "may_draft",
         "num_prompt",
@@ -141,6 +148,8 @@ class Slot:
         self.num_prompt = len(prompt)
         self.draft_state: Any = None  # made by the proposer
         self.error: str | None = None  # the fault that ended it
+        self.fault: Exception | None = None  # why its latest verdict is void, where its logits were finite
+        self.grammar: GrammarMatcher | None = None  # of its text, if the request has one
         self.room = 0
         self.max_drafts = 0
         self.may_draft = True  # False: the target would compact its caches by another verdict
@@ -148,6 +157,7 @@ class Slot:
         self.speculation: Speculation = "auto"
         self.logits_processor: LogitsProcessor | None = None  # made at its first verdict, if it needs logits
         self.images: PromptImages | None = None  # of its prompt, if that has some
+        self.logprobs: list[TokenLogprobs] = []  # of its new tokens, if the request asks for them
         self.stats = SlotStats(0.0)
         self.table = None if sampling.is_greedy else UniformTable(sampling.seed, len(prompt) - 1)
 
@@ -170,7 +180,9 @@ class Slot:
         if limit is not None and (limit > 0 or self.speculation == "auto"):
             self.max_drafts = min(self.max_drafts, limit)
 
-    def emit(self, new: list[int], num_drafts: int, depth: int, is_bonus: bool) -> Step:
+    def emit(
+        self, new: list[int], num_drafts: int, depth: int, is_bonus: bool, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> Step:
         """Appends the tokens of a step, up to the end of the text.
 
         Args:
@@ -178,6 +190,7 @@ class Slot:
             num_drafts: draft tokens scored.
             depth: of the deepest of them.
             is_bonus: a whole path was kept.
+            logprobs: of each new token; empty where they are not asked for.
         """
         num_accepted = len(new) - 1
         reason, text = None, ""
@@ -202,7 +215,9 @@ class Slot:
         stats.num_tokens += len(new)
         stats.num_draft_tokens += num_drafts
         stats.outcomes[depth, num_accepted] += 1
-        return Step(self.index, new, num_drafts, num_accepted, is_bonus, text, reason)
+        logprobs = logprobs[: len(new)]
+        self.logprobs += logprobs
+        return Step(self.index, new, num_drafts, num_accepted, is_bonus, text, reason, logprobs)
 
     def fail(self, fault: BaseException) -> Step:
         """Returns the last step of a sequence that a fault ends, with the text that was held back."""
@@ -245,9 +260,13 @@ class Slots:
         max_slots: most active sequences.
         is_invariant: texts do not depend on drafts or their number: drafts are deterministic, and sampled text is plain
             decoding's with the same seed. Then draft lengths may depend on measured times and other sequences.
+        max_forced: most draft tokens of `forced_chains`.
     """
 
-    def __init__(self, waiting: Iterable[Slot], max_slots: int, is_invariant: bool = False) -> None:
+    def __init__(
+        self, waiting: Iterable[Slot], max_slots: int, is_invariant: bool = False, max_forced: int = 0
+    ) -> None:
+        self.max_forced = max_forced
         self.slots: list[Slot] = []
         self.waiting = deque(waiting)
         self.max_slots = max_slots
@@ -255,6 +274,7 @@ class Slots:
         self.is_greedy = True  # every slot has temperature 0
         self.is_forced = False  # see `Batch.is_forced`
         self.processed: list[int] = []  # slot indices of sequences that need logits processors
+        self.wants_logprobs = False
         self._warp: dict[str, NDArray[Any]] = {}
         self._roots: TokenTree | None = None
 
@@ -262,7 +282,8 @@ class Slots:
         """Recomputes what depends on the sequences and their slots. Called after every change of `slots`."""
         params = [slot.sampling for slot in self.slots]
         self.is_greedy = all(p.is_greedy for p in params)
-        self.processed = [place for place, p in enumerate(params) if p.needs_logits]
+        self.processed = [place for place, p in enumerate(params) if p.is_processed]
+        self.wants_logprobs = any(p.logprobs is not None for p in params)
         self._warp, self._roots = {}, None
         if not self.is_greedy:
             temperature, top_k, top_p = warp_inputs(params)
@@ -279,6 +300,30 @@ class Slots:
         for place, slot in enumerate(self.slots):
             self._roots.tokens[place, 0] = slot.tokens[-1]
         return self._roots
+
+    def forced_chains(self) -> TokenTree | None:
+        """Returns chains of the tokens that the grammars force; None unless every sequence has some.
+
+        They cost no draft, and are verified as any other drafts: a model may write the same text with other tokens.
+        Where texts depend on drafts there are none, as one sequence's drafts must not depend on the others.
+        """
+        if self.may_draw or not self.max_forced:
+            return None
+        rows = []
+        for slot in self.slots:
+            if slot.grammar is None or slot.speculation == "off" or not slot.may_draft:
+                return None
+            slot.grammar.read(slot.tokens)
+            num = min(slot.num_prompt + slot.sampling.max_new_tokens - len(slot.tokens) - 1, slot.room, self.max_forced)
+            forced = slot.grammar.forced()[: max(num, 0)]
+            if not forced:
+                return None
+            rows.append([slot.tokens[-1], *forced])
+        nums = np.array([len(row) for row in rows], dtype=np.int64)
+        tokens = np.zeros((len(rows), nums.max()), dtype=np.int64)
+        for place, row in enumerate(rows):
+            tokens[place, : len(row)] = row
+        return TokenTree.chain(tokens, nums)
 
     @property
     def may_draw(self) -> bool:

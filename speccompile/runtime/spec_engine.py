@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 from tokenizers import Tokenizer
 
+from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Proposer
@@ -19,7 +20,9 @@ from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.bundle import Bundle
 from speccompile.runtime.control import Controller
+from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.images import Image, ImageData, ImageEncoder
+from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots, Step
 from speccompile.runtime.stats import TimedEngine
@@ -40,6 +43,7 @@ class Generation:
         finish_reason: `stop`, `length`, `cache_full` or `error`.
         stats: see `SlotStats.json_from_stats`.
         error: message, where the finish reason is `error`; other prompts are not affected.
+        logprobs: of each of `tokens`; None where they were not asked for.
     """
 
     text: str
@@ -47,11 +51,14 @@ class Generation:
     finish_reason: str
     stats: dict[str, Any]
     error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
     def json_from_generation(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict; `error` is in it only where there was one."""
+        """Returns a JSON-ready dict; `error` and `logprobs` are in it only where there are some."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in given.items() if name != "error" or value is not None}
+        if self.logprobs is not None:
+            given["logprobs"] = [entry.json_from_logprobs() for entry in self.logprobs]
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class Stream(Iterator[Step]):
@@ -110,6 +117,7 @@ class SpecEngine:
         self.defaults = defaults or SamplingParams()
         self.eos_token_ids = frozenset(eos_token_ids)
         self.verifier = Verifier(target, context.max_seq_len, chunk)
+        self.grammars = Grammars(tokenizer, target.spec.vocab_size, self.eos_token_ids)
         self.proposer = proposer
         self._plain = registry.method("none")
         self.engines = (target, *drafts.values())
@@ -253,7 +261,8 @@ class SpecEngine:
         max_slots = batch_size or most
         run = self.reset(max((slot.num_prompt for slot in slots[:max_slots]), default=1))
         planner = self.controller if speculative else None
-        for steps in decode(self.verifier, proposer, Slots(slots, max_slots), self.engines, planner):
+        waiting = Slots(slots, max_slots, max_forced=self.context.max_draft_nodes if speculative else 0)
+        for steps in decode(self.verifier, proposer, waiting, self.engines, planner):
             yield steps
             if run != self._num_runs:
                 raise RuntimeFault(
@@ -315,6 +324,8 @@ class SpecEngine:
         slot = Slot(index, tokens, params, stop_ids, sink)
         if images and self.images is not None:
             slot.images = self.images.place(f"prompt {index}", tokens, images)
+        if isinstance(params.structured_outputs, StructuredOutputs):
+            slot.grammar = self.grammars.matcher(params.structured_outputs, tokens)
         slot.may_draft = self.verifier.may_draft(f"prompt {index}", params)
         return slot
 
@@ -336,7 +347,8 @@ class SpecEngine:
             text = slot.sink.text
         else:
             text = self.tokenizer.decode(tokens, skip_special_tokens=True) if self.tokenizer is not None else ""
-        return Generation(text, tokens, reason, slot.stats.json_from_stats(), slot.error)
+        logprobs = None if slot.sampling.logprobs is None else slot.logprobs
+        return Generation(text, tokens, reason, slot.stats.json_from_stats(), slot.error, logprobs)
 
 
 def _token_ids(index: int, prompt: Any) -> list[int]:

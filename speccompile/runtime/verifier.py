@@ -72,14 +72,14 @@ class Verifier:
             return True
         spec = self.engine.spec
         if all(tensor.name != LOGITS for tensor in spec.outputs):
-            got = "min_p, a penalty or a logit_bias, with a target that keeps its logits to itself"
+            got = "min_p, a penalty, a logit_bias, a grammar or logprobs, with a target that keeps its logits to itself"
             todo = "Build the bundle with engine.logits: true, or leave these out."
             raise RuntimeFault(where, got, "temperature, top_k and top_p alone", todo)
         wrong = [token for token in dict(params.logit_bias) if spec.vocab_size and token >= spec.vocab_size]
         if wrong:
             expected = f"ids below {spec.vocab_size}"
             raise RuntimeFault(f"{where} (logit_bias)", f"token {wrong[0]}", expected, "Use the bundle's own ids.")
-        return self._compacts
+        return self._compacts or not params.is_processed
 
     def prefill(
         self, slot: int, tokens: Sequence[int], images: PromptImages | None = None

@@ -111,8 +111,9 @@ def test_requests_are_checked_against_the_target():
     with pytest.raises(RuntimeFault) as fault:
         silent.may_draft("request", processed)
     assert str(fault.value) == (
-        "request: got min_p, a penalty or a logit_bias, with a target that keeps its logits to itself; expected "
-        "temperature, top_k and top_p alone. Build the bundle with engine.logits: true, or leave these out."
+        "request: got min_p, a penalty, a logit_bias, a grammar or logprobs, with a target that keeps its logits to "
+        "itself; expected temperature, top_k and top_p alone. Build the bundle with engine.logits: true, or leave "
+        "these out."
     )
 
 

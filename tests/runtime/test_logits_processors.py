@@ -86,9 +86,11 @@ def exact_joint(params: SamplingParams) -> np.ndarray:
     return joint.reshape(-1)
 
 
-def emit(form: tuple[int, ...], sampled: bool, params: SamplingParams, batch: int) -> np.ndarray:
+def emit(form: tuple[int, ...], sampled: bool, params: SamplingParams, batch: int, grammar=lambda: None) -> np.ndarray:
     """Returns [batch, NUM_TOKENS]: what drafting and verification emit after PROMPT."""
     slots = [Slot(i, list(PROMPT), replace(params, seed=i), frozenset(), None) for i in range(batch)]
+    for slot in slots:
+        slot.grammar = grammar()
     while todo := [slot for slot in slots if len(slot.tokens) < len(PROMPT) + NUM_TOKENS]:
         ends = np.array([slot.tokens[-2:] for slot in todo])
         last = np.array([len(slot.tokens) - 1 for slot in todo])

@@ -33,6 +33,7 @@ from speccompile.serving.openai.errors import (
 )
 from speccompile.serving.openai.keys import check_keys
 from speccompile.serving.openai.limits import BodyCheck, KeyCheck
+from speccompile.serving.openai.logprobs import TokenTexts
 from speccompile.serving.openai.metrics import Metrics
 from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
 from speccompile.serving.openai.requests import request_from_chat, requests_from_completion
@@ -120,7 +121,8 @@ class OpenAIServer:
             "system_fingerprint": self.fingerprint,
         }
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        head = Head(form, identity, with_usage, body.return_stats)
+        texts = None if body.num_logprobs is None else TokenTexts(self.service.engine.tokenizer)
+        head = Head(form, identity, with_usage, body.return_stats, texts)
         step_outputs = self.submit(requests)
         usage = Usage(sum(len(request.prompt) for request in requests))
         if body.stream:

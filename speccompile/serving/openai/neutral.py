@@ -37,8 +37,6 @@ class Neutral:
 
 
 _CACHE = Neutral("prompts are kept in memory as long as there is room", ({}, {"mode": "implicit"}))
-_LOGITS = "verification runs inside the graph and gives tokens, not probabilities"
-_OUTPUT = "the output is not constrained"
 _STORE = "nothing is stored"
 _TEMPLATE = "use chat_template_kwargs where the chat template knows of it"
 _TEXT = "text is all it reads and makes"
@@ -51,12 +49,9 @@ LABELS = Neutral("it holds labels by name", kind=dict)
 
 BODY: Mapping[str, Neutral] = {
     # OpenAI's.
-    "logprobs": Neutral(_LOGITS, (False,)),
-    "top_logprobs": Neutral(_LOGITS, (0,)),
-    "best_of": Neutral(_LOGITS, (1,)),
+    "best_of": Neutral("texts are not ranked", (1,)),
     "suffix": Neutral("the target continues texts, it does not fill gaps", ("",)),
     "echo": Neutral("put the prompt in front of the text yourself", (False,)),
-    "response_format": Neutral(_OUTPUT, ({"type": "text"},)),
     "service_tier": Neutral("there is one tier", ("auto", "default")),
     "store": Neutral(_STORE, (False,)),
     "metadata": LABELS,
@@ -78,7 +73,7 @@ BODY: Mapping[str, Neutral] = {
     "web_search_options": Neutral("nothing is looked up"),
     "moderation": Neutral("nothing is moderated"),
     # vLLM's.
-    "prompt_logprobs": Neutral(_LOGITS),
+    "prompt_logprobs": Neutral("prompts are read without their probabilities"),
     "min_tokens": Neutral("use ignore_eos, or forbid the end with logit_bias", (0,)),
     "use_beam_search": Neutral(_USE_BEAMS, (False,)),
     "length_penalty": Neutral(_USE_BEAMS, (1,)),
@@ -92,14 +87,9 @@ BODY: Mapping[str, Neutral] = {
     "truncate_prompt_tokens": Neutral("shorten the prompt yourself"),
     "priority": Neutral("requests are answered in their order", (0,)),
     "cache_salt": Neutral("kept caches are shared by all requests"),
-    "logits_processors": Neutral(_OUTPUT, ([],)),
+    "logits_processors": Neutral("requests bring no code", ([],)),
     "bad_words": Neutral("forbid tokens with logit_bias", ([],)),
     "allowed_token_ids": Neutral("forbid tokens with logit_bias"),
-    "structured_outputs": Neutral(_OUTPUT),
-    "guided_json": Neutral(_OUTPUT),
-    "guided_regex": Neutral(_OUTPUT),
-    "guided_choice": Neutral(_OUTPUT),
-    "guided_grammar": Neutral(_OUTPUT),
     "vllm_xargs": Neutral("there are none of them", ({},)),
     "continue_final_message": Neutral("use /v1/completions", (False,)),
     "include_reasoning": Neutral("all of the text is in `content`", (True,)),
@@ -112,6 +102,7 @@ BODY: Mapping[str, Neutral] = {
 COMPLETION: Mapping[str, Neutral] = {
     **BODY,
     "add_special_tokens": Neutral("give token ids instead of a text", (True,)),
+    "top_logprobs": Neutral("completions ask by `logprobs`", (0,)),
 }
 CHAT: Mapping[str, Neutral] = {
     **BODY,

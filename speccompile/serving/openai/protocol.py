@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from speccompile.common.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, BodyField, Kind
+from speccompile.common.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TEXT, TOKENS, BodyField, Kind
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.runtime.requests import Speculation
 from speccompile.serving.openai.neutral import (
@@ -29,10 +29,12 @@ from speccompile.serving.openai.neutral import (
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0)]
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 _TYPES: Mapping[Kind, Any] = {
     INTEGER: int,
     NUMBER: float,
     STRINGS: str | list[str],
+    TEXT: str,
     TOKENS: list[TokenId],
     BIASES: dict[str, Bias],
 }
@@ -89,10 +91,22 @@ class Sampled(_SamplingFields):  # type: ignore[misc]
     n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    # vLLM's names.
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
     # Our own.
     speculation: Speculation = Field("auto", description="on, off, or auto: as the server was started.")
     timeout_s: float | None = Field(None, gt=0, description="Seconds until the request ends with a time-out.")
     return_stats: bool = Field(False, description="Give `stats` with every choice.")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to name with each token; None: no logprobs."""
+        return None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Sampled:
@@ -107,6 +121,17 @@ class CompletionBody(Sampled):
     neutral: ClassVar = COMPLETION
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: NumLogprobs | None = None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _false_is_none(cls, value: Any) -> Any:
+        return None if value is False else value
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to name with each token; None: no logprobs."""
+        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """Returns the prompts, each a text or a list of token ids."""
@@ -184,6 +209,19 @@ class ChatBody(Sampled):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    logprobs: bool = False
+    top_logprobs: NumLogprobs | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to name with each token; None: no logprobs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("invalid_value", "it goes with `logprobs: true` only", {"param": "top_logprobs"})
+        return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatBody:

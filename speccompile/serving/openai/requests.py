@@ -19,6 +19,7 @@ from speccompile.serving.openai.chat import ChatTemplate
 from speccompile.serving.openai.errors import ApiError, error_from_fault
 from speccompile.serving.openai.images import error_from_images, read_images
 from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
+from speccompile.serving.openai.structured import compile_constraint, structured_from_body
 
 MAX_CHOICES = 128  # of one request
 _SHORT = 4096  # characters that are encoded faster than a thread is woken
@@ -42,11 +43,27 @@ def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParam
             value = _value(getattr(body, declared.body.name or name), declared.kind)
             if value is not None:
                 given[name] = declared.body.convert(value)
+    if body.num_logprobs is not None:
+        given["logprobs"] = body.num_logprobs
     given.setdefault("seed", secrets.randbits(63))
     try:
         return replace(defaults, **given)
     except RuntimeFault as fault:
         raise error_from_fault(fault) from fault
+
+
+async def constrained(sampling: SamplingParams, body: Sampled, engine: SpecEngine) -> SamplingParams:
+    """Returns sampling parameters with the constraint of the body.
+
+    Raises:
+        ApiError: it has several, or one that does not compile.
+    """
+    found = structured_from_body(body)
+    if found is None:
+        return sampling
+    field, wanted = found
+    await compile_constraint(engine, wanted, field)
+    return replace(sampling, structured_outputs=wanted)
 
 
 def _value(value: Any, kind: Kind) -> Any:
@@ -79,7 +96,7 @@ async def requests_from_completion(body: CompletionBody, engine: SpecEngine) -> 
             f"`prompt`: got {len(prompts)} prompts with {body.n} outputs each, expected 1 to {MAX_CHOICES} in all."
         )
         raise ApiError(400, message, param="prompt", code="invalid_value")
-    sampling = sampling_from_body(body, engine.defaults)
+    sampling = await constrained(sampling_from_body(body, engine.defaults), body, engine)
     ids = [await encode(engine, p, special=True) if isinstance(p, str) else p for p in prompts]
     return [request_from_tokens(tokens, body, sampling) for tokens in ids]
 
@@ -95,7 +112,7 @@ async def request_from_chat(body: ChatBody, engine: SpecEngine, template: ChatTe
     images = await read_images([url for message in body.messages for url in message.image_urls()], engine)
     messages = [message.for_template() for message in body.messages]
     prompt = template.render(messages, body.add_generation_prompt, body.chat_template_kwargs)
-    sampling = sampling_from_body(body, engine.defaults)
+    sampling = await constrained(sampling_from_body(body, engine.defaults), body, engine)
     try:
         prompt = engine.expand_images(prompt, len(images))
     except RuntimeFault as fault:

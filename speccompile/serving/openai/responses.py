@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import StepOutput
 from speccompile.serving.openai.errors import error_from_step_output
+from speccompile.serving.openai.logprobs import TokenTexts
 from speccompile.serving.openai.stream import DONE, event_from_json
 
 # Of ours: what OpenAI's API calls it. A full cache is a length too.
@@ -29,6 +31,7 @@ class Form:
         prefix: of ids.
         whole, chunk: their `object`.
         text_of_whole, text_of_chunk: the part of a choice that holds a text.
+        logprobs: of a choice's tokens, the first of which is so many characters into its text.
         opening: the same of a first chunk that has no text yet; None where there is no such chunk.
     """
 
@@ -37,16 +40,25 @@ class Form:
     chunk: str
     text_of_whole: Callable[[str], dict[str, Any]]
     text_of_chunk: Callable[[str], dict[str, Any]]
+    logprobs: Callable[[TokenTexts, Sequence[TokenLogprobs], int], dict[str, Any]]
     opening: dict[str, Any] | None = None
 
 
-COMPLETION = Form("cmpl-", "text_completion", "text_completion", lambda t: {"text": t}, lambda t: {"text": t})
+COMPLETION = Form(
+    "cmpl-",
+    "text_completion",
+    "text_completion",
+    lambda text: {"text": text},
+    lambda text: {"text": text},
+    TokenTexts.completion,
+)
 CHAT = Form(
     "chatcmpl-",
     "chat.completion",
     "chat.completion.chunk",
     lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
     lambda text: {"delta": {"content": text} if text else {}},
+    lambda texts, found, offset: texts.chat(found),
     {"delta": {"role": "assistant", "content": ""}},
 )
 
@@ -60,20 +72,28 @@ class Head:
         identity: `id`, `created`, `model`, `system_fingerprint`.
         with_usage: streams: the usage in a chunk of its own at the end, and null in all others.
         with_stats: `stats` with every choice.
+        texts: of tokens, where logprobs are asked for.
     """
 
     form: Form
     identity: Mapping[str, Any]
     with_usage: bool = False
     with_stats: bool = False
+    texts: TokenTexts | None = None
 
-    def choice(self, index: int, text: Mapping[str, Any], last: StepOutput | None) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: Mapping[str, Any], last: StepOutput | None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Returns one choice of an answer or a chunk; `last` is the step output that ended it."""
         reason = FINISH_REASONS[last.finish_reason if last else None]
-        choice = {"index": index, **text, "logprobs": None, "finish_reason": reason}
+        choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": reason}
         if last is not None and self.with_stats:
             choice["stats"] = last.stats
         return choice
+
+    def logprobs(self, found: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any] | None:
+        """Returns the `logprobs` of a choice; None where they are not asked for. See `Form.logprobs`."""
+        return None if self.texts is None else self.form.logprobs(self.texts, found, offset)
 
     def chunk_from_choice(self, choice: dict[str, Any]) -> bytes:
         """Returns the event of one choice."""
@@ -122,6 +142,7 @@ class Usage:
 @dataclass
 class _Choice:
     parts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     last: StepOutput | None = None
 
 
@@ -135,12 +156,15 @@ async def whole_answer(head: Head, step_outputs: OutputStream, usage: Usage) -> 
     async for index, step_output in step_outputs:
         usage.add(step_output)
         choices[index].parts.append(step_output.text)
+        choices[index].logprobs += step_output.logprobs
         if step_output.finish_reason is not None:
             if error := error_from_step_output(step_output):
                 raise error
             choices[index].last = step_output
-    texts = [head.form.text_of_whole("".join(choice.parts)) for choice in choices]
-    made = [head.choice(i, text, choice.last) for i, (text, choice) in enumerate(zip(texts, choices, strict=True))]
+    made = [
+        head.choice(i, head.form.text_of_whole("".join(one.parts)), one.last, head.logprobs(one.logprobs))
+        for i, one in enumerate(choices)
+    ]
     return {**head.identity, "object": head.form.whole, "choices": made, "usage": usage.json_from_usage()}
 
 
@@ -149,6 +173,7 @@ async def chunks(head: Head, step_outputs: OutputStream, usage: Usage) -> AsyncG
     if head.form.opening is not None:
         for index in range(step_outputs.num_outputs):
             yield head.chunk_from_choice(head.choice(index, head.form.opening, None))
+    offsets = [0] * step_outputs.num_outputs  # characters of the tokens so far
     async for index, step_output in step_outputs:
         usage.add(step_output)
         is_last = step_output.finish_reason is not None
@@ -156,9 +181,12 @@ async def chunks(head: Head, step_outputs: OutputStream, usage: Usage) -> AsyncG
             yield event_from_json(error.json_from_error())
             yield DONE
             return
-        if step_output.text or is_last:
-            choice = head.choice(index, head.form.text_of_chunk(step_output.text), step_output if is_last else None)
-            yield head.chunk_from_choice(choice)
+        if step_output.text or is_last or step_output.logprobs:
+            text, told = head.form.text_of_chunk(step_output.text), None
+            if head.texts is not None and step_output.logprobs:
+                told = head.logprobs(step_output.logprobs, offsets[index])
+                offsets[index] += sum(len(head.texts.text(entry.token)) for entry in step_output.logprobs)
+            yield head.chunk_from_choice(head.choice(index, text, step_output if is_last else None, told))
     if head.with_usage:
         identity = {**head.identity, "object": head.form.chunk}
         yield event_from_json({**identity, "choices": [], "usage": usage.json_from_usage()})

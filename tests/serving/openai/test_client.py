@@ -110,9 +110,9 @@ def test_penalties_and_biases_are_those_of_the_offline_engine(client, pair):
 
 
 def test_errors_are_those_that_the_client_knows(client):
-    with pytest.raises(openai.BadRequestError, match="`logprobs`: it is not supported") as refused:
-        client.completions.create(model="pycode-chat", prompt="x", logprobs=2)
-    assert refused.value.param == "logprobs" and refused.value.code == "unsupported_field"
+    with pytest.raises(openai.BadRequestError, match="`echo`: it is not supported") as refused:
+        client.completions.create(model="pycode-chat", prompt="x", echo=True)
+    assert refused.value.param == "echo" and refused.value.code == "unsupported_field"
     with pytest.raises(openai.BadRequestError, match="expected at most 1024"):
         client.completions.create(model="pycode-chat", prompt="x " * 1200)
 

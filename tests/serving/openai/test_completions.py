@@ -140,7 +140,7 @@ def test_a_stream_of_several_choices(app):
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"stream_options": {"extra": True}}, "stream_options.extra", "unknown_field"),
         ({"frequency": 1}, "frequency", "unknown_field"),
-        ({"logprobs": 0}, "logprobs", "unsupported_field"),
+        ({"logprobs": 30}, "logprobs", "invalid_value"),
         ({"best_of": 2}, "best_of", "unsupported_field"),
         ({"echo": True}, "echo", "unsupported_field"),
         ({"suffix": "x"}, "suffix", "unsupported_field"),

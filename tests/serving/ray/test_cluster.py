@@ -106,9 +106,9 @@ def test_a_dropped_stream_frees_its_slot(url):
 def test_errors_are_those_of_the_server(url):
     with (
         openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
-        pytest.raises(openai.BadRequestError, match="`logprobs`: it is not supported"),
+        pytest.raises(openai.BadRequestError, match="`best_of`: it is not supported"),
     ):
-        client.completions.create(model="pycode", prompt="x", logprobs=1)
+        client.completions.create(model="pycode", prompt="x", best_of=2)
 
 
 def test_a_killed_replica_is_replaced(url, offline):

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grammars over a vocabulary, by llguidance: which tokens may follow the text so far, and the drafts after it.
+
+A mask depends on the tokens before it alone. Nothing falls back to "no mask": what cannot be compiled is refused when
+the request is submitted, and a grammar that fails later ends its sequence with an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from speccompile.common.structured_outputs import WHERE, StructuredOutputs
+from speccompile.core.tree import Bools
+from speccompile.errors import RuntimeFault
+
+MAX_KEPT = 64  # compiled grammars
+_TAIL = 8  # tokens at a prompt's end that may open or close its reasoning
+_PACKAGE = "llguidance"
+
+
+class GrammarFault(RuntimeFault):
+    """A grammar that was accepted cannot say what may follow."""
+
+    def __init__(self, got: str) -> None:
+        super().__init__(
+            "grammar",
+            got.strip().partition("\n")[0][:200],
+            "tokens that may follow",
+            "Simplify the schema or the grammar.",
+        )
+
+
+class GrammarMatcher:
+    """A grammar at the end of one sequence's text.
+
+    Args:
+        matcher: `llguidance.LLMatcher` at its start; not shared.
+        vocab_size: of the target's logits.
+        eos_token_ids: tokens that end the text; they are allowed where the grammar may end, and then alone.
+        markers: tokens that begin and end a reasoning before the grammar; None: there is none.
+        prompt: the sequence's; a reasoning may begin, or have ended, at its end.
+    """
+
+    def __init__(
+        self,
+        matcher: Any,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        markers: tuple[int, int] | None = None,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._eos = sorted(token for token in eos_token_ids if token < vocab_size)
+        self._markers, self._num_read = markers, len(prompt)
+        # Whether the reasoning goes on; None: the next token decides whether there is one.
+        self._is_thinking: bool | None = False
+        self._has_ended = False
+        if markers is not None:
+            tail = list(prompt[-_TAIL:])
+            last = max((at for at, token in enumerate(tail) if token in markers), default=None)
+            self._is_thinking = None if last is None else tail[last] == markers[0]
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Follows the text; `tokens` are all of the sequence, prompt included.
+
+        Raises:
+            GrammarFault: a new token is not allowed.
+        """
+        inside, self._is_thinking, is_right = self._inside(tokens[self._num_read :])
+        self._num_read = len(tokens)
+        text, self._has_ended, ends = self._split(inside)
+        if not (is_right and ends) or self._matcher.try_consume_tokens(text) < len(text):
+            raise GrammarFault(f"a text that it does not allow, {len(tokens)} tokens long")
+
+    def _inside(self, tokens: Sequence[int]) -> tuple[list[int], bool | None, bool]:
+        """Returns the tokens that the grammar reads, whether reasoning goes on after them, and whether it may."""
+        is_thinking, inside = self._is_thinking, list[int]()
+        for token in tokens:
+            if is_thinking is None and self._markers is not None and token == self._markers[0]:
+                is_thinking = True
+            elif is_thinking:
+                if token in self._eos:
+                    return inside, True, False
+                is_thinking = self._markers is not None and token != self._markers[1]
+            else:
+                is_thinking = False
+                inside.append(token)
+        return inside, is_thinking, True
+
+    def _split(self, inside: list[int]) -> tuple[list[int], bool, bool]:
+        """Returns the tokens before the text's end, whether it has ended, and whether nothing but its end follows."""
+        end = next((at for at, token in enumerate(inside) if token in self._eos), len(inside))
+        text, rest = inside[:end], inside[end:]
+        is_right = all(token in self._eos for token in rest) and not (self._has_ended and text)
+        return text, self._has_ended or bool(rest), is_right
+
+    def allowed(self, path: Sequence[int]) -> Bools | None:
+        """Returns [vocab] bool, the tokens that may follow; None: the path itself is not allowed.
+
+        Args:
+            path: tokens after those that were read; the state stays as it was.
+
+        Raises:
+            GrammarFault: no token may follow, or the grammar is too complex.
+        """
+        inside, is_thinking, is_right = self._inside(path)
+        text, has_ended, ends = self._split(inside)
+        if not (is_right and ends):
+            return None
+        if is_thinking:
+            mask = np.ones(self._vocab_size, dtype=np.bool_)
+            mask[self._eos] = False
+            return mask
+        matcher = self._matcher
+        num = matcher.try_consume_tokens(text) if text else 0
+        try:
+            if num < len(text):
+                return None
+            if has_ended:
+                if not matcher.is_accepting():
+                    return None
+                mask = np.zeros(self._vocab_size, dtype=np.bool_)
+                mask[self._eos] = True
+            else:
+                bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+                mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+            if matcher.is_error():
+                raise GrammarFault(matcher.get_error())
+        finally:
+            if num:
+                matcher.rollback(num)
+        if is_thinking is None and self._markers is not None:
+            mask[self._markers[0]] = True
+        if not mask.any():
+            raise GrammarFault("no token of the vocabulary that continues the text")
+        return mask
+
+    def forced(self) -> list[int]:
+        """Returns the tokens that must follow one after another; the way of the tokenizer to write them."""
+        if self._is_thinking is not False or self._has_ended:
+            return []
+        return [token for token in self._matcher.compute_ff_tokens() if token < self._vocab_size]
+
+
+class Grammars:
+    """Compiles the grammars of requests; those in use are kept. May be used on any thread.
+
+    Args:
+        tokenizer: of the bundle (`tokenizers.Tokenizer`), or what `llguidance.TokenizerWrapper` takes.
+        vocab_size: of the target's logits.
+        eos_token_ids: the model's own end-of-sequence tokens.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos_token_ids)
+        self._vocabulary: Any = None  # llguidance's, made at the first use
+        self._kept: OrderedDict[StructuredOutputs, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, wanted: StructuredOutputs, prompt: Sequence[int]) -> GrammarMatcher:
+        """Returns a matcher at the start of a text.
+
+        Args:
+            wanted: the constraint.
+            prompt: tokens before the text.
+
+        Raises:
+            RuntimeFault: see `compile`.
+        """
+        compiled = self.compile(wanted)
+        markers = None if wanted.reasoning is None else self._markers(wanted.reasoning)
+        return GrammarMatcher(compiled.deep_copy(), self._vocab_size, self._eos, markers, prompt)
+
+    def compile(self, wanted: StructuredOutputs) -> Any:
+        """Returns `llguidance.LLMatcher` at the start of a text, which is shared: copy it.
+
+        Raises:
+            RuntimeFault: the grammar is wrong, or beyond what llguidance knows; or the bundle has no tokenizer or no
+                end-of-sequence token; or the package is not installed.
+        """
+        with self._lock:
+            if wanted in self._kept:
+                self._kept.move_to_end(wanted)
+                return self._kept[wanted]
+            if self._vocabulary is None:
+                self._vocabulary = self._load_vocabulary()
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._vocabulary, grammar_from_constraint(wanted, self._vocabulary), log_level=0)
+        if matcher.is_error():
+            _refuse(wanted, matcher.get_error())
+        with self._lock:
+            self._kept[wanted] = matcher
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return matcher
+
+    def _load_vocabulary(self) -> Any:
+        if importlib.util.find_spec(_PACKAGE) is None:
+            todo = "Install it: pip install 'speccompile[structured]'."
+            raise RuntimeFault(WHERE, f"no package {_PACKAGE}", "the package of the extra [structured]", todo)
+        if self._tokenizer is None:
+            todo = "Build it from a checkpoint that has a tokenizer.json."
+            raise RuntimeFault(WHERE, "a bundle without a tokenizer", "the texts of tokens", todo)
+        if not self._eos:
+            todo = "Name one in the checkpoint's generation_config.json (eos_token_id), and build the bundle again."
+            raise RuntimeFault(WHERE, "a bundle without an end-of-sequence token", "one, to end the text with", todo)
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        is_own = hasattr(self._tokenizer, "to_str")
+        num = max(self._vocab_size, self._tokenizer.get_vocab_size()) if is_own else None
+        source = self._tokenizer.to_str() if is_own else TokenizerWrapper(self._tokenizer)
+        return LLTokenizer(source, n_vocab=num, eos_token=self._eos)
+
+    def _markers(self, texts: tuple[str, str]) -> tuple[int, int]:
+        found = tuple(self._tokenizer.token_to_id(text) for text in texts)
+        if None in found:
+            todo = "Choose the reasoning parser of this model, or none."
+            raise RuntimeFault(WHERE, f"no token {' or '.join(texts)}", "markers of one token each", todo)
+        return found[0], found[1]
+
+
+def _refuse(wanted: StructuredOutputs, got: str) -> NoReturn:
+    todo = f"Correct the {wanted.kind}, or leave out what llguidance does not know."
+    raise RuntimeFault(f"{WHERE} ({wanted.kind})", got.strip().partition("\n")[0], "a grammar that compiles", todo)
+
+
+def grammar_from_constraint(wanted: StructuredOutputs, vocabulary: Any) -> str:
+    """Returns a constraint as `llguidance.LLMatcher` takes it.
+
+    Raises:
+        RuntimeFault: it is no JSON, or has another form than `StructuredOutputs` says.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    grammar: str
+    try:
+        if wanted.json_object:
+            grammar = LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        elif wanted.json is not None:
+            schema = json.loads(str(wanted.json))
+            if not isinstance(schema, dict | bool):
+                _refuse(wanted, f"a schema of type {type(schema).__name__}")
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        elif wanted.regex is not None:
+            grammar = LLMatcher.grammar_from_regex(wanted.regex)
+        elif wanted.choice is not None:
+            grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, wanted.choice)))
+        elif wanted.grammar is not None:
+            grammar = LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
+        else:
+            grammar = LLMatcher.grammar_from_lark(_lark_from_tags(wanted, vocabulary))
+    except (ValueError, IndexError, KeyError, AssertionError) as fault:
+        _refuse(wanted, f"{type(fault).__name__}: {fault}")
+    return grammar
+
+
+def _lark_from_tags(wanted: StructuredOutputs, vocabulary: Any) -> str:
+    """Returns a structural tag as a grammar: free text, in which a trigger begins one of the structures."""
+    tag = json.loads(str(wanted.structural_tag))
+    structures, triggers = (tag.get("structures"), tag.get("triggers")) if isinstance(tag, dict) else (None, None)
+    if not structures or not triggers or not all(isinstance(text, str) and text for text in triggers):
+        _refuse(wanted, "no structures, or no triggers")
+    rules, names = [], []
+    for at, structure in enumerate(structures):
+        begin, end, schema = structure["begin"], structure["end"], structure["schema"]
+        trigger = next((text for text in triggers if begin.startswith(text)), None)
+        if trigger is None:
+            _refuse(wanted, f"a structure that begins with {begin!r}, which is after no trigger")
+        special = _special(trigger, vocabulary)
+        rest = [json.dumps(text) for text in (begin[len(str(trigger)) :],) if text]
+        last = [json.dumps(end)] if end else []
+        body = " ".join([*rest, f"%json {json.dumps(schema)}", *last])
+        if special is None:
+            rules += [f"head_{at}[lazy]: TEXT {json.dumps(trigger)}", f"tag_{at}: head_{at} {body}"]
+        else:
+            rules.append(f"tag_{at}: TEXT {special} {body}")
+        names.append(f"tag_{at}")
+    lines = ["%llguidance {}", f"start: ({' | '.join(names)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/", *rules]
+    return "\n".join(lines)
+
+
+def _special(text: str | None, vocabulary: Any) -> str | None:
+    """Returns how a grammar names a special token; None: the text is none."""
+    tokens = vocabulary.tokenize_str(text, parse_special=True)
+    return f"<[{tokens[0]}]>" if len(tokens) == 1 and vocabulary.is_special_token(tokens[0]) else None

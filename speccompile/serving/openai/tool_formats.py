@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How families of models write tool calls, and what marks their reasoning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family writes calls.
+
+    Args:
+        begin: what begins a call, or a list of calls; the first one is written where a grammar asks for calls.
+        end: what ends it; empty: the JSON alone does.
+        arguments: key of the arguments.
+        is_list: calls are the items of one JSON list.
+        is_bare: a text that begins with an object is a call without any mark.
+        quote: around texts in Gemma's own notation; empty: calls are JSON.
+        around: white space between the marks and the JSON.
+        template: what the chat templates of the family hold.
+    """
+
+    begin: tuple[str, ...]
+    end: str = ""
+    arguments: str = "arguments"
+    is_list: bool = False
+    is_bare: bool = False
+    quote: str = ""
+    around: str = ""
+    template: str = ""
+
+
+HERMES = ToolFormat(("<tool_call>",), "</tool_call>", around="\n", template="<tool_call>")
+LLAMA = ToolFormat(("<|python_tag|>",), arguments="parameters", is_bare=True, template="<|python_tag|>")
+MISTRAL = ToolFormat(("[TOOL_CALLS]",), is_list=True, template="[TOOL_CALLS]")
+GEMMA = ToolFormat(("<|tool_call>",), "<tool_call|>", quote='<|"|>', template="<|tool_call>")
+FUNCTION_GEMMA = ToolFormat(
+    ("<start_function_call>",), "<end_function_call>", quote="<escape>", template="<start_function_call>"
+)
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": HERMES,
+    "qwen": HERMES,
+    "qwen3": HERMES,
+    "llama3_json": LLAMA,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+    "gemma4": GEMMA,
+    "functiongemma": FUNCTION_GEMMA,
+}
+
+Markers = tuple[str, str]
+_THINK = ("<think>", "</think>")
+REASONING: Mapping[str, Markers] = {
+    "deepseek_r1": _THINK,
+    "qwen3": _THINK,
+    "glm45": _THINK,
+    "think": _THINK,
+    "mistral": ("[THINK]", "[/THINK]"),
+}
+
+
+def format_from_template(source: str) -> ToolFormat | None:
+    """Returns the format of the family that a chat template belongs to; None: it is not known."""
+    found = (one for one in (GEMMA, FUNCTION_GEMMA, HERMES, MISTRAL, LLAMA) if one.template in source)
+    return next(found, None)
+
+
+def markers_from_template(source: str) -> Markers | None:
+    """Returns the marks of reasoning that a chat template knows; None: none."""
+    return next((marks for marks in (_THINK, REASONING["mistral"]) if marks[1] in source), None)
+
+
+def grammar_from_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]], most: int, special: Any) -> str:
+    """Returns a Lark grammar of texts that are calls and nothing else, at least one.
+
+    A family with a notation of its own writes a JSON list of calls instead, which `ToolReader` reads as well.
+
+    Args:
+        form: of the family.
+        tools: `function` objects: name and parameters.
+        most: calls at once.
+        special: returns how a grammar names the special token of a text; None: it is none.
+    """
+    key = "parameters" if form.quote else form.arguments
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool["name"]}, key: tool.get("parameters") or {"type": "object"}},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    one = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if form.is_list or form.quote:
+        schema = json.dumps({"type": "array", "items": one, "minItems": 1, "maxItems": most})
+        begin = "" if form.quote else f"{_named(form.begin[0], special)} "
+        return f"%llguidance {{}}\nstart: {begin}%json {schema}"
+    schema = json.dumps(one)
+    if form.is_bare:
+        return f"%llguidance {{}}\nstart: %json {schema}"
+    around = json.dumps(form.around)
+    call = f"{_named(form.begin[0], special)} {around} %json {schema} {around} {_named(form.end, special)}"
+    more = f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""
+    return f"%llguidance {{}}\nstart: call{more}\ncall: {call}"
+
+
+def _named(text: str, special: Any) -> str:
+    named = special(text)
+    return json.dumps(text) if named is None else str(named)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks of grammars: what may follow a path, the text's end, reasoning before it, and what is refused."""
+
+import numpy as np
+import pytest
+
+from speccompile.common.structured_outputs import StructuredOutputs
+from speccompile.core.sampling import SamplingParams
+from speccompile.errors import RuntimeFault
+from speccompile.runtime import grammars as module
+from speccompile.runtime.grammars import GrammarFault, Grammars
+from tests.runtime.grammar_lab import EOS, TOKENS, VOCAB, Pieces, make_grammars, tokens_of
+
+pytest.importorskip("llguidance")
+IDS = Pieces()
+CODE = StructuredOutputs(regex="[ab]{2}(c|d[ab])?")
+REASONED = StructuredOutputs(regex="a+", reasoning=("<", ">"))
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return make_grammars()
+
+
+def allowed(matcher, path=""):
+    mask = matcher.allowed(IDS(path))
+    return None if mask is None else tokens_of(mask)
+
+
+def test_a_mask_follows_the_path_and_leaves_the_text_where_it_was(grammars):
+    matcher = grammars.matcher(CODE, [5])
+    for _ in range(2):
+        assert allowed(matcher) == {"a", "b"}
+        assert allowed(matcher, "ab") == {"c", "d", "</s>"}
+        assert allowed(matcher, "abd") == {"a", "b"}
+        assert allowed(matcher, "ax") is None and allowed(matcher, "abca") is None
+    matcher.read([5, *IDS("ab")])
+    assert allowed(matcher) == {"c", "d", "</s>"} and allowed(matcher, "da") == {"</s>"}
+    with pytest.raises(GrammarFault, match="a text that it does not allow, 4 tokens long"):
+        matcher.read([5, *IDS("abx")])
+
+
+def test_every_path_has_the_mask_of_the_text_that_was_read(grammars):
+    for length in range(4):
+        for at in np.ndindex(*(3,) * length):
+            path = [IDS("abc")[i] for i in at]
+            walked, read = grammars.matcher(CODE, []), grammars.matcher(CODE, [])
+            mask = walked.allowed(path)
+            if mask is None:
+                with pytest.raises(GrammarFault):
+                    read.read(path)
+                continue
+            read.read(path)
+            np.testing.assert_array_equal(mask, read.allowed([]))
+
+
+def test_after_its_end_a_text_goes_on_with_its_end_alone(grammars):
+    matcher = grammars.matcher(CODE, [])
+    ends = matcher.allowed([*IDS("ab"), EOS])
+    assert tokens_of(ends) == {"</s>"} and tokens_of(matcher.allowed([*IDS("ab"), EOS, EOS])) == {"</s>"}
+    assert matcher.allowed([*IDS("a"), EOS]) is None and matcher.allowed([*IDS("ab"), EOS, *IDS("c")]) is None
+    matcher.read([*IDS("ab"), EOS])
+    assert tokens_of(matcher.allowed([EOS])) == {"</s>"} and matcher.allowed(IDS("c")) is None
+    assert matcher.forced() == []
+
+
+def test_forced_tokens_are_those_that_follow_whatever_is_chosen(grammars):
+    schema = {"type": "object", "properties": {"name": {"type": "boolean"}}, "required": ["name"]}
+    matcher = grammars.matcher(StructuredOutputs(json=schema), [])
+    matcher.read(IDS('{"'))
+    assert tokens_of(matcher.allowed([])) <= {"n", "name"}
+    path = matcher.forced()
+    assert IDS.decode(path).startswith("name")
+    for end in range(len(path)):
+        assert matcher.allowed(path[:end])[path[end]]
+
+
+def test_the_grammar_begins_after_the_reasoning(grammars):
+    opened, closed, unknown = (grammars.matcher(REASONED, IDS(text)) for text in ("b<", "b<b>", "b"))
+    assert allowed(opened) == {token.decode() for token in TOKENS[1:]} and allowed(closed) == {"a"}
+    assert allowed(unknown) == {"a", "<"} and allowed(unknown, "a") == {"a", "</s>"}
+    for matcher, start in ((opened, ""), (unknown, "<")):
+        assert len(allowed(matcher, f"{start}xy")) == VOCAB - 1
+        assert allowed(matcher, f"{start}xy>") == {"a"} and allowed(matcher, f"{start}xy>aa") == {"a", "</s>"}
+        assert allowed(matcher, f"{start}xy>ab") is None and matcher.allowed([*IDS(f"{start}x"), EOS]) is None
+    assert opened.forced() == unknown.forced() == []
+    text = IDS("b<")
+    for token in IDS("xy>a"):
+        text.append(token)
+        opened.read(text)
+    assert allowed(opened) == {"a", "</s>"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"regex": "a[("}, "(regex): got at 1(8): invalid regex"),
+        ({"json": "[1"}, "(json): got JSONDecodeError"),
+        ({"json": "3"}, "(json): got a schema of type int"),
+        ({"json": {"type": "objekt"}}, "(json): got Invalid type: objekt; expected a grammar that compiles"),
+        ({"json": {"type": "object", "not": {}}}, 'got Unimplemented keys: ["not"]'),
+        ({"grammar": "start: %%"}, "(grammar): got"),
+        ({"structural_tag": {"format": {}}}, "(structural_tag): got no structures, or no triggers"),
+        ({"structural_tag": "{"}, "(structural_tag): got JSONDecodeError"),
+        (
+            {"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]}},
+            "got a structure that begins with 'a', which is after no trigger",
+        ),
+        ({"regex": "a", "reasoning": ("<think>", "</think>")}, "got no token <think> or </think>"),
+    ],
+)
+def test_what_does_not_compile_is_refused(grammars, given, message):
+    with pytest.raises(RuntimeFault) as fault:
+        grammars.matcher(StructuredOutputs(**given), [])
+    assert message in str(fault.value) and fault.value.todo
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "got no constraint; expected one of json, json_object, regex"),
+        ({"regex": "a", "json_object": True}, "got json_object and regex"),
+        ({"choice": []}, "(choice): got []; expected a list of non-empty texts"),
+        ({"choice": ["a", 3]}, "expected a list of non-empty texts"),
+        ({"json": 3}, "(json): got 3; expected a text that is not empty"),
+        ({"grammar": ""}, "(grammar): got ''"),
+        ({"rege": "a"}, "expected a StructuredOutputs, or a mapping with one of json"),
+    ],
+)
+def test_a_request_has_one_constraint_of_its_type(given, message):
+    with pytest.raises(RuntimeFault) as fault:
+        SamplingParams(structured_outputs=given)
+    assert message in str(fault.value)
+
+
+def test_a_mapping_is_a_constraint_and_requests_stay_hashable():
+    params = SamplingParams(structured_outputs={"json": {"type": "integer"}})
+    assert params.structured_outputs == StructuredOutputs(json='{"type": "integer"}')
+    assert hash(params) and params.is_processed and params.needs_logits
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    for tokenizer, eos, message in (
+        (None, [0], "a bundle without a tokenizer"),
+        (Pieces(), [], "a bundle without an end-of-sequence token"),
+    ):
+        with pytest.raises(RuntimeFault, match=message):
+            Grammars(tokenizer, VOCAB, eos).compile(CODE)
+    monkeypatch.setattr(module, "_PACKAGE", "no_such_package")
+    with pytest.raises(RuntimeFault, match=r"pip install 'speccompile\[structured\]'"):
+        make_grammars().compile(CODE)
+
+
+def test_grammars_in_use_are_kept(grammars, monkeypatch):
+    monkeypatch.setattr(module, "MAX_KEPT", 2)
+    first = grammars.compile(StructuredOutputs(regex="x1"))
+    assert grammars.compile(StructuredOutputs(regex="x1")) is first
+    for at in range(2):
+        grammars.compile(StructuredOutputs(regex=f"y{at}"))
+    assert grammars.compile(StructuredOutputs(regex="x1")) is not first

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constraints by OpenAI's and vLLM's fields, over a service with a vocabulary for JSON."""
+
+import json
+
+import pytest
+
+from speccompile.runtime.service import Service
+from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+from speccompile.serving.openai.chat import ChatTemplate
+from tests.runtime.grammar_lab import SCHEMAS, is_valid
+from tests.runtime.test_structured_text import make_engine
+from tests.serving.asgi_lab import post
+
+pytest.importorskip("llguidance")
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+SCHEMA = SCHEMAS[13]
+ASK = {"prompt": "a", "max_tokens": 200, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def app():
+    service = Service(make_engine("draft tree"))
+    server = OpenAIServer(service, ServerOptions(model_name="mock"))
+    server.template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}")
+    service.start()
+    yield make_app(server)
+    service.close()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"structured_outputs": {"json": SCHEMA}},
+    ],
+    ids=["response_format", "guided object", "guided text", "structured_outputs"],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_every_choice_is_of_the_schema_in_whole_and_in_parts(app, path, asked):
+    start = ASK if path == COMPLETION else {**ASK, "messages": [{"role": "user", "content": "a"}]}
+    body = {name: value for name, value in start.items() if path == COMPLETION or name != "prompt"}
+    body |= {"n": 3, "seed": 5, **asked}
+    whole = post(app, path, body).json()["choices"]
+    texts = [c["text"] if path == COMPLETION else c["message"]["content"] for c in whole]
+    assert [c["finish_reason"] for c in whole] == ["stop"] * 3
+    assert all(is_valid(json.loads(text), SCHEMA) for text in texts)
+    parts = ["", "", ""]
+    for event in post(app, path, {**body, "stream": True}).events()[:-1]:
+        for c in event["choices"]:
+            parts[c["index"]] += c["text"] if path == COMPLETION else c["delta"].get("content", "")
+    assert parts == texts
+    assert [
+        c["text"] if path == COMPLETION else c["message"]["content"]
+        for c in post(app, path, {**body, "speculation": "off"}).json()["choices"]
+    ] == texts
+
+
+@pytest.mark.parametrize(
+    ("asked", "holds"),
+    [
+        ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+        ({"guided_regex": "x[0-9]{2}"}, lambda text: text[0] == "x" and text[1:].isdigit()),
+        ({"guided_choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+        ({"guided_grammar": 'start: "a" DIGITS\nDIGITS: /[0-9]{3}/'}, lambda text: text[0] == "a" and len(text) == 4),
+        ({"structured_outputs": {"choice": ["b", "c"]}}, lambda text: text in ("b", "c")),
+        ({"response_format": {"type": "text"}}, lambda text: True),
+    ],
+)
+def test_other_constraints(app, asked, holds):
+    choice = post(app, COMPLETION, {**ASK, "seed": 1, **asked}).json()["choices"][0]
+    assert holds(choice["text"]) or choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format", "got type 'xml'; expected text, json_object"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "got no json_schema.schema; expected"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
+            "response_format",
+            "got Invalid type: objekt; expected a grammar that compiles. Correct the json",
+        ),
+        ({"guided_regex": "a[("}, "guided_regex", "invalid regex"),
+        ({"guided_json": "{"}, "guided_json", "got JSONDecodeError"),
+        ({"guided_choice": []}, "guided_choice", "expected a list of non-empty texts"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "got guided_regex and guided_choice"),
+        ({"structured_outputs": {"jso": "a"}}, "structured_outputs", "expected one of json, json_object"),
+        ({"structured_outputs": {}}, "structured_outputs", "got no constraint"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "no structures"),
+    ],
+)
+def test_what_does_not_compile_is_a_400_by_its_field(app, asked, param, message):
+    reply = post(app, COMPLETION, {**ASK, **asked})
+    error = reply.json()["error"]
+    assert (reply.status, error["param"]) == (400, param)
+    assert message in error["message"] and "expected" in error["message"]
