@@ -97,7 +97,7 @@ def test_an_answer_may_be_sent_back_as_it_came(app):
         ),
         ({"messages": [{"role": "tool", "content": "b"}]}, "messages", "chat_template"),
         ({"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
+        ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
         ({"logprobs": True, "top_logprobs": 30}, "top_logprobs", "invalid_value"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "invalid_value"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_field"),
