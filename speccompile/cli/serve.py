@@ -72,6 +72,16 @@ def serve_command(
     speculation: Annotated[str, typer.Option(help="auto, on or off, where a request says nothing.")] = "auto",
     drain_s: Annotated[float, typer.Option(min=0.0, help="Seconds that running requests get at SIGTERM.")] = 30.0,
     page: Annotated[bool, typer.Option(help="Show a page at / that watches a generation.")] = True,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="How the model writes tool calls: auto (by its chat template), none, or a name.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str, typer.Option(help="How the model marks reasoning: auto (by its chat template), none, or a name.")
+    ] = "auto",
+    per_request_spec_decode_metrics: Annotated[
+        bool, typer.Option(help="Give metrics with every answer, in vLLM's shape.")
+    ] = False,
+    vllm_metrics: Annotated[bool, typer.Option(help="Give vLLM's names of speculation's counts at /metrics.")] = False,
     method: Annotated[str | None, typer.Option(help="Another speculation method than the recipe's.")] = None,
     backend: Annotated[str | None, typer.Option(help="Another backend than the recipe's.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of the target's engine.")] = None,
@@ -84,6 +94,7 @@ def serve_command(
     check_packages()
     from speccompile.runtime.requests import SPECULATION
     from speccompile.runtime.service import Service, ServiceOptions
+    from speccompile.serving.openai.agent_routes import agent_routes
     from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
     from speccompile.serving.openai.connections import ConnectionLimits
     from speccompile.serving.openai.keys import check_keys, keys_from_environment
@@ -104,10 +115,20 @@ def serve_command(
     bound = bind(listener)
     engine, name = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
     service = Service(engine, ServiceOptions(max_queue=max_queue, timeout_s=timeout_s, speculation=wanted))
-    origins = tuple(allow_origin or ())
-    options = ServerOptions(model_name or name or None, keys, max_request_bytes, body_timeout_s, origins)
+    options = ServerOptions(
+        model_name or name or None,
+        keys,
+        max_request_bytes,
+        body_timeout_s,
+        tuple(allow_origin or ()),
+        tool_call_parser,
+        reasoning_parser,
+        per_request_spec_decode_metrics,
+        vllm_metrics,
+    )
     server = OpenAIServer(service, options)
-    app = make_app(server, [page_routes] if page else [])
+    _ = server.formats  # refuses parsers that there are not
+    app = make_app(server, [agent_routes, page_routes] if page else [agent_routes])
     service.start()
     try:
         run(app, service, listener, bound)

@@ -60,6 +60,7 @@ class SamplingParams:
         ignore_eos: do not end at the model's own end-of-sequence tokens.
         logprobs: give the logarithm of each emitted token's probability, and of as many likeliest tokens, at most 20.
         structured_outputs: what the text has to look like; its tokens are masked first.
+        skip_special_tokens: leave special tokens out of the text; its end-of-sequence tokens are left out anyway.
         logprobs_mode: of the target's own logits, `raw_logprobs`, or of what is drawn from, `processed_logprobs`.
 
     Raises:
@@ -167,6 +168,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = sampling_parameter(
         None, CONSTRAINT, **_IN_PYTHON, body=None
     )
+    skip_special_tokens: bool = sampling_parameter(True, FLAG, **_IN_PYTHON, body=None)
     logprobs_mode: str = sampling_parameter(
         "raw_logprobs", TEXT, "raw_logprobs or processed_logprobs", **_IN_PYTHON, holds=LOGPROBS_MODES.__contains__
     )

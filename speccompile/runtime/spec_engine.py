@@ -235,7 +235,9 @@ class SpecEngine:
 
     def text_sink(self, params: SamplingParams) -> TextSink | None:
         """Returns a sink that makes text of a request's tokens; None without a tokenizer."""
-        return None if self.tokenizer is None else TextSink(self.tokenizer, params.stop)
+        if self.tokenizer is None:
+            return None
+        return TextSink(self.tokenizer, params.stop, None if params.skip_special_tokens else self.eos_token_ids)
 
     def reset(self, rows: int = 1, clears: bool = False) -> int:
         """Ends earlier runs and invalidates their caches. Returns the number of the new run.
@@ -320,7 +322,7 @@ class SpecEngine:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         if params.stop and self.tokenizer is None:
             raise RuntimeFault(f"prompt {index}", "stop strings", "a bundle with a tokenizer", "Use stop_token_ids.")
-        sink = self.text_sink(params) if with_text or params.stop else None
+        sink = self.text_sink(params) if with_text or params.stop or not params.skip_special_tokens else None
         slot = Slot(index, tokens, params, stop_ids, sink)
         if images and self.images is not None:
             slot.images = self.images.place(f"prompt {index}", tokens, images)

@@ -26,10 +26,11 @@ class TextStream:
 
     Args:
         tokenizer: decodes runs of tokens.
+        skips_special: leave special tokens out.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skips_special: bool = True) -> None:
+        self._tokenizer, self._skips = tokenizer, skips_special
         self._tokens: list[int] = []
         self._start = self._read = 0  # tokens before _read have been emitted; decoding starts at _start
         self._known = ""  # text of the tokens from _start to _read
@@ -44,13 +45,13 @@ class TextStream:
         return self._advance(is_last=True)
 
     def _advance(self, is_last: bool) -> str:
-        known, text = self._known, self._tokenizer.decode(self._tokens[self._start :], skip_special_tokens=True)
+        known, text = self._known, self._tokenizer.decode(self._tokens[self._start :], skip_special_tokens=self._skips)
         if len(text) <= len(known) or (text.endswith(REPLACEMENT) and not is_last):
             return ""
         start, self._read, self._known = self._read, len(self._tokens), text
         if self._read - self._start > WINDOW:
             self._start = start
-            self._known = self._tokenizer.decode(self._tokens[start:], skip_special_tokens=True)
+            self._known = self._tokenizer.decode(self._tokens[start:], skip_special_tokens=self._skips)
         return text[len(known) :]
 
 
@@ -96,10 +97,12 @@ class TextSink:
     Args:
         tokenizer: decodes runs of tokens.
         stops: stop strings.
+        hidden: where special tokens are shown, those that are not; None: no special token is shown.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._stream, self._stops = TextStream(tokenizer), StopStrings(stops)
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], hidden: frozenset[int] | None = None) -> None:
+        self._stream, self._stops = TextStream(tokenizer, hidden is None), StopStrings(stops)
+        self._hidden = hidden or frozenset()
         self._one_by_one = bool(stops)
         self.text = ""
 
@@ -110,12 +113,12 @@ class TextSink:
             The text to show, how many of the tokens were used, and whether a stop string ends the text there.
         """
         if not self._one_by_one:
-            part = self._stream.push(tokens)
+            part = self._stream.push([token for token in tokens if token not in self._hidden])
             self.text += part
             return part, len(tokens), False
         shown = ""
         for num, token in enumerate(tokens, 1):
-            shown += self._stops.push(self._stream.push((token,)))
+            shown += self._stops.push(self._stream.push(() if token in self._hidden else (token,)))
             if self._stops.is_found:
                 self.text += shown
                 return shown, num, True

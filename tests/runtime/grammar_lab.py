@@ -12,7 +12,24 @@ from speccompile.runtime.grammars import Grammars
 from tests.mock_lm import MockLM
 
 EOS = 0
-PIECES = ['{"', '": ', '": "', '", "', '"}', '"]', "true", "false", "null", "12", "the", "name", "red", ' "', "}}"]
+PIECES = [
+    '{"',
+    '": ',
+    '": "',
+    '", "',
+    '"}',
+    '"]',
+    "true",
+    "false",
+    "null",
+    "12",
+    "the",
+    "name",
+    "red",
+    ' "',
+    "}}",
+    "\n",
+]
 TOKENS = [b"</s>", *(bytes([byte]) for byte in range(32, 127)), *(piece.encode() for piece in PIECES)]
 VOCAB = len(TOKENS)
 
@@ -47,7 +64,7 @@ def make_target(seed: int = 3) -> MockLM:
     closing = [i for i, token in enumerate(TOKENS) if token[-1:] in (b'"', b"}", b"]") or i == EOS]
     model.last[:, closing] += 4.0
     model.last[:, [i for i, token in enumerate(TOKENS) if token.isdigit()]] -= 1.0
-    model.last[:, TOKENS.index(b" ")] -= 6.0
+    model.last[:, [TOKENS.index(b" "), TOKENS.index(b"\n")]] -= 6.0
     return model
 
 

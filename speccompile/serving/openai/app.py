@@ -34,14 +34,16 @@ from speccompile.serving.openai.errors import (
 from speccompile.serving.openai.keys import check_keys
 from speccompile.serving.openai.limits import BodyCheck, KeyCheck
 from speccompile.serving.openai.logprobs import TokenTexts
+from speccompile.serving.openai.message import MessageReader
 from speccompile.serving.openai.metrics import Metrics
 from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
 from speccompile.serving.openai.requests import request_from_chat, requests_from_completion
 from speccompile.serving.openai.responses import CHAT, COMPLETION, Form, Head, Usage, chunks, whole_answer
 from speccompile.serving.openai.stream import EventStream, unless_disconnected
+from speccompile.serving.openai.tools import ChatFormats, formats_from_options
 
 Body = TypeVar("Body", bound=Sampled)
-_HUNG_UP = 499  # for the log: the client has gone
+HUNG_UP = 499  # for the log: the client has gone
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class ServerOptions:
         max_request_bytes: of a body.
         body_timeout_s: seconds that a body may take to arrive.
         allowed_origins: of pages that browsers may send requests from; none: only pages of this server.
+        tool_call_parser: how the model writes tool calls: a name of `tool_formats.TOOL_FORMATS`; `auto`: as its chat
+            template says; `none`.
+        reasoning_parser: the same of its reasoning, by `tool_formats.REASONING`.
+        request_metrics: give `metrics` with every answer of one choice, in vLLM's shape.
+        vllm_metrics: give the counts of speculation by vLLM's names too, for Prometheus.
 
     Raises:
         RuntimeFault: a key is blank.
@@ -64,6 +71,10 @@ class ServerOptions:
     max_request_bytes: int = 1 << 20
     body_timeout_s: float = 30.0
     allowed_origins: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    request_metrics: bool = False
+    vllm_metrics: bool = False
 
     def __post_init__(self) -> None:
         """Refuses keys with which every request would be accepted."""
@@ -80,12 +91,13 @@ class OpenAIServer:
 
     def __init__(self, service: Service, options: ServerOptions) -> None:
         self.service, self.options = service, options
-        self.metrics = Metrics(service)
         bundle = service.engine.bundle
         self.template: ChatTemplate | None = None
+        self._formats: ChatFormats | None = None
         if bundle is not None and bundle.tokenizer_path is not None:
             self.template = read_chat_template(bundle.tokenizer_path.parent)
         self.model_name = options.model_name or (bundle.path.resolve().name if bundle else "speccompile")
+        self.metrics = Metrics(service, self.model_name if options.vllm_metrics else None)
         # Two answers with the same fingerprint and seed are the same text.
         self.fingerprint = f"sc-{bundle.manifest['digest'][:12]}" if bundle else None
         self.certificate = facts_of_bundle(bundle) if bundle else None
@@ -112,7 +124,24 @@ class OpenAIServer:
         except RuntimeFault as fault:
             raise error_from_fault(fault) from fault
 
-    async def respond(self, http: HttpRequest, form: Form, body: Sampled, requests: Sequence[Request]) -> Response:
+    @property
+    def formats(self) -> ChatFormats:
+        """How the model writes tool calls and reasoning."""
+        if self._formats is None:
+            options, tokenizer = self.options, self.service.engine.tokenizer
+            self._formats = formats_from_options(
+                options.tool_call_parser, options.reasoning_parser, self.template, tokenizer
+            )
+        return self._formats
+
+    async def respond(
+        self,
+        http: HttpRequest,
+        form: Form,
+        body: Sampled,
+        requests: Sequence[Request],
+        reader: Callable[[], MessageReader] | None = None,
+    ) -> Response:
         """Answer a request, at once or as a stream."""
         identity = {
             "id": f"{form.prefix}{uuid.uuid4().hex}",
@@ -122,7 +151,7 @@ class OpenAIServer:
         }
         with_usage = body.stream_options is not None and body.stream_options.include_usage
         texts = None if body.num_logprobs is None else TokenTexts(self.service.engine.tokenizer)
-        head = Head(form, identity, with_usage, body.return_stats, texts)
+        head = Head(form, identity, with_usage, body.return_stats, texts, reader, self.options.request_metrics)
         step_outputs = self.submit(requests)
         usage = Usage(sum(len(request.prompt) for request in requests))
         if body.stream:
@@ -131,7 +160,7 @@ class OpenAIServer:
             whole = await unless_disconnected(http, whole_answer(head, step_outputs, usage))
         finally:
             step_outputs.close()
-        return Response(status_code=_HUNG_UP) if whole is None else JSONResponse(whole)
+        return Response(status_code=HUNG_UP) if whole is None else JSONResponse(whole)
 
 
 async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
@@ -164,8 +193,8 @@ def api_routes(server: OpenAIServer) -> APIRouter:
         """Answer the last message of a chat."""
         body = await read_body(http, ChatBody)
         server.check_model(body.model)
-        request = await request_from_chat(body, server.service.engine, server.template)
-        return await server.respond(http, CHAT, body, [request])
+        request, reader = await request_from_chat(body, server.service.engine, server.template, server.formats)
+        return await server.respond(http, CHAT, body, [request], reader)
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -53,10 +53,11 @@ class ServiceCollector(Collector):
 
     Args:
         service: what to read.
+        vllm_model: give vLLM's names of speculation's counts too, with this `model_name`; None: leave them out.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, vllm_model: str | None = None) -> None:
+        self._service, self._vllm_model = service, vllm_model
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics, from one snapshot."""
@@ -77,8 +78,29 @@ class ServiceCollector(Collector):
         yield _by_position("tried_tokens", "Drafts whose parent was kept, by depth.", stats["num_tried_by_position"])
         kept = stats["num_accepted_by_position"]
         yield _by_position("accepted_tokens_by_position", "Drafts that were kept, by depth.", kept)
+        if self._vllm_model is not None:
+            yield from _vllm_counters(stats, self._vllm_model)
         for key, (name, text, per_unit) in HISTOGRAMS.items():
             yield _histogram(name, text, stats["histograms"][key], per_unit)
+
+
+def _vllm_counters(stats: Mapping[str, Any], model: str) -> Iterator[Metric]:
+    """Yields what tools that read vLLM's metrics look for; drafts are counted when their output has ended."""
+    tried, kept = stats["num_tried_by_position"], stats["num_accepted_by_position"]
+    counts = (
+        ("num_drafts", "Steps of a sequence that drafted.", tried[0] if tried else 0),
+        ("num_draft_tokens", "Draft tokens that were scored.", stats["num_draft_tokens"]),
+        ("num_accepted_tokens", "Draft tokens that were kept.", stats["num_accepted"]),
+    )
+    for name, text, count in counts:
+        family = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=["model_name", "engine"])
+        family.add_metric([model, "0"], count)
+        yield family
+    name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts that were kept, by position."
+    family = CounterMetricFamily(name, text, labels=["model_name", "engine", "position"])
+    for position, count in enumerate(kept):
+        family.add_metric([model, "0", str(position)], count)
+    yield family
 
 
 def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFamily:
@@ -104,13 +126,14 @@ class Metrics:
 
     Args:
         service: what to read.
+        vllm_model: see `ServiceCollector`.
     """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, vllm_model: str | None = None) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(ServiceCollector(service))
+        self._registry.register(ServiceCollector(service, vllm_model))
 
     def text(self) -> bytes:
         """Returns the metrics as Prometheus reads them."""

@@ -41,7 +41,7 @@ _STORE = "nothing is stored"
 _TEMPLATE = "use chat_template_kwargs where the chat template knows of it"
 _TEXT = "text is all it reads and makes"
 _TOKENS = "answers are texts, without special tokens and stop strings"
-_TOOLS = "the server does not read or write tool calls"
+_TOOLS = "tools are for chats"
 _USE_BEAMS = "tokens are drawn from the target's distribution alone"
 
 LABEL = Neutral("it is a text", kind=str)
@@ -60,11 +60,8 @@ BODY: Mapping[str, Neutral] = {
     "prompt_cache_key": LABEL,
     "prompt_cache_options": _CACHE,
     "prompt_cache_retention": Neutral(_CACHE.reason, ("in_memory",)),
-    "tools": Neutral(_TOOLS, ([],)),
-    "tool_choice": Neutral(_TOOLS, ("none", "auto")),
-    "parallel_tool_calls": Neutral(_TOOLS, (True, False)),
-    "functions": Neutral(_TOOLS, ([],)),
-    "function_call": Neutral(_TOOLS, ("none", "auto")),
+    "functions": Neutral("use tools", ([],)),
+    "function_call": Neutral("use tool_choice", ("none", "auto")),
     "modalities": Neutral(_TEXT, (["text"],)),
     "audio": Neutral(_TEXT),
     "prediction": Neutral("the bundle's own speculator drafts"),
@@ -102,6 +99,9 @@ BODY: Mapping[str, Neutral] = {
 COMPLETION: Mapping[str, Neutral] = {
     **BODY,
     "add_special_tokens": Neutral("give token ids instead of a text", (True,)),
+    "tools": Neutral(_TOOLS, ([],)),
+    "tool_choice": Neutral(_TOOLS, ("none", "auto")),
+    "parallel_tool_calls": Neutral(_TOOLS, (True, False)),
     "top_logprobs": Neutral("completions ask by `logprobs`", (0,)),
 }
 CHAT: Mapping[str, Neutral] = {
@@ -111,13 +111,11 @@ CHAT: Mapping[str, Neutral] = {
 
 # An answer's message, sent back as it came.
 MESSAGE: Mapping[str, Neutral] = {
-    "tool_calls": Neutral(_TOOLS, ([],)),
-    "function_call": Neutral(_TOOLS),
+    "function_call": Neutral("use tool_calls"),
     "refusal": Neutral("put it into `content`", ("",)),
     "annotations": Neutral("put them into `content`", ([],)),
     "audio": Neutral(_TEXT),
-    "reasoning": Neutral("put it into `content`", ("",)),
-    "reasoning_content": Neutral("put it into `content`", ("",)),
+    "reasoning": Neutral("put it into `reasoning_content`", ("",)),
 }
 
 TEXT_PART: Mapping[str, Neutral] = {

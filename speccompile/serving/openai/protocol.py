@@ -6,6 +6,7 @@ A field that is not here is refused, unless it is one of `neutral` with a value 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -169,29 +170,95 @@ class ImagePart(_Body):
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
+class CalledFunction(_Body):
+    """The function of a tool call: arguments are JSON."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(_Body):
+    """A call in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the call as a chat template reads it."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError:
+            arguments = self.function.arguments
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Function(_Body):
+    """A function that may be called."""
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class _NamedTool(_Body):
+    name: str
+
+
+class ToolChoice(_Body):
+    """One function that must be called."""
+
+    type: Literal["function"]
+    function: _NamedTool
+
+
 class Message(_Body):
     """One turn of a chat."""
 
     neutral: ClassVar = MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part]
+    content: str | list[Part] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("missing", "Field required", {"param": "content"})
+        return self
 
     def for_template(self) -> dict[str, Any]:
-        """Returns the message as a chat template reads it."""
+        """Returns the message as a chat template reads it; arguments of tool calls are objects."""
         content: str | list[dict[str, str]]
-        if isinstance(self.content, str):
-            content = self.content
+        if self.content is None or isinstance(self.content, str):
+            content = self.content or ""
         elif self.image_urls():
             content = [_part_for_template(part) for part in self.content]
         else:
             content = "".join(part.text for part in self.content if isinstance(part, TextPart))
-        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(self, name) is not None:
+                message[name] = getattr(self, name)
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
 
     def image_urls(self) -> list[str]:
         """Returns the URLs of its images, in order."""
-        parts = () if isinstance(self.content, str) else self.content
+        parts = self.content if isinstance(self.content, list) else ()
         return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 
 
@@ -209,6 +276,9 @@ class ChatBody(Sampled):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = None
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.common.surfaces import BIASES, FLAG, STRINGS, Kind
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RuntimeFault
@@ -18,8 +20,10 @@ from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.serving.openai.chat import ChatTemplate
 from speccompile.serving.openai.errors import ApiError, error_from_fault
 from speccompile.serving.openai.images import error_from_images, read_images
+from speccompile.serving.openai.message import MessageReader
 from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
 from speccompile.serving.openai.structured import compile_constraint, structured_from_body
+from speccompile.serving.openai.tools import ChatFormats, plan_chat
 
 MAX_CHOICES = 128  # of one request
 _SHORT = 4096  # characters that are encoded faster than a thread is woken
@@ -52,13 +56,19 @@ def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParam
         raise error_from_fault(fault) from fault
 
 
-async def constrained(sampling: SamplingParams, body: Sampled, engine: SpecEngine) -> SamplingParams:
-    """Returns sampling parameters with the constraint of the body.
+async def constrained(
+    sampling: SamplingParams, found: tuple[str, StructuredOutputs] | None, engine: SpecEngine
+) -> SamplingParams:
+    """Returns sampling parameters with a constraint.
+
+    Args:
+        sampling: without it.
+        found: the field that asks for it, and the constraint.
+        engine: whose vocabulary it is for.
 
     Raises:
-        ApiError: it has several, or one that does not compile.
+        ApiError: it does not compile.
     """
-    found = structured_from_body(body)
     if found is None:
         return sampling
     field, wanted = found
@@ -96,13 +106,16 @@ async def requests_from_completion(body: CompletionBody, engine: SpecEngine) -> 
             f"`prompt`: got {len(prompts)} prompts with {body.n} outputs each, expected 1 to {MAX_CHOICES} in all."
         )
         raise ApiError(400, message, param="prompt", code="invalid_value")
-    sampling = await constrained(sampling_from_body(body, engine.defaults), body, engine)
+    constraint = structured_from_body(body)
+    sampling = await constrained(sampling_from_body(body, engine.defaults), constraint, engine)
     ids = [await encode(engine, p, special=True) if isinstance(p, str) else p for p in prompts]
     return [request_from_tokens(tokens, body, sampling) for tokens in ids]
 
 
-async def request_from_chat(body: ChatBody, engine: SpecEngine, template: ChatTemplate | None) -> Request:
-    """Returns the request of a chat, as token ids.
+async def request_from_chat(
+    body: ChatBody, engine: SpecEngine, template: ChatTemplate | None, formats: ChatFormats
+) -> tuple[Request, Callable[[], MessageReader] | None]:
+    """Returns the request of a chat, as token ids, and what makes the readers of its choices; None: content alone.
 
     Raises:
         ApiError: a value is out of range, the bundle has no chat template, or that refuses the messages.
@@ -111,14 +124,19 @@ async def request_from_chat(body: ChatBody, engine: SpecEngine, template: ChatTe
         raise ApiError(400, _NO_TEMPLATE, param="messages", code="no_chat_template")
     images = await read_images([url for message in body.messages for url in message.image_urls()], engine)
     messages = [message.for_template() for message in body.messages]
-    prompt = template.render(messages, body.add_generation_prompt, body.chat_template_kwargs)
-    sampling = await constrained(sampling_from_body(body, engine.defaults), body, engine)
+    plan = plan_chat(body, formats, template, structured_from_body(body))
+    prompt = template.render(messages, body.add_generation_prompt, {**plan.variables, **body.chat_template_kwargs})
+    sampling = await constrained(sampling_from_body(body, engine.defaults), plan.constraint, engine)
+    read = plan.reader
+    if read is not None:
+        sampling = replace(sampling, skip_special_tokens=False)
+    reader = None if read is None else functools.partial(read, prompt)
     try:
         prompt = engine.expand_images(prompt, len(images))
     except RuntimeFault as fault:
         raise error_from_images(fault) from fault
     # Templates write special tokens themselves.
-    return request_from_tokens(await encode(engine, prompt, special=False), body, sampling, images)
+    return request_from_tokens(await encode(engine, prompt, special=False), body, sampling, images), reader
 
 
 def request_from_tokens(

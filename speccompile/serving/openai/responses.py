@@ -12,6 +12,7 @@ from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import StepOutput
 from speccompile.serving.openai.errors import error_from_step_output
 from speccompile.serving.openai.logprobs import TokenTexts
+from speccompile.serving.openai.message import MessageReader, message_from_deltas
 from speccompile.serving.openai.stream import DONE, event_from_json
 
 # Of ours: what OpenAI's API calls it. A full cache is a length too.
@@ -73,6 +74,8 @@ class Head:
         with_usage: streams: the usage in a chunk of its own at the end, and null in all others.
         with_stats: `stats` with every choice.
         texts: of tokens, where logprobs are asked for.
+        reader: makes the reader of a choice's message; None: its text is its content.
+        with_metrics: of answers of one choice: `metrics` with acceptance and times in vLLM's shape.
     """
 
     form: Form
@@ -80,12 +83,21 @@ class Head:
     with_usage: bool = False
     with_stats: bool = False
     texts: TokenTexts | None = None
+    reader: Callable[[], MessageReader] | None = None
+    with_metrics: bool = False
 
     def choice(
-        self, index: int, text: Mapping[str, Any], last: StepOutput | None, logprobs: dict[str, Any] | None = None
+        self,
+        index: int,
+        text: Mapping[str, Any],
+        last: StepOutput | None,
+        logprobs: dict[str, Any] | None = None,
+        has_calls: bool = False,
     ) -> dict[str, Any]:
         """Returns one choice of an answer or a chunk; `last` is the step output that ended it."""
         reason = FINISH_REASONS[last.finish_reason if last else None]
+        if has_calls and reason == "stop":
+            reason = "tool_calls"
         choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": reason}
         if last is not None and self.with_stats:
             choice["stats"] = last.stats
@@ -95,10 +107,41 @@ class Head:
         """Returns the `logprobs` of a choice; None where they are not asked for. See `Form.logprobs`."""
         return None if self.texts is None else self.form.logprobs(self.texts, found, offset)
 
+    def metrics(self, lasts: Sequence[StepOutput | None]) -> dict[str, Any]:
+        """Returns the field `metrics` of an answer; empty where it has none."""
+        stats = lasts[0].stats if len(lasts) == 1 and lasts[0] is not None else None
+        return {} if stats is None or not self.with_metrics else {"metrics": metrics_from_stats(stats)}
+
     def chunk_from_choice(self, choice: dict[str, Any]) -> bytes:
         """Returns the event of one choice."""
         usage = {"usage": None} if self.with_usage else {}
         return event_from_json({**self.identity, "object": self.form.chunk, "choices": [choice], **usage})
+
+
+def metrics_from_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns vLLM's `metrics` of a request: acceptance, and times in milliseconds.
+
+    Args:
+        stats: see `StepOutput.stats`.
+    """
+    drafts, accepted = stats["num_draft_tokens"], stats["num_accepted"]
+    steps, histogram = stats["num_steps"], stats["acceptance_histogram"]
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": stats["mean_acceptance_length"],
+            "draft_acceptance_rate": accepted / drafts if drafts else 0.0,
+            "acceptance_histogram": histogram,
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafts,
+            "num_spec_tokens": len(histogram) - 1,
+        },
+        "time_to_first_token_ms": stats["time_to_first_token_ms"],
+        "generation_time_ms": stats["step_ms"],
+        "queue_time_ms": stats["queue_ms"],
+        "mean_itl_ms": stats["time_per_token_ms"],
+        "tokens_per_second": stats["tokens_per_s"],
+    }
 
 
 @dataclass
@@ -161,11 +204,18 @@ async def whole_answer(head: Head, step_outputs: OutputStream, usage: Usage) -> 
             if error := error_from_step_output(step_output):
                 raise error
             choices[index].last = step_output
-    made = [
-        head.choice(i, head.form.text_of_whole("".join(one.parts)), one.last, head.logprobs(one.logprobs))
-        for i, one in enumerate(choices)
-    ]
-    return {**head.identity, "object": head.form.whole, "choices": made, "usage": usage.json_from_usage()}
+    made = [_whole_choice(head, i, one) for i, one in enumerate(choices)]
+    answer = {**head.identity, "object": head.form.whole, "choices": made, "usage": usage.json_from_usage()}
+    return {**answer, **head.metrics([one.last for one in choices])}
+
+
+def _whole_choice(head: Head, index: int, one: _Choice) -> dict[str, Any]:
+    text, logprobs = "".join(one.parts), head.logprobs(one.logprobs)
+    if head.reader is None:
+        return head.choice(index, head.form.text_of_whole(text), one.last, logprobs)
+    reader = head.reader()
+    message = message_from_deltas(reader.push(text, is_last=True))
+    return head.choice(index, {"message": message}, one.last, logprobs, reader.has_calls)
 
 
 async def chunks(head: Head, step_outputs: OutputStream, usage: Usage) -> AsyncGenerator[bytes, None]:
@@ -173,21 +223,37 @@ async def chunks(head: Head, step_outputs: OutputStream, usage: Usage) -> AsyncG
     if head.form.opening is not None:
         for index in range(step_outputs.num_outputs):
             yield head.chunk_from_choice(head.choice(index, head.form.opening, None))
+    readers = [None if head.reader is None else head.reader() for _ in range(step_outputs.num_outputs)]
+    lasts: list[StepOutput | None] = [None] * step_outputs.num_outputs
     offsets = [0] * step_outputs.num_outputs  # characters of the tokens so far
     async for index, step_output in step_outputs:
         usage.add(step_output)
         is_last = step_output.finish_reason is not None
+        lasts[index] = step_output if is_last else None
         if is_last and (error := error_from_step_output(step_output)):
             yield event_from_json(error.json_from_error())
             yield DONE
             return
         if step_output.text or is_last or step_output.logprobs:
-            text, told = head.form.text_of_chunk(step_output.text), None
+            told = None
             if head.texts is not None and step_output.logprobs:
                 told = head.logprobs(step_output.logprobs, offsets[index])
                 offsets[index] += sum(len(head.texts.text(entry.token)) for entry in step_output.logprobs)
-            yield head.chunk_from_choice(head.choice(index, text, step_output if is_last else None, told))
+            last, reader = step_output if is_last else None, readers[index]
+            if reader is None:
+                text = head.form.text_of_chunk(step_output.text)
+                yield head.chunk_from_choice(head.choice(index, text, last, told))
+                continue
+            deltas = reader.push(step_output.text, is_last)
+            if told is not None and not deltas and last is None:
+                deltas = [{}]
+            for delta in deltas:
+                yield head.chunk_from_choice(head.choice(index, {"delta": delta}, None, told))
+                told = None
+            if last is not None:
+                yield head.chunk_from_choice(head.choice(index, {"delta": {}}, last, told, reader.has_calls))
     if head.with_usage:
         identity = {**head.identity, "object": head.form.chunk}
-        yield event_from_json({**identity, "choices": [], "usage": usage.json_from_usage()})
+        told = head.metrics(lasts)
+        yield event_from_json({**identity, "choices": [], "usage": usage.json_from_usage(), **told})
     yield DONE

@@ -24,7 +24,6 @@ DEFAULTS = {
     "length_penalty": 1.0,
     "metadata": {"app": "notes"},
     "modalities": ["text"],
-    "parallel_tool_calls": True,
     "priority": 0,
     "prompt_cache_key": "k",
     "prompt_cache_retention": "in_memory",
@@ -33,8 +32,6 @@ DEFAULTS = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "store": False,
-    "tool_choice": "auto",
-    "tools": [],
     "user": "me",
     "verbosity": "medium",
 }
@@ -98,7 +95,6 @@ def test_a_truth_value_is_no_number(name, value):
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"tool_calls": [{"id": "1"}]}, "tool_calls"),
         ({"annotations": [{"type": "url_citation"}]}, "annotations"),
         ({"refusal": "no"}, "refusal"),
         ({"audio": {"id": "1"}}, "audio"),

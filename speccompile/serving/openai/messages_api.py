@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/messages`: the smallest part of Anthropic's Messages API that agents need, over the chat's request."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from speccompile.runtime.output_stream import OutputStream
+from speccompile.runtime.requests import StepOutput
+from speccompile.serving.openai.blocks import CALL, REASONING, Block, read_blocks
+from speccompile.serving.openai.errors import ApiError
+from speccompile.serving.openai.message import MessageReader
+from speccompile.serving.openai.responses import Usage
+
+_SAME = ("model", "temperature", "top_p", "top_k", "stream", "speculation")
+_KNOWN = (*_SAME, "messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "metadata", "thinking")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_from_messages(body: dict[str, Any]) -> dict[str, Any]:
+    """Returns the body of a chat that asks for the same.
+
+    Raises:
+        ApiError: a field is unknown, missing, or asks for something else than texts and tools.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    wrong = next((name for name in given if name not in _KNOWN), None)
+    if wrong is not None:
+        message = f"`{wrong}`: it is not supported: this is the smallest part of the API."
+        raise ApiError(400, message, param=wrong, code="unsupported_field")
+    for name in ("messages", "max_tokens"):
+        if name not in given:
+            raise ApiError(400, f"`{name}` is missing.", param=name, code="missing_field")
+    chat: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
+    chat["max_tokens"] = given["max_tokens"]
+    if "stop_sequences" in given:
+        chat["stop"] = given["stop_sequences"]
+    system = given.get("system")
+    messages = [] if system is None else [{"role": "system", "content": _text(system, "system")}]
+    for message in given["messages"]:
+        messages += _messages(message)
+    chat["messages"] = messages
+    if given.get("tools"):
+        chat["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.get("name"),
+                    "description": tool.get("description"),
+                    "parameters": tool.get("input_schema"),
+                },
+            }
+            for tool in given["tools"]
+        ]
+    choice = given.get("tool_choice")
+    if choice is not None:
+        kind = choice.get("type")
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        chat["tool_choice"] = named if kind == "tool" else _CHOICES.get(kind, kind)
+        if choice.get("disable_parallel_tool_use"):
+            chat["parallel_tool_calls"] = False
+    return chat
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not all(part.get("type") == "text" for part in content or ()):
+        raise ApiError(400, f"`{where}`: got a part that is no text.", param=where, code="unsupported_field")
+    return "".join(part["text"] for part in content or ())
+
+
+def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns a message as those of a chat: results of tools have messages of their own."""
+    content, role = message.get("content"), message.get("role")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    results, texts, calls = [], [], []
+    for part in content or ():
+        kind = part.get("type")
+        if kind == "text":
+            texts.append(part["text"])
+        elif kind == "tool_use":
+            function = {"name": part["name"], "arguments": json.dumps(part["input"])}
+            calls.append({"id": part["id"], "type": "function", "function": function})
+        elif kind == "tool_result":
+            text = _text(part.get("content") or "", "messages")
+            results.append({"role": "tool", "tool_call_id": part["tool_use_id"], "content": text})
+        elif kind not in ("thinking", "redacted_thinking"):
+            text = f"`messages`: got a part of type {kind}; expected text, tool_use or tool_result."
+            raise ApiError(400, text, param="messages", code="unsupported_field")
+    if not texts and not calls:
+        return results
+    own: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    return [*results, {**own, "tool_calls": calls} if calls else own]
+
+
+def _block(block: Block, is_open: bool) -> dict[str, Any]:
+    text = "" if is_open else block.text
+    if block.kind == CALL:
+        try:
+            value = json.loads(text or "{}")
+        except ValueError:  # cut off
+            value = {}
+        return {"type": "tool_use", "id": block.identity, "name": block.name, "input": value}
+    if block.kind == REASONING:
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text}
+
+
+def _stop_reason(last: StepOutput, has_calls: bool) -> str:
+    if last.finish_reason != "stop":
+        return "max_tokens"
+    return "tool_use" if has_calls else "end_turn"
+
+
+class MessagesAnswer:
+    """One answer.
+
+    Args:
+        model: that answers.
+        step_outputs: of the request.
+        reader: see `read_blocks`.
+        usage: of its prompt.
+    """
+
+    def __init__(
+        self, model: str, step_outputs: OutputStream, reader: Callable[[], MessageReader] | None, usage: Usage
+    ) -> None:
+        self._step_outputs, self._reader, self._usage = step_outputs, reader, usage
+        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+
+    def _whole(self, content: list[dict[str, Any]], stop_reason: str | None) -> dict[str, Any]:
+        used = {"input_tokens": self._usage.prompt_tokens, "output_tokens": self._usage.completion_tokens}
+        return {**self._head, "content": content, "stop_reason": stop_reason, "stop_sequence": None, "usage": used}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields the events of a stream."""
+
+        def event(kind: str, **fields: Any) -> bytes:
+            data = json.dumps({"type": kind, **fields}, ensure_ascii=False)
+            return f"event: {kind}\ndata: {data}\n\n".encode()
+
+        yield event("message_start", message=self._whole([], None))
+        has_calls = False
+        try:
+            async for news in read_blocks(self._step_outputs, self._reader, self._usage):
+                block = news.block
+                if news.last is not None:
+                    reason = {"stop_reason": _stop_reason(news.last, has_calls), "stop_sequence": None}
+                    yield event("message_delta", delta=reason, usage={"output_tokens": self._usage.completion_tokens})
+                    yield event("message_stop")
+                    return
+                assert block is not None
+                has_calls = has_calls or block.kind == CALL
+                if news.what == "open":
+                    yield event("content_block_start", index=block.index, content_block=_block(block, True))
+                elif news.what == "close":
+                    yield event("content_block_stop", index=block.index)
+                else:
+                    names = {CALL: ("input_json_delta", "partial_json"), REASONING: ("thinking_delta", "thinking")}
+                    kind, key = names.get(block.kind, ("text_delta", "text"))
+                    yield event("content_block_delta", index=block.index, delta={"type": kind, key: news.piece})
+        except ApiError as error:
+            yield event("error", error={"type": "api_error", "message": error.message})
+
+    async def whole(self) -> dict[str, Any]:
+        """Returns the answer once it has ended.
+
+        Raises:
+            ApiError: it did not come to its end.
+        """
+        content, has_calls, reason = [], False, "end_turn"
+        async for news in read_blocks(self._step_outputs, self._reader, self._usage):
+            if news.last is not None:
+                reason = _stop_reason(news.last, has_calls)
+            elif news.what == "close" and news.block is not None:
+                has_calls = has_calls or news.block.kind == CALL
+                content.append(_block(news.block, False))
+        return self._whole(content, reason)
+
+
+def json_from_messages_error(error: ApiError) -> dict[str, Any]:
+    """Returns an error in the API's shape."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+    kind = "invalid_request_error" if error.status == 400 else kinds.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}

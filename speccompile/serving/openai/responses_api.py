@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/responses`: the smallest part of OpenAI's Responses API that agents need, over the chat's request."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from speccompile.runtime.output_stream import OutputStream
+from speccompile.serving.openai.blocks import CALL, REASONING, TEXT, Block, read_blocks
+from speccompile.serving.openai.errors import ApiError
+from speccompile.serving.openai.message import MessageReader
+from speccompile.serving.openai.responses import Usage
+
+# Fields that are the same in a chat.
+_SAME = ("model", "temperature", "top_p", "stream", "user", "metadata", "parallel_tool_calls", "speculation", "seed")
+_NEUTRAL = {"store": (False, True), "truncation": ("disabled",), "background": (False,), "service_tier": ("auto",)}
+_OTHER = ("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "top_logprobs", "include")
+
+
+def chat_from_responses(body: dict[str, Any]) -> dict[str, Any]:
+    """Returns the body of a chat that asks for the same.
+
+    Raises:
+        ApiError: a field is unknown, or asks for something else than a text or function calls.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name in _NEUTRAL and value in _NEUTRAL[name]:
+            continue
+        if name not in (*_SAME, *_OTHER) or (name in ("top_logprobs", "include") and value):
+            message = f"`{name}`: it is not supported: this is the smallest part of the API."
+            raise ApiError(400, message, param=name, code="unsupported_field")
+    chat = {name: given[name] for name in _SAME if name in given}
+    if "max_output_tokens" in given:
+        chat["max_completion_tokens"] = given["max_output_tokens"]
+    messages = [{"role": "system", "content": given["instructions"]}] if "instructions" in given else []
+    items = given.get("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise ApiError(400, "`input`: expected a text or a list of items.", param="input", code="invalid_value")
+    chat["messages"] = [*messages, *(_message(item) for item in items if item.get("type") != "reasoning")]
+    if given.get("tools"):
+        chat["tools"] = [
+            {"type": tool.get("type"), "function": {name: part for name, part in tool.items() if name != "type"}}
+            for tool in given["tools"]
+        ]
+    choice = given.get("tool_choice")
+    if choice is not None:
+        is_named = isinstance(choice, dict)
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if is_named else choice
+    form = (given.get("text") or {}).get("format")
+    if form is not None:
+        schema = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+        chat["response_format"] = schema if form.get("type") == "json_schema" else form
+    return chat
+
+
+def _message(item: Any) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        call = {"id": item.get("call_id"), "function": {"name": item["name"], "arguments": item["arguments"]}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+    if kind != "message":
+        raise ApiError(400, f"`input`: items of type {kind} are not read.", param="input", code="unsupported_field")
+    content = item.get("content")
+    if isinstance(content, list):
+        names = {"input_text": "text", "output_text": "text"}
+        content = [{"type": names.get(part.get("type"), part.get("type")), "text": part["text"]} for part in content]
+    return {"role": item.get("role"), "content": content}
+
+
+def _item(block: Block, status: str) -> dict[str, Any]:
+    if block.kind == CALL:
+        call = {"id": f"fc_{block.identity}", "type": "function_call", "call_id": block.identity, "name": block.name}
+        return {**call, "arguments": block.text, "status": status}
+    identity = f"{'rs' if block.kind == REASONING else 'msg'}_{block.index}"
+    if block.kind == REASONING:
+        return {"id": identity, "type": "reasoning", "summary": [{"type": "summary_text", "text": block.text}]}
+    content = [_part(block)] if block.text or status == "completed" else []
+    return {"id": identity, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def _part(block: Block, text: str | None = None) -> dict[str, Any]:
+    return {"type": "output_text", "text": block.text if text is None else text, "annotations": []}
+
+
+class ResponsesAnswer:
+    """One answer.
+
+    Args:
+        body: of the request.
+        model: that answers.
+        step_outputs: of the request.
+        reader: see `read_blocks`.
+        usage: of its prompt.
+    """
+
+    def __init__(
+        self,
+        body: dict[str, Any],
+        model: str,
+        step_outputs: OutputStream,
+        reader: Callable[[], MessageReader] | None,
+        usage: Usage,
+    ) -> None:
+        self._step_outputs, self._reader, self._usage = step_outputs, reader, usage
+        self._head: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "error": None,
+            "instructions": body.get("instructions"),
+            "metadata": body.get("metadata") or {},
+            "parallel_tool_calls": body.get("parallel_tool_calls", True),
+            "temperature": body.get("temperature"),
+            "top_p": body.get("top_p"),
+            "tool_choice": body.get("tool_choice", "auto"),
+            "tools": body.get("tools") or [],
+        }
+
+    def _whole(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        used = self._usage
+        usage = {
+            "input_tokens": used.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": used.reused_tokens},
+            "output_tokens": used.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": used.prompt_tokens + used.completion_tokens,
+        }
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        ends = {"status": status, "incomplete_details": details, "output": output}
+        return {**self._head, **ends, "usage": None if status == "in_progress" else usage}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields the events of a stream."""
+        number = 0
+
+        def event(kind: str, **fields: Any) -> bytes:
+            nonlocal number
+            data = json.dumps({"type": f"response.{kind}", "sequence_number": number, **fields}, ensure_ascii=False)
+            number += 1
+            return f"event: response.{kind}\ndata: {data}\n\n".encode()
+
+        for kind in ("created", "in_progress"):
+            yield event(kind, response=self._whole("in_progress", []))
+        output: list[dict[str, Any]] = []
+        try:
+            async for news in read_blocks(self._step_outputs, self._reader, self._usage):
+                block = news.block
+                if news.last is not None:
+                    status = "completed" if news.last.finish_reason == "stop" else "incomplete"
+                    yield event(status, response=self._whole(status, output))
+                    return
+                assert block is not None
+                at = {"output_index": block.index}
+                item = _item(block, "in_progress" if news.what == "open" else "completed")
+                inside = {**at, "item_id": item["id"]}
+                if news.what == "open":
+                    yield event("output_item.added", **at, item=item)
+                    if block.kind == TEXT:
+                        yield event("content_part.added", **inside, content_index=0, part=_part(block, ""))
+                elif news.what == "delta":
+                    if block.kind == CALL:
+                        yield event("function_call_arguments.delta", **inside, delta=news.piece)
+                    elif block.kind == TEXT:
+                        yield event("output_text.delta", **inside, content_index=0, delta=news.piece, logprobs=[])
+                    else:
+                        yield event("reasoning_summary_text.delta", **inside, summary_index=0, delta=news.piece)
+                else:
+                    if block.kind == CALL:
+                        done = {"name": block.name, "arguments": block.text}
+                        yield event("function_call_arguments.done", **inside, **done)
+                    elif block.kind == TEXT:
+                        yield event("output_text.done", **inside, content_index=0, text=block.text, logprobs=[])
+                        yield event("content_part.done", **inside, content_index=0, part=_part(block))
+                    output.append(item)
+                    yield event("output_item.done", **at, item=item)
+        except ApiError as error:
+            failed = {"code": error.code, "message": error.message}
+            yield event("failed", response={**self._whole("failed", output), "error": failed})
+
+    async def whole(self) -> dict[str, Any]:
+        """Returns the answer once it has ended.
+
+        Raises:
+            ApiError: it did not come to its end.
+        """
+        output, status = [], "completed"
+        async for news in read_blocks(self._step_outputs, self._reader, self._usage):
+            if news.last is not None:
+                status = "completed" if news.last.finish_reason == "stop" else "incomplete"
+            elif news.what == "close" and news.block is not None:
+                output.append(_item(news.block, "completed"))
+        return self._whole(status, output)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools and reasoning of a chat: what the template gets, the grammar of calls that must be made, and the reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from speccompile.common.structured_outputs import StructuredOutputs
+from speccompile.errors import RuntimeFault
+from speccompile.serving.openai.chat import ChatTemplate
+from speccompile.serving.openai.errors import ApiError
+from speccompile.serving.openai.message import MessageReader
+from speccompile.serving.openai.protocol import ChatBody, ToolChoice
+from speccompile.serving.openai.tool_formats import (
+    REASONING,
+    TOOL_FORMATS,
+    Markers,
+    ToolFormat,
+    format_from_template,
+    grammar_from_tools,
+    markers_from_template,
+)
+
+AUTO, NONE = "auto", "none"
+MAX_CALLS = 16  # of one answer, where a grammar asks for calls
+
+
+@dataclass(frozen=True)
+class ChatFormats:
+    """How the model that is served writes what is no content.
+
+    Args:
+        tools: its tool calls; None: not known.
+        markers: of its reasoning; None: it has none.
+        special_tokens: ids of the tokenizer's special tokens by text.
+    """
+
+    tools: ToolFormat | None = None
+    markers: Markers | None = None
+    special_tokens: dict[str, int] = field(default_factory=dict)
+
+    def special(self, text: str) -> str | None:
+        """Returns how a grammar names a special token; None: the text is none."""
+        token = self.special_tokens.get(text)
+        return None if token is None else f"<[{token}]>"
+
+
+def formats_from_options(
+    tool_parser: str, reasoning_parser: str, template: ChatTemplate | None, tokenizer: Any
+) -> ChatFormats:
+    """Returns the formats that a server's options ask for; `auto`: those of the chat template.
+
+    Raises:
+        RuntimeFault: no such parser.
+    """
+    for option, name, known in (
+        ("--tool-call-parser", tool_parser, TOOL_FORMATS),
+        ("--reasoning-parser", reasoning_parser, REASONING),
+    ):
+        if name not in (AUTO, NONE, *known):
+            raise RuntimeFault(option, repr(name), f"auto, none, {', '.join(known)}", "Choose one of them.")
+    source = "" if template is None else template.source
+    tools = format_from_template(source) if tool_parser == AUTO else TOOL_FORMATS.get(tool_parser)
+    markers = markers_from_template(source) if reasoning_parser == AUTO else REASONING.get(reasoning_parser)
+    has_ids = hasattr(tokenizer, "token_to_id")
+    if markers is not None and reasoning_parser == AUTO:
+        is_known = has_ids and all(tokenizer.token_to_id(marker) is not None for marker in markers)
+        markers = markers if is_known else None
+    added = tokenizer.get_added_tokens_decoder() if hasattr(tokenizer, "get_added_tokens_decoder") else {}
+    return ChatFormats(tools, markers, {token.content: number for number, token in added.items() if token.special})
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """What a chat asks for beyond its messages.
+
+    Args:
+        variables: for the template.
+        constraint: of its text, with the field that asks for it; None: free.
+        reader: makes the reader of each choice, of the rendered prompt; None: all of the text is content.
+    """
+
+    variables: dict[str, Any]
+    constraint: tuple[str, StructuredOutputs] | None
+    reader: Callable[[str], MessageReader] | None
+
+
+def plan_chat(
+    body: ChatBody, formats: ChatFormats, template: ChatTemplate, constraint: tuple[str, StructuredOutputs] | None
+) -> ChatPlan:
+    """Returns the plan of a chat.
+
+    Args:
+        body: of the request.
+        formats: of the model.
+        template: of the model.
+        constraint: that other fields of the body ask for.
+
+    Raises:
+        ApiError: the tools and their choice do not fit each other, the model or the constraint.
+    """
+    choice = body.tool_choice or (AUTO if body.tools else NONE)
+    if choice == NONE or (choice == AUTO and not body.tools):
+        form, variables = None, dict[str, Any]()
+    else:
+        form = _format(body, formats, template)
+        variables = {"tools": [tool.model_dump(exclude_none=True) for tool in body.tools]}
+        if choice != AUTO:
+            if constraint is not None:
+                message = f"`tool_choice`: got a call that must be made and {constraint[0]}; expected one of them. "
+                raise ApiError(400, f"{message}Leave one out.", param="tool_choice", code="invalid_value")
+            constraint = ("tool_choice", StructuredOutputs(grammar=_grammar(body, form, formats)))
+    markers = formats.markers
+    if constraint is not None and markers is not None:
+        field, wanted = constraint
+        given = {name: getattr(wanted, name) for name in wanted.__dataclass_fields__}
+        constraint = (field, StructuredOutputs(**{**given, "reasoning": markers}))
+    if form is None and markers is None:
+        return ChatPlan(variables, constraint, None)
+
+    def reader(prompt: str) -> MessageReader:
+        is_open = markers is not None and prompt.rstrip().endswith(markers[0])
+        is_closed = markers is not None and prompt.rstrip().endswith(markers[1])
+        return MessageReader(None if is_closed else markers, form, is_open)
+
+    return ChatPlan(variables, constraint, reader)
+
+
+def _format(body: ChatBody, formats: ChatFormats, template: ChatTemplate) -> ToolFormat:
+    if not body.tools:
+        message = "`tool_choice`: got no tools; expected `tools` to choose from. Add them, or leave it out."
+        raise ApiError(400, message, param="tool_choice", code="invalid_value")
+    if "tools" not in template.source:
+        message = (
+            "`tools`: got tools, and a chat template that does not write them; expected one that does. Serve a model "
+            "that was trained to call tools."
+        )
+        raise ApiError(400, message, param="tools", code="no_tools_in_template")
+    if formats.tools is None:
+        message = (
+            f"`tools`: got a model whose way to write calls is not known; expected one of {', '.join(TOOL_FORMATS)}. "
+            "Start the server with --tool-call-parser."
+        )
+        raise ApiError(400, message, param="tools", code="no_tool_parser")
+    return formats.tools
+
+
+def _grammar(body: ChatBody, form: ToolFormat, formats: ChatFormats) -> str:
+    functions = [tool.function.model_dump() for tool in body.tools]
+    most = MAX_CALLS if body.parallel_tool_calls else 1
+    if isinstance(body.tool_choice, ToolChoice):
+        name, most = body.tool_choice.function.name, 1
+        functions = [function for function in functions if function["name"] == name]
+        if not functions:
+            message = f"`tool_choice`: got {name!r}; expected the name of one of `tools`. Correct it."
+            raise ApiError(400, message, param="tool_choice", code="invalid_value")
+    return grammar_from_tools(form, functions, most, formats.special)

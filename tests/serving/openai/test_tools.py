@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools and reasoning through OpenAI's client, in the process, over a service with a vocabulary for JSON."""
+
+import asyncio
+import json
+
+import pytest
+
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.service import Service
+from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+from speccompile.serving.openai.chat import ChatTemplate
+from speccompile.serving.openai.tool_formats import HERMES, LLAMA, MISTRAL, TOOL_FORMATS
+from speccompile.serving.openai.tools import ChatFormats, formats_from_options
+from tests.runtime.test_structured_text import make_engine
+from tests.serving.asgi_lab import post
+
+pytest.importorskip("llguidance")
+openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
+TEMPLATE = ChatTemplate(
+    "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for message in messages %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
+)
+PATH, USER = "/v1/chat/completions", {"role": "user", "content": "a"}
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "pattern": "^[a-z]{2,5}$"}, "days": {"enum": [1, 2, 3]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+CLOCK = {"name": "clock", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": CLOCK}]
+ASK = {"model": "mock", "messages": [USER], "tools": TOOLS, "max_tokens": 250, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def server():
+    service = Service(make_engine("draft chain"))
+    server = OpenAIServer(service, ServerOptions(model_name="mock", tool_call_parser="hermes"))
+    server.template = TEMPLATE
+    service.start()
+    yield server
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def app(server):
+    return make_app(server)
+
+
+def ask(app, **fields):
+    """Returns the answer of OpenAI's client, or the chunks of a stream."""
+
+    async def run():
+        transport = httpx.ASGITransport(app=app)
+        async with (
+            httpx.AsyncClient(transport=transport) as http,
+            openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http, max_retries=0) as client,
+        ):
+            answer = await client.chat.completions.create(**{**ASK, **fields})
+            return [chunk async for chunk in answer] if fields.get("stream") else answer
+
+    return asyncio.run(run())
+
+
+def check_call(name, arguments):
+    value = json.loads(arguments)
+    if name == "clock":
+        assert value == {}
+    else:
+        assert name == "weather" and set(value) == {"city", "days"} and value["days"] in (1, 2, 3)
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "gemma", "functiongemma"])
+def test_a_call_that_must_be_made_is_made_in_every_family(server, app, form, monkeypatch):
+    monkeypatch.setattr(server, "_formats", ChatFormats(TOOL_FORMATS[form]))
+    for seed in range(3):
+        [choice] = ask(app, tool_choice="required", seed=seed, parallel_tool_calls=False).choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        [call] = choice.message.tool_calls
+        check_call(call.function.name, call.function.arguments)
+
+
+def test_a_named_function_is_called(app):
+    named = {"type": "function", "function": {"name": "clock"}}
+    [choice] = ask(app, tool_choice=named).choices
+    [call] = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments, call.type) == ("clock", "{}", "function")
+
+
+def test_calls_are_streamed_as_openai_streams_them(app):
+    [whole] = ask(app, tool_choice="required", seed=4).choices
+    chunks = ask(app, tool_choice="required", seed=4, stream=True)
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason == "tool_calls"
+    calls = []
+    for part in (part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []):
+        if part.id is not None:
+            assert part.index == len(calls) and part.function.arguments == ""
+            calls.append([part.function.name, ""])
+        else:
+            calls[part.index][1] += part.function.arguments
+    assert calls == [[call.function.name, call.function.arguments] for call in whole.message.tool_calls]
+
+
+def test_with_auto_the_model_decides_and_with_none_it_has_no_tools(app):
+    for choice in ("auto", "none"):
+        [answer] = ask(app, tool_choice=choice, max_tokens=20, seed=1).choices
+        assert answer.message.content and answer.message.tool_calls is None
+    prompts = {ask(app, tool_choice=choice, max_tokens=1).usage.prompt_tokens for choice in ("auto", "none")}
+    assert len(prompts) == 2
+
+
+def test_an_answer_and_a_result_are_sent_back(app):
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "bonn"}'}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "c1", "content": "b"})
+    assert ask(app, messages=messages, max_tokens=3, tool_choice="none").usage.prompt_tokens > 3
+
+
+def test_reasoning_is_content_of_its_own_and_the_grammar_begins_after_it(server, app, monkeypatch):
+    monkeypatch.setattr(server, "_formats", ChatFormats(HERMES, ("<", ">")))
+    body = {"messages": [{"role": "user", "content": "a<"}], "max_tokens": 250, "temperature": 1.0, "seed": 3}
+    body["response_format"] = {"type": "json_schema", "json_schema": {"schema": WEATHER["parameters"]}}
+    message = post(app, PATH, {**body, "logit_bias": {"31": 8}}).json()["choices"][0]["message"]
+    assert message["reasoning_content"] and "city" in json.loads(message["content"])
+    *events, _ = post(app, PATH, {**body, "logit_bias": {"31": 8}, "stream": True}).events()
+    deltas = [event["choices"][0]["delta"] for event in events]
+    for name in ("reasoning_content", "content"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == message[name]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "got no tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "got 'x'; expected the name"),
+        ({"tool_choice": "always"}, "tool_choice", ""),
+        ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice", "and guided_regex; expected one of them"),
+        ({"tools": [{"type": "function", "function": {"parameters": {}}}]}, "tools.0.function.name", "missing"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}],
+                "tool_choice": "required",
+            },
+            "tool_choice",
+            "expected a grammar that compiles",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_name(app, fields, param, message):
+    reply = post(app, PATH, {**ASK, **fields})
+    error = reply.json()["error"]
+    assert reply.status == 400 and error["param"].startswith(param) and message in error["message"]
+
+
+def test_a_model_without_tools_refuses_them(server, app, monkeypatch):
+    monkeypatch.setattr(server, "_formats", ChatFormats(None))
+    assert post(app, PATH, ASK).json()["error"]["code"] == "no_tool_parser"
+    monkeypatch.setattr(server, "template", ChatTemplate("a"))
+    assert post(app, PATH, ASK).json()["error"]["code"] == "no_tools_in_template"
+
+
+def test_parsers_are_chosen_by_option_or_by_template():
+    assert formats_from_options("auto", "auto", ChatTemplate("[TOOL_CALLS]"), None).tools is MISTRAL
+    assert formats_from_options("llama3_json", "none", ChatTemplate("[TOOL_CALLS]"), None).tools is LLAMA
+    think = ChatTemplate("<think></think>")
+    assert formats_from_options("none", "auto", think, None) == ChatFormats()  # its marks are no tokens
+    assert formats_from_options("none", "qwen3", think, None).markers == ("<think>", "</think>")
+    with pytest.raises(RuntimeFault, match="--tool-call-parser: got 'x'; expected auto, none, hermes"):
+        formats_from_options("x", "auto", None, None)
