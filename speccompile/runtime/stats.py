@@ -133,8 +133,8 @@ class SlotStats:
         Times are wall clock: `time_ms` from the start of the prefill to the last token, `step_ms` in the
         sequence's steps, `engine_ms` the part of these in engines. `tokens_per_s` is over `step_ms`.
         `acceptance_by_position` is accepted / tried at each depth, where a depth is tried when its parent was
-        accepted. `mean_acceptance_length` is 1 + accepted / steps. `acceptance_histogram` counts the steps that drafted by
-        the number of drafts that were accepted, from 0 to the deepest draft's depth.
+        accepted. `mean_acceptance_length` is 1 + accepted / steps. `acceptance_histogram` counts the steps that drafted
+        by the number of drafts that were accepted, from 0 to the deepest draft's depth.
         """
         steps = sum(self.outcomes.values())
         accepted = sum(num * count for (_, num), count in self.outcomes.items())
