@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from speccompile.common.structured_outputs import CONSTRAINT, StructuredOutputs
+from speccompile.common.structured_outputs import CONSTRAINT
 from speccompile.common.surfaces import (
     BIASES,
     COUNT,
@@ -32,7 +32,7 @@ COLDEST = 2.0**-64
 _HOTTEST = 1e30  # every token is as likely as any other there; 1 / temperature must not underflow
 _MAX_TOP_K = 2**31 - 1  # far above any vocabulary
 _INFINITY = float("inf")
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+_MODES = ("raw_logprobs", "processed_logprobs")
 _IN_PYTHON: dict[str, Any] = {"in_recipe": False, "in_prompts": False, "flag": None, "tensor": None}
 
 
@@ -161,16 +161,13 @@ class SamplingParams:
         (), TOKENS, in_recipe=False, in_prompts=False, flag=None, tensor=None
     )
     ignore_eos: bool = sampling_parameter(False, FLAG, in_recipe=False, in_prompts=False, flag=None)
-    # Bodies of completions and of chats have fields of their own for it.
     logprobs: int | None = sampling_parameter(
         None, COUNT, "None (off), or 0 to 20", **_IN_PYTHON, body=None, holds=lambda num: num is None or 0 <= num <= 20
     )
-    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = sampling_parameter(
-        None, CONSTRAINT, **_IN_PYTHON, body=None
-    )
+    structured_outputs: Any = sampling_parameter(None, CONSTRAINT, **_IN_PYTHON, body=None)
     skip_special_tokens: bool = sampling_parameter(True, FLAG, **_IN_PYTHON, body=None)
     logprobs_mode: str = sampling_parameter(
-        "raw_logprobs", TEXT, "raw_logprobs or processed_logprobs", **_IN_PYTHON, holds=LOGPROBS_MODES.__contains__
+        _MODES[0], TEXT, " or ".join(_MODES), **_IN_PYTHON, holds=_MODES.__contains__
     )
 
     def __post_init__(self) -> None:
@@ -190,15 +187,10 @@ class SamplingParams:
 
     @property
     def needs_logits(self) -> bool:
-        """True when the target's logits are read on the host."""
-        return self.is_processed or self.logprobs is not None
-
-    @property
-    def is_processed(self) -> bool:
         """True when the distribution needs more than temperature, top-k and top-p: see `runtime.logits_processors`."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
-        has_min_p = self.min_p > 0 and not self.is_greedy
-        return any(penalties) or bool(self.logit_bias) or has_min_p or self.structured_outputs is not None
+        has_others = bool(self.logit_bias or self.structured_outputs)
+        return any(penalties) or has_others or (self.min_p > 0 and not self.is_greedy)
 
 
 SAMPLING_PARAMETERS = sampling_parameters(SamplingParams)

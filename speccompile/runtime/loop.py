@@ -266,7 +266,7 @@ def decode_one(verifier: Verifier, proposer: Proposer, slot: Slot) -> Iterator[l
         seeds = np.array([params.seed], dtype=np.uint64)
         draws = tree_uniforms(seeds, slots.root_positions(), tree)
         verdict = accept(tree, probs, draws)
-        if params.is_processed:
+        if params.needs_logits:
             verdict = verify_on_host(verdict, tree, slots.slots, [0], outputs[LOGITS], draws, tree.draft_probs)
         verifier.commit(tree, verdict)
         proposer.commit(slots, tree, verdict, outputs)

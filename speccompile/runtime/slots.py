@@ -282,7 +282,7 @@ class Slots:
         """Recomputes what depends on the sequences and their slots. Called after every change of `slots`."""
         params = [slot.sampling for slot in self.slots]
         self.is_greedy = all(p.is_greedy for p in params)
-        self.processed = [place for place, p in enumerate(params) if p.is_processed]
+        self.processed = [place for place, p in enumerate(params) if p.needs_logits]
         self.wants_logprobs = any(p.logprobs is not None for p in params)
         self._warp, self._roots = {}, None
         if not self.is_greedy:

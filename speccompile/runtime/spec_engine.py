@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 from tokenizers import Tokenizer
 
-from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Proposer
@@ -326,7 +325,7 @@ class SpecEngine:
         slot = Slot(index, tokens, params, stop_ids, sink)
         if images and self.images is not None:
             slot.images = self.images.place(f"prompt {index}", tokens, images)
-        if isinstance(params.structured_outputs, StructuredOutputs):
+        if params.structured_outputs is not None:
             slot.grammar = self.grammars.matcher(params.structured_outputs, tokens)
         slot.may_draft = self.verifier.may_draft(f"prompt {index}", params)
         return slot

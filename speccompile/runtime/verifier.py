@@ -68,7 +68,7 @@ class Verifier:
             RuntimeFault: the request needs logits and the target does not give any, or it has a bias for a token that
                 is not in the vocabulary.
         """
-        if not params.needs_logits:
+        if not params.needs_logits and params.logprobs is None:
             return True
         spec = self.engine.spec
         if all(tensor.name != LOGITS for tensor in spec.outputs):
@@ -79,7 +79,7 @@ class Verifier:
         if wrong:
             expected = f"ids below {spec.vocab_size}"
             raise RuntimeFault(f"{where} (logit_bias)", f"token {wrong[0]}", expected, "Use the bundle's own ids.")
-        return self._compacts or not params.is_processed
+        return self._compacts or not params.needs_logits
 
     def prefill(
         self, slot: int, tokens: Sequence[int], images: PromptImages | None = None

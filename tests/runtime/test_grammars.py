@@ -136,7 +136,7 @@ def test_a_request_has_one_constraint_of_its_type(given, message):
 def test_a_mapping_is_a_constraint_and_requests_stay_hashable():
     params = SamplingParams(structured_outputs={"json": {"type": "integer"}})
     assert params.structured_outputs == StructuredOutputs(json='{"type": "integer"}')
-    assert hash(params) and params.is_processed and params.needs_logits
+    assert hash(params) and params.needs_logits
 
 
 def test_what_is_missing_is_named(monkeypatch):
