@@ -33,7 +33,7 @@ _HOTTEST = 1e30  # every token is as likely as any other there; 1 / temperature 
 _MAX_TOP_K = 2**31 - 1  # far above any vocabulary
 _INFINITY = float("inf")
 _MODES = ("raw_logprobs", "processed_logprobs")
-_IN_PYTHON: dict[str, Any] = {"in_recipe": False, "in_prompts": False, "flag": None, "tensor": None}
+_PYTHON: dict[str, Any] = {"in_recipe": False, "in_prompts": False, "flag": None, "tensor": None}
 
 
 @dataclass(frozen=True)
@@ -162,13 +162,11 @@ class SamplingParams:
     )
     ignore_eos: bool = sampling_parameter(False, FLAG, in_recipe=False, in_prompts=False, flag=None)
     logprobs: int | None = sampling_parameter(
-        None, COUNT, "None (off), or 0 to 20", **_IN_PYTHON, body=None, holds=lambda num: num is None or 0 <= num <= 20
+        None, COUNT, "None (off), or 0 to 20", **_PYTHON, body=None, holds=lambda num: num is None or 0 <= num <= 20
     )
-    structured_outputs: Any = sampling_parameter(None, CONSTRAINT, **_IN_PYTHON, body=None)
-    skip_special_tokens: bool = sampling_parameter(True, FLAG, **_IN_PYTHON, body=None)
-    logprobs_mode: str = sampling_parameter(
-        _MODES[0], TEXT, " or ".join(_MODES), **_IN_PYTHON, holds=_MODES.__contains__
-    )
+    structured_outputs: Any = sampling_parameter(None, CONSTRAINT, **_PYTHON, body=None)
+    skip_special_tokens: bool = sampling_parameter(True, FLAG, **_PYTHON, body=None)
+    logprobs_mode: str = sampling_parameter(_MODES[0], TEXT, " or ".join(_MODES), **_PYTHON, holds=_MODES.__contains__)
 
     def __post_init__(self) -> None:
         declared = sampling_parameters(type(self))
