@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.loop import admit, retire, run_step
 from speccompile.runtime.requests import Request
@@ -23,7 +21,6 @@ from speccompile.runtime.stats import TimedEngine
 from tests import store
 from tests.backends.tensorrt.profile_watch import ProfileWatch
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, forms, sources
-from tests.speculators.eagle_lab import VOCAB
 
 BACKENDS = ("onnxruntime", "reference")
 BATCHES = (1, 3, 8)
@@ -128,31 +125,6 @@ def test_the_seed_alone_decides_sampled_text(lab, method, form):
     alone = [r.tokens for r in engine.generate(prompts(), asked, batch_size=1)]
     for batch_size in BATCHES[1:]:
         assert [r.tokens for r in engine.generate(prompts(), asked, batch_size=batch_size)] == alone
-
-
-class Characters:
-    """A character for each token of the lab; the last token ends texts."""
-
-    eos_token_id, bos_token_id, special_token_ids = VOCAB - 1, None, [VOCAB - 1]
-    tokens = [*(bytes([97 + token % 26 - 32 * (token >= 26)]) for token in range(VOCAB - 1)), b"</s>"]  # noqa: RUF012
-
-    def __call__(self, text):
-        return [self.tokens.index(bytes([letter])) for letter in bytes(text) if bytes([letter]) in self.tokens]
-
-
-@pytest.mark.parametrize(("method", "form"), forms())
-def test_texts_follow_a_grammar(lab, method, form):
-    pytest.importorskip("llguidance")
-    engine, pattern = lab(method, form, "onnxruntime"), "([a-k]{2}[A-H]?[l-z]){4,6}"
-    engine.grammars = Grammars(Characters(), VOCAB, [VOCAB - 1])
-    given = {"structured_outputs": {"regex": pattern}, "stop_token_ids": (VOCAB - 1,)}
-    asked = [SamplingParams(40, temperature=float(i % 2), seed=i, **given) for i in range(len(prompts()))]
-    plain = engine.generate(prompts(), asked, speculative=False, batch_size=3)
-    for index, result in enumerate(engine.generate(prompts(), asked, batch_size=3)):
-        text = b"".join(Characters.tokens[token] for token in result.tokens).decode()
-        assert (result.finish_reason, result.error) == ("stop", None)
-        assert re.fullmatch(pattern, text.removesuffix("</s>")), text
-        assert index % 2 or result.tokens == plain[index].tokens
 
 
 def decode_with_limits(engine, asked, batch_size, seed):
