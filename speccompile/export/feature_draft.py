@@ -17,7 +17,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from speccompile.core.specs import GraphSpec, TensorSpec
+from speccompile.core.specs import GraphSpec, TensorSpec, cache_names
 from speccompile.doctor.decoder_rows import decoder_config
 from speccompile.errors import ExportError
 from speccompile.export import attention
@@ -79,7 +79,10 @@ class FeatureDraft(nn.Module):
     def __init__(self, body: FeatureBody, spec: GraphSpec) -> None:
         super().__init__()
         self.body, self.rotary = body, body.make_rotary()
-        self.num_layers, self.num_candidates, self.dists = len(spec.caches) // 2, spec.num_candidates, spec.gives_probs
+        self.num_candidates, self.dists = spec.num_candidates, spec.gives_probs
+        # Of each layer its number of caches: a latent one keeps K and V in one.
+        held = [sum(name in spec.caches for name in cache_names(i)) for i in range(len(spec.caches))]
+        self.num_caches = [num for num in held if num]
         tokens = body.target_tokens
         if tokens is not None:
             places = torch.full((spec.vocab_size,), len(tokens)).index_copy(0, tokens, torch.arange(len(tokens)))
@@ -99,7 +102,8 @@ class FeatureDraft(nn.Module):
         """One step. Positions are those of the features, one before the tokens'."""
         read = gather_nodes(features, feature_nodes)
         depth = tree_mask.to(torch.int64).sum(-1) - 1
-        pairs = cache_pairs(range(self.num_layers), caches)
+        latent = [i for i, num in enumerate(self.num_caches) if num == 1]
+        pairs = cache_pairs(range(len(self.num_caches)), caches, latent)
         positions = lengths.unsqueeze(1) + depth
         with forward_pass(Frame(lengths, tree_mask, scored_nodes, pairs, positions=positions)) as frame:
             own = self.body.advance(tokens, read, self.rotary(read, positions))
@@ -110,7 +114,7 @@ class FeatureDraft(nn.Module):
         if tokens_of is not None:
             candidates = tokens_of[candidates]
         dists = (node_probs(logits, *warp),) if self.dists else ()
-        updated = [cache for i in range(self.num_layers) for cache in frame.updated[i]]
+        updated = [cache for i, num in enumerate(self.num_caches) for cache in frame.updated[i][:num]]
         return (candidates, probs, *dists, torch.cat((read[:, :1], own), 1), *updated)
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:

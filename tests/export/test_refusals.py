@@ -55,6 +55,13 @@ def test_configs_that_are_refused(changes: dict[str, Any], words: str) -> None:
     assert fault.got and fault.expected and fault.todo.endswith(".")
 
 
+def test_angles_that_hunyuan_stretches_once_are_not_refused() -> None:
+    rope = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    check_config({**_LLAMA, "model_type": "hunyuan_v1_dense", "rope_scaling": rope}, max_seq_len=64)
+    with pytest.raises(ExportError, match="'dynamic'"):
+        check_config({**_LLAMA, "rope_scaling": rope}, max_seq_len=64)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs_that_are_not(name: str) -> None:
     check_config(CONFIGS[name], max_seq_len=64)

@@ -33,6 +33,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {**EXPERTS, "num_experts": 4, "decoder_sparse_step": 2},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "use_qk_norm": True, "attention_bias": True},
+    "deepseek_v3": {
+        **EXPERTS,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "head_dim": 4,
+    },
+    "glm4_moe_lite": {
+        **EXPERTS,
+        "n_routed_experts": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "head_dim": 4,
+    },
+    "nemotron_h": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "moe", "full_attention"],
+        "mtp_layers_block_type": ["full_attention", "moe"],
+        "num_nextn_predict_layers": 1,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_latent_size": 12,
+    },
     "qwen3_5_text": {
         **LINEAR,
         "num_hidden_layers": 2,
@@ -93,8 +133,9 @@ def single_experts(tensors: Tensors) -> Tensors:
                 gate, up = both.chunk(2)
                 stem = name.removesuffix("gate_up_proj")
                 made |= {f"{stem}{i}.gate_proj.weight": gate, f"{stem}{i}.up_proj.weight": up}
-        elif name.endswith("experts.down_proj"):
-            made |= {f"{name.removesuffix('down_proj')}{i}.down_proj.weight": part for i, part in enumerate(tensor)}
+        elif name.endswith(("experts.down_proj", "experts.up_proj")):
+            stem, _, part = name.rpartition(".")
+            made |= {f"{stem}.{i}.{part}.weight": one for i, one in enumerate(tensor)}
         else:
             made[name] = tensor
     return made
@@ -152,6 +193,12 @@ def add_to_target(folder: Path, module: MtpModule, *, numbered: bool = False) ->
         held[f"{stem}embed_tokens.weight"] = held["model.embed_tokens.weight"].clone()
         held[f"{stem}shared_head.head.weight"] = held["lm_head.weight"].clone()
         config["num_nextn_predict_layers"] = 1
+    elif config["model_type"] == "nemotron_h":
+        names = {
+            "fc.weight": "layers.0.eh_proj.weight", "pre_fc_norm_embedding.weight": "layers.0.enorm.weight",
+            "pre_fc_norm_hidden.weight": "layers.0.hnorm.weight", "norm.weight": "layers.1.final_layernorm.weight",
+        }  # fmt: skip
+        held |= {f"mtp.{names.get(name, name)}": tensor for name, tensor in own.items()}
     else:
         held |= {f"mtp.{name}": tensor for name, tensor in own.items()}
         config["mtp_num_hidden_layers"] = 1
@@ -176,6 +223,8 @@ class Oracle:
         config.num_mtp_layers = 1
         if getattr(config, "layer_types", None) is not None:
             config.mtp_layer_types = ["full_attention"]
+        if getattr(config, "mlp_layer_types", None) is not None:
+            config.mtp_mlp_layer_types = ["sparse"]
         if module is None:
             # Which layer is a module is told by these patterns; GLM's are those of its released sizes.
             if config.model_type == "glm4_moe":

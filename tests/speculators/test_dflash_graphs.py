@@ -181,6 +181,7 @@ def test_what_cannot_be_built_is_refused_by_name(folder, tmp_path):
         ({"lilicorr_enabled": True}, "a LiLiCorr corrector"),
         ({"markov_head_type": "gated", "markov_rank": 4}, "a Markov head with a state or a gate"),
         ({"attention_sink_bias": True}, "attention sinks"),
+        ({"attention_k_eq_v": True}, "layers of Gemma 4, whose V is their K"),
         ({"block_size": 1}, "block_size.*got 1"),
         ({"mask_token_id": 40}, "mask_token_id.*got 40; expected a token below 40"),
     )

@@ -27,7 +27,7 @@ TOLERANCE = 1e-5  # of the largest number: float32 sums in another order differ 
 # Where a module of each architecture is stored.
 LAYOUTS = {
     "llama": "alone", "qwen3": "speculators", "qwen3_moe": "inside", "glm4_moe": "numbered",
-    "qwen3_5_text": "inside", "qwen3_next": "inside",
+    "qwen3_5_text": "inside", "qwen3_next": "inside", "deepseek_v3": "numbered", "glm4_moe_lite": "numbered",
 }  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_a_graph_is_transformers_own_module(family, made, tmp_path):
     """A prompt in two chunks, a chain on own states, and a second text after one of three drafts was accepted."""
     target, model, module = made(family)
     oracle = lab.Oracle(target, module)
-    source = source_of(target, model)
+    source = source_of(target, model, chaining="normed")  # as transformers carries on, DeepSeek's chains too
     source.check()
     for engine in compiled(source, tmp_path, *(("onnxruntime", "reference") if family == "llama" else ())):
         hidden, cache = oracle.hidden(TEXT[:-1]), oracle.begin()
@@ -180,6 +180,8 @@ def changed(folder, place, change, **config):
         ("glm4_moe", lambda h: h.pop("model.layers.3.enorm.weight"), r"3.enorm.weight\): got no such key"),
         ("glm4_moe", lambda h: h.update({"model.layers.3.extra.weight": torch.ones(2)}), "extra.weight.*does not have"),
         ("glm4_moe", lambda h: h.pop("model.layers.3.mlp.experts.2.up_proj.weight"), "got no such key"),
+        ("deepseek_v3", lambda h: h.pop("model.layers.3.self_attn.kv_b_proj.weight"), "kv_b_proj.*got no such key"),
+        ("deepseek_v3", lambda h: h.pop("model.layers.3.self_attn.q_a_layernorm.weight"), "q_a_layernorm.*got no such"),
         ("qwen3_5_text", lambda h: h.update({"mtp.fc.weight": torch.ones(32, 32)}), r"mtp.fc.weight\): got \[32, 32\]"),
         ("qwen3_5_text", lambda h: h.pop("mtp.layers.0.self_attn.q_norm.weight"), "q_norm.weight"),
         (
@@ -215,20 +217,54 @@ def test_more_modules_than_one_are_refused(made, tmp_path):
         source_of(target, changed(model, tmp_path / "model", lambda held: None, mtp_num_hidden_layers=2)).check()
 
 
-def test_latent_attention_is_refused_by_name(made, tmp_path):
+def test_latent_attention_of_other_types_is_refused_by_name(made, tmp_path):
     target, model, _ = made("glm4_moe")
-    place = changed(model, tmp_path / "model", lambda held: None, model_type="deepseek_v3", kv_lora_rank=16)
+    place = changed(model, tmp_path / "model", lambda held: None, model_type="longcat_flash", kv_lora_rank=16)
     with pytest.raises(ExportError, match="multi-head latent attention"):
         source_of(target, place)
 
 
+@torch.no_grad()
+def block_states(module, embedded, hidden):
+    """Returns the states of a module of two blocks after a whole text, by Nemotron-H's own mixers."""
+    parts = (module.pre_fc_norm_embedding(embedded), module.pre_fc_norm_hidden(hidden))
+    x = module.fc(torch.cat(parts, -1))
+    first, second = module.layers
+    x = x + first.mixer(first.norm(x))[0]
+    return module.norm(x + second.mixer(second.norm(x)))
+
+
+def test_a_module_of_two_blocks(tmp_path):
+    """Attention without rotation, then experts: a prompt in two chunks, and a draft on an own state."""
+    target = lab.write_target(tmp_path / "target", "nemotron_h")
+    _, module = lab.random_module(target)
+    lab.add_to_target(target, module)
+    model = lab.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    source = source_of(target, target)
+    source.check()
+    (engine,) = compiled(source, tmp_path)
+    ids = torch.tensor([TEXT])
+    with torch.no_grad():
+        embedded, hidden = model.get_input_embeddings()(ids), model.get_decoder()(input_ids=ids).last_hidden_state
+    wanted = block_states(module, embedded[:, 1:], hidden[:, :-1])
+    first, _ = run(engine, TEXT[1:5], 0, hidden[:, :4], range(4), 0)
+    rest, token = run(engine, TEXT[5:], 4, hidden, range(4, 10), 5)
+    assert_close(np.concatenate((first[1:], rest[1:])), wanted[0])
+    with torch.no_grad():
+        assert token == int(model.lm_head(wanted[:, -1:]).argmax())
+        longer = torch.cat((embedded[:, 1:], model.get_input_embeddings()(torch.tensor([[token]]))), 1)
+    held, _ = run(engine, [token], 10, rest[None], [len(rest) - 1], 0)
+    chained = block_states(module, longer, torch.cat((hidden[:, :-1], wanted[:, -1:]), 1))
+    assert_close(held[1:], chained[0, -1:])
+
+
 @pytest.mark.parametrize(
-    "blocks", [{"layers_block_type": ["full_attention", "moe"]}, {"hybrid_override_pattern": "*E"}]
+    "blocks", [{"mtp_layers_block_type": ["moe", "attention"]}, {"mtp_hybrid_override_pattern": "*"}]
 )
-def test_a_module_of_blocks_is_refused_by_name(blocks, made, tmp_path):
+def test_a_module_of_other_blocks_is_refused_by_name(blocks, made, tmp_path):
     target, model, _ = made("glm4_moe")
     place = changed(model, tmp_path / "model", lambda held: None, model_type="nemotron_h", **blocks)
-    with pytest.raises(ExportError, match="a module of nemotron_h: got a module of several blocks"):
+    with pytest.raises(ExportError, match="a module of nemotron_h: got blocks"):
         source_of(target, place)
 
 
@@ -258,6 +294,12 @@ def test_a_state_that_the_module_was_not_trained_on_is_refused(made, tmp_path):
     source_of(target, place, reads_normed=False)
     with pytest.raises(RecipeError, match="expected after_norm"):
         source_of(target, made("llama")[1], reads_normed=False)
+
+
+def test_a_latent_module_has_one_cache_of_latents_and_rotated_keys(made):
+    target, model, _ = made("deepseek_v3")
+    spec = source_of(target, model).spec()
+    assert [spec.input(name).dims for name in spec.caches] == [("batch", 1, "max_seq", 16 + 4)]
 
 
 @pytest.mark.parametrize("family", ["llama", "glm4_moe"])

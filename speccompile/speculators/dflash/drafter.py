@@ -133,6 +133,7 @@ def window_of(config: Mapping[str, Any]) -> int:
 _VARIANTS = (
     ("lilicorr_enabled", (None, False), "a LiLiCorr corrector", "its layers over candidates are not built"),
     ("attention_sink_bias", (None, False), "attention sinks", "heads without sinks"),
+    ("attention_k_eq_v", (None, False), "layers of Gemma 4, whose V is their K", "layers as Qwen3 has them"),
     ("markov_head_type", (None, "vanilla"), "a Markov head with a state or a gate", "vanilla: a table alone"),
 )
 

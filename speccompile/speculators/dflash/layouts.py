@@ -31,6 +31,7 @@ _OWN = (
     *("block_size", "mask_token_id", "sample_from_anchor", "input_embedding_scale", "output_multiplier"),
     *("final_logit_softcapping", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     *("markov_rank", "markov_head_type", "projector_type", "lilicorr_enabled", "attention_sink_bias"),
+    "attention_k_eq_v",
 )
 _OF_LAYERS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "model_type")
 

@@ -14,21 +14,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config, read_dims
+from speccompile.checkpoints.checkpoint import read_config, read_dims, stated_size
 from speccompile.checkpoints.families import check_config
+from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent
 from speccompile.checkpoints.tensor_files import TensorFiles
 from speccompile.checkpoints.text_towers import text_config
+from speccompile.core.dims import LayerDims
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.doctor import Checkpoint, make_case, open_checkpoint, open_known
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Target
-from speccompile.errors import CheckpointError, ExportError, RecipeError
+from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_candidates
 from speccompile.export.feature_source import check_window, dims_from_config
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
 from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
+from speccompile.speculators.mtp.block_rows import (
+    FAMILY,
+    block_rows,
+    block_sizes,
+    derive_blocks,
+    layer_of_blocks,
+    stack_experts,
+)
 from speccompile.speculators.mtp.layer_rows import (
     CHOICES,
     EMBEDDINGS,
@@ -83,6 +93,8 @@ def config_of_layer(config: Mapping[str, Any], stated: Mapping[str, Any] | None 
         stated: see `layer_rows.conventions`; None: the architecture's.
     """
     layer = layer_from_config(config)
+    if layer.get("model_type") == FAMILY and SCOPE not in (stated or {}):
+        layer |= layer_of_blocks(text_config(config))
     fields = conventions(layer, stated or {})
     return {"model_type": METHOD, "architectures": ["MtpModule"], SCOPE: layer, **fields}
 
@@ -179,6 +191,20 @@ FORMATS = (
         **_PARTS,
     ),
     Format(
+        "mtp/blocks",
+        "multi-token prediction module of two blocks in its target's files",
+        METHOD,
+        block_sizes(),
+        block_rows(),
+        (*COMMON, Check("mtp.conventions", check_conventions), Check("mtp.norms", check_norms)),
+        marks=(r"^layers\.0\.eh_proj\.weight$",),
+        prefixes=(PREFIX,),
+        has_others=True,
+        ours=_ours_from(""),
+        derive=derive_blocks,
+        complete=stack_experts,
+    ),
+    Format(
         "mtp/numbered",
         "multi-token prediction module as a further layer of its target",
         METHOD,
@@ -238,20 +264,22 @@ class DraftSource(SpeculatorSource):
         self.config: dict[str, Any] = stated | {name: value for name, value in asked.items() if value != "auto"}
         self._check_hidden(stated["target_hidden"])
         layer = self.config[SCOPE]
-        if layer.get("layers_block_type") or layer.get("hybrid_override_pattern"):
-            got, expected = (
-                "a module of several blocks, each of one mixer",
-                "one layer of attention and an MLP or experts",
-            )
-            raise ExportError(f"a module of {layer.get('model_type')}", got, expected, "Draft with another method.")
         if "layer_types" not in layer:
             check_window(self.folder, layer)
         # Its architecture may be one of hybrids or mixtures: only the layer itself has to be expressed.
-        check_config({**layer, "model_type": METHOD}, context.max_seq_len)
+        is_row = is_latent(layer)
+        apart = ("layers_block_type", *LATENT_WIDTHS[:1]) if is_row else ("layers_block_type",)
+        stated = {name: value for name, value in layer.items() if name not in apart}
+        check_config({**stated, "model_type": METHOD}, context.max_seq_len)
         self.max_rows = context.max_seq_len
         inner = layer.get("intermediate_size") or layer.get("moe_intermediate_size")
         sizes = {**layer, "intermediate_size": inner}
         self.dims: FeatureDims = dims_from_config(self.folder, sizes, METHOD, context.max_seq_len)
+        if is_row:
+            width = sum(stated_size(self.folder, layer, name, "Complete config.json.") for name in LATENT_WIDTHS)
+            rows = (LayerDims(1, width, is_latent=True),)
+            self.dims = replace(self.dims, num_kv_heads=1, head_dim=width, layer_dims=rows)
+        self.dims = replace(self.dims, num_layers=1)  # of a module's blocks one has a cache
         agreement = (
             ("target states of {}", self.dims.hidden_size, self.target.hidden_size),
             ("a vocabulary of {} tokens", self.dims.vocab_size, self.target.vocab_size),
@@ -279,6 +307,8 @@ class DraftSource(SpeculatorSource):
         layer = self.config[SCOPE]
         hidden, vocab = self.dims.hidden_size, self.dims.vocab_size
         queries, keys = self.dims.num_heads * self.dims.head_dim, self.dims.num_kv_heads * self.dims.head_dim
+        if self.dims.latent_layers:
+            queries = self.dims.num_heads * (int(layer["qk_nope_head_dim"]) + int(layer["v_head_dim"]))
         num_experts = self.case.sizes.get("num_experts") or 0
         inner = int(layer.get("moe_intermediate_size") or 0) * num_experts or self.dims.intermediate_size
         linear = hidden * (2 * hidden + 2 * queries + 2 * keys + 3 * inner + num_experts) + vocab * hidden

@@ -23,11 +23,14 @@ ONE_PLUS = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "q
 GATED = ONE_PLUS
 _QK_NORM = ONE_PLUS | {"qwen3", "qwen3_moe"}
 _RAW_CHAINING = frozenset({"deepseek_v3"})
+# Types whose first layer has no experts unless a list of its kinds says so.
+_SPARSE_BY_LIST = frozenset({"glm4_moe_lite"})
 _NUM_MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 # Fields that describe the layers of a whole model one by one, or its file.
 _NOT_OF_A_LAYER = (
     *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "per_layer_config"),
     *("quantization_config", "mlp_layer_types", "mtp_layer_types", "full_attention_interval", *_NUM_MODULES),
+    *("hybrid_override_pattern", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "time_step_limit"),
 )
 
 
@@ -37,8 +40,10 @@ def layer_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     layer = {name: value for name, value in whole.items() if name not in _NOT_OF_A_LAYER}
     # Modules attend to the whole text, and are mixtures of experts where any layer of the target is.
     alone = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0}
-    sparse = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+    sparse = {"mlp_only_layers": [], "decoder_sparse_step": 1, "mlp_layer_types": ["sparse"]}
     kept = ("num_hidden_layers", *(name for name in (*alone, *sparse) if name in whole))
+    if whole.get("model_type") in _SPARSE_BY_LIST:
+        kept = (*kept, "mlp_layer_types")
     if any(name.startswith("linear_") for name in whole) or "full_attention_interval" in whole:
         kept = (*kept, "layer_types")
     return layer | {name: value for name, value in (alone | sparse).items() if name in kept}
@@ -90,6 +95,12 @@ def module_sizes(*scopes: str) -> tuple[Size, ...]:
         Size("expert_inner", keys("moe_intermediate_size"), default=0, least=0),
         Size("num_experts", keys("num_experts", "n_routed_experts", "num_local_experts"), default=0, least=0),
         Size("num_modules", keys(*_NUM_MODULES), default=1, least=0),
+        # Latent attention's.
+        Size("rank", keys("kv_lora_rank"), default=0, least=0),
+        Size("q_rank", keys("q_lora_rank"), default=0, least=0),
+        Size("nope", keys("qk_nope_head_dim"), default=0, least=0),
+        Size("rotary", keys("qk_rope_head_dim"), default=0, least=0),
+        Size("value_dim", keys("v_head_dim"), default=0, least=0),
         # Read off the weights: configs have other keys for them in every family, or none.
         Size("q_width", stored=((r"self_attn\.q_proj\.weight$", 0),), default=0, least=0),
         Size("shared_inner", stored=((r"mlp\.shared_experts?\.up_proj\.weight$", 0),), default=0, least=0),
@@ -113,13 +124,27 @@ def derive(sizes: Sizes) -> None:
     sizes["o_width"], sizes["kv_width"] = (
         times(sizes[count], sizes["head_dim"]) for count in ("num_heads", "num_kv_heads")
     )
+    if sizes["rank"]:
+        _derive_latent(sizes)
     sizes["q_width"] = sizes["q_width"] or sizes["o_width"]
+    sizes["has_kv"] = int(not sizes["rank"])
+    sizes["has_q"] = int(not (sizes["rank"] and sizes["q_rank"]))
+    sizes["has_low_q"] = int(not sizes["has_q"])
     sizes["two_hidden"], sizes["two_inner"] = times(2, hidden), times(2, sizes["expert_inner"])
     sizes["target_hidden"] = hidden
     is_sparse = sizes["has_single_experts"] or sizes["has_fused_experts"]
     sizes["has_experts"], sizes["num_layers"] = int(bool(is_sparse)), 1
     if not is_sparse:
         sizes["has_mlp"] = 1
+
+
+def _derive_latent(sizes: Sizes) -> None:
+    """Adds the widths of latent attention, whose keys and values are made of one row for all heads."""
+    heads, rotary = sizes["num_heads"], sizes["rotary"] or 0
+    sizes["o_width"] = times(heads, sizes["value_dim"])
+    sizes["q_width"] = times(heads, (sizes["nope"] or 0) + rotary)
+    sizes["row_width"] = (sizes["rank"] or 0) + rotary
+    sizes["expanded"] = times(heads, (sizes["nope"] or 0) + (sizes["value_dim"] or 0))
 
 
 def module_rows(names: Mapping[str, str], layer: str) -> tuple[Row, ...]:
@@ -138,6 +163,7 @@ def module_rows(names: Mapping[str, str], layer: str) -> tuple[Row, ...]:
 
     each = (("expert", "num_experts", 0),)
     heads = {"q": "q_width", "k": "kv_width", "v": "kv_width"}
+    needs = {"q": "has_q", "k": "has_kv", "v": "has_kv"}
     single, shared = (
         {"gate": (inner, "hidden"), "up": (inner, "hidden"), "down": ("hidden", inner)}
         for inner in ("expert_inner", "shared_inner")
@@ -149,7 +175,13 @@ def module_rows(names: Mapping[str, str], layer: str) -> tuple[Row, ...]:
         part(LM_HEAD, "vocab", "hidden", is_optional=True),
         row("input_layernorm.weight", "hidden"),
         row("post_attention_layernorm.weight", "hidden"),
-        *(row(f"self_attn.{p}_proj.weight", width, "hidden") for p, width in heads.items()),
+        *(row(f"self_attn.{p}_proj.weight", w, "hidden", need=needs[p]) for p, w in heads.items()),
+        row("self_attn.q_a_proj.weight", "q_rank", "hidden", need="has_low_q"),
+        row("self_attn.q_a_layernorm.weight", "q_rank", need="has_low_q"),
+        row("self_attn.q_b_proj.weight", "q_width", "q_rank", need="has_low_q"),
+        row("self_attn.kv_a_proj_with_mqa.weight", "row_width", "hidden", need="rank"),
+        row("self_attn.kv_a_layernorm.weight", "rank", need="rank"),
+        row("self_attn.kv_b_proj.weight", "expanded", "rank", need="rank"),
         *(row(f"self_attn.{p}_proj.bias", width, need="has_qkv_bias") for p, width in heads.items()),
         row("self_attn.o_proj.weight", "hidden", "o_width"),
         row("self_attn.o_proj.bias", "hidden", need="has_o_bias"),
@@ -194,7 +226,7 @@ def check_layer(case: Case) -> Iterator[Finding]:
     family, sizes = layer.get("model_type"), case.sizes
     todo = "Config and weights are of different models: fetch the folder again, or correct config.json."
     width = times(2 if family in GATED else 1, sizes["o_width"])
-    if width is not None and sizes["q_width"] != width:
+    if width is not None and sizes["q_width"] != width and not sizes["rank"]:
         kind = "queries and their gates" if family in GATED else "queries"
         expected = f"{width} rows: {kind} of {sizes['num_heads']} heads of {sizes['head_dim']}"
         key = case.key_of(f"{LAYER}.self_attn.q_proj.weight") or "q_proj"

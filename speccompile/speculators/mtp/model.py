@@ -18,9 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from speccompile.checkpoints.target_tables import TargetTables
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.export import attention
+from speccompile.export.adapters import adapt_model, is_adapted
 from speccompile.export.feature_draft import FeatureBody, fill_weights
 from speccompile.export.layer_changes import replace_layers
 from speccompile.graph_kinds.features import FeatureDims
+from speccompile.speculators.mtp.block_rows import FAMILY
 from speccompile.speculators.mtp.layer_rows import EMBEDDINGS, LM_HEAD
 
 _LAYER = "layer_config"
@@ -37,21 +39,23 @@ class MtpModule(nn.Module):
     def __init__(self, config: Mapping[str, Any], implementation: str) -> None:
         super().__init__()
         base = layer_model(config[_LAYER], implementation)
-        made, layer = base.config, base.layers[0]
+        made, norm_of = base.config, norm_class(base)
         self.is_hidden_first, self.is_raw = config["concat"] == "hidden_first", config["chaining"] == "raw"
-        self.layer_config, self.rotary_class = made, type(base.rotary_emb)
-        norm, width, eps = type(base.norm), made.hidden_size, made.rms_norm_eps
+        rotary = getattr(base, "rotary_emb", None)
+        self.layer_config, self.rotary_class = made, None if rotary is None else type(rotary)
+        norm, width = norm_of, made.hidden_size
+        eps = made.layer_norm_epsilon if rotary is None else made.rms_norm_eps
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(width, eps=eps), norm(width, eps=eps)
-        self.layers = nn.ModuleList((layer,))
+        self.layers = base.layers
         self.norm = norm(width, eps=eps)
         # A norm that multiplies by 1 + weight begins with weights of zero.
         with torch.device("cpu"):
             self.class_offset = 1.0 - float(norm(1, eps=eps).weight.detach())
 
     def make_rotary(self) -> nn.Module:
-        """Returns the architecture's rotary embedding."""
-        return self.rotary_class(self.layer_config)
+        """Returns the architecture's rotary embedding, or what stands for none."""
+        return _NoRotary() if self.rotary_class is None else self.rotary_class(self.layer_config)
 
     def read(self, embedded: torch.Tensor, hidden: torch.Tensor, angles: Any) -> torch.Tensor:
         """Returns what the next draft of a chain reads as `hidden`.
@@ -63,8 +67,11 @@ class MtpModule(nn.Module):
         """
         parts = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden))
         x = self.fc(torch.cat(parts[::-1] if self.is_hidden_first else parts, -1))
-        out = self.layers[0](x, position_embeddings=angles, attention_mask=None)
-        own: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        given = {} if angles is None else {"position_embeddings": angles}
+        for layer in self.layers:
+            out = layer(x, attention_mask=None, **given)
+            x = out[0] if isinstance(out, tuple) else out
+        own: torch.Tensor = x
         return own if self.is_raw else self.norm(own)
 
     def finish(self, own: torch.Tensor) -> torch.Tensor:
@@ -104,6 +111,18 @@ class MtpBody(FeatureBody):
         return self.lm_head(self.module.finish(own))
 
 
+class _NoRotary(nn.Module):
+    """Stands for the rotary embedding of layers that do not rotate."""
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> None:
+        """Returns no angles."""
+
+
+def norm_class(base: Any) -> type[nn.Module]:
+    """Returns the class of the norm after the last layer of a decoder."""
+    return type(base.norm_f if hasattr(base, "norm_f") else base.norm)
+
+
 def layer_model(layer: Mapping[str, Any], implementation: str) -> Any:
     """Returns transformers' decoder of one layer, of which only that layer and the classes are of use.
 
@@ -124,7 +143,10 @@ def layer_model(layer: Mapping[str, Any], implementation: str) -> Any:
         if any(hasattr(m, "experts") for m in model.modules()):
             # The default grouped matmul has no ONNX form; the batched one has.
             model.set_experts_implementation("batched_mm")
-        if len(base.layers) == 1 and base.rotary_emb is not None and base.norm is not None:
+        if implementation == attention.IMPLEMENTATION and is_adapted(family):
+            adapt_model(model)
+        is_of_blocks = family == FAMILY and len(base.layers) == 2
+        if is_of_blocks or (len(base.layers) == 1 and base.rotary_emb is not None and base.norm is not None):
             return base
         got = "no decoder of one layer with rotary positions and a norm"
     except (TypeError, ValueError, KeyError, AttributeError) as fault:
