@@ -1,26 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare a bundle's greedy tokens with transformers' greedy fp32 tokens, every method at batch 1 and 8.
+"""Compare a bundle's greedy tokens with transformers' fp32 logits, every method at batch 1 and 8.
 
     python bench/greedy_equality.py BUNDLE --prompts FILE.jsonl [--methods none,mtp] [--max-new-tokens 128] [--limit N]
+                                            [--forget-costs]
 
-A differing prompt is shown with the gap of transformers' two candidate logits at the first differing token: a gap
-within float32 rounding of logits is a tie, anything larger is a fault. Exit code 1 when there is one. The certificate
-(`speccompile verify`) has the same comparison for the bundle's own method.
+transformers reads each text that the bundle wrote in one forward. A text whose every token has the largest logit after
+the tokens before it is its greedy text: what `generate` would write, at a small part of the time, where a step of it
+gives the logits of that forward. Any other token is shown with its gap to the largest logit: one within float32
+rounding of logits (about 1e-5) is a tie, anything larger is a fault. A text that ends early has to end with a token
+that ends texts, and one that goes on must not contain one. Exit code 1 when there is a fault. The certificate
+(`speccompile verify`) compares the bundle's own method with `generate`.
 """
 
 import argparse
 import json
+import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import speccompile
-from speccompile.certificate.checkpoint import find_checkpoint, open_reference
-from speccompile.certificate.ties import find_divergences
+from bench.methods import retune
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.bundle import read_bundle
 
 METHODS = "none,draft_model,ngram"
+MAX_TIE_GAP = 1e-4
+
+
+def gaps_of(model: Any, prompt: Sequence[int], text: Sequence[int]) -> dict[int, float]:
+    """Returns the gap between the largest logit and that of a token, by the index of each token that has another."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
+    tokens = torch.tensor(list(text))
+    own, most = logits.gather(1, tokens[:, None])[:, 0], logits.max(-1)
+    return {int(i): float(most.values[i] - own[i]) for i in torch.nonzero(most.indices != tokens)[:, 0]}
+
+
+def is_ended_well(text: Sequence[int], stops: Collection[int], max_new_tokens: int) -> bool:
+    """Whether a text ends at its first token that ends texts, or at the most tokens."""
+    first = next((i for i, token in enumerate(text) if token in stops), None)
+    return len(text) == (max_new_tokens if first is None else first + 1)
 
 
 def main() -> None:
@@ -30,30 +58,54 @@ def main() -> None:
     parser.add_argument("--methods", default=METHODS, help="comma-separated; none: plain decoding")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--forget-costs", action="store_true", help="draft always, also where it does not pay")
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.forget_costs:
+            args.bundle = shutil.copytree(args.bundle, Path(folder) / "bundle")
+            retune(args.bundle, None)
+        sys.exit(compare(args))
 
+
+def compare(args: argparse.Namespace) -> int:
+    """Prints the comparison; returns the exit code."""
     texts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()][: args.limit]
-    folder, why = find_checkpoint(read_bundle(args.bundle))
-    reference, why = (None, why) if folder is None else open_reference(folder)
-    if reference is None:
-        sys.exit(why)
-    params = SamplingParams(max_new_tokens=args.max_new_tokens, ignore_eos=True)
-    engines = {method: speccompile.load(args.bundle, method=method) for method in args.methods.split(",")}
-    prompts = [next(iter(engines.values())).encode(text) for text in texts]
-    start = time.perf_counter()
-    wanted = [reference.greedy(prompt, args.max_new_tokens) for prompt in prompts]
-    print(f"transformers: {len(prompts)} prompts in {time.perf_counter() - start:.0f} s")
-    is_wrong = False
-    for method, engine in engines.items():
+    model = AutoModelForCausalLM.from_pretrained(read_bundle(args.bundle).recipe.target.model, dtype=torch.float32)
+    model.eval()
+    ends = model.generation_config.eos_token_id
+    stops = set(ends if isinstance(ends, list) else [ends]) - {None}
+    params = SamplingParams(max_new_tokens=args.max_new_tokens)
+    read: dict[tuple[int, ...], dict[int, float]] = {}  # by prompt and text: most methods write the same
+    is_wrong, seconds = False, 0.0
+    for method in args.methods.split(","):
+        engine = speccompile.load(args.bundle, method=method)
+        prompts = [engine.encode(text) for text in texts]
         for batch_size in (1, 8):
             results = engine.generate(prompts, params, batch_size=batch_size)
-            found = find_divergences(prompts, wanted, [r.tokens for r in results], reference.last_logits)
-            print(f"{method:12} batch {batch_size}: {len(prompts) - len(found)} of {len(prompts)} equal")
-            for d in found:
-                is_wrong |= not d.is_tie
-                gap = "unknown" if d.gap is None else f"{d.gap:.2e}"
-                print(f"  prompt {d.prompt}, token {d.position}: gap {gap}, {'a tie' if d.is_tie else 'A FAULT'}")
-    sys.exit(int(is_wrong))
+            num_tokens, num_equal, lines = 0, 0, []
+            for index, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+                key, start = (*prompt, -1, *result.tokens), time.perf_counter()
+                if key not in read:
+                    read[key] = gaps_of(model, prompt, result.tokens)
+                    seconds += time.perf_counter() - start
+                num_tokens += len(result.tokens)
+                is_whole = is_ended_well(result.tokens, stops, args.max_new_tokens)
+                is_wrong |= not is_whole
+                num_equal += is_whole and not read[key]
+                if not is_whole:
+                    lines.append(f"  prompt {index}: {len(result.tokens)} tokens, ended wrong: A FAULT")
+                for at, gap in read[key].items():
+                    is_tie = gap < MAX_TIE_GAP
+                    is_wrong |= not is_tie
+                    lines.append(f"  prompt {index}, token {at}: gap {gap:.2e}, {'a tie' if is_tie else 'A FAULT'}")
+            drafted = sum(result.stats["num_draft_tokens"] for result in results)
+            print(
+                f"{method:12} batch {batch_size}: {num_equal} of {len(prompts)} texts equal, {num_tokens} tokens, ",
+                end="",
+            )
+            print("\n".join([f"{drafted} drafted", *lines]), flush=True)
+    print(f"transformers read {len(read)} different texts in {seconds:.0f} s")
+    return int(is_wrong)
 
 
 if __name__ == "__main__":
