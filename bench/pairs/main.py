@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build every pair of target family and published speculator from its sizes alone, and write docs/pairs.md.
 
-    python bench/pairs/main.py [--only NAME,...] [--backends onnxruntime,tensorrt] [--retry | --again] [--full]
+    python bench/pairs/main.py [--only NAME,...] [--backends onnxruntime,tensorrt] [--retry | --again]
+                               [--full | --narrow]
 
 Weights are random. Each build is a `speccompile build` in a process of its own. What bench/pairs/pairs.json already
 has is kept: `--retry` builds again what was not built, `--again` everything. TensorRT builds only what ONNX Runtime
-built. `--full` keeps all tokens and experts, needs a machine for them, and writes neither file.
+built, with narrow layers; with `--narrow` ONNX Runtime's are narrow, too. `--full` keeps all tokens and experts, needs
+a machine for them, and writes neither file.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ BACKENDS = {
     "onnxruntime": {"backend": "onnxruntime", "threads": 1},
     "tensorrt": {"backend": "tensorrt", "variant": "tensorrt_rtx"},
 }
+NARROW = ("tensorrt",)  # the time of a plan's build is that of its kernels' choice, at any width
 LIMIT_S = 1500.0  # of a build
 LEAST_FREE_BYTES = 3 << 29  # of the machine's memory, which other work needs
 POLL_S = 0.25
@@ -46,9 +49,9 @@ def free_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
-def write_inputs(pair: Pair, backend: str, folder: Path, *, is_full: bool) -> Path:
+def write_inputs(pair: Pair, backend: str, folder: Path, *, is_full: bool, is_narrow: bool) -> Path:
     """Writes configs and recipe of a pair into a folder; returns the recipe."""
-    for name, config in pair.configs(is_full=is_full).items():
+    for name, config in pair.configs(is_full=is_full, is_narrow=is_narrow).items():
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text(json.dumps(config, indent=1))
     recipe = folder / "recipe.yaml"  # JSON is YAML
@@ -56,7 +59,7 @@ def write_inputs(pair: Pair, backend: str, folder: Path, *, is_full: bool) -> Pa
     return recipe
 
 
-def build_pair(pair: Pair, backend: str, work: Path, *, is_full: bool = False) -> Record:
+def build_pair(pair: Pair, backend: str, work: Path, *, is_full: bool = False, is_narrow: bool = False) -> Record:
     """Builds a pair in a process of its own, and removes the bundle.
 
     Args:
@@ -64,6 +67,7 @@ def build_pair(pair: Pair, backend: str, work: Path, *, is_full: bool = False) -
         backend: one of `BACKENDS`.
         work: a folder for configs, bundle and log; what it has of this build is replaced.
         is_full: with all tokens and experts.
+        is_narrow: with narrow layers.
 
     Returns:
         {"outcome": "built" | "refused" | "fault" | "not run", "reason", "seconds", "peak_bytes", "bundle_bytes"}; the
@@ -71,7 +75,7 @@ def build_pair(pair: Pair, backend: str, work: Path, *, is_full: bool = False) -
     """
     folder = work.resolve() / f"{pair.name}-{backend}"
     shutil.rmtree(folder, ignore_errors=True)
-    recipe = write_inputs(pair, backend, folder, is_full=is_full)
+    recipe = write_inputs(pair, backend, folder, is_full=is_full, is_narrow=is_narrow)
     command = [sys.executable, str(CHILD), "build", recipe.name, "-o", "bundle", "--no-cache", "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}  # processes of the build import it too
     with (folder / "log").open("w") as log, (folder / "answer").open("w") as answer:
@@ -88,9 +92,9 @@ def build_pair(pair: Pair, backend: str, work: Path, *, is_full: bool = False) -
 
 def _wait(child: subprocess.Popen[bytes]) -> str:
     """Waits for the end of a process; returns why it was ended here, or nothing."""
-    end, stopped = time.monotonic() + LIMIT_S, ""
+    waited, stopped = 0.0, ""
     while child.poll() is None:
-        if time.monotonic() > end:
+        if waited > LIMIT_S:  # counted here, so that the time in which all of this is held up does not count
             stopped = f"no end within {LIMIT_S:.0f} s"
         elif free_bytes() < LEAST_FREE_BYTES:
             stopped = "this machine's memory"
@@ -99,6 +103,7 @@ def _wait(child: subprocess.Popen[bytes]) -> str:
             child.wait()
             return stopped
         time.sleep(POLL_S)
+        waited += POLL_S
     return ""
 
 
@@ -147,7 +152,10 @@ def build_all(pairs: Iterable[Pair], options: argparse.Namespace) -> None:
             is_due = needs_build(held.get(backend), is_retry=options.retry, is_again=options.again)
             if not options.full and not (is_open and is_due):
                 continue
-            record = build_pair(pair, backend, options.work, is_full=options.full)
+            is_narrow = not options.full and (options.narrow or backend in NARROW)
+            record = build_pair(pair, backend, options.work, is_full=options.full, is_narrow=is_narrow)
+            if is_narrow and backend not in NARROW and record["outcome"] == "built":
+                record["is_narrow"] = True
             print(f"{pair.name} {backend}: {json.dumps(record)}", flush=True)
             if not options.full:
                 result = read_result()  # another process may have written meanwhile
@@ -164,6 +172,7 @@ def main() -> None:
     parser.add_argument("--retry", action="store_true")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--narrow", action="store_true")
     parser.add_argument("--work", type=Path, default=ROOT / "build/pairs")
     options = parser.parse_args()
     names = [name for name in options.only.split(",") if name]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.pairs.narrow import MAX_KV_HEADS, MAX_WIDTH
 from bench.pairs.rows import MAX_CHOSEN, MAX_DRAFT_VOCAB, MAX_EXPERTS, MAX_VOCAB, PAIRS, TARGET, Pair
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/pairs.md"
@@ -25,14 +26,17 @@ def block(result: Records) -> str:
         backend: sum(held.get(backend, {}).get("outcome") == "built" for held in result.values())
         for backend in ("onnxruntime", "tensorrt")
     }
+    num_narrow = sum(bool(held.get("onnxruntime", {}).get("is_narrow")) for held in result.values())
     lines = [
         BEGIN,
-        f"Of {len(PAIRS)} pairs, {counts['onnxruntime']} build on ONNX Runtime, and {counts['tensorrt']} of these to "
-        "TensorRT-RTX plans.",
+        f"Of {len(PAIRS)} pairs, {counts['onnxruntime']} build on ONNX Runtime ({num_narrow} of them were built with "
+        f"narrow layers alone), and {counts['tensorrt']} of these to TensorRT-RTX plans.",
         "",
         f"Widths are published ones; vocabularies are cut to {MAX_VOCAB} tokens (a reduced draft vocabulary to "
         f"{MAX_DRAFT_VOCAB}), experts to {MAX_EXPERTS} (fewer where stated), of which {MAX_CHOSEN} at most are chosen, "
-        "and a drafter's layers to two where it has more of the same kind, P-EAGLE's four excepted.",
+        "and a drafter's layers to two where it has more of the same kind, P-EAGLE's four excepted. For plans, and "
+        f"where a cell says narrow, widths are cut, too: hidden and inner ones to {MAX_WIDTH} (up to 1024 where heads "
+        f"make them up), K and V heads to {MAX_KV_HEADS} with the published number of queries each; heads keep theirs.",
         "",
         "| family | speculator | target's sizes, layers | `method` | ONNX Runtime | TensorRT-RTX |",
         "|---|---|---|---|---|---|",
@@ -54,7 +58,7 @@ def _row(pair: Pair, held: Mapping[str, Mapping[str, Any]]) -> str:
     few = f", {pair.max_experts} experts" if pair.max_experts < MAX_EXPERTS else ""
     first, second = (held.get(backend) for backend in ("onnxruntime", "tensorrt"))
     is_open = first is not None and first["outcome"] == "built"
-    cells = f"{_cell(first)} | {_cell(second) if is_open else '-'}"
+    cells = f"{_cell(first)} | {_plan_cell(second) if is_open else '-'}"
     return f"| {pair.family} | {pair.speculator} | {pair.model}, {num}{few} | `{pair.method}` | {cells} |"
 
 
@@ -63,7 +67,13 @@ def _cell(record: Mapping[str, Any] | None) -> str:
         return "not run"
     if record["outcome"] != "built":
         return str(record["outcome"])
-    return f"{record['seconds']} s, {record['peak_bytes'] / GIB:.1f} GiB"
+    return f"{'narrow: ' * bool(record.get('is_narrow'))}{record['seconds']} s, {record['peak_bytes'] / GIB:.1f} GiB"
+
+
+def _plan_cell(record: Mapping[str, Any] | None) -> str:
+    if record is None or record["outcome"] != "built":
+        return _cell(record)
+    return f"{record['bundle_bytes'] / (1 << 20):.0f} MiB"
 
 
 def _reasons(result: Records) -> list[str]:

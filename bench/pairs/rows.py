@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.pairs import targets as t
+from bench.pairs.narrow import hidden_size, narrow
 from bench.pairs.targets import Config
 
 TARGET, SPECULATOR = "target", "speculator"  # folders of the configs
@@ -51,15 +52,19 @@ class Pair:
     fields: Mapping[str, Any] = field(default_factory=dict)
     max_experts: int = MAX_EXPERTS
 
-    def configs(self, *, is_full: bool) -> dict[str, Config]:
+    def configs(self, *, is_full: bool, is_narrow: bool = False) -> dict[str, Config]:
         """Returns the config by folder.
 
         Args:
             is_full: with all tokens and experts.
+            is_narrow: with narrow layers, see `bench.pairs.narrow`.
         """
         made = {TARGET: with_layers(self.target, self.num_layers or _num_layers(self.target))}
         if self.drafter is not None:
             made[SPECULATOR] = dict(self.drafter)
+        if is_narrow:
+            known = {hidden_size(_text(self.target)): hidden_size(_text(narrow(self.target)))}
+            made = {folder: narrow(config, known) for folder, config in made.items()}
         return made if is_full else {folder: cut(config, self.max_experts) for folder, config in made.items()}
 
     def recipe(self) -> dict[str, Any]:
@@ -100,6 +105,9 @@ def cut(config: Config, max_experts: int) -> Config:
         "draft_vocab_size": MAX_DRAFT_VOCAB,
     }
     made = {name: min(value, limits[name]) if name in limits and value else value for name, value in config.items()}
+    if made.get("n_group", 1) > 1:  # a group is scored by its two best experts
+        made["n_group"] = min(config["n_group"], made["n_routed_experts"] // 2)
+        made["topk_group"] = min(config["topk_group"], made["n_group"] // 2)
     for name, value in made.items():
         if isinstance(value, dict) and name not in ("rope_parameters", "rope_scaling"):
             made[name] = cut(value, max_experts)
@@ -172,6 +180,11 @@ _ASSISTANT: Config = {
         "rope_parameters": t.GEMMA4_ROPE, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+_DSPARK_GEMMA4 = _dspark(t.GEMMA4_12B, 15360, (16, 1)) | {
+    "model_type": "gemma4_text", "num_global_key_value_heads": 1, "global_head_dim": 512, "attention_k_eq_v": True,
+    "head_dim": 512, "final_logit_softcapping": 30.0, "target_layer_ids": [5, 17, 29, 41, 46], "mask_token_id": 4,
+    "rope_parameters": {t.FULL: t.GEMMA4_ROPE[t.FULL]},
+}  # fmt: skip
 _PARD_QWEN: Config = {
     "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": NUM_LAYERS,
@@ -220,8 +233,7 @@ PAIRS = (
          _eagle3(t.GEMMA4_26B_A4B, 8448), 3),
     Pair("gemma4-dflash", G4, "Gemma 4 26B-A4B", "DFlash (RedHatAI)", t.GEMMA4_26B_A4B, "dflash",
          _dflash(t.GEMMA4_26B_A4B, 8448, (32, 8))),
-    Pair("gemma4-dspark", G4, "Gemma 4 12B", "DSpark (deepseek-ai)", t.GEMMA4_12B, "dflash",
-         _dspark(t.GEMMA4_12B, 15360, (32, 8))),
+    Pair("gemma4-dspark", G4, "Gemma 4 12B", "DSpark (deepseek-ai)", t.GEMMA4_12B, "dflash", _DSPARK_GEMMA4),
     Pair("gemma3-eagle3", "Gemma 3", "Gemma 3 4B", "EAGLE-3 (community)", t.GEMMA3_4B, "eagle3",
          _eagle3(t.GEMMA3_4B, 10240), 3),
     Pair("gpt-oss-eagle3", OSS, "gpt-oss-20b", "EAGLE-3 (RedHatAI, NVIDIA)", t.GPT_OSS_20B, "eagle3",
