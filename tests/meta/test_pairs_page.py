@@ -28,7 +28,7 @@ COUNTS = {
     "Hunyuan": 1, "DeepSeek-V3": 1, "Kimi K2": 2, "Nemotron 3": 3, "Ministral 3": 1, "Granite 3": 1,
     "Granite code": 1, "Phi-3, 4": 1, "LFM2": 1,
 }  # fmt: skip
-REDUCED = {*VOCAB, *EXPERTS, *CHOSEN, *MASK, "draft_vocab_size"}
+REDUCED = {*VOCAB, *EXPERTS, *CHOSEN, *MASK, "draft_vocab_size", "n_group", "topk_group"}
 RESULT = main.read_result()
 
 

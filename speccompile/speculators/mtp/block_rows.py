@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of two blocks, each of one mixer behind a norm (Nemotron-H): attention, then experts or an MLP. No torch.
+"""Modules of two blocks, each of one mixer after a norm (Nemotron-H): attention, then experts or an MLP. No torch.
 
 The first block has what joins the token's embedding and the hidden state, the last one the norm before the LM head.
 Positions are not rotated.
@@ -16,7 +16,7 @@ from speccompile.errors import ExportError
 from speccompile.speculators.mtp.layer_rows import NORM, NORM_EMBEDDING, NORM_HIDDEN
 
 FAMILY = "nemotron_h"
-FULL = "full_attention"
+FULL, LINEAR = "full_attention", "linear_attention"
 _MIXER = "layers.1.mixer"
 _NAMES = {
     "fc.weight": "layers.0.eh_proj.weight",
@@ -35,7 +35,7 @@ def layer_of_blocks(whole: Mapping[str, Any]) -> dict[str, Any]:
     stated = {"layers_block_type": whole.get("mtp_layers_block_type")}
     stated["hybrid_override_pattern"] = whole.get("mtp_hybrid_override_pattern") or "*E"
     kinds = mixer_kinds({"model_type": FAMILY, **stated}, 2)
-    if len(kinds) != 2 or kinds[0] != FULL or kinds[1] not in ("moe", "mlp"):
+    if len(kinds) != 2 or kinds[0] != FULL or kinds[1] in (FULL, LINEAR):
         expected = "attention, then experts or an MLP"
         raise ExportError(f"a module of {FAMILY}", f"blocks {', '.join(kinds)}", expected, "Draft with another method.")
     return {"layers_block_type": list(kinds), "num_hidden_layers": 2}

@@ -26,7 +26,7 @@ from speccompile.core.specs import GraphSpec
 from speccompile.doctor.doctor import Checkpoint, make_case, open_checkpoint, open_known
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Target
-from speccompile.errors import CheckpointError, RecipeError
+from speccompile.errors import CheckpointError, ExportError, RecipeError
 from speccompile.export.checks import check_candidates
 from speccompile.export.feature_source import check_window, dims_from_config
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
