@@ -79,6 +79,8 @@ def compare(args: argparse.Namespace) -> int:
     is_wrong, seconds = False, 0.0
     for method in args.methods.split(","):
         engine = speccompile.load(args.bundle, method=method)
+        if args.forget_costs:
+            engine.controller = None
         prompts = [engine.encode(text) for text in texts]
         for batch_size in (1, 8):
             results = engine.generate(prompts, params, batch_size=batch_size)

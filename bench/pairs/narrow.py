@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 from bench.pairs.targets import Config
 
 MAX_WIDTH = 512  # of hidden states, inner layers and low ranks
@@ -55,7 +57,8 @@ def _hidden_size(config: Config, made: Config) -> int:
     """Returns the narrow one, which follows from the heads where a config does not say their width."""
     hidden, num = hidden_size(config), config.get("num_attention_heads") or config.get("n_head")
     if num is None or "head_dim" in config or "qk_nope_head_dim" in config:
-        return min(hidden, MAX_WIDTH)
+        step = math.lcm(64, made.get("num_attention_heads", 1))  # some configs want a multiple of the heads
+        return min(hidden, -(-MAX_WIDTH // step) * step)
     return hidden // num * (made.get("num_attention_heads") or made["n_head"])
 
 
