@@ -23,6 +23,7 @@ from speccompile.errors import CheckpointError, ExportError
 from tests.export.harness import (
     Decoder,
     chain_parents,
+    logits_after,
     logits_of,
     lowered,
     make_checkpoint,
@@ -127,16 +128,14 @@ def largest_difference(decoder: Decoder, model: Any) -> float:
         tokens = rng.integers(3, VOCAB, nodes.shape)
         scored = np.tile(np.arange(nodes.shape[1])[::-1], (2, 1)).copy()
         logits = decoder.step(tokens, nodes, scored, sure)["logits"]
-        worst = 0.0
+        paths = [paths_of(decoder.history[slot], tokens[slot], nodes[slot]) for slot in range(2)]
+        each = [(slot, i) for slot in range(2) for i, n in enumerate(scored[slot]) if n == 0 or nodes[slot, n] >= 0]
+        expected = logits_after(model, [paths[slot][scored[slot, index]] for slot, index in each])  # of no padding
+        slots, places = np.array(each).T
+        differences = np.abs(logits[slots, places] - expected).max(axis=-1) / np.abs(expected).max(axis=-1)
         for slot in range(2):
-            paths = paths_of(decoder.history[slot], tokens[slot], nodes[slot])
-            for index, node in enumerate(scored[slot]):
-                if node == 0 or nodes[slot, node] >= 0:  # padding has no meaning
-                    expected = logits_of(model, paths[node])
-                    difference = np.abs(logits[slot, index] - expected).max() / np.abs(expected).max()
-                    worst = max(worst, float(np.nan_to_num(difference, nan=np.inf)))
             decoder.history[slot] += tokens[slot, : kept[slot]].tolist()
-        return worst
+        return float(np.nan_to_num(differences, nan=np.inf).max())
 
     worst = [step([chain_parents(11, 11), chain_parents(4, 11)], (11, 4), (11, 4))]
     worst += [step([[-1], [-1]], (1, 1), (1, 1)) for _ in range(3)]

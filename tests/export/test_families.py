@@ -14,7 +14,7 @@ from tests.export.families import CONFIGS, VOCAB
 from tests.export.harness import (
     Decoder,
     chain_parents,
-    logits_of,
+    logits_after,
     lowered,
     make_checkpoint,
     paths_of,
@@ -52,14 +52,11 @@ def compare(decoder: Decoder, compiled: list[Decoder], model: Any, tokens: np.nd
         other.history = decoder.history
         every.append(other.step(tokens, parents, scored)["logits"])
     assert logits.shape == (batch, nodes - 1, VOCAB) and logits.dtype == np.float32
-    worst = 0.0
-    for slot in range(batch):
-        paths = paths_of(decoder.history[slot], tokens[slot], parents[slot])
-        for index, node in enumerate(scored[slot]):
-            if node == 0 or parents[slot, node] >= 0:  # padding has no meaning
-                expected = logits_of(model, paths[node])
-                worst = max(worst, *(float(np.abs(got[slot, index] - expected).max()) for got in every))
-    return worst
+    paths = [paths_of(decoder.history[slot], tokens[slot], parents[slot]) for slot in range(batch)]
+    each = [(slot, i) for slot in range(batch) for i, n in enumerate(scored[slot]) if n == 0 or parents[slot, n] >= 0]
+    expected = logits_after(model, [paths[slot][scored[slot, index]] for slot, index in each])  # of no padding
+    slots, places = np.array(each).T
+    return max(float(np.abs(got[slots, places] - expected).max()) for got in every)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
