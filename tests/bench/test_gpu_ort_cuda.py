@@ -8,6 +8,7 @@ import pytest
 import speccompile
 from bench.gpu_check import decoding, ort_cuda
 from speccompile.core.sampling import SamplingParams
+from tests import store
 from tests.backends.fake_ort import FakeOrt
 from tests.backends.tensorrt.fake_cuda import FakeCuda
 
@@ -22,7 +23,8 @@ def work(tmp_path_factory):
 @pytest.fixture(scope="module")
 def bundle(work):
     pytest.importorskip("torch")
-    return decoding.build_pair(work, "ort-cuda", "engine.backend=onnxruntime", "engine.device=cuda")
+    with store.cheap_stages():
+        return decoding.build_pair(work, "ort-cuda", "engine.backend=onnxruntime", "engine.device=cuda")
 
 
 @pytest.fixture
