@@ -95,11 +95,12 @@ def plain(lab):
 @pytest.mark.parametrize(("method", "form"), forms())
 def test_greedy_text_equals_plain_decoding(lab, plain, method, form, backend):
     engine = lab(method, form, backend)
-    # The reference evaluator is slow: its texts are shorter.
+    # The reference evaluator is slow, as slow for one sequence as for eight: shorter texts, fewer in small batches.
     num = 30 if backend == "onnxruntime" else 4
     for batch_size in BATCHES:
-        results = engine.generate(prompts(), params(num), batch_size=batch_size)
-        wanted = [text[: num + 2 * i] for i, text in enumerate(plain)]
+        some = slice(None if backend == "onnxruntime" else {1: 2, 3: 5, 8: 9}[batch_size])
+        results = engine.generate(prompts()[some], params(num)[some], batch_size=batch_size)
+        wanted = [text[: num + 2 * i] for i, text in enumerate(plain[some])]
         assert [r.tokens for r in results] == wanted, f"batch {batch_size}"
         if backend == "onnxruntime":
             assert sum(r.stats["num_accepted"] for r in results) >= 20
