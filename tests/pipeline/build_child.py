@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.errors import SpecCompileError
 from speccompile.pipeline import build
+from tests import store
 from tests.pipeline import fakes, kept_exports
 
 
@@ -46,7 +47,8 @@ def run(recipe: str, dest: str, cache: str, how: str, *exports: str) -> int:
         seen += 1
 
     try:
-        build(fakes.make_plan(Path(recipe)), Path(dest), progress, StageCache(Path(cache)))
+        with store.cheap_measurements():
+            build(fakes.make_plan(Path(recipe)), Path(dest), progress, StageCache(Path(cache)))
     except SpecCompileError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return error.exit_code
