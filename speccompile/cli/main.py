@@ -13,6 +13,7 @@ from speccompile.cli import (
     bench,
     build,
     cache,
+    chat,
     convert,
     doctor,
     generate,
@@ -61,7 +62,7 @@ def _options(
     show_warnings()
 
 
-for _command in (build, verify, generate, serve, triton, bench, train, inspect, doctor, convert, cache, schema):
+for _command in (build, verify, generate, chat, serve, triton, bench, train, inspect, doctor, convert, cache, schema):
     _command.register(app)
 for _info in app.registered_commands:
     _info.cls = TidyCommand

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""speccompile chat: a conversation with a bundle or a model, by its chat template."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from speccompile.cli.generate import STYLES, kinds_of, print_stats
+from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_options
+from speccompile.cli.options import MAX_THREADS, usable_threads
+from speccompile.cli.sampling_options import check_sampling, with_sampling_options
+from speccompile.errors import BundleError, RuntimeFault
+
+if TYPE_CHECKING:
+    from speccompile.core.sampling_params import SamplingParams
+    from speccompile.runtime.requests import StepOutput
+    from speccompile.runtime.service import Service
+    from speccompile.serving.openai.chat import ChatTemplate
+
+COMMANDS = {
+    "/stats": "counts and times of the answers so far",
+    "/reset": "forget the conversation",
+    "/help": "these commands",
+    "/exit": "end, as Ctrl-D does",
+}
+_MAX_TOKENS = 512  # of an answer, where neither the option nor the bundle says more
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command(name="chat")(with_model_options(with_sampling_options(chat_command)))
+
+
+def chat_command(
+    source: Annotated[str, typer.Argument(metavar="MODEL", help=SOURCE_HELP)],
+    *,
+    sampling: dict[str, Any],
+    model: Any,
+    system: Annotated[str | None, typer.Option(help="The system message that a conversation begins with.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Decode without drafts.")] = False,
+    method: Annotated[str | None, typer.Option(help="Another speculation method than the recipe's.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Another backend than the recipe's.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of the target's engine.")] = None,
+) -> None:
+    """Talk to a bundle or a model: a line is a message, and the conversation goes on until /exit or Ctrl-D.
+
+    On a terminal accepted drafts are green, recovered tokens yellow, bonus tokens cyan. /stats prints counts and times,
+    /reset forgets the conversation. In a pipe each line of stdin is a message, and stdout has the answers alone.
+    """
+    check_sampling(sampling)
+    from speccompile.runtime.service import Service, ServiceOptions
+
+    engine, _ = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
+    template = _read_template(engine)
+    given = sampling if "max_new_tokens" in sampling else {"max_new_tokens": _MAX_TOKENS, **sampling}
+    service = Service(engine, ServiceOptions(speculation="off" if plain else "auto"))
+    service.start()
+    try:
+        _converse(Chat(service, template, replace(engine.defaults, **given), system), Console(soft_wrap=True))
+    finally:
+        service.close()
+
+
+def _read_template(engine: Any) -> ChatTemplate:
+    """Returns the bundle's chat template.
+
+    Raises:
+        RuntimeFault: the packages that it needs are not installed.
+        BundleError: it has none.
+    """
+    try:
+        from speccompile.serving.openai.chat import read_chat_template
+    except ModuleNotFoundError as fault:
+        todo = "Install them: pip install 'speccompile[serve]'."
+        raise RuntimeFault("speccompile chat", f"no package {fault.name}", "those of [serve]", todo) from fault
+    path = None if engine.bundle is None else engine.bundle.tokenizer_path
+    template = None if path is None else read_chat_template(path.parent)
+    if template is None:
+        todo = "Use speccompile generate, or put chat_template.jinja beside the tokenizer and build again."
+        where = "speccompile chat" if engine.bundle is None else str(engine.bundle.path / "tokenizer")
+        raise BundleError(where, "no chat template", "a model that was trained on conversations", todo)
+    return template
+
+
+@dataclass
+class Chat:
+    """A conversation.
+
+    Args:
+        service: decodes; rows of the conversation so far are kept in its caches.
+        template: makes a prompt of the messages.
+        sampling: of the answers.
+        system: the first message's text; None: there is none.
+        messages: so far.
+        stats: of the answers so far.
+    """
+
+    service: Service
+    template: ChatTemplate
+    sampling: SamplingParams
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    stats: list[dict[str, Any]] = field(default_factory=list)
+
+    def ask(self, text: str) -> Generator[StepOutput, None, None]:
+        """Yields the steps of the answer to a message; both are in the conversation when it has ended.
+
+        An answer that is not read to its end is cancelled, and then neither of them is.
+
+        Raises:
+            RuntimeFault: the conversation does not fit the cache, or the engine failed.
+        """
+        from speccompile.runtime.requests import Request
+
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self._prompt([*first, *messages])
+        steps: SimpleQueue[StepOutput] = SimpleQueue()
+        handle = self.service.submit(Request(prompt, self.sampling), steps.put)
+        parts: list[str] = []
+        step = None
+        try:
+            while step is None or step.finish_reason is None:
+                step = steps.get()
+                parts.append(step.text)
+                yield step
+        finally:
+            self.service.cancel(handle)  # an answer that has ended takes no notice
+        if step.error is not None:
+            raise RuntimeFault("chat", step.error, "an answer", "Begin again with /reset.")
+        self.stats.append(step.stats or {})
+        self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+
+    def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        from speccompile.serving.openai.errors import ApiError
+
+        try:
+            text = self.template.render(messages, True, {})
+        except ApiError as fault:
+            raise RuntimeFault("chat template", str(fault), "messages that it takes", "Begin with /reset.") from fault
+        tokenizer = self.service.engine.tokenizer
+        assert tokenizer is not None  # where there is a template there is one
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def reset(self) -> None:
+        """Forgets the conversation and its counts."""
+        self.messages, self.stats = [], []
+
+
+def _converse(chat: Chat, console: Console) -> None:
+    """Reads messages and commands until the input ends or /exit."""
+    is_live = console.is_terminal and sys.stdin.isatty()
+    if is_live:
+        console.print(Text(f"Write a message, or one of {', '.join(COMMANDS)}.", style="dim"))
+    for line in _lines(console, is_live):
+        message = line.strip()
+        if message == "/exit":
+            return
+        if message == "/reset":
+            chat.reset()
+        elif message == "/stats":
+            print_stats(console, chat.stats)
+        elif message == "/help":
+            for name, meaning in COMMANDS.items():
+                console.print(Text.assemble((f"{name:<8}", "bold"), meaning))
+        elif message.startswith("/") and message.partition(" ")[0].isascii() and message[1:2].isalpha():
+            typer.echo(f"error: no command {message.partition(' ')[0]}; known are {', '.join(COMMANDS)}", err=True)
+        elif message:
+            _answer(chat, message, console, is_live)
+
+
+def _lines(console: Console, is_live: bool) -> Iterator[str]:
+    while True:
+        try:
+            if is_live:
+                yield console.input(Text("> ", style="bold"))
+                continue
+            line = sys.stdin.readline()
+        except EOFError:
+            console.print()
+            return
+        if not line:
+            return
+        yield line
+
+
+def _answer(chat: Chat, message: str, console: Console, is_live: bool) -> None:
+    """Prints an answer as it comes; Ctrl-C ends it, and the message is forgotten."""
+    sink = chat.service.engine.text_sink(chat.sampling) if is_live else None
+    steps = chat.ask(message)
+    try:
+        for step in steps:
+            if sink is None:
+                print(step.text, end="", flush=True)
+                continue
+            for token, kind in zip(step.tokens, kinds_of(step), strict=True):
+                console.print(Text(sink.push((token,))[0], style=STYLES[kind]), end="")
+            if step.finish_reason is not None:
+                console.print(Text(sink.finish()), end="")
+        print(flush=True)
+    except KeyboardInterrupt:
+        steps.close()
+        if not is_live:
+            raise
+        console.print(Text(" (stopped)", style="dim"))
+    except RuntimeFault as fault:
+        if not is_live:
+            raise
+        typer.echo(f"error: {fault.where}: {fault.got}. {fault.todo}", err=True)
