@@ -17,6 +17,7 @@ import numpy as np
 
 from speccompile.core import registry
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext
+from speccompile.core.method import Method
 from tests.speculators.heads_lab import write_medusa, write_prophet
 
 MAX_SEQ, MAX_NODES = 60, 10
@@ -45,11 +46,13 @@ class Row:
         write: (folder, target's folder): writes the speculator's checkpoint; None: it has none.
         chain: fields of its `Config` besides `model`.
         tree: the same for a tree; None: it drafts chains alone.
+        method: its name in recipes, where that is not the row's.
     """
 
     write: Callable[[Path, Path], Any] | None
     chain: dict[str, Any] = field(default_factory=dict)
     tree: dict[str, Any] | None = None
+    method: str = ""
 
 
 def write_draft(folder: Path, target: Path) -> None:
@@ -128,6 +131,13 @@ def write_learnt_dflash(folder: Path, target: Path) -> None:
     dflash_lab.write_learnt(folder, target)
 
 
+def write_pard(folder: Path, target: Path) -> None:
+    """Writes a draft model that reads masks."""
+    from tests.speculators import mask_lab
+
+    mask_lab.write_pard(folder, target)
+
+
 def write_pair(folder: Path, target: Path) -> None:
     """Writes a draft model and EAGLE's layer."""
     folder.mkdir()
@@ -141,6 +151,7 @@ CHAIN = {"method": "draft_model", "model": "draft", "num_draft_tokens": 3}
 TREE = {"method": "eagle", "model": "eagle", "tree": "auto"}
 ROWS: dict[str, Row] = {
     "draft_model": Row(write_draft, {"num_draft_tokens": 3}, FIXED),
+    "pard": Row(write_pard, {"num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}, "draft_model"),
     "eagle": Row(write_learnt_eagle, {"tree": "chain", "num_draft_tokens": 3}, AUTO),
     "eagle3": Row(write_learnt_eagle3, {"tree": "chain", "num_draft_tokens": 3}, AUTO),
     "dflash": Row(write_learnt_dflash, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}),
@@ -156,6 +167,11 @@ ROWS: dict[str, Row] = {
 }
 
 
+def method_of(name: str) -> Method:
+    """Returns the method of a row."""
+    return registry.method(ROWS[name].method or name)
+
+
 def forms() -> list[tuple[str, str]]:
     """Returns (method, chain or tree) of all rows."""
     return [(name, form) for name, row in ROWS.items() for form in ("chain", "tree") if form == "chain" or row.tree]
@@ -166,7 +182,7 @@ def config_of(method: str, form: str, model: Path) -> Any:
     row = ROWS[method]
     fields = row.chain if form == "chain" else row.tree
     assert fields is not None
-    config = registry.method(method).Config
+    config = method_of(method).Config
     if "drafters" in fields:  # their models are inside the folder
         parts = [
             {**part, "model": str(model / part["model"])} if "model" in part else part for part in fields["drafters"]
@@ -180,7 +196,7 @@ def sources(method: str, form: str, target: Path, model: Path) -> Iterator[Any]:
     from speccompile.export.decoder_source import DecoderSource
     from tests.speculators.eagle_lab import STREAMS
 
-    config, chosen = config_of(method, form, model), registry.method(method)
+    config, chosen = config_of(method, form, model), method_of(method)
     # One target that gives all that any method wants: it is exported once.
     job = GraphJob("target", str(target), options=DecoderOptions(hidden=True, hidden_layers=STREAMS))
     first = DecoderSource(job, SourceContext("checkpoint", MAX_SEQ, MAX_NODES))

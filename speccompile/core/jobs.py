@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
 from speccompile.core.dims import ModelDims
@@ -51,10 +51,14 @@ class CandidateOptions:
     Args:
         num_candidates: most probable tokens after each.
         gives_probs: the distribution after each as well, for drafts that are drawn.
+        max_parallel: most draft tokens of one run, where the checkpoint names a mask token; 1: a run for each.
+        is_parallel: without a mask token it is an error.
     """
 
     num_candidates: int
     gives_probs: bool
+    max_parallel: int = field(default=1, compare=False, kw_only=True)
+    is_parallel: bool = field(default=False, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ class DecoderOptions(TargetOutputs):
 
 def json_from_options(options: Any) -> dict[str, Any]:
     """Returns the options that can change a job's graph; fields that cannot are declared with `compare=False`."""
-    held = asdict(options)
-    return {f.name: held[f.name] for f in fields(options) if f.compare}
+    held = {f.name: getattr(options, f.name) for f in fields(options) if f.compare}
+    return {name: json_from_options(value) if is_dataclass(value) else value for name, value in held.items()}
 
 
 @dataclass(frozen=True)

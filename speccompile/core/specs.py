@@ -49,7 +49,9 @@ CANDIDATE_PROBS = "candidate_probs"  # [batch, scored, candidates] float32: thei
 TARGET_LENGTHS = "target_lengths"  # [batch] int64: rows in use of the target's caches, where a draft reads those
 NODE_PROBS = "node_probs"  # [batch, scored, draft_vocab] float32: the warped distribution after each; 1 wide if greedy
 FEATURES = "hidden.features"  # [batch, states, hidden] float32: what a draft reads of positions
-FEATURE_NODES = "feature_nodes"  # [batch, nodes] int64: the row of `hidden.features` that belongs to each node
+FEATURE_NODES = (
+    "feature_nodes"  # [batch, nodes] int64: the row of `hidden.features` that belongs to each node; -1: a mask
+)
 NEXT_FEATURES = "hidden.next"  # [batch, next_states, hidden] float32: what node 0 read, then each node's own
 STATE_LENGTHS = "state_lengths"  # [batch] int64: rows of each slot that its recurrent states hold
 SURE_NODES = "sure_nodes"  # [batch] int64: the first nodes of this step that stay whatever is decided
@@ -139,6 +141,7 @@ class GraphSpec:
         scores: which nodes a run scores by default: `one` of each slot, or all `nodes`.
         num_candidates: most probable tokens that it gives after each scored node.
         num_drafts: draft tokens that it gives for each slot in one run, a chain or a tree.
+        mask_token: token of the rows after the root's, each of which gives one more draft token; None: it reads none.
         gives_probs: where a slot samples it also gives the distributions that drafts are drawn from.
         tail: what the passes put after the exported graph's logits: `verify` or `candidates`.
         states: names of the inputs that are recurrent states, in order; each has an output `updated_cache_name`, and
@@ -163,12 +166,18 @@ class GraphSpec:
     scores: Literal["one", "nodes"] = "nodes"
     num_candidates: int = 0
     num_drafts: int = 0
+    mask_token: int | None = None
     gives_probs: bool = False
     tail: Literal["none", "verify", "candidates"] = "none"
     states: tuple[str, ...] = ()
     max_pending: int = 0
     conv_history: int = 0
     image_tokens: int = 0
+
+    @property
+    def num_masks(self) -> int:
+        """The most rows of a run that are masks."""
+        return 0 if self.mask_token is None else self.num_drafts - 1
 
     @property
     def own_caches(self) -> tuple[str, ...]:
@@ -218,10 +227,11 @@ class GraphSpec:
         return {t.name: t for t in self.outputs}[name]
 
     def json_from_spec(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict for `spec_from_json`, without what only states or images have if there are none."""
+        """Returns a JSON-ready dict for `spec_from_json`, without what only states, images or masks have."""
         data = asdict(self)
-        unused = () if self.states else ("states", "max_pending", "conv_history")
-        for name in (*unused, *(() if self.image_tokens else ("image_tokens",))):
+        unused = [] if self.states else ["states", "max_pending", "conv_history"]
+        unused += ["image_tokens"] * (not self.image_tokens) + ["mask_token"] * (self.mask_token is None)
+        for name in unused:
             del data[name]
         return data
 

@@ -155,8 +155,7 @@ def _report(found: Checkpoint, model: str, target: Target | None, values: bool |
 def _is_other(found: Checkpoint) -> bool:
     """Whether it is a kind that is not supported yet, whose keys resemble a supported one."""
     assert found.layout is not None
-    is_named = any(found.config.get(key) == value for key, value in found.layout.config_marks)
-    return not is_named and known_format(found.config, found.files.headers) is not None
+    return not found.layout.is_named(found.config) and known_format(found.config, found.files.headers) is not None
 
 
 def check_kind(folder: Path, formats: Sequence[Format]) -> None:

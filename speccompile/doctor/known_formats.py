@@ -47,7 +47,6 @@ KNOWN = (
     ),
     KnownFormat("lilicorr", "LiLiCorr: a block drafter with layers over its candidates", (r"^lilicorr\.",)),
     KnownFormat("mimo", "MiMo: layers of multi-token prediction in a list of their own", (r"^model\.mtp_layers\.",)),
-    KnownFormat("pard", "PARD: a parallel language model with mask tokens", (), ("pard_token",)),
     KnownFormat(
         "hydra",
         "Hydra: heads that depend on each other's tokens",

@@ -23,6 +23,7 @@ from speccompile.doctor.findings import Finding, Severity
 if TYPE_CHECKING:
     from speccompile.checkpoints.tensor_files import TensorFiles
 
+ANY = object()  # in `Format.config_marks`: any value
 FLOATS = ("BF16", "F16", "F32")
 _MAX_DIGITS = 9
 _MAX_FREE_COUNT = 256  # of parts that need no keys of their own (shared, or zero)
@@ -145,7 +146,8 @@ class Format:
         method: the recipe's name.
         marks: patterns of keys, any of which identifies the layout.
         without: patterns of keys, any of which rules it out.
-        config_marks: (key of the config, value) pairs, any of which identifies it whatever the keys are.
+        config_marks: (key of the config, value) pairs, any of which identifies it whatever the keys are; `ANY`: any
+            value that is not null.
         prefixes: that all keys may have; the first is written.
         has_others: keys without the prefix belong to another model in the same files.
         config_prefix: the prefix that a config implies, instead of `prefixes`.
@@ -191,12 +193,17 @@ class Format:
     def is_in(self, config: Mapping[str, Any], keys: Iterable[str]) -> bool:
         """Whether a checkpoint has this layout, judged by its marks."""
         held = list(keys)
-        if any(lookup(config, key) == value for key, value in self.config_marks):
+        if self.is_named(config):
             return True
         if any(re.search(pattern, key) for pattern in self.without for key in held):
             return False
         tails = [k[len(p) :] for p in self.prefixes for k in held if k.startswith(p)]
         return any(re.search(mark, tail) for mark in self.marks for tail in tails)
+
+    def is_named(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config alone identifies this layout."""
+        held = [(lookup(config, key), value) for key, value in self.config_marks]
+        return any(got is not None if value is ANY else got == value for got, value in held)
 
     def expand(self, sizes: Mapping[str, int | None], prefix: str = "") -> dict[str, Expected]:
         """Returns the keys at given sizes."""

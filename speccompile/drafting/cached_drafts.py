@@ -20,6 +20,9 @@ from speccompile.drafting.static_tree import StaticTrees
 from speccompile.drafting.tree_config import TreeFields
 from speccompile.errors import RecipeError
 
+_TOO_LATE = "Build a bundle whose recipe says so; at load it is too late."
+_RUNS = (1, 2, 4, 8, 16, 32, 64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CachedDraftFields(TreeFields):
@@ -83,13 +86,35 @@ class CachedDraftFields(TreeFields):
         """Number of candidates after each node: one for a chain."""
         return super().candidates_needed if self.has_tree else 1
 
+    @property
+    def depth_asked(self) -> int:
+        """The most drafts on a path that the recipe asks for."""
+        shape = self.shape
+        return shape.max_depth if shape is not None else self.tree_depth if self.has_tree else self.max_length
+
+    @property
+    def is_depth_fixed(self) -> bool:
+        """Whether the recipe names that number."""
+        return self.shape is not None or (not self.has_tree and self.num_draft_tokens != "auto")
+
+    def check_depth(self, engine: Engine, max_draft_nodes: int) -> None:
+        """Refuses a draft whose one run gives fewer tokens on a path.
+
+        Raises:
+            RecipeError: it does.
+        """
+        asked = min(self.depth_asked, max_draft_nodes)
+        if self.is_depth_fixed and engine.spec.num_drafts < asked:
+            got, expected = f"a draft built for {engine.spec.num_drafts} tokens", f"{asked} on a path"
+            raise RecipeError("speculator.num_draft_tokens", got, expected, _TOO_LATE)
+
     def check_engine(self, engine: Engine, max_draft_nodes: int) -> None:
         """Refuses a draft that was built for other trees: a method chosen at load may differ from the recipe's.
 
         Raises:
             RecipeError: the draft has too few candidates or no distributions, or the tree has too many nodes.
         """
-        todo, held = "Build a bundle whose recipe says so; at load it is too late.", engine.spec.num_candidates
+        todo, held = _TOO_LATE, engine.spec.num_candidates
         if held < self.candidates_needed:
             expected = f"{self.candidates_needed} candidates a node"
             raise RecipeError("speculator.tree", f"a draft built for {held} candidates a node", expected, todo)
@@ -108,7 +133,14 @@ class CachedDraftFields(TreeFields):
             )
 
     def make_drafts(
-        self, scorer: Scorer, engine: Engine, graph: str, context: MethodContext, block: int | None = None
+        self,
+        scorer: Scorer,
+        engine: Engine,
+        graph: str,
+        context: MethodContext,
+        block: int | None = None,
+        *,
+        has_masks: bool = False,
     ) -> tuple[Drafts, Drafts]:
         """Returns the drafts for greedy batches and those for batches that sample; one object where it serves both.
 
@@ -119,24 +151,30 @@ class CachedDraftFields(TreeFields):
             context: sizes and measured costs.
             block: most drafts on a path, of a draft that gives all its candidates in one run; None: each depth is a
                 run of its own.
+            has_masks: each of them is a node of that run.
 
         Raises:
             RecipeError: see `check_engine`.
         """
         most = context.max_draft_nodes
         self.check_engine(engine, most)
+        if has_masks:
+            self.check_depth(engine, most)
         if (shape := self.shape) is not None:
             static = self._static(scorer, shape, engine)
             return static, static
         none = StepCosts()
         is_chain, depth = not self.has_tree, min(self.tree_depth if self.has_tree else self.max_length, most)
         depth = depth if block is None else min(depth, block)
+        draft = context.costs.get(graph, none)
+        if has_masks and draft.ms_by_nodes:
+            draft = StepCosts(tuple((num, draft.ms(num * depth)) for num in _RUNS))
         budget = Budget(
             depth if is_chain else most,
             depth,
             1 if is_chain else self.tree_width,
             context.costs.get("target", none),
-            context.costs.get(graph, none),
+            draft,
             is_fixed=is_chain and not self.leaves_length,
             min_path=self.min_path,
             num_runs=None if block is None else 1,

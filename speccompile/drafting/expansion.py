@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.protocols import Batch, Outputs, Slot
-from speccompile.core.tree import Bools, Ints, mask_from_bits
+from speccompile.core.tree import Bools, Ints, chain_mask, mask_from_bits
 from speccompile.drafting.candidates import Candidates
 
 
@@ -185,3 +185,17 @@ def make_expansion(
         warp,
     )
     return level, scored
+
+
+def padding_mask(lengths: Ints, counts: Sequence[int], width: int, max_seq_len: int) -> Bools:
+    """Returns the mask of chains whose padding attends to itself alone, so that no position exceeds the last one.
+
+    Args:
+        lengths: [batch] int64, rows before the chains.
+        counts: by slot, columns of its chain; the others are padding, and so are those beyond the last position.
+        width: columns.
+        max_seq_len: positions.
+    """
+    used = np.arange(width) < np.minimum(counts, max_seq_len - lengths)[:, None]
+    mask: Bools = chain_mask(len(counts), width) & used[:, :, None]
+    return mask | np.eye(width, dtype=np.bool_)

@@ -15,7 +15,7 @@ from speccompile.core.jobs import PREFILL_CHUNK
 from speccompile.core.protocols import Batch, Engine, Outputs, Slot
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, TREE_MASK
 from speccompile.core.tree import Ints
-from speccompile.drafting.expansion import Expansion
+from speccompile.drafting.expansion import Expansion, padding_mask
 
 _FIRST = np.zeros((1, 1), dtype=np.int64)
 
@@ -64,26 +64,40 @@ class DraftCache:
         return self.max_seq_len - len(slot.tokens)
 
     def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Reads the tokens that the slots have not read yet, the root last.
+        """Reads the tokens that the slots have not read yet, the root last."""
+        return self._read_new(batch.slots, places, warp)
+
+    def _read_new(
+        self,
+        slots: Sequence[Slot],
+        places: Sequence[int],
+        warp: Mapping[str, NDArray[Any]],
+        masks: Sequence[int] = (),
+    ) -> Outputs:
+        """Reads the tokens that the slots have not read yet, and after them masks; scores the roots and these.
 
         All read as many tokens as the one that missed most: reading a token again costs the same as padding.
         """
-        slots = batch.slots
         for place in places:
             self._catch_up(place, slots[place].tokens)
-        width = max(len(slots[place].tokens) - self.lengths[place] for place in places)
+        num_masks = len(masks)
+        most = max(len(slots[place].tokens) - self.lengths[place] for place in places)
+        width = most + num_masks
         tokens = np.zeros((len(slots), width), dtype=np.int64)
-        scored = np.zeros((len(slots), 1), dtype=np.int64)
+        scored = np.zeros((len(slots), 1 + num_masks), dtype=np.int64)
         lengths = np.array([self._idle(place, width) for place in range(len(slots))], dtype=np.int64)
+        counts = [0] * len(slots)
         for place in places:
             known = slots[place].tokens
-            read = known[-width:]
-            tokens[place, : len(read)] = read
-            scored[place, 0] = len(read) - 1
-            lengths[place], self.lengths[place] = len(known) - len(read), len(known)
+            read = [*known[-most:], *masks]
+            tokens[place, : len(read)], counts[place] = read, len(read)
+            scored[place] = np.arange(len(read) - 1 - num_masks, len(read))
+            lengths[place], self.lengths[place] = len(known) - len(read) + num_masks, len(known)
         feeds: dict[str, Any] = {TOKENS: tokens, LENGTHS: lengths, **warp}
         if width > 1:
             feeds[SCORED_NODES] = scored
+        if int(lengths.max()) + width > self.max_seq_len:
+            feeds[TREE_MASK] = padding_mask(lengths, counts, width, self.max_seq_len)
         return self.engine.run(feeds)
 
     def _catch_up(self, place: int, tokens: list[int]) -> None:
@@ -97,7 +111,7 @@ class DraftCache:
 
         A full slot loses its last rows to the padding and reads them again before its next draft.
         """
-        last = self.max_seq_len - span
+        last = max(self.max_seq_len - span, 0)
         if self.lengths[place] + num_in_place <= last:
             return self.lengths[place] + num_in_place
         self.lengths[place] = min(self.lengths[place], last)

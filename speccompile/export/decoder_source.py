@@ -24,7 +24,7 @@ from speccompile.checkpoints.vision import check_vision, image_record, read_visi
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import GraphSpec
-from speccompile.errors import RecipeError
+from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_decoder
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from speccompile.core.protocols import Engine
 
+MASK_TOKEN = "pard_token"  # in the config.json of a draft: what stands for a token that is not known
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "generation_config.json", "tokenizer.json")
 
 
@@ -119,7 +120,29 @@ class DecoderSource:
             return verified_spec(plain, self.options.keep_logits)
         candidates = self.options.candidates
         num = min(candidates.num_candidates, self.dims.vocab_size, target.vocab_size)
-        return candidate_spec(plain, num, candidates.gives_probs)
+        made = candidate_spec(plain, num, candidates.gives_probs)
+        if (token := self._mask_token()) is None:
+            return made
+        num_drafts = min(candidates.max_parallel, self.context.max_draft_nodes)
+        return replace(made, num_drafts=num_drafts, mask_token=token)
+
+    def _mask_token(self) -> int | None:
+        """Returns the token of masks; None: each draft token is a run of its own.
+
+        Raises:
+            CheckpointError: the config names none, though it must, or one that the draft does not have.
+        """
+        candidates, num = self.options.candidates, self.dims.vocab_size
+        token = read_config(self.folder).get(MASK_TOKEN)
+        if candidates.max_parallel == 1 and not candidates.is_parallel:
+            return None
+        if token is None and not candidates.is_parallel:
+            return None
+        if type(token) is not int or not 0 <= token < num:
+            where, expected = f"{self.folder / 'config.json'} ({MASK_TOKEN})", f"a token of the {num} that it reads"
+            todo = "Use a draft that was trained with masks (PARD), or leave speculator.parallel_drafting out."
+            raise CheckpointError(where, repr(token), expected, todo)
+        return token
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
         """See `speccompile.export.checks.check_decoder`."""

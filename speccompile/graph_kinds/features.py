@@ -15,6 +15,7 @@ from speccompile.core.specs import FEATURE_NODES, FEATURES, NEXT_FEATURES, Graph
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
 
 STATES, NEXT_STATES = "states", "next_states"  # dims: rows of features in; 1 + nodes out
+NO_FEATURE = -1  # in `feature_nodes`: a mask, for which a draft that reads some has a feature of its own
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ _SPEC = closed(
     may_max_rows=whole(0), may_draft_vocab=whole(0),
     may_borrowed=list_of(closed(name=TEXT, cache=TEXT, may_owner=TEXT)),
     may_rows_written_ahead=whole(0, 1024), may_reads_prompts=FLAG, may_scores=one_of("one", "nodes"),
-    may_num_candidates=whole(0), may_num_drafts=whole(0), may_gives_probs=FLAG,
+    may_num_candidates=whole(0), may_num_drafts=whole(0), may_mask_token=whole(0), may_gives_probs=FLAG,
     may_tail=one_of("none", "verify", "candidates"),
     may_states=list_of(TEXT), may_max_pending=whole(0, 1025), may_conv_history=whole(0, 1024),
     may_image_tokens=whole(0, 65536),

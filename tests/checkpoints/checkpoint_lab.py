@@ -36,6 +36,7 @@ from tests.checkpoints.lab_files import (  # noqa: F401
     set_config,
     write_target,
 )
+from tests.checkpoints.mask_files import pard
 from tests.checkpoints.mtp_files import mtp_glm, mtp_ours, mtp_qwen, mtp_speculators
 
 
@@ -323,6 +324,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "mtp-qwen": (mtp_qwen, "mtp/in_target"),
     "mtp-glm": (mtp_glm, "mtp/numbered"),
     "gemma4-assistant": (gemma4_assistant, "gemma4_assistant/ours"),
+    "pard": (pard, "draft_model/pard"),
     "glide": (glide_ours, "glide/ours"),
     "glide-tied": (glide_tied, "glide/ours"),
     "prophet": (prophet_ours, "prophet/ours"),

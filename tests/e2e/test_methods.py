@@ -20,7 +20,7 @@ from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from tests import store
 from tests.backends.tensorrt.profile_watch import ProfileWatch
-from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, forms, sources
+from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, forms, method_of, sources
 
 BACKENDS = ("onnxruntime", "reference")
 BATCHES = (1, 3, 8)
@@ -68,7 +68,7 @@ def lab(tmp_path_factory):
         target, *rest = sources(method, form, folder / "target", models[method])
         drafts = {source.job.name: engine_of(source, backend, target) for source in rest}
         context = MethodContext(SLOTS, MAX_SEQ, MAX_NODES)
-        proposer = registry.method(method).make_proposer(config_of(method, form, models[method]), drafts, context)
+        proposer = method_of(method).make_proposer(config_of(method, form, models[method]), drafts, context)
         return SpecEngine(engine_of(target, backend), drafts, proposer, None, context)
 
     return load

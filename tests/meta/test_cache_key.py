@@ -12,7 +12,7 @@ from speccompile.bundling import digests, graphs
 from speccompile.bundling.digests import digest_from_package, digest_from_sources
 from speccompile.core import registry
 from speccompile.core.jobs import json_from_options
-from tests.method_rows import ROWS, config_of
+from tests.method_rows import ROWS, config_of, method_of
 
 PACKAGE = "speccompile"
 # Imported by exports and lowering, yet nothing of a graph depends on them: errors and readers of documents, look-up
@@ -69,7 +69,7 @@ def test_a_decode_time_policy_leaves_the_key_as_it_is(monkeypatch: pytest.Monkey
 def test_a_recipe_field_of_decoding_alone_leaves_the_key_as_it_is(name: str, form: str) -> None:
     if form == "tree" and ROWS[name].tree is None:
         return
-    method, config = registry.method(name), config_of(name, form, Path("model"))
+    method, config = method_of(name), config_of(name, form, Path("model"))
     other = {"confidence_odds": 3.0, "min_confidence": 0.5, "tokens_per_match": 3}
     if form == "chain":
         other["tree_depth"] = 4

@@ -66,17 +66,6 @@ class DflashConfig(FeatureFields):
         """The layers; None: auto."""
         return None if self.layers == "auto" else self.layers
 
-    @property
-    def depth_asked(self) -> int:
-        """The most drafts on a path that the recipe asks for."""
-        shape = self.shape
-        return shape.max_depth if shape is not None else self.tree_depth if self.has_tree else self.max_length
-
-    @property
-    def is_depth_fixed(self) -> bool:
-        """Whether the recipe names that number."""
-        return self.shape is not None or (not self.has_tree and self.num_draft_tokens != "auto")
-
     def check_engine(self, engine: Engine, max_draft_nodes: int) -> None:
         """Refuses a drafter that was built for shorter paths or fewer candidates.
 
@@ -84,9 +73,7 @@ class DflashConfig(FeatureFields):
             RecipeError: it was.
         """
         todo, spec, shape = "Build a bundle whose recipe says so; at load it is too late.", engine.spec, self.shape
-        if self.is_depth_fixed and spec.num_drafts < self.depth_asked:
-            got, expected = f"a draft built for {spec.num_drafts} tokens", f"{self.depth_asked} on a path"
-            raise RecipeError("speculator.num_draft_tokens", got, expected, todo)
+        self.check_depth(engine, max_draft_nodes)
         if shape is not None and spec.num_candidates <= shape.max_rank:
             got, expected = f"a draft built for {spec.num_candidates} candidates a slot", f"{shape.max_rank + 1}"
             raise RecipeError("speculator.tree", got, expected, todo)

@@ -13,6 +13,7 @@ from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.kv_cache import DraftCache
+from speccompile.drafting.mask_drafts import MaskDraftCache
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
 from speccompile.training_contract import check_positive
@@ -27,6 +28,8 @@ class DraftModelConfig(CachedDraftFields):
     Args:
         model: checkpoint folder or hub id of the draft.
         max_draft_tokens: longest chain of `num_draft_tokens: auto`.
+        parallel_drafting: draft all tokens of a path in one run, from mask tokens, as PARD trains it; `auto`: where the
+            draft's config.json names its mask token (`pard_token`).
         min_confidence: draft no further after a path whose probability in the draft is below this; with a number
             and `num_draft_tokens: auto` nothing else ends a chain. `auto`: the measured costs decide.
         allow_tokenizer_mismatch: build although draft and target have different tokenizers.
@@ -44,6 +47,7 @@ class DraftModelConfig(CachedDraftFields):
     confidence_odds: float = field(default=2.7, kw_only=True)
     allow_tokenizer_mismatch: bool = False
     config: str | None = None
+    parallel_drafting: bool | Literal["auto"] = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,11 +113,19 @@ class DraftModelMethod(Method):
     vllm_keys = MappingProxyType({"use_heterogeneous_vocab": "allow_tokenizer_mismatch"})
     takes_models = True
     TrainingConfig = DraftModelTraining
+    formats = "speccompile.speculators.draft_model.checkpoint:FORMATS"
     trainer = "speccompile.speculators.draft_model.trainer:DraftModelTrainer"
 
     def graph_jobs(self, config: DraftModelConfig) -> tuple[GraphJob, ...]:
         """Returns the draft's graph."""
-        options = DecoderOptions(candidates=CandidateOptions(config.candidates_needed, config.has_probs))
+        is_parallel = config.parallel_drafting
+        candidates = CandidateOptions(
+            config.candidates_needed,
+            config.has_probs,
+            max_parallel=config.depth_asked if is_parallel else 1,
+            is_parallel=is_parallel is True,
+        )
+        options = DecoderOptions(candidates=candidates)
         return (GraphJob(DRAFT, config.model, config.quantization, options=options, config=config.config),)
 
     def allows_tokenizer_mismatch(self, config: DraftModelConfig) -> bool:
@@ -123,7 +135,18 @@ class DraftModelMethod(Method):
     def make_proposer(
         self, config: DraftModelConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
-        """Returns the proposer over the draft's engine; how far it drafts depends on the measured costs."""
+        """Returns the proposer over the draft's engine; how far it drafts depends on the measured costs.
+
+        Raises:
+            RecipeError: the engine was built for less.
+        """
         engine, max_rows = engines[DRAFT], context.seq_lens.get(DRAFT, context.max_seq_len)
-        rows = DraftCache(engine, max_rows, context.max_draft_nodes)
-        return DraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))
+        most, block = context.max_draft_nodes, engine.spec.num_drafts
+        if engine.spec.mask_token is None or not config.parallel_drafting:
+            if config.parallel_drafting is True:
+                got, todo = "a draft built without a mask token", "Build a bundle whose recipe says so."
+                raise RecipeError("speculator.parallel_drafting", got, "a draft that reads masks", todo)
+            rows = DraftCache(engine, max_rows, most)
+            return DraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))
+        masked = MaskDraftCache(engine, max_rows, most + 1, min(config.depth_asked, block))
+        return DraftProposer(masked, *config.make_drafts(masked, engine, DRAFT, context, block, has_masks=True))

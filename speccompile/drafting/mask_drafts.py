@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scorers over drafts that give all tokens of a path in one run, from masks after the root.
+
+The root's row gives the first draft token, and each mask's row one more: a mask stands for a token that is not known,
+so what comes after a node depends on its depth alone. A tree is then the product of the candidates of its depths.
+Drawn tokens are independent of one another, each drawn from its own row's distribution, by which it is verified.
+
+Masks are written after the rows of real tokens and never counted among them: the next run overwrites them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.protocols import Batch, Engine, Outputs
+from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS
+from speccompile.drafting.expansion import Expansion, Scorer
+from speccompile.drafting.feature_drafts import FeatureCache
+from speccompile.drafting.kv_cache import DraftCache
+
+_AFTER_NODES = (CANDIDATES, CANDIDATE_PROBS, NODE_PROBS)
+
+
+class Depths:
+    """What a run gives after the nodes of each depth.
+
+    Args:
+        outputs: of the draft, [batch, depths, ..]: after the root, then after each mask.
+    """
+
+    def __init__(self, outputs: Outputs) -> None:
+        self._held = {name: np.asarray(outputs[name]) for name in _AFTER_NODES if name in outputs}
+
+    def after(self, depth: int, num_nodes: int) -> Outputs:
+        """Returns the same for each of `num_nodes` nodes of a depth; the root has depth 0."""
+        rows = {name: held[:, depth : depth + 1] for name, held in self._held.items()}
+        return {name: np.broadcast_to(row, (len(row), num_nodes, row.shape[2])) for name, row in rows.items()}
+
+
+def masks_of(scorer: Scorer, engine: Engine, batch: Batch, places: Sequence[int], num_drafts: int) -> list[int]:
+    """Returns the masks of a run: as many as the longest path of the batch needs.
+
+    Args:
+        scorer: the draft.
+        engine: of the draft.
+        batch: all sequences.
+        places: slot indices of those that draft.
+        num_drafts: most draft tokens on a path.
+    """
+    slots, token = batch.slots, engine.spec.mask_token
+    assert token is not None
+    lengths = [min(slots[place].max_drafts, scorer.room(place, slots[place]) + 1) for place in places]
+    return [token] * (min(num_drafts, max(lengths)) - 1)
+
+
+class MaskDraftCache(DraftCache):
+    """See `DraftCache`; the draft reads tokens and masks.
+
+    Args:
+        engine: the draft, with `spec.mask_token`.
+        max_seq_len: cache rows a sequence may use.
+        max_nodes: most missed tokens that the run of a step reads.
+        num_drafts: most draft tokens on a path.
+    """
+
+    def __init__(self, engine: Engine, max_seq_len: int, max_nodes: int, num_drafts: int) -> None:
+        super().__init__(engine, max_seq_len, max_nodes)
+        self.num_drafts, self._depths = num_drafts, Depths({})
+
+    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+        """Reads the tokens that the slots have not read yet, the root last, and masks."""
+        masks = masks_of(self, self.engine, batch, places, self.num_drafts)
+        self._depths = Depths(self._read_new(batch.slots, places, warp, masks))
+        return self._depths.after(0, 1)
+
+    def expand(self, batch: Batch, level: Expansion) -> Outputs:
+        """Returns what comes after the scored nodes of an expansion, without another run."""
+        return self._depths.after(level.depth, level.scored_nodes.shape[1])
+
+    def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
+        """Does nothing: no draft has its row in the cache."""
+
+
+class MaskFeatureCache(FeatureCache):
+    """See `FeatureCache`; the draft has a feature of its own for masks.
+
+    Args:
+        engine: the draft, with `spec.mask_token`.
+        make: see `FeatureCache`.
+        names: see `FeatureCache`.
+        max_seq_len: see `FeatureCache`.
+        max_nodes: see `FeatureCache`.
+        num_drafts: most draft tokens on a path.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        make: Callable[[Outputs], Any],
+        names: Sequence[str],
+        max_seq_len: int,
+        max_nodes: int,
+        num_drafts: int,
+    ) -> None:
+        super().__init__(engine, make, names, max_seq_len, max_nodes)
+        self.num_drafts, self._depths = num_drafts, Depths({})
+
+    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+        """Reads the pending features of all slots of the batch, and masks."""
+        masks = masks_of(self, self.engine, batch, places, self.num_drafts)
+        self._depths = Depths(self._read_new(batch.slots, warp, masks))
+        return self._depths.after(0, 1)
+
+    def expand(self, batch: Batch, level: Expansion) -> Outputs:
+        """Returns what comes after the scored nodes of an expansion, without another run."""
+        return self._depths.after(level.depth, level.scored_nodes.shape[1])
