@@ -51,8 +51,7 @@ class CandidateOptions:
     Args:
         num_candidates: most probable tokens after each.
         gives_probs: the distribution after each as well, for drafts that are drawn.
-        max_parallel: most draft tokens of one run, where the checkpoint names a mask token; 1: a run for each.
-        is_parallel: without a mask token it is an error.
+        max_parallel, is_parallel: most draft tokens of one run, if the checkpoint has a mask token; whether it must.
     """
 
     num_candidates: int

@@ -49,9 +49,7 @@ CANDIDATE_PROBS = "candidate_probs"  # [batch, scored, candidates] float32: thei
 TARGET_LENGTHS = "target_lengths"  # [batch] int64: rows in use of the target's caches, where a draft reads those
 NODE_PROBS = "node_probs"  # [batch, scored, draft_vocab] float32: the warped distribution after each; 1 wide if greedy
 FEATURES = "hidden.features"  # [batch, states, hidden] float32: what a draft reads of positions
-FEATURE_NODES = (
-    "feature_nodes"  # [batch, nodes] int64: the row of `hidden.features` that belongs to each node; -1: a mask
-)
+FEATURE_NODES = "feature_nodes"  # [batch, nodes] int64: the row of `hidden.features` that belongs to each node
 NEXT_FEATURES = "hidden.next"  # [batch, next_states, hidden] float32: what node 0 read, then each node's own
 STATE_LENGTHS = "state_lengths"  # [batch] int64: rows of each slot that its recurrent states hold
 SURE_NODES = "sure_nodes"  # [batch] int64: the first nodes of this step that stay whatever is decided
@@ -175,11 +173,6 @@ class GraphSpec:
     image_tokens: int = 0
 
     @property
-    def num_masks(self) -> int:
-        """The most rows of a run that are masks."""
-        return 0 if self.mask_token is None else self.num_drafts - 1
-
-    @property
     def own_caches(self) -> tuple[str, ...]:
         """The caches that its engine owns."""
         shared = {cache_ref.name for cache_ref in self.borrowed}
@@ -229,9 +222,8 @@ class GraphSpec:
     def json_from_spec(self) -> dict[str, Any]:
         """Returns a JSON-ready dict for `spec_from_json`, without what only states, images or masks have."""
         data = asdict(self)
-        unused = [] if self.states else ["states", "max_pending", "conv_history"]
-        unused += ["image_tokens"] * (not self.image_tokens) + ["mask_token"] * (self.mask_token is None)
-        for name in unused:
+        unused = () if self.states else ("states", "max_pending", "conv_history")
+        for name in (*unused, *(n for n, none in (("image_tokens", 0), ("mask_token", None)) if data[n] == none)):
             del data[name]
         return data
 

@@ -30,7 +30,7 @@ class MaskLM:
     """A draft trained with masks: after a text and n of them it knows what the model says n tokens later."""
 
     def __init__(self, model):
-        self.model, self.known = model, {}
+        self.model, self.vocab, self.known = model, model.vocab, {}
 
     def after(self, text):
         """Returns the logits after a text that ends in masks; refuses a mask inside it."""

@@ -68,7 +68,8 @@ def make_profiles(spec: GraphSpec, options: CompileOptions) -> tuple[Profile, ..
 
 def _make_profile(name: str, spec: GraphSpec, options: CompileOptions) -> Profile:
     # The sizes that the runtime needs; the recipe may widen the range and chooses the optimum.
-    rows, nodes = max(options.max_rows, 1), options.max_nodes + spec.num_masks
+    num_masks = 0 if spec.mask_token is None else spec.num_drafts - 1
+    rows, nodes = max(options.max_rows, 1), options.max_nodes + num_masks
     is_prefill = name == "prefill"
     own_rows = max(options.max_rows - spec.rows_written_ahead, 0)
     chunk = max(min(max(PREFILL_CHUNK, spec.image_tokens), own_rows or PREFILL_CHUNK), nodes)
