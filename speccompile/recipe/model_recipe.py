@@ -27,7 +27,7 @@ from speccompile.recipe.speculative_config import MODEL, section_from_config, ve
 MAX_SEQ_LEN = 4096  # of models that allow more: caches are allocated whole
 MAX_BATCH_SIZE = 8
 _CACHE_SHARE = 4  # caches take at most this part of the machine's memory
-_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of generation_config.json
+_OWN = ("max_new_tokens", "seed", "stop")  # sampling parameters that are not taken from generation_config.json
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     config = read_json_object(path, CheckpointError, "Download the file again.")
     if config.get("do_sample") is False:
         return {}
-    known = [name for name in _SAMPLED if name in SAMPLING_PARAMETERS and SAMPLING_PARAMETERS[name].in_recipe]
+    known = [name for name, declared in SAMPLING_PARAMETERS.items() if declared.in_recipe and name not in _OWN]
     found = {name: config[name] for name in known if config.get(name) is not None}
     return {name: value if name == "top_k" else float(value) for name, value in found.items() if _is_number(value)}
 

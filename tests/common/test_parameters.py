@@ -64,4 +64,8 @@ def test_the_defaults_of_a_recipe_are_those_of_a_request():
         "logit_bias",
         "stop_token_ids",
         "ignore_eos",
+        "logprobs",
+        "logprobs_mode",
+        "structured_outputs",
+        "skip_special_tokens",
     }
