@@ -20,7 +20,7 @@ from speccompile.core.method import SECTIONS
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import CheckpointError
 from speccompile.recipe.loading import RawRecipe, apply_override, validate_recipe
-from speccompile.recipe.models import EngineSection, Recipe
+from speccompile.recipe.models import NO_TEXTS, EngineSection, Recipe
 from speccompile.recipe.plan import AUTO
 from speccompile.recipe.speculative_config import MODEL, section_from_config, verifier_of
 
@@ -80,6 +80,8 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
     backend: Backend = registry.backend(str(engine.get("backend", EngineSection.model_fields["backend"].default)))
     if not is_random and AUTO in backend.quantizations:
         target.setdefault("quantization", AUTO)
+        # Calibrated int4 is farther from float32 than `auto` allows, and calibration takes most of a build.
+        target.setdefault("calibration", NO_TEXTS)
     if "method" not in sections["speculator"]:
         chosen = section_from_config(speculative) if speculative else default_section(folder, has_weights=not is_random)
         sections["speculator"] = chosen | sections["speculator"]

@@ -156,7 +156,8 @@ def automatic(neutral: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[d
 def test_auto_keeps_the_fastest_form_near_float32(automatic: Any) -> None:
     report, folder = automatic
     distances = report["form_distances"]
-    assert set(distances) == set(report["forms_measured"]) == {form.name for form in forms_of("auto")}
+    assert set(distances) == {form.name for form in forms_of("auto")}
+    assert set(report["forms_measured"]) == {form for form in distances if not form.startswith("int4/")}
     assert {"none/fp32", "int8/blocks32", "int4/blocks32"} <= set(distances)
     assert distances["int4/blocks32"]["kl"] > BOUND > distances["int8/blocks32"]["kl"]
     assert distances["none/fp32"]["kl"] < 1e-9

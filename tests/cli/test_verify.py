@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from speccompile.certificate.sampled import check_sampled
 from speccompile.runtime.bundle import CERTIFICATE, CERTIFICATE_PAGE, MANIFEST, digest_from_manifest, read_bundle
 from speccompile.runtime.certificates import certificate_facts, facts_of_bundle, text_from_facts
 from tests.certificate.certificate_lab import StrictEngine, WrongFollower, make_engine
@@ -24,6 +25,9 @@ def bundle(run, recipe, tmp_path, monkeypatch):
         return engine
 
     monkeypatch.setattr("speccompile.certificate.verify.load", load)
+    monkeypatch.setattr(
+        "speccompile.certificate.verify.check_sampled", lambda engine, prompts, _: check_sampled(engine, prompts, 40)
+    )
     (tmp_path / "prompts.jsonl").write_text(PROMPTS)
     return tmp_path / "b", kinds.append
 

@@ -61,7 +61,7 @@ class OnnxRuntimeBackend(Backend):
         """Lower `model` and write `dest/graph.onnx` with its external data.
 
         Where a quantisation has several kernel forms and none is named, each is lowered and measured: the fastest of
-        those that are close enough to float32 is kept (`fidelity.choose_form`). With `auto` the forms of all
+        those that are close enough to float32 is kept (`fidelity.near_forms`). With `auto` the forms of all
         quantisations are.
 
         Args:

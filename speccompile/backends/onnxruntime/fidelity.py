@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,27 +36,32 @@ PIECE = 16  # tokens of a run: without our kernels every token copies its expert
 SEED = 0
 
 
-def choose_form(
-    step_ms: Mapping[str, Mapping[str, float]],
-    distances: Mapping[str, Distance],
-    unquantized: Collection[str] = (),
-) -> str:
-    """Returns the fastest form among those within `MAX_KL` of float32.
+def near_forms(forms: Sequence[str], distances: Mapping[str, Distance], unquantized: Collection[str] = ()) -> list[str]:
+    """Returns the forms within `MAX_KL` of float32, of which the fastest is kept.
 
-    Where none is, the fastest of the nearest: kernels for the same weights differ by less than `SAME_WEIGHTS`.
+    Where none is, the nearest: kernels for the same weights differ by less than `SAME_WEIGHTS`.
+
+    Args:
+        forms: to choose from.
+        distances: by form; empty where the graph does not change the text (drafts): then only speed counts.
+        unquantized: forms whose weights are not quantised: their bound is `MAX_KL_UNQUANTIZED`.
+    """
+    bounds = {form: MAX_KL_UNQUANTIZED if form in unquantized else MAX_KL for form in forms}
+    near = [form for form in forms if form not in distances or distances[form].kl <= bounds[form]]
+    if near:
+        return near
+    most = SAME_WEIGHTS * min(row.kl for row in distances.values())
+    return [form for form in forms if distances[form].kl <= most]
+
+
+def fastest_form(step_ms: Mapping[str, Mapping[str, float]]) -> str:
+    """Returns the fastest form.
 
     Args:
         step_ms: by form: {nodes: milliseconds}. A draft-verify loop alternates between one node and a handful, so
             the product of both counts.
-        distances: by form; empty where the graph does not change the text (drafts): then only speed counts.
-        unquantized: forms whose weights are not quantised: their bound is `MAX_KL_UNQUANTIZED`.
     """
-    bounds = {form: MAX_KL_UNQUANTIZED if form in unquantized else MAX_KL for form in step_ms}
-    near = [form for form in step_ms if form not in distances or distances[form].kl <= bounds[form]]
-    if not near:
-        most = SAME_WEIGHTS * min(row.kl for row in distances.values())
-        near = [form for form in step_ms if distances[form].kl <= most]
-    return min(near, key=lambda form: typical_cost(step_ms[form]))
+    return min(step_ms, key=lambda form: typical_cost(step_ms[form]))
 
 
 def with_logits(spec: GraphSpec) -> GraphSpec:

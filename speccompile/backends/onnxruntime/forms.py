@@ -75,7 +75,7 @@ def compile_best(
     texts: Sequence[Sequence[int]] | None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Lowers each form, measures its speed and a target's distance to float32, and writes one to `path`.
+    """Lowers each form, measures a target's distance to float32 and the speed of the near forms, and writes one.
 
     Args:
         model: neutral graph; left unchanged.
@@ -119,17 +119,16 @@ def compile_best(
         for name, form in by_name.items():
             table = onnxruntime_table(tried, form.quantization, form.kernel, blocks)
             reports[name] = lower_and_save(model, table, files[name], progress)
-            if len(forms) > 1:
-                says(f"measure {name}")
-                measured = tune.measure_graph(
-                    files[name], tried, others_bytes=others_bytes, node_counts=tune.TYPICAL_NODES
-                )
-                step_ms[name] = measured["step_ms"]
         if is_target:
             says("distance to float32")
             distances = fidelity.measure_distances(reference, files, tried)
         unquantized = {form.name for form in forms if form.quantization == "none"}
-        best = by_name[fidelity.choose_form(step_ms, distances, unquantized) if len(forms) > 1 else forms[0].name]
+        near = fidelity.near_forms(list(by_name), distances, unquantized)
+        for name in near if len(forms) > 1 else ():
+            says(f"measure {name}")
+            measured = tune.measure_graph(files[name], tried, others_bytes=others_bytes, node_counts=tune.TYPICAL_NODES)
+            step_ms[name] = measured["step_ms"]
+        best = by_name[fidelity.fastest_form(step_ms) if step_ms else forms[0].name]
         if tried == spec:
             for file in files[best.name].parent.iterdir():
                 file.rename(path.parent / file.name)
