@@ -33,7 +33,10 @@ TRAPS = {**PLANTED, **DFLASH_TRAPS, **MASK_TRAPS}
 NUM_TOKENS = 36
 LAYOUT_METHODS = {layout.name.partition("/")[0] for layout in FORMATS}
 # Training options by method, where the defaults do not fit a tiny target.
-SIZES: dict[str, dict[str, Any]] = {"eagle3": {"layers": (0, 2, 4), "draft_vocab_size": 48}}
+SIZES: dict[str, dict[str, Any]] = {
+    "eagle3": {"layers": (0, 2, 4), "draft_vocab_size": 48},
+    "dflash": {"layers": (0, 2, 4), "mask_token_id": 63},
+}
 
 
 def look(folder: Path, target: Path, **options: Any) -> Report:
