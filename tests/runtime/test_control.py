@@ -244,7 +244,7 @@ def test_a_step_that_was_held_up_between_two_comparisons_does_not_count() -> Non
     controller = Controller()
     run_exactly(controller, [1.2] * num_before + [500.0] + [1.2] * (3 * TURN))
     assert controller.decisions()["1"]["drafts"] is True
-    assert controller.decisions()["1"]["gain"] == pytest.approx(2 / 1.2, rel=0.03)
+    assert controller.decisions()["1"]["gain"] == pytest.approx(2 / 1.2, rel=0.02)
 
 
 def test_one_long_step_of_a_comparison_does_not_count() -> None:
