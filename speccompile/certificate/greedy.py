@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from speccompile.certificate.decoding import Prompts, decode_with, gives_logits, next_logits, plain_proposer
@@ -52,9 +53,7 @@ def check_greedy(
         (f"drafts by the method's budget, batch {batch}", engine.proposer, batch, "auto"),
         (f"plain, batch {batch}", none, batch, "auto"),
     ]
-    logits_after: LogitsAfter | None = None
-    if gives_logits(engine):
-        logits_after = lambda tokens: next_logits(engine, tokens)  # noqa: E731 -- a name for the reader
+    logits_after: LogitsAfter | None = partial(next_logits, engine) if gives_logits(engine) else None
     rows, found = [], []
     for name, proposer, batch_size, speculation in runs:
         decoded = decode_with(engine, proposer, prompts, params, batch_size=batch_size, speculation=speculation)

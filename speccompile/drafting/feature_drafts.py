@@ -25,7 +25,6 @@ from speccompile.core.specs import (
 from speccompile.core.tree import Ints
 from speccompile.drafting.expansion import Expansion, padding_mask
 from speccompile.drafting.features import PendingFeatures
-from speccompile.graph_kinds.features import NO_FEATURE
 
 
 class FeatureCache:
@@ -103,31 +102,24 @@ class FeatureCache:
 
     def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
         """Reads the pending features of all slots of the batch, as `take` releases those of all of them."""
-        return self._read_new(batch.slots, warp)
-
-    def _read_new(self, slots: Sequence[Slot], warp: Mapping[str, NDArray[Any]], masks: Sequence[int] = ()) -> Outputs:
-        """Reads the pending features of all slots, and after them tokens without a feature; scores roots and these."""
+        slots = batch.slots
         for place, slot in enumerate(slots):
             while (num := self.pending.count(slot)) > self.max_nodes:
                 self._catch_up(place, slot, min(num - 1, PREFILL_CHUNK))
         counts = [self.pending.count(slot) for slot in slots]
-        most, num_masks = max(counts), len(masks)
-        width = most + num_masks
-        features, held = self.pending.take(slots, most)
+        width = max(counts)
+        features, rows = self.pending.take(slots, width)
         tokens: Ints = np.zeros((len(slots), width), dtype=np.int64)
-        rows = np.pad(held, ((0, 0), (0, num_masks)))
         lengths = np.array(self.lengths[: len(slots)], dtype=np.int64)
         for place, (slot, num) in enumerate(zip(slots, counts, strict=True)):
             start = self.lengths[place] + 1
-            tokens[place, : num + num_masks] = [*slot.tokens[start : start + num], *masks]
-            rows[place, num : num + num_masks] = NO_FEATURE
+            tokens[place, :num] = slot.tokens[start : start + num]
             self.lengths[place] += num
         feeds: dict[str, Any] = {TOKENS: tokens, LENGTHS: lengths, FEATURES: features, FEATURE_NODES: rows, **warp}
         if width > 1:
-            roots = np.array([[max(num - 1, 0)] for num in counts], dtype=np.int64)
-            feeds[SCORED_NODES] = roots + np.arange(1 + num_masks)
+            feeds[SCORED_NODES] = np.array([[max(num - 1, 0)] for num in counts], dtype=np.int64)
         if int(lengths.max()) + width > self.max_seq_len:
-            feeds[TREE_MASK] = padding_mask(lengths, [num + num_masks for num in counts], width, self.max_seq_len)
+            feeds[TREE_MASK] = padding_mask(lengths, counts, width, self.max_seq_len)
         self._roots, self._places = counts, [{}] * len(slots)
         return self._run(feeds)
 
