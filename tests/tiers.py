@@ -49,6 +49,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "passes/test_tensorrt_numbers.py",
         "pipeline/test_hybrid_build.py",
         "pipeline/test_hybrid_plans.py",
+        "pipeline/test_lora_build.py",
         "pipeline/test_packed_build.py",
         "pipeline/test_real_build.py",
         "plugin_methods/*",

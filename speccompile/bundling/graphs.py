@@ -15,6 +15,7 @@ from speccompile.bundling.calibration import Texts, calibration_of
 from speccompile.bundling.digests import digest_from_package, digest_from_sources, versions_from_environment
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
+from speccompile.checkpoints.lora import open_lora
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
 from speccompile.core.jobs import CompileOptions, GraphJob, SourceContext, json_from_options
@@ -197,6 +198,8 @@ def compile_graph(
     (folder / _REPORT).unlink()
     graph = replace(graph, dims=dims_from_json(type(graph.dims), report["dims"]))
     record = {"role": graph.source.role, "spec": graph.spec.json_from_spec(), **report}
+    if graph.job.lora is not None:
+        record["lora"] = open_lora(graph.job.lora).record(graph.job.lora)
     return graph, {**record, "max_rows": graph.max_rows, "model": graph.job.model}
 
 

@@ -90,8 +90,13 @@ class Reference:
         return row
 
 
-def open_reference(folder: Path) -> tuple[Reference | None, str]:
-    """Returns the target of a checkpoint, or None and the reason why it cannot be run here."""
+def open_reference(folder: Path, lora: str | None = None) -> tuple[Reference | None, str]:
+    """Returns the target of a checkpoint, or None and the reason why it cannot be run here.
+
+    Args:
+        folder: of the checkpoint.
+        lora: folder or hub id of the adapter that was merged into it, if any.
+    """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         return None, f"{' and '.join(missing)} not installed: pip install 'speccompile[build]'"
@@ -101,7 +106,7 @@ def open_reference(folder: Path) -> tuple[Reference | None, str]:
 
     keep_pages()
     try:
-        return Reference(Target(folder, torch.float32)), ""
+        return Reference(Target(folder, torch.float32, lora=lora)), ""
     except (SpecCompileError, ImportError, MemoryError) as fault:
         return None, f"transformers cannot run {folder}: {fault}"
 

@@ -85,7 +85,7 @@ class Subject:
     def reference(self) -> Reference | None:
         """The target in transformers; None where it cannot be run, then `why_not` says why."""
         if self._reference is None and self.checkpoint is not None and not self.why_not:
-            self._reference, self.why_not = open_reference(self.checkpoint)
+            self._reference, self.why_not = open_reference(self.checkpoint, self.bundle.recipe.target.lora)
         return self._reference
 
 

@@ -48,7 +48,9 @@ def find_config(job: GraphJob) -> Path:
         raise CheckpointError(job.model, got, "a folder or a hub id that can be reached", todo) from fault
 
 
-def digests_from_checkpoint(source: Path, weights: str, patterns: Sequence[str]) -> dict[str, str]:
+def digests_from_checkpoint(
+    source: Path, weights: str, patterns: Sequence[str], config: str = "config.json"
+) -> dict[str, str]:
     """Returns the SHA-256 by name of the files that an export reads; with random weights config.json alone.
 
     The contents are read each time (a gigabyte a second or more): a file's size and time do not prove that it
@@ -57,12 +59,13 @@ def digests_from_checkpoint(source: Path, weights: str, patterns: Sequence[str])
     Args:
         source: the folder.
         weights: "checkpoint" or "random".
-        patterns: of the files beside config.json.
+        patterns: of the files beside it.
+        config: the config's name.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
-    names = [source / "config.json"]
+    names = [source / config]
     if weights == "checkpoint":
         names += sorted({f for pattern in patterns for f in source.glob(pattern)})
     try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
+from speccompile.checkpoints.lora import digests_of_adapter, open_lora
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.checkpoints.text_towers import text_names
 from speccompile.core.jobs import SourceContext
@@ -37,14 +38,14 @@ class TargetTables:
 
 
 def digests_from_target(context: SourceContext) -> dict[str, str]:
-    """Returns the SHA-256 by "target/" and name of the files that `read_tables` reads.
+    """Returns the SHA-256 by "target/" and name of the files that `read_tables` reads, an adapter's among them.
 
     Raises:
         CheckpointError: no such folder, or a file cannot be read.
     """
     assert context.target_job is not None
     folder = find_folder(context.target_job, context.weights)
-    digests = digests_from_checkpoint(folder, context.weights, WEIGHT_FILES)
+    digests = digests_from_checkpoint(folder, context.weights, WEIGHT_FILES) | digests_of_adapter(context.target_job)
     return {f"target/{name}": digest for name, digest in digests.items()}
 
 
@@ -67,12 +68,15 @@ def read_tables(context: SourceContext) -> TargetTables:
     keys = text_names(files.headers)
     renamed = {name: key for name, key in keys.items() if name.startswith(_OTHER_PREFIX)}
     keys |= {_PREFIX + name.removeprefix(_OTHER_PREFIX): key for name, key in renamed.items()}
+    adapter = None if context.target_job.lora is None else open_lora(context.target_job.lora)
     tables: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(names):
         if name not in keys:
             todo = "Fetch the target again, or use a speculator with tables of its own."
             raise CheckpointError(str(folder), f"no {name}", "the table that the speculator shares", todo)
         tables[name] = files.tensor(keys[name]).to(torch.float32)
+        if adapter is not None:
+            tables[name] = torch.from_numpy(adapter.merge_table(name, tables[name].numpy()))
     return TargetTables(*(tables[name] for name in names))
 
 

@@ -63,6 +63,9 @@ def _transformers(job: dict[str, Any]) -> Decode:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from speccompile.checkpoints.lora import open_lora
+    from speccompile.export.lora import merge_lora
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(job["threads"])
@@ -71,6 +74,8 @@ def _transformers(job: dict[str, Any]) -> Decode:
         return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
     target = read(job["target"])
+    if job["lora"] is not None:
+        merge_lora(target, open_lora(job["lora"]))
     options: dict[str, Any] = {}
     if "transformers-assisted" in job["modes"]:
         options = {"prompt_lookup_num_tokens": job["assistant_tokens"]}

@@ -93,7 +93,7 @@ def _facts_from_record(path: Path, record: dict[str, Any], files: dict[str, Any]
     folder = str(record.get("file", "")).rpartition("/")[0]
     size = sum(f.get("size_bytes", 0) for name, f in files.items() if name.startswith(f"{folder}/"))
     measured = ("forms_measured", "form_distances", "tuning", "checks", "passes")
-    known = ("role", "file", "model", "dims", "max_rows", "form", "quantization", "calibration", *measured)
+    known = ("role", "file", "model", "lora", "dims", "max_rows", "form", "quantization", "calibration", *measured)
     return {
         **{key: record[key] for key in known if key in record},
         "size_bytes": size,
@@ -188,6 +188,9 @@ def _print_facts(facts: dict[str, Any]) -> None:
         for form, row in graph.get("form_distances", {}).items():
             mark = " (chosen)" if form == graph.get("form") else ""
             console.print(f"form {form}{mark}: KL {row['kl']:.2e} nats from float32, same top token {row['top1']:.1%}")
+        if lora := graph.get("lora"):
+            digests = ", ".join(f"{name} {digest[:12]}" for name, digest in lora["sha256"].items())
+            console.print(f"LoRA adapter {lora['model']}, merged into {lora['modules']} modules ({digests})")
         if calibration := graph.get("calibration"):
             told = f"{calibration.get('num_tokens')} tokens, {calibration.get('texts')}"
             console.print(f"int4 weights were chosen over {told}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +31,10 @@ def _options(
     ] = None,
     quantization: Annotated[
         str | None, typer.Option(help="Short for --set target.quantization=...: auto, none, int8 or int4.")
+    ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(help="Short for --set target.lora=...: a LoRA adapter in PEFT's layout."),
     ] = None,
     num_layers: Annotated[
         int | None, typer.Option(min=1, help="Short for --set target.num_layers=...: with random weights, for sizing.")
@@ -73,6 +78,7 @@ def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
 def _read(
     overrides: list[str] | None,
     quantization: str | None,
+    lora: str | None,
     num_layers: int | None,
     speculative_config: str | None,
     spec_method: str | None,
@@ -87,6 +93,7 @@ def _read(
         raise typer.BadParameter(f"one of {', '.join(GENERATION_CONFIGS)}", param_hint="--generation-config")
     settings = [*(overrides or ())]
     settings += [f"target.quantization={quantization}"] if quantization is not None else []
+    settings += [f"target.lora={json.dumps(lora)}"] if lora is not None else []
     settings += [f"target.num_layers={num_layers}"] if num_layers is not None else []
     given = {} if speculative_config is None else read_speculative_config(speculative_config)
     short = {METHOD: spec_method, MODEL: spec_model, NUM_TOKENS: spec_tokens}

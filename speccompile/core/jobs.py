@@ -92,9 +92,8 @@ class GraphJob:
         model: checkpoint folder or hub id; or `AS_TARGET`.
         quantization: `none`, `int8` or `int4`; or `AS_TARGET`.
         source: import string of the `core.protocols.GraphSource` that makes it; a decoder by default.
-        options: what else the source needs: a frozen dataclass of the kind that the source reads. Fields of
-            decoding alone do not belong in it, as every field is a part of the graph's cache key.
-        config: folder whose config.json replaces that of `model` where no weights are read.
+        options: a frozen dataclass of the kind that the source reads; all of it is in the graph's cache key.
+        config, lora: folder whose config.json replaces the model's where no weights are read; adapter to merge.
     """
 
     name: str
@@ -103,6 +102,7 @@ class GraphJob:
     source: str = DECODER
     options: Any = DecoderOptions()
     config: str | None = None
+    lora: str | None = None
 
 
 @dataclass(frozen=True)

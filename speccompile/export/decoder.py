@@ -13,6 +13,7 @@ import torch
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims
 from speccompile.checkpoints.families import check_config
+from speccompile.checkpoints.lora import LoraAdapter
 from speccompile.core.dims import ModelDims
 from speccompile.core.specs import CONV_ROWS, PENDING, GraphSpec
 from speccompile.errors import ExportError
@@ -65,6 +66,7 @@ def export_decoder(
     hidden: bool = False,
     hidden_layers: tuple[int, ...] = (),
     image_tokens: int = 0,
+    lora: LoraAdapter | None = None,
     prepare: Callable[[Any, ModelDims], ModelDims] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[ir.Model, ModelDims]:
@@ -77,6 +79,7 @@ def export_decoder(
         hidden: whether `hidden` (what the LM head reads) is an output.
         hidden_layers: layers after which the residual stream is an output.
         image_tokens: tokens of an image, whose rows are inputs; 0: no images are read.
+        lora: adapter that is merged into the weights.
         prepare: changes the loaded model in place; takes its sizes and returns the new ones.
         progress: called with the name of each stage as it begins.
 
@@ -97,7 +100,7 @@ def export_decoder(
         check_checkpoint(source, dims)
     say("load weights")
     attention.register()
-    model = load_model(source, weights)
+    model = load_model(source, weights, lora)
     check_positions(model, max_seq_len)
     if prepare is not None:
         dims = prepare(model, dims)

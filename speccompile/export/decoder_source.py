@@ -20,6 +20,7 @@ from speccompile.checkpoints.checkpoint import (
 from speccompile.checkpoints.families import check_architecture
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.layer_sizes import GEMMA4_TYPES
+from speccompile.checkpoints.lora import digests_of_adapter, open_lora
 from speccompile.checkpoints.vision import check_vision, image_record, read_vision_dims
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
@@ -95,12 +96,15 @@ class DecoderSource:
         return replace(self.dims, num_layers=num_layers)
 
     def check(self) -> None:
-        """Checks that the weights are complete and belong to the config."""
+        """Checks that the weights are complete and belong to the config, and that an adapter can be merged."""
         check_checkpoint(self.folder, self.dims)
+        if self.job.lora is not None:
+            open_lora(self.job.lora)
 
     def digests(self) -> dict[str, str]:
-        """Returns the digests of config, weights and tokenizer."""
-        return digests_from_checkpoint(self.folder, self.context.weights, WEIGHT_FILES)
+        """Returns the digests of config, weights and tokenizer, and of the adapter if there is one."""
+        own = digests_from_checkpoint(self.folder, self.context.weights, WEIGHT_FILES)
+        return own | digests_of_adapter(self.job)
 
     def counts(self) -> WeightCounts | None:
         """Returns None: they follow from config.json and the sizes."""
@@ -162,7 +166,13 @@ class DecoderSource:
             source = self.folder if self.options.num_layers is None else self._write_config(Path(scratch))
             weights: Any = self.context.weights
             model, dims = export_decoder(
-                source, weights=weights, max_seq_len=self.max_rows, prepare=prepare, progress=progress, **self.outputs
+                source,
+                weights=weights,
+                max_seq_len=self.max_rows,
+                lora=None if self.job.lora is None else open_lora(self.job.lora),
+                prepare=prepare,
+                progress=progress,
+                **self.outputs,
             )
         return model, dims
 

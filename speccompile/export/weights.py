@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from speccompile.checkpoints.checkpoint import read_config, read_dims
 from speccompile.checkpoints.extra_modules import extra_keys
+from speccompile.checkpoints.lora import LoraAdapter
 from speccompile.checkpoints.model_config import read_model_config
 from speccompile.checkpoints.packed_schemes import MXFP4, method_of
 from speccompile.checkpoints.tensor_files import open_files
@@ -23,6 +24,7 @@ from speccompile.checkpoints.text_towers import RENAMED, is_other_part, is_tower
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.export.adapters import adapt_model, is_adapted, set_attention
 from speccompile.export.attention import IMPLEMENTATION
+from speccompile.export.lora import merge_lora
 
 Weights = Literal["checkpoint", "random"]
 RANDOM_SEED = 0
@@ -30,15 +32,16 @@ RANDOM_SEED = 0
 _COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 
 
-def load_model(source: Path, weights: Weights) -> Any:
+def load_model(source: Path, weights: Weights, lora: LoraAdapter | None = None) -> Any:
     """Loads the model in evaluation mode, float32, on the CPU.
 
     Args:
         source: a checkpoint folder that `check_checkpoint` accepts, or for random weights one with a config.json.
         weights: "checkpoint" or "random" (with a fixed seed).
+        lora: adapter that is merged into the weights.
 
     Raises:
-        CheckpointError: transformers finds a weight missing, left over or of another shape.
+        CheckpointError: transformers finds a weight missing, left over or of another shape; see `merge_lora`.
         ExportError: transformers does not support the architecture or cannot replace its attention.
     """
     try:
@@ -51,6 +54,8 @@ def load_model(source: Path, weights: Weights) -> Any:
                 del config.quantization_config
             # An architecture without transformers' registry of attentions may fail here.
             model = _random_model(config) if weights == "random" else _checkpoint_model(source, config)
+            if lora is not None:
+                merge_lora(model, lora)
             if adapted:
                 adapt_model(model)
                 set_attention(model, IMPLEMENTATION)

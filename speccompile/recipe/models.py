@@ -38,6 +38,9 @@ class TargetSection(Section):
     model: str = Field(
         min_length=1, description="Checkpoint folder (beside the recipe, or in the working directory) or hub id."
     )
+    lora: str | None = Field(
+        None, min_length=1, description="LoRA adapter in PEFT's layout, folder or hub id, merged into the weights."
+    )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="Type of activations and caches; 'auto' is the backend's own."
     )

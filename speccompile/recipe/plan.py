@@ -104,6 +104,7 @@ class BuildPlan:
             "target": {
                 "model": self.target.model,
                 "config": self.target.config,
+                "lora": self.target.lora,
                 "dtype": self.dtype,
                 "quantization": self.target.quantization,
                 "calibration": self.calibration,
@@ -236,7 +237,10 @@ def _target_job(recipe: Recipe, outputs: TargetOutputs, keeps_logits: bool) -> G
         got = f"{target.num_layers} with target.weights: {target.weights}"
         todo = "A checkpoint is built whole: build with --weights random, or leave num_layers out."
         raise RecipeError("target.num_layers", got, "target.weights: random", todo)
+    if target.lora is not None and target.weights == "random":
+        todo = "Leave target.lora out, or build from the checkpoint."
+        raise RecipeError("target.lora", "an adapter with target.weights: random", "target.weights: checkpoint", todo)
     options = DecoderOptions(
         outputs.hidden, outputs.hidden_layers, keeps_logits, target.num_layers, images=target.vision
     )
-    return GraphJob(TARGET, target.model, target.quantization, options=options, config=target.config)
+    return GraphJob(TARGET, target.model, target.quantization, options=options, config=target.config, lora=target.lora)

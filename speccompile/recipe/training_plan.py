@@ -62,6 +62,9 @@ def resolve_training(recipe: Recipe, output: Path | None = None) -> TrainingPlan
     if section is None:
         todo = "See docs/training.md and recipes/train/."
         raise RecipeError("training", "no such section", "a recipe that says what to train", todo)
+    if recipe.target.lora is not None:
+        todo = "Merge it with PEFT (merge_and_unload, save_pretrained) and train for the merged checkpoint."
+        raise RecipeError("target.lora", "an adapter in a training run", "a target as it is", todo)
     generated = section.generated
     if generated.steps and generated.prompt_tokens >= generated.seq_len:
         got = f"{generated.prompt_tokens} with seq_len {generated.seq_len}"

@@ -121,6 +121,7 @@ def card_from_manifest(
     base = [f"base_model: {model}"] if isinstance(model, str) and HUB_ID.fullmatch(model) else []
     rows = [
         ("target", Path(model).name if isinstance(model, str) and os.path.isabs(model) else model),
+        *([("LoRA adapter", target["lora"])] if target.get("lora") else []),
         ("speculation method", method),
         ("weights", form),
         ("backend", f"{engine['backend']} on {engine.get('device', 'cpu')}"),

@@ -59,11 +59,13 @@ class TargetRecord:
 
     Args:
         model: the checkpoint's folder or hub id where it was built; None: not recorded.
+        lora: folder or hub id of the adapter in its weights, if any.
         weights: `checkpoint` or `random`.
     """
 
     model: str | None = recorded(TEXT, default=None)
     weights: str = recorded(TEXT, default="checkpoint")
+    lora: str | None = recorded(TEXT, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims, read_text_config
+from speccompile.checkpoints.lora import open_lora
 from speccompile.checkpoints.model_config import read_model_config
 from speccompile.checkpoints.text_towers import RENAMED, is_tower
 from speccompile.errors import CheckpointError
+from speccompile.export.lora import merge_lora
 from speccompile.export.wrapper import find_layers
 from speccompile.training_contract import TargetNeeds, TargetParts
 
@@ -28,9 +30,10 @@ class Target:
         folder: its checkpoint.
         dtype: of its arithmetic.
         device: "cpu" or "cuda".
+        lora: folder or hub id of an adapter, merged into float32 weights; None: none.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cpu", lora: str | None = None) -> None:
         self.folder, self.dims, self.config = folder, read_dims(folder), read_text_config(folder)
         check_checkpoint(folder, self.dims)
         self.device = device
@@ -48,6 +51,8 @@ class Target:
         except (OSError, ValueError) as fault:
             got = str(fault).strip().splitlines()[0]
             raise CheckpointError(str(folder), got, "a causal language model", "Check the folder.") from fault
+        if lora is not None:
+            merge_lora(self.model, open_lora(lora))
         self.model.eval().requires_grad_(False).to(device)
 
     def parts(self, token_counts: torch.Tensor) -> TargetParts:
