@@ -79,7 +79,8 @@ def _sibling_dists(rng: np.random.Generator, tokens: np.ndarray, parents: np.nda
         if kind == 1:
             dist = 0.9 * target + 0.1 * dist
         if kind == 3:
-            dist = np.eye(vocab)[tokens[slot, node]]
+            dist = np.zeros(vocab)
+            dist[tokens[slot, node]] = 1
         dists[slot, node] = dist
     return dists
 
