@@ -165,13 +165,8 @@ __device__ __noinline__ void scan_slot(const Work work) {
     const SpecVerifyParams& params = work.params;
     const i64 row = static_cast<i64>(work.slot) * params.nodes + work.node;
     const Scanning scanning(params, work.slot, row);
-    const auto scan_as = [&](const auto& values) {
-        for (int first = threadIdx.x / WARP; first < work.chunks(); first += RESOLVE_WARPS * CHUNKS_IN_FLIGHT)
-            scan_row(values, first, RESOLVE_WARPS, work.chunks(), scanning, shared_state().cells);
-    };
-    if (params.dtype == Dtype::F16) return scan_as(Row<Float16>(params, row));
-    if (params.dtype == Dtype::BF16) return scan_as(Row<BFloat16>(params, row));
-    scan_as(Row<float>(params, row));
+    for (int first = threadIdx.x / WARP; first < work.chunks(); first += RESOLVE_WARPS * CHUNKS_IN_FLIGHT)
+        scan_any_row(params, row, first, RESOLVE_WARPS, work.chunks(), scanning, shared_state().cells);
 }
 
 // Grid: one block per slot, which reads only the rows that it reaches. No d2t, no workspace.

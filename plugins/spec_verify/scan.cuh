@@ -6,9 +6,9 @@
 
 namespace speccompile {
 
-// Top of a chunk, and the index of the first entry that has it.
-template <typename T, bool IS_VECTOR>
-__device__ inline Cell reduce_greedy(int chunk, const float (&entries)[LANE_ENTRIES]) {
+// Top of a chunk, and the index of the first entry that has it. `offset(j)` is that of the lane's entry j in the chunk.
+template <typename Offset>
+__device__ inline Cell reduce_greedy(int chunk, const float (&entries)[LANE_ENTRIES], Offset offset) {
     float top = entries[0];
 #pragma unroll
     for (int j = 1; j < LANE_ENTRIES; ++j) top = fmaxf(top, entries[j]);
@@ -17,7 +17,7 @@ __device__ inline Cell reduce_greedy(int chunk, const float (&entries)[LANE_ENTR
     u32 at = 0xffffffffu;
 #pragma unroll
     for (int j = LANE_ENTRIES - 1; j >= 0; --j)
-        if (entries[j] == cell.top) at = static_cast<u32>(chunk * CHUNK + Row<T>::template offset_of<IS_VECTOR>(j));
+        if (entries[j] == cell.top) at = static_cast<u32>(chunk * CHUNK + offset(j));
     cell.index = warp_min(at);
     return cell;
 }
@@ -40,9 +40,9 @@ __device__ inline Cell reduce_sampled(const float (&entries)[LANE_ENTRIES], cons
 
 // The winner of a chunk's race: top of the chunk, not scaled yet, index of the winner, and in `lag` the logarithm of its time
 // over its weight exp(scaled - scaled top).
-template <typename T, bool IS_VECTOR>
+template <typename Offset>
 __device__ inline Cell reduce_race(
-    int chunk, const float (&entries)[LANE_ENTRIES], const Quotient& scaled, const Race& race, float& lag) {
+    int chunk, const float (&entries)[LANE_ENTRIES], Offset offset, const Quotient& scaled, const Race& race, float& lag) {
     float top = entries[0];
 #pragma unroll
     for (int j = 1; j < LANE_ENTRIES; ++j) top = fmaxf(top, entries[j]);
@@ -52,7 +52,7 @@ __device__ inline Cell reduce_race(
     u32 least = 0xffffffffu, at = 0xffffffffu;  // bits of positive floats have their order
 #pragma unroll
     for (int j = 0; j < LANE_ENTRIES; ++j) {
-        const u32 index = static_cast<u32>(chunk * CHUNK + Row<T>::template offset_of<IS_VECTOR>(j));
+        const u32 index = static_cast<u32>(chunk * CHUNK + offset(j));
         const u32 ratio = __float_as_uint(race.time(index) * exp_fast(scaled_top - scaled(entries[j])));
         if (entries[j] > minus_infinity() && ratio < least) {
             least = ratio;
@@ -65,14 +65,11 @@ __device__ inline Cell reduce_race(
     return cell;
 }
 
-// CHUNKS_IN_FLIGHT chunks of a row from `first` on: all reads, then the reductions. Lane k keeps the k-th cell; division
-// keeps the order, so only the tops are divided exactly.
-template <bool IS_VECTOR, typename T>
-__device__ inline void scan_chunks(
-    const Row<T>& row, int first, int stride, int count, const Scanning& scanning, Cell* cells) {
-    typename Row<T>::Raw raw[CHUNKS_IN_FLIGHT];
-#pragma unroll
-    for (int k = 0; k < CHUNKS_IN_FLIGHT; ++k) raw[k] = row.template fetch<IS_VECTOR>(first + k * stride);
+// Reduces CHUNKS_IN_FLIGHT chunks of a row from `first` on, of which `entries_of(k, entries)` gives the lane's entries of the
+// k-th. Lane k keeps the k-th cell; division keeps the order, so only the tops are divided exactly.
+template <typename EntriesOf, typename Offset>
+__device__ inline void reduce_chunks(
+    EntriesOf entries_of, Offset offset, int first, int stride, int count, const Scanning& scanning, Cell* cells) {
     const bool is_sampled = is_hot(scanning.temperature);
     const Divider divide(is_sampled ? scanning.temperature : 1.0f);
     const Quotient scaled(divide);
@@ -84,12 +81,11 @@ __device__ inline void scan_chunks(
         const int chunk = first + k * stride;
         if (chunk >= count) break;
         float entries[LANE_ENTRIES];
-#pragma unroll
-        for (int j = 0; j < LANE_ENTRIES; ++j) entries[j] = float_from(raw[k].values[j]);
+        entries_of(k, entries);
         float lag = 0;
-        const Cell cell = scanning.is_race ? reduce_race<T, IS_VECTOR>(chunk, entries, scaled, scanning.race, lag)
+        const Cell cell = scanning.is_race ? reduce_race(chunk, entries, offset, scaled, scanning.race, lag)
                           : is_sampled     ? reduce_sampled(entries, scaled)
-                                           : reduce_greedy<T, IS_VECTOR>(chunk, entries);
+                                           : reduce_greedy(chunk, entries, offset);
         if (lane != k) continue;
         own = cell;
         own_lag = lag;
@@ -101,6 +97,29 @@ __device__ inline void scan_chunks(
     cells[cell_index] = own;
 }
 
+// Chunks from `first` on, as in memory: all reads are issued before the first result is needed.
+template <bool IS_VECTOR, typename T>
+__device__ inline void fetch_chunks(
+    const Row<T>& row, int first, int stride, typename Row<T>::Raw (&raw)[CHUNKS_IN_FLIGHT]) {
+#pragma unroll
+    for (int k = 0; k < CHUNKS_IN_FLIGHT; ++k) raw[k] = row.template fetch<IS_VECTOR>(first + k * stride);
+}
+
+template <typename Raw>
+__device__ inline void widen(const Raw& raw, float (&entries)[LANE_ENTRIES]) {
+#pragma unroll
+    for (int j = 0; j < LANE_ENTRIES; ++j) entries[j] = float_from(raw.values[j]);
+}
+
+template <bool IS_VECTOR, typename T>
+__device__ inline void scan_chunks(
+    const Row<T>& row, int first, int stride, int count, const Scanning& scanning, Cell* cells) {
+    typename Row<T>::Raw raw[CHUNKS_IN_FLIGHT];
+    fetch_chunks<IS_VECTOR>(row, first, stride, raw);
+    reduce_chunks([&](int k, float (&entries)[LANE_ENTRIES]) { widen(raw[k], entries); },
+                  [](int j) { return Row<T>::template offset_of<IS_VECTOR>(j); }, first, stride, count, scanning, cells);
+}
+
 template <typename T>
 __device__ inline void scan_row(
     const Row<T>& row, int first, int stride, int count, const Scanning& scanning, Cell* cells) {
@@ -109,6 +128,42 @@ __device__ inline void scan_row(
     } else {
         scan_chunks<false>(row, first, stride, count, scanning, cells);
     }
+}
+
+// Chunks from `first` on, in float32. Returns how many neighbouring entries a lane holds: see `offset_in_packs`.
+template <typename T>
+__device__ inline int load_chunks(
+    const Row<T>& row, int first, int stride, float (&entries)[CHUNKS_IN_FLIGHT][LANE_ENTRIES]) {
+    typename Row<T>::Raw raw[CHUNKS_IN_FLIGHT];
+    if (row.is_vector) {
+        fetch_chunks<true>(row, first, stride, raw);
+    } else {
+        fetch_chunks<false>(row, first, stride, raw);
+    }
+#pragma unroll
+    for (int k = 0; k < CHUNKS_IN_FLIGHT; ++k) widen(raw[k], entries[k]);
+    return row.is_vector ? Row<T>::VECTOR_ENTRIES : 1;
+}
+
+// `Row::offset_of` for a number of neighbours, a power of two, that is known when the kernel runs.
+__device__ inline int offset_in_packs(int j, int pack) {
+    const int within = j & (pack - 1);
+    return (j - within) * WARP + static_cast<int>(threadIdx.x) % WARP * pack + within;
+}
+
+// A row of any type. The reductions are compiled once: for each type, with and without vectors, ptxas took three times
+// as long.
+__device__ inline void scan_any_row(
+    const SpecVerifyParams& params, i64 row, int first, int stride, int count, const Scanning& scanning, Cell* cells) {
+    float held[CHUNKS_IN_FLIGHT][LANE_ENTRIES];
+    const int pack = params.dtype == Dtype::F16    ? load_chunks(Row<Float16>(params, row), first, stride, held)
+                     : params.dtype == Dtype::BF16 ? load_chunks(Row<BFloat16>(params, row), first, stride, held)
+                                                   : load_chunks(Row<float>(params, row), first, stride, held);
+    const auto entries_of = [&](int k, float (&entries)[LANE_ENTRIES]) {
+#pragma unroll
+        for (int j = 0; j < LANE_ENTRIES; ++j) entries[j] = held[k][j];
+    };
+    reduce_chunks(entries_of, [=](int j) { return offset_in_packs(j, pack); }, first, stride, count, scanning, cells);
 }
 
 // Grid: one warp per CHUNKS_IN_FLIGHT chunks of each row.

@@ -79,7 +79,7 @@ __device__ __noinline__ int likeliest_of(const Work work, int chunk) {
 
 // First entry of the chunk whose running sum exceeds `rest`; the last one with mass when rounding leaves none,
 // and the likeliest where the chunk's residual was rounding error alone. Called by one warp.
-__device__ inline int draw_in_chunk(const Work& work, int chunk, double rest) {
+__device__ __noinline__ int draw_in_chunk(const Work work, int chunk, double rest) {
     float entries[LANE_ENTRIES];
     work.row.load_run(chunk, entries);
     const int base = chunk * CHUNK + work.row.run_of(0);
@@ -198,7 +198,7 @@ __device__ inline float target_at(const Work& work, int token) {
 }
 
 // Draws from the distribution of `work`; all threads get the token. `has_shares`: `masses` are its shares.
-__device__ inline Outcome draw_last(const Work& work, bool has_shares) {
+__device__ __noinline__ Outcome draw_last(const Work work, bool has_shares) {
     Shared& shared = shared_state();
     if (!has_shares) measure(work, work.masses());
     const i64 row = static_cast<i64>(work.slot) * work.params.nodes + work.node;
