@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.set-up
 TRITON_VENV ?= .venv-triton
+LOAD_VENV   ?= .venv-load
 BUNDLE ?= bundles/pycode
 ARGS   ?=
 WORKERS ?= 2
@@ -20,7 +21,7 @@ NVCC           ?= nvcc
 PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp plugins/library.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check unmarked test fuzz triton-server test-triton test-ray test-deploy lint format golden sweep bench peers gpu-check docs plugins clean
+.PHONY: help setup demo check unmarked test fuzz triton-server test-triton load-tester test-load test-ray test-deploy lint format golden sweep bench peers gpu-check docs plugins clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +58,19 @@ $(TRITON_VENV)/.set-up: pyproject.toml examples/triton/install_server.py
 
 test-triton: triton-server bundles/pycode/manifest.json  ## Run the tests against that server (about 3 minutes)
 	SPECCOMPILE_TRITON=$(TRITON_VENV)/bin/tritonserver SPECCOMPILE_OFFLINE=$(BIN)/speccompile $(TRITON_VENV)/bin/python -m pytest tests/serving/triton/live $(ARGS)
+
+load-tester: $(LOAD_VENV)/.set-up  ## Make .venv-load: GuideLLM, which loads a server (360 MB; torch is that of .venv)
+
+# Packages of .venv count as installed there; what GuideLLM needs besides, or in another version, is its own.
+$(LOAD_VENV)/.set-up: Makefile | setup
+	$(PYTHON) -m venv --clear $(LOAD_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$($(LOAD_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/speccompile_venv.pth"
+	$(LOAD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'guidellm>=0.8.1,<0.9'
+	@touch $@
+
+test-load: load-tester bundles/pycode/manifest.json  ## Load the server with GuideLLM and read its report (two minutes)
+	SPECCOMPILE_GUIDELLM=$(abspath $(LOAD_VENV))/bin/guidellm $(BIN)/python -m pytest tests/serving/load $(ARGS)
 
 test-ray: setup  ## Test the Ray Serve application on two replicas here (installs Ray into .venv; about 80 s)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]'

@@ -85,7 +85,13 @@ PATHS: dict[str, tuple[str, ...]] = {
         "plugins/test_spec_verify.py",
     ),
     "mutant": ("plugins/test_mutants.py", "plugins/test_races.py"),
-    "live": ("pipeline/test_interrupted.py", "serving/page/test_browser.py", "serving/ray/*", "serving/triton/live/*"),
+    "live": (
+        "pipeline/test_interrupted.py",
+        "serving/load/*",
+        "serving/page/test_browser.py",
+        "serving/ray/*",
+        "serving/triton/live/*",
+    ),
 }
 
 FIXTURES = {

@@ -36,7 +36,7 @@ from speccompile.serving.openai.limits import BodyCheck, KeyCheck
 from speccompile.serving.openai.logprobs import TokenTexts
 from speccompile.serving.openai.message import MessageReader
 from speccompile.serving.openai.metrics import Metrics
-from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
+from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled, StreamOptions
 from speccompile.serving.openai.requests import request_from_chat, requests_from_completion
 from speccompile.serving.openai.responses import CHAT, COMPLETION, Form, Head, Usage, chunks, whole_answer
 from speccompile.serving.openai.stream import EventStream, unless_disconnected
@@ -149,11 +149,13 @@ class OpenAIServer:
             "model": self.model_name,
             "system_fingerprint": self.fingerprint,
         }
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
-        texts = None if body.num_logprobs is None else TokenTexts(self.service.engine.tokenizer)
-        head = Head(form, identity, with_usage, body.return_stats, texts, reader, self.options.request_metrics)
-        step_outputs = self.submit(requests)
+        asked = body.stream_options or StreamOptions()
         usage = Usage(sum(len(request.prompt) for request in requests))
+        running = usage if asked.continuous_usage_stats else None
+        texts = None if body.num_logprobs is None else TokenTexts(self.service.engine.tokenizer)
+        with_metrics = self.options.request_metrics
+        head = Head(form, identity, asked.include_usage, body.return_stats, texts, reader, with_metrics, running)
+        step_outputs = self.submit(requests)
         if body.stream:
             return EventStream(chunks(head, step_outputs, usage), step_outputs.close)
         try:

@@ -128,7 +128,6 @@ IMAGE_URL: Mapping[str, Neutral] = {"detail": Neutral("every image is read at on
 
 STREAM_OPTIONS: Mapping[str, Neutral] = {
     "include_obfuscation": Neutral("events are not padded", (False,)),
-    "continuous_usage_stats": Neutral("the usage comes once, at the end", (False,)),
 }
 
 

@@ -52,11 +52,15 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """`stream_options`: `include_usage` asks for a last chunk that has the usage and no choice."""
+    """`stream_options`: `include_usage` asks for a last chunk that has the usage and no choice.
+
+    With `continuous_usage_stats` beside it, as of vLLM, every chunk has the usage so far.
+    """
 
     neutral: ClassVar = STREAM_OPTIONS
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 def _sampling_field(kind: Kind, field: BodyField) -> tuple[Any, Any]:

@@ -71,11 +71,12 @@ class Head:
     Args:
         form: of the endpoint.
         identity: `id`, `created`, `model`, `system_fingerprint`.
-        with_usage: streams: the usage in a chunk of its own at the end, and null in all others.
+        with_usage: streams: the usage in a chunk of its own at the end.
         with_stats: `stats` with every choice.
         texts: of tokens, where logprobs are asked for.
         reader: makes the reader of a choice's message; None: its text is its content.
         with_metrics: of answers of one choice: `metrics` with acceptance and times in vLLM's shape.
+        running: streams with usage: the usage so far, in every chunk; None: null in all but the last.
     """
 
     form: Form
@@ -85,6 +86,7 @@ class Head:
     texts: TokenTexts | None = None
     reader: Callable[[], MessageReader] | None = None
     with_metrics: bool = False
+    running: Usage | None = None
 
     def choice(
         self,
@@ -114,7 +116,8 @@ class Head:
 
     def chunk_from_choice(self, choice: dict[str, Any]) -> bytes:
         """Returns the event of one choice."""
-        usage = {"usage": None} if self.with_usage else {}
+        told = None if self.running is None else self.running.json_from_usage()
+        usage = {"usage": told} if self.with_usage else {}
         return event_from_json({**self.identity, "object": self.form.chunk, "choices": [choice], **usage})
 
 
