@@ -81,9 +81,8 @@ class Engine(Protocol):
         """Runs one step over the slots first_slot .. first_slot + batch - 1.
 
         Args:
-            feeds: inputs by name (see `speccompile.core.specs`); `tokens` [batch, nodes] and `lengths`
-                [batch] are always needed. An input left out has its neutral value: a chain as
-                `tree_mask` and `parents`, every node in `scored_nodes`, deterministic drafts, greedy.
+            feeds: inputs by name (see `speccompile.core.specs`); `tokens` [batch, nodes], `lengths` [batch] always. An
+                input left out is neutral: a chain, every node in `scored_nodes`, deterministic drafts, greedy.
             first_slot: the slot of batch row 0.
 
         Returns:
@@ -155,6 +154,7 @@ class Slot(Protocol):
     max_drafts: int  # draft tokens on one path that this step may use: limits and room in the cache
     draft_state: Any  # the proposer's own state: set by `start` and `resume`, not read elsewhere
     has_draft: bool  # False: the draft has not read its prompt, so it never drafts; nothing is kept for it
+    grammar: Any  # `drafting.grammars.Grammar` that has read `tokens`; None: any token may follow
 
 
 class Batch(Protocol):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -133,7 +133,13 @@ def tree_from_shape(shape: TreeShape, roots: Ints, drafts: Ints, limits: Sequenc
     return TokenTree(tokens, np.where(used, shape.parents()[:nodes], -1), num_nodes)
 
 
-def grow_product(tree: Candidates, tokens: Sequence[Sequence[int]], probs: Sequence[Sequence[float]], num: int) -> None:
+def grow_product(
+    tree: Candidates,
+    tokens: Sequence[Sequence[int]],
+    probs: Sequence[Sequence[float]],
+    num: int,
+    allows: Callable[[int, int], bool] | None = None,
+) -> None:
     """Adds the `num` likeliest nodes of a tree whose candidates at a depth are the same for every parent.
 
     Args:
@@ -141,13 +147,16 @@ def grow_product(tree: Candidates, tokens: Sequence[Sequence[int]], probs: Seque
         tokens: by depth, the likeliest first.
         probs: of each.
         num: nodes to add.
+        allows: whether a token may follow a candidate of the tree; None: all may.
     """
     # A node ranks by its path's probability, so the next best is a sibling or a first child of a node already added.
     heap = [(-probs[0][0], 0, 0, 0)]  # (minus the path's probability, parent, depth of the parent, rank)
     while heap and len(tree.tokens) <= num:
         _, parent, depth, rank = heappop(heap)
-        tree.add(parent, [tokens[depth][rank]], [probs[depth][rank]], first_rank=rank)
         if rank + 1 < len(probs[depth]):
             heappush(heap, (-tree.paths[parent] * probs[depth][rank + 1], parent, depth, rank + 1))
+        if allows is not None and not allows(parent, tokens[depth][rank]):
+            continue
+        tree.add(parent, [tokens[depth][rank]], [probs[depth][rank]], first_rank=rank)
         if depth + 1 < len(probs):
             heappush(heap, (-tree.paths[-1] * probs[depth + 1][0], len(tree.tokens) - 1, depth + 1, 0))

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Outputs, StepTimes
-from speccompile.core.tree import Ints, TokenTree
+from speccompile.core.tree import TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, own_path
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates, tree_from_candidates
 from speccompile.drafting.expansion import DraftLayout, Scorer, make_expansion
+from speccompile.drafting.grammars import draft_warp, has_grammars, path_of, restrict
 from speccompile.drafting.race import raced_candidates
 from speccompile.drafting.state import estimates
 
@@ -29,9 +30,9 @@ class TreeGrower:
         budget: bounds and costs.
         log_odds: initial log(odds of acceptance / odds given by the confidence) of a new sequence.
         max_fed: most nodes that one expansion feeds; None: as many as are scored.
-        d2t: [draft_vocab] int64, the target's token for each draft token; None: the vocabularies are the same.
         num_candidates: candidates to keep for each expanded node; None: all that the draft gives.
-        races_probs: sequences that sample race over the draft's distributions, as its candidates are few.
+        races_probs: sequences that sample race over the draft's distributions, as its candidates are few; and grammars
+            choose among all tokens.
     """
 
     def __init__(
@@ -41,11 +42,10 @@ class TreeGrower:
         log_odds: float = 0.0,
         *,
         max_fed: int | None = None,
-        d2t: Ints | None = None,
         num_candidates: int | None = None,
         races_probs: bool = False,
     ) -> None:
-        self.scorer, self.budget, self._log_odds, self._d2t = scorer, budget, log_odds, d2t
+        self.scorer, self.budget, self._log_odds = scorer, budget, log_odds
         self._num_candidates, self._races_probs = num_candidates, races_probs
         self._max_fed = max(budget.max_nodes, 1) if max_fed is None else max_fed
         self._prior = SharedPrior(budget.max_depth)
@@ -91,7 +91,8 @@ class TreeGrower:
         """
         budget, num_slots = self.budget, len(trees)
         self._rows = rows = DraftLayout(num_slots, self._max_fed)
-        warp = batch.warp_feeds() if self._races_probs and not batch.is_greedy else {}
+        reads_probs = self._races_probs and (not batch.is_greedy or has_grammars(batch))
+        warp = draft_warp(batch) if reads_probs else {}
         outputs = self.scorer.begin(batch, able, warp)
         spent_ms = budget.spend(num_slots, num_slots)
         scored = [[0] if limit >= 0 else [] for limit in last_depths]
@@ -116,15 +117,22 @@ class TreeGrower:
         self, batch: Batch, depth: int, trees: Sequence[Candidates], scored: Sequence[Sequence[int]], outputs: Outputs
     ) -> list[int]:
         """Adds the candidates after the scored nodes, at `depth`; returns the first new candidate of each slot."""
-        ordered = raced_candidates(batch, depth, outputs, self._d2t)
+        if has_grammars(batch):
+            paths = [[path_of(tree, node) for node in nodes] for tree, nodes in zip(trees, scored, strict=True)]
+            outputs = restrict(batch, paths, outputs)
+        ordered = raced_candidates(batch, depth, outputs)
         tokens, sure = (part[:, :, : self._num_candidates].tolist() for part in ordered)
         known, floor = estimates(batch.slots), self.budget.floor(trees)
         starts = []
         for place, tree in enumerate(trees):
             starts.append(len(tree.tokens))
-            probs = known[place].probs
+            probs, is_free = known[place].probs, batch.slots[place].grammar is None
             for column, node in enumerate(scored[place]):
-                tree.add(node, tokens[place][column], probs(sure[place][column]), floor)
+                found, confidences = tokens[place][column], sure[place][column]
+                if not is_free:  # what the grammar refuses has probability 0
+                    kept = [at for at, confidence in enumerate(confidences) if confidence > 0]
+                    found, confidences = [found[at] for at in kept], [confidences[at] for at in kept]
+                tree.add(node, found, probs(confidences), floor)
         return starts
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict) -> list[int]:

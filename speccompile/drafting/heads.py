@@ -32,6 +32,15 @@ from speccompile.core.tree_shape import TreeShape
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, own_path
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates, grow_product, tree_from_candidates, tree_from_shape
+from speccompile.drafting.grammars import (
+    Grammar,
+    allowed_in,
+    chain_with_forced,
+    drafts_within,
+    drawn_chains_with_forced,
+    product_with_forced,
+    tree_within,
+)
 from speccompile.drafting.hidden import TargetStates
 from speccompile.drafting.race import order_candidates
 from speccompile.drafting.state import DraftState, estimates
@@ -109,13 +118,15 @@ class HeadsProposer:
         outputs = self.engine.run(feeds)
         limits = [slot.max_drafts if place in drafting else 0 for place, slot in enumerate(slots)]
         if is_drawn:
-            return self._drawn_chain(roots, limits, outputs)
+            return drawn_chains_with_forced(batch, self._drawn_chain(roots, limits, outputs))
         if CANDIDATES in outputs:
             outputs = _raced(batch, outputs)
         spent_ms = self.budget.spend(len(slots), len(slots))
         if self.shape is not None:
-            return tree_from_shape(self.shape, roots, self._tokens_of_shape(outputs, self.shape), limits)
-        return self._grow(roots, {place: estimates(slots)[place] for place in drafting}, limits, outputs, spent_ms)
+            drafts = tree_from_shape(self.shape, roots, self._tokens_of_shape(outputs, self.shape), limits)
+            return tree_within(batch, drafts)
+        known = {place: estimates(slots)[place] for place in drafting}
+        return self._grow(roots, known, limits, outputs, spent_ms, [slot.grammar for slot in slots])
 
     def feeds_of(self, slots: Sequence[Slot]) -> Outputs:
         """Returns further inputs of the engine for these slots; none by default."""
@@ -150,6 +161,7 @@ class HeadsProposer:
         limits: Sequence[int],
         outputs: Outputs,
         spent_ms: float,
+        grammars: Sequence[Grammar | None],
     ) -> TokenTree:
         """Returns the tree of the best candidates.
 
@@ -159,19 +171,27 @@ class HeadsProposer:
             limits: most draft tokens on a path, by slot.
             outputs: of the heads.
             spent_ms: time that drafting took.
+            grammars: by slot.
         """
         trees = [Candidates.from_root(int(root)) for root in roots]
         rows = {name: np.asarray(value).tolist() for name, value in outputs.items() if name != CHAIN_PROBS}
         floor = self.budget.floor(trees) if self.is_chain else 0.0
         for place, estimate in known.items():
             if CANDIDATES in rows:
-                probs = [estimate.probs(confidences) for confidences in rows[CANDIDATE_PROBS][place]]
-                grow_product(trees[place], rows[CANDIDATES][place], probs, self.budget.max_nodes)
+                product = rows[CANDIDATES][place], rows[CANDIDATE_PROBS][place]
+                tokens, confidences = product_with_forced(grammars[place], *product)
+                probs = [estimate.probs(level) for level in confidences]
+                allows = allowed_in(grammars[place], trees[place])
+                grow_product(trees[place], tokens, probs, self.budget.max_nodes, allows)
                 continue
             num = self.budget.max_depth if self.is_chain else None
-            tokens, confidences = rows[SAMPLED_TOKENS][place][:num], rows[CONFIDENCES][place][:num]
-            parents = range(len(tokens)) if self.is_chain else rows[DRAFT_PARENTS][place]
-            add_drafts(trees[place], tokens, confidences, parents, estimate, floor)
+            drafts, sure = rows[SAMPLED_TOKENS][place][:num], rows[CONFIDENCES][place][:num]
+            if self.is_chain:
+                drafts, sure = chain_with_forced(grammars[place], drafts, sure)
+            above = range(len(drafts)) if self.is_chain else rows[DRAFT_PARENTS][place]
+            kept, parents = drafts_within(grammars[place], drafts, above)
+            drafts, sure = [drafts[draft] for draft in kept], [sure[draft] for draft in kept]
+            add_drafts(trees[place], drafts, sure, parents, estimate, floor)
         num_drafts = self.budget.size(trees, spent_ms)
         tree, chosen = tree_from_candidates(trees, num_drafts, limits)
         self._grown = (trees, chosen)

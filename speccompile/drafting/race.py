@@ -61,7 +61,7 @@ def order_candidates(
     return np.take_along_axis(tokens, order, axis=-1), np.where(is_hot, sure, confidences)
 
 
-def raced_candidates(batch: Batch, depth: int, outputs: Outputs, d2t: Ints | None) -> tuple[Ints, Floats]:
+def raced_candidates(batch: Batch, depth: int, outputs: Outputs, d2t: Ints | None = None) -> tuple[Ints, Floats]:
     """Returns candidates and confidences of a draft's outputs, those of slots that sample in the order of the race.
 
     Where the draft gives its distributions the race is among their likeliest tokens, otherwise among the candidates.

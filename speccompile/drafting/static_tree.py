@@ -26,6 +26,7 @@ from speccompile.drafting.acceptance import own_path
 from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.drawn_length import DrawnChains, DrawnLength
 from speccompile.drafting.expansion import DraftLayout, Expansion, Scorer, make_expansion
+from speccompile.drafting.grammars import Paths, draft_warp, has_grammars, restrict
 from speccompile.drafting.race import raced_candidates
 from speccompile.drafting.siblings import draw_siblings
 
@@ -38,7 +39,6 @@ class StaticTrees:
         shape: of the tree; one expansion feeds at most `shape.num_drafts` nodes.
         may_sample: draw drafts for sequences that sample; otherwise they are the likeliest candidates.
         vocab_size: of the target.
-        d2t: [draft_vocab] int64, the target's token for each draft token; None: the vocabularies are the same.
         length: decides where a drawn chain ends; None: drafts have the whole shape.
     """
 
@@ -49,11 +49,10 @@ class StaticTrees:
         *,
         may_sample: bool,
         vocab_size: int,
-        d2t: Ints | None = None,
         length: DrawnLength | None = None,
     ) -> None:
         self._length = length if shape.is_chain and may_sample else None
-        self.scorer, self.shape, self.may_sample, self._d2t, self._vocab = scorer, shape, may_sample, d2t, vocab_size
+        self.scorer, self.shape, self.may_sample, self._vocab = scorer, shape, may_sample, vocab_size
         self._parents = shape.parents().tolist()
         ranks = shape.ranks().tolist()
         self._levels: list[list[tuple[int, list[int], list[int]]]] = []  # by depth: (node, its children, their ranks)
@@ -101,12 +100,15 @@ class StaticTrees:
         if not able:
             return TokenTree.roots(roots)
         limits = [min(slot.max_drafts, room + 1) for slot, room in zip(slots, rooms, strict=True)]
-        drafts = _Drafts(self, batch, roots, is_drawn)
+        drafts, is_masked = _Drafts(self, batch, roots, is_drawn), has_grammars(batch)
         drafts.take(0, able, self.scorer.begin(batch, able, drafts.warp))
         for depth, (plan, held) in enumerate(self._plans, start=1):
             places = [place for place in able if self._fed[place] == depth - 1 and limits[place] > depth]
             if self._chains is not None:
                 places = [place for place in places if drafts.is_there[place, depth] and self._chains.goes_on(place)]
+            elif is_masked:
+                nodes = [node for node, _, _ in self._levels[depth]]
+                places = [place for place in places if drafts.is_there[place, nodes].any()]
             if not places:
                 break
             for place in places:
@@ -152,8 +154,9 @@ class _Drafts:
 
     def __init__(self, trees: StaticTrees, batch: Batch, roots: Ints, is_drawn: bool) -> None:
         self.trees, self.batch = trees, batch
-        gives_probs = trees.may_sample and not batch.is_greedy  # to draw from, or to race over
-        self.warp: Mapping[str, NDArray[Any]] = batch.warp_feeds() if gives_probs else {}
+        # To draw from, to race over, or for grammars to choose among all tokens.
+        gives_probs = trees.may_sample and (not batch.is_greedy or has_grammars(batch))
+        self.warp: Mapping[str, NDArray[Any]] = draft_warp(batch) if gives_probs else {}
         size = 1 + trees.shape.num_drafts
         self.tokens = np.zeros((len(roots), size), dtype=np.int64)
         self.tokens[:, 0] = roots
@@ -167,18 +170,20 @@ class _Drafts:
 
     def take(self, depth: int, places: Sequence[int], outputs: Outputs) -> None:
         """Adds the children of the nodes at `depth` in the given slots, from the draft's outputs."""
-        d2t = self.trees._d2t
-        if self.probs is None:
-            tokens, _ = raced_candidates(self.batch, depth + 1, outputs, d2t)
-        else:
-            candidates = np.asarray(outputs[CANDIDATES])
-            tokens = candidates if d2t is None else d2t[candidates]
         level = self.trees._levels[depth]
+        if has_grammars(self.batch):
+            outputs = restrict(self.batch, self._paths(places, level), outputs)
+        tokens, sure = np.asarray(outputs[CANDIDATES]), np.asarray(outputs[CANDIDATE_PROBS])
+        if self.probs is None:
+            tokens, sure = raced_candidates(self.batch, depth + 1, outputs)
         for column, (_, children, ranks) in enumerate(level):
             self.tokens[:, children] = tokens[:, column, ranks]
         fresh = [child for _, children, _ in level for child in children]
         for place in places:
             self.is_there[place, fresh] = True
+            slot = self.batch.slots[place]
+            if slot.grammar is not None and (self.probs is None or slot.sampling.is_greedy):
+                self._leave_out(place, level, sure[place])
         if self.probs is not None:
             width = max(len(children) for _, children, _ in level)
             draws = self.batch.sibling_uniforms(depth + 1, width).tolist()
@@ -186,11 +191,31 @@ class _Drafts:
             for place in places:
                 self._draw(place, level, node_probs[place], draws[place])
         if self.trees._chains is not None:
-            sure = np.asarray(outputs[CANDIDATE_PROBS])[:, 0, 0].tolist()
             for place in places:
                 if self.is_there[place, depth + 1]:
                     share = self._share(place, depth + 1, int(tokens[place, 0, 0]))
-                    self.trees._chains.add(place, sure[place] * share)
+                    self.trees._chains.add(place, float(sure[place, 0, 0]) * share)
+
+    def _paths(self, places: Sequence[int], level: Sequence[tuple[int, list[int], list[int]]]) -> Paths:
+        """Returns the drafts up to each node of a level, in the given slots that have a grammar."""
+        takes_part, rows = set(places), list[list[list[int] | None]]()
+        for place, slot in enumerate(self.batch.slots):
+            row = list[list[int] | None]()
+            for node, _, _ in level if slot.grammar is not None and place in takes_part else ():
+                path, above = list[int](), node
+                while above > 0:
+                    path.append(int(self.tokens[place, above]))
+                    above = self.trees._parents[above]
+                row.append(path[::-1] if self.is_there[place, node] else None)
+            rows.append(row)
+        return rows
+
+    def _leave_out(self, place: int, level: Sequence[tuple[int, list[int], list[int]]], sure: Floats) -> None:
+        """Leaves out candidates that the grammar refuses, which have probability 0, and what follows them."""
+        for column, (node, children, ranks) in enumerate(level):
+            is_right = (sure[column, ranks] > 0) & self.is_there[place, node]
+            self.is_there[place, children] = is_right
+            self.tokens[place, children] = np.where(is_right, self.tokens[place, children], 0)
 
     def _share(self, place: int, node: int, best: int) -> float:
         """Returns the draft's probability of a drawn token over that of its likeliest, both at temperature 1."""
@@ -206,7 +231,6 @@ class _Drafts:
         """Replaces the candidates of one slot with draws; a greedy sequence keeps them, with one-hot distributions."""
         assert self.probs is not None
         is_greedy = self.batch.slots[place].sampling.is_greedy
-        d2t = self.trees._d2t
         for column, (node, children, _) in enumerate(level):
             if not self.is_there[place, node]:
                 self.is_there[place, children] = False
@@ -216,12 +240,9 @@ class _Drafts:
                 rows[...] = 0
                 rows[np.arange(len(children)), self.tokens[place, children]] = 1
                 continue
-            drawn = rows if d2t is None else np.empty((len(children), len(d2t)), dtype=np.float32)
-            tokens = draw_siblings(node_probs[column], draws[: len(children)], drawn)
-            if d2t is not None:
-                rows[...] = 0
-                rows[:, d2t] = drawn
-            self.tokens[place, children[: len(tokens)]] = tokens if d2t is None else d2t[tokens]
+            tokens = draw_siblings(node_probs[column], draws[: len(children)], rows)
+            self.tokens[place, children[: len(tokens)]] = tokens
+            self.tokens[place, children[len(tokens) :]] = 0  # of a grammar, there may be no token at all
             self.is_there[place, children[len(tokens) :]] = False
 
     def tree(self) -> tuple[TokenTree, list[list[int]]]:

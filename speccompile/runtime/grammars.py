@@ -12,6 +12,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 import numpy as np
@@ -59,6 +60,11 @@ class GrammarMatcher:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._eos = sorted(token for token in eos_token_ids if token < vocab_size)
         self._markers, self._num_read = markers, len(prompt)
+        self._fault: GrammarFault | None = None  # why nothing is known of what may follow
+        # Of the tokens that were read: masks by path, the tokens that must follow, and a copy for drafts.
+        self._masks: dict[tuple[int, ...], Bools | None] = {}
+        self._forced: list[int] | None = None
+        self._copy: Any = None
         # Whether the reasoning goes on; None: the next token decides whether there is one.
         self._is_thinking: bool | None = False
         self._has_ended = False
@@ -71,13 +77,17 @@ class GrammarMatcher:
         """Follows the text; `tokens` are all of the sequence, prompt included.
 
         Raises:
-            GrammarFault: a new token is not allowed.
+            GrammarFault: a new token is not allowed; so does `allowed` from then on.
         """
+        if len(tokens) == self._num_read:
+            return
+        self._masks, self._forced, self._copy = {}, None, None
         inside, self._is_thinking, is_right = self._inside(tokens[self._num_read :])
         self._num_read = len(tokens)
         text, self._has_ended, ends = self._split(inside)
         if not (is_right and ends) or self._matcher.try_consume_tokens(text) < len(text):
-            raise GrammarFault(f"a text that it does not allow, {len(tokens)} tokens long")
+            self._fault = GrammarFault(f"a text that it does not allow, {len(tokens)} tokens long")
+            raise self._fault
 
     def _inside(self, tokens: Sequence[int]) -> tuple[list[int], bool | None, bool]:
         """Returns the tokens that the grammar reads, whether reasoning goes on after them, and whether it may."""
@@ -110,6 +120,29 @@ class GrammarMatcher:
         Raises:
             GrammarFault: no token may follow, or the grammar is too complex.
         """
+        if self._fault is not None:
+            raise self._fault
+        return self._mask(path, self._matcher)
+
+    def draft_mask(self, path: Sequence[int]) -> Bools | None:
+        """As `allowed`; None also where the grammar fails. It fails for drafts alone, not for the text."""
+        if self._fault is not None:
+            return None
+        if self._copy is None:  # errors of llguidance stay
+            self._copy = self._matcher.deep_copy()
+        try:
+            return self._mask(path, self._copy)
+        except GrammarFault:
+            self._copy = None
+            return None
+
+    def _mask(self, path: Sequence[int], matcher: Any) -> Bools | None:
+        key = tuple(path)
+        if key not in self._masks:
+            self._masks[key] = self._mask_by(path, matcher)
+        return self._masks[key]
+
+    def _mask_by(self, path: Sequence[int], matcher: Any) -> Bools | None:
         inside, is_thinking, is_right = self._inside(path)
         text, has_ended, ends = self._split(inside)
         if not (is_right and ends):
@@ -118,7 +151,6 @@ class GrammarMatcher:
             mask = np.ones(self._vocab_size, dtype=np.bool_)
             mask[self._eos] = False
             return mask
-        matcher = self._matcher
         num = matcher.try_consume_tokens(text) if text else 0
         try:
             if num < len(text):
@@ -143,10 +175,17 @@ class GrammarMatcher:
         return mask
 
     def forced(self) -> list[int]:
-        """Returns the tokens that must follow one after another; the way of the tokenizer to write them."""
-        if self._is_thinking is not False or self._has_ended:
+        """Returns the tokens that must follow one after another.
+
+        Where the grammar allows one text, llguidance allows the one way in which the tokenizer writes it, so each of
+        these is the only token of its mask.
+        """
+        if self._is_thinking is not False or self._has_ended or self._fault is not None:
             return []
-        return [token for token in self._matcher.compute_ff_tokens() if token < self._vocab_size]
+        if self._forced is None:
+            tokens = self._matcher.compute_ff_tokens()
+            self._forced = list(takewhile(lambda token: token < self._vocab_size, tokens))
+        return self._forced
 
 
 class Grammars:

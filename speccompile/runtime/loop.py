@@ -16,6 +16,7 @@ from speccompile.core.specs import LENGTHS, LOGITS, TOKENS, TREE_MASK
 from speccompile.core.tree import TokenTree
 from speccompile.runtime.control import Planner
 from speccompile.runtime.faults import FAULTS, NotFinite
+from speccompile.runtime.grammar_drafts import forced_chains, read_grammars, within_grammars
 from speccompile.runtime.host_verify import logprobs_of_step, verify_on_host
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.slots import Slot, Slots, Step
@@ -107,9 +108,13 @@ def run_step(
         is_plain = is_plain and not slot.max_drafts
         has_draft = has_draft or slot.has_draft
     slots.is_forced = bool(limit) or is_forced
-    forced = slots.forced_chains() if slots.processed else None
+    if slots.processed:
+        read_grammars(slots)
+    forced = forced_chains(slots) if slots.processed else None
     is_plain = is_plain or forced is not None
     tree = forced or (slots.roots() if is_plain else proposer.propose(slots))
+    if slots.processed:
+        tree = within_grammars(slots, tree)
     proposed_s = perf_counter()
     tree, verdict = verifier.score_finite(tree, slots)
     logprobs = None

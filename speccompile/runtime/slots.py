@@ -260,7 +260,7 @@ class Slots:
         max_slots: most active sequences.
         is_invariant: texts do not depend on drafts or their number: drafts are deterministic, and sampled text is plain
             decoding's with the same seed. Then draft lengths may depend on measured times and other sequences.
-        max_forced: most draft tokens of `forced_chains`.
+        max_forced: most draft tokens of `grammar_drafts.forced_chains`.
     """
 
     def __init__(
@@ -300,30 +300,6 @@ class Slots:
         for place, slot in enumerate(self.slots):
             self._roots.tokens[place, 0] = slot.tokens[-1]
         return self._roots
-
-    def forced_chains(self) -> TokenTree | None:
-        """Returns chains of the tokens that the grammars force; None unless every sequence has some.
-
-        They cost no draft, and are verified as any other drafts: a model may write the same text with other tokens.
-        Where texts depend on drafts there are none, as one sequence's drafts must not depend on the others.
-        """
-        if self.may_draw or not self.max_forced:
-            return None
-        rows = []
-        for slot in self.slots:
-            if slot.grammar is None or slot.speculation == "off" or not slot.may_draft:
-                return None
-            slot.grammar.read(slot.tokens)
-            num = min(slot.num_prompt + slot.sampling.max_new_tokens - len(slot.tokens) - 1, slot.room, self.max_forced)
-            forced = slot.grammar.forced()[: max(num, 0)]
-            if not forced:
-                return None
-            rows.append([slot.tokens[-1], *forced])
-        nums = np.array([len(row) for row in rows], dtype=np.int64)
-        tokens = np.zeros((len(rows), nums.max()), dtype=np.int64)
-        for place, row in enumerate(rows):
-            tokens[place, : len(row)] = row
-        return TokenTree.chain(tokens, nums)
 
     @property
     def may_draw(self) -> bool:

@@ -72,7 +72,7 @@ def make_grammars() -> Grammars:
     return Grammars(Pieces(), VOCAB, [EOS])
 
 
-def _object(**properties: Any) -> dict[str, Any]:
+def make_object(**properties: Any) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": properties,
@@ -84,38 +84,40 @@ def _object(**properties: Any) -> dict[str, Any]:
 TEXT, WORD = {"type": "string", "maxLength": 8}, {"type": "string", "pattern": "^[a-z]{1,6}$"}
 LEVEL = {"type": "integer", "minimum": 0, "maximum": 20}
 COLOUR, FLAG = {"enum": ["red", "green", "blue"]}, {"type": "boolean"}
-POINT = _object(x=LEVEL, y=LEVEL)
+POINT = make_object(x=LEVEL, y=LEVEL)
 SCHEMAS: list[dict[str, Any]] = [
-    _object(name=TEXT),
-    _object(name=WORD, age=LEVEL),
-    _object(ok=FLAG),
-    _object(colour=COLOUR),
-    _object(none={"type": "null"}),
-    _object(point=POINT),
-    _object(a=_object(b=_object(c=FLAG))),
-    _object(items={"type": "array", "items": LEVEL, "maxItems": 4}),
-    _object(items={"type": "array", "items": WORD, "minItems": 2, "maxItems": 3}),
-    _object(points={"type": "array", "items": POINT, "maxItems": 2}),
-    _object(rows={"type": "array", "items": {"type": "array", "items": FLAG, "maxItems": 2}, "maxItems": 2}),
-    _object(value={"anyOf": [LEVEL, WORD]}),
-    _object(value={"anyOf": [FLAG, {"type": "null"}]}),
-    _object(shape={"anyOf": [_object(radius=LEVEL), _object(width=LEVEL, height=LEVEL)]}),
-    _object(kind={"const": "circle"}, size=LEVEL),
-    _object(code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}),
-    _object(day={"type": "string", "pattern": "^20[0-9]{2}-[01][0-9]$"}),
-    _object(id={"type": "string", "minLength": 4, "maxLength": 4}),
-    _object(score={"type": "number", "minimum": 0, "maximum": 1}),
-    _object(level={"enum": [1, 2, 3]}),
-    _object(mixed={"enum": ["a", 7, None, True]}),
+    make_object(name=TEXT),
+    make_object(name=WORD, age=LEVEL),
+    make_object(ok=FLAG),
+    make_object(colour=COLOUR),
+    make_object(none={"type": "null"}),
+    make_object(point=POINT),
+    make_object(a=make_object(b=make_object(c=FLAG))),
+    make_object(items={"type": "array", "items": LEVEL, "maxItems": 4}),
+    make_object(items={"type": "array", "items": WORD, "minItems": 2, "maxItems": 3}),
+    make_object(points={"type": "array", "items": POINT, "maxItems": 2}),
+    make_object(rows={"type": "array", "items": {"type": "array", "items": FLAG, "maxItems": 2}, "maxItems": 2}),
+    make_object(value={"anyOf": [LEVEL, WORD]}),
+    make_object(value={"anyOf": [FLAG, {"type": "null"}]}),
+    make_object(shape={"anyOf": [make_object(radius=LEVEL), make_object(width=LEVEL, height=LEVEL)]}),
+    make_object(kind={"const": "circle"}, size=LEVEL),
+    make_object(code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}),
+    make_object(day={"type": "string", "pattern": "^20[0-9]{2}-[01][0-9]$"}),
+    make_object(id={"type": "string", "minLength": 4, "maxLength": 4}),
+    make_object(score={"type": "number", "minimum": 0, "maximum": 1}),
+    make_object(level={"enum": [1, 2, 3]}),
+    make_object(mixed={"enum": ["a", 7, None, True]}),
     {"type": "array", "items": COLOUR, "minItems": 1, "maxItems": 3},
     {"type": "array", "items": {"anyOf": [LEVEL, FLAG]}, "maxItems": 3},
     {"enum": ["yes", "no", "maybe"]},
     LEVEL,
     FLAG,
     {"anyOf": [POINT, {"type": "null"}]},
-    {**_object(name=WORD, note=TEXT), "required": ["name"]},
-    {"$defs": {"p": POINT}, **_object(start={"$ref": "#/$defs/p"}, end={"$ref": "#/$defs/p"})},
-    _object(user=_object(name=WORD, tags={"type": "array", "items": WORD, "maxItems": 2}), active=FLAG, level=LEVEL),
+    {**make_object(name=WORD, note=TEXT), "required": ["name"]},
+    {"$defs": {"p": POINT}, **make_object(start={"$ref": "#/$defs/p"}, end={"$ref": "#/$defs/p"})},
+    make_object(
+        user=make_object(name=WORD, tags={"type": "array", "items": WORD, "maxItems": 2}), active=FLAG, level=LEVEL
+    ),
 ]
 TYPES = {
     "object": dict,
@@ -159,3 +161,22 @@ def is_valid(value: Any, schema: dict[str, Any], root: dict[str, Any] | None = N
 def tokens_of(mask: np.ndarray) -> set[str]:
     """Returns the texts of allowed tokens."""
     return {TOKENS[i].decode() for i in np.flatnonzero(mask)}
+
+
+def watch_scored(verifier: Any, monkeypatch: Any) -> None:
+    """Asserts of every scored draft that its grammar allows it; of a drawn chain the last one may be refused."""
+    score = verifier.score
+
+    def watched(tree: Any, slots: Any) -> Any:
+        is_drawn = tree.is_chain and slots.is_drawn(tree)
+        for place, slot in enumerate(slots.slots):
+            for node in range(1, int(tree.num_nodes[place]) - is_drawn):
+                path, above = list[int](), int(tree.parents[place, node])
+                while above > 0:
+                    path.insert(0, int(tree.tokens[place, above]))
+                    above = int(tree.parents[place, above])
+                mask = slot.grammar.draft_mask(path)
+                assert mask is not None and mask[tree.tokens[place, node]], (path, tree.tokens[place, node])
+        return score(tree, slots)
+
+    monkeypatch.setattr(verifier, "score", watched)

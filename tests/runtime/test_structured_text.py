@@ -24,7 +24,7 @@ from speccompile.speculators.suffix.config import SuffixConfig, SuffixMethod
 from tests.core.distribution_lab import CHAIN, NUM_TOKENS, PROMPT, TREE, VOCAB, p_value, tables
 from tests.mock_lm import MockEngine
 from tests.runtime import grammar_lab
-from tests.runtime.grammar_lab import SCHEMAS, Pieces, is_valid, make_target
+from tests.runtime.grammar_lab import SCHEMAS, Pieces, is_valid, make_target, watch_scored
 from tests.runtime.test_logits_processors import RIGHT, WRONG, emit, kept_warps, naive_dist  # noqa: F401
 
 pytest.importorskip("llguidance")
@@ -207,8 +207,9 @@ def plain():
 @pytest.mark.distribution
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_every_text_is_of_its_schema(kind, temperature, plain):
+def test_every_text_is_of_its_schema(kind, temperature, plain, monkeypatch):
     engine = make_engine(kind)
+    watch_scored(engine.verifier, monkeypatch)
     results = engine.generate(["a"] * len(SCHEMAS), asked(temperature))
     for result, schema in zip(results, SCHEMAS, strict=True):
         assert (result.finish_reason, result.error) == ("stop", None), (schema, result.text)

@@ -69,7 +69,7 @@ def draft_lengths(confidences, costs=None, drawn=False, planned=False, odds=1.0,
     drafts = DraftModelConfig("draft", confidence_odds=odds, **config).make_drafts(scorer, scorer, "draft", context)
     params, estimate = SamplingParams(temperature=0.8 * drawn), drafts[0].new_estimate
     slots = [
-        SimpleNamespace(tokens=[1], sampling=params, max_drafts=9, draft_state=DraftState(estimate()))
+        SimpleNamespace(tokens=[1], sampling=params, max_drafts=9, grammar=None, draft_state=DraftState(estimate()))
         for _ in confidences
     ]
     batch = SimpleNamespace(slots=slots, may_draw=drawn, is_greedy=not drawn, is_forced=planned, warp_feeds=dict)
@@ -158,7 +158,9 @@ def verdict(num_accepted):
 
 def test_a_draft_that_missed_tokens_catches_up_and_then_reads_little():
     proposer = make_proposer(num_draft_tokens=3)
-    slot = SimpleNamespace(tokens=[int(t) for t in np.arange(40) % VOCAB], sampling=SamplingParams(), max_drafts=9)
+    slot = SimpleNamespace(
+        tokens=[int(t) for t in np.arange(40) % VOCAB], sampling=SamplingParams(), max_drafts=9, grammar=None
+    )
     proposer.start(0, slot)
     batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
     tree = proposer.propose(batch)
@@ -170,7 +172,7 @@ def test_a_draft_that_missed_tokens_catches_up_and_then_reads_little():
 
 def test_after_a_whole_path_two_tokens_are_read_after_a_refusal_one():
     proposer = make_proposer(num_draft_tokens=3)
-    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
+    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
     batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
     proposer.start(0, slot)
     for num_accepted, widths in ((3, [2, 1, 1]), (1, [1, 1, 1]), (0, [1, 1, 1])):
@@ -185,7 +187,7 @@ def test_after_a_whole_path_two_tokens_are_read_after_a_refusal_one():
 
 def test_rows_of_refused_drafts_are_read_again_even_after_steps_without_drafts():
     proposer = make_proposer(num_draft_tokens=3)
-    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
+    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
     batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
     proposer.start(0, slot)
     tree = proposer.propose(batch)

@@ -69,7 +69,9 @@ def test_a_draft_with_fewer_rows_than_the_target_drafts_as_long_as_it_can(tree, 
 def test_every_node_is_the_drafts_own_candidate_after_its_path(tree):
     """The draft sees all ancestors of a node, and nothing of other branches or slots."""
     proposer = make_proposer(tree, slots=3)
-    slots = [SimpleNamespace(tokens=list(t), sampling=SamplingParams(), max_drafts=9) for t in PROMPTS[1:4]]
+    slots = [
+        SimpleNamespace(tokens=list(t), sampling=SamplingParams(), max_drafts=9, grammar=None) for t in PROMPTS[1:4]
+    ]
     for place, slot in enumerate(slots):
         proposer.start(place, slot)
     made = proposer.propose(
@@ -106,7 +108,7 @@ def test_the_draft_reads_little_again(tree):
     widths = [seen["tokens"][1] for seen in proposer.rows.engine.feeds_seen]
     assert max(widths[1:]) <= 60 and np.mean(widths) < 6
     chain = make_proposer({"widths": [1, 1, 1, 1]})
-    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
+    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
     batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
     chain.start(0, slot)
     chain.propose(batch)
@@ -116,7 +118,7 @@ def test_the_draft_reads_little_again(tree):
 @pytest.mark.parametrize(("num_accepted", "reads"), [(3, 2), (2, 1), (0, 1)])
 def test_rows_of_accepted_drafts_are_kept(num_accepted, reads):
     proposer = make_proposer({"widths": [1, 1, 1]})
-    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9)
+    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
     batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
     proposer.start(0, slot)
     tree = proposer.propose(batch)

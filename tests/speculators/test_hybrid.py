@@ -76,7 +76,7 @@ def scripted(known, draft_ms, catches_up=True, slots=1):
     context = MethodContext(slots, 64, 8, {"target": StepCosts(((1, 10.0), (9, 12.0)))})
     costs = DrafterCosts([StepCosts(((1, draft_ms), (64, 2 * draft_ms)))])
     hybrid = HybridProposer([Drafter(free, None), Drafter(costly, costs)], context)
-    sequences = [SimpleNamespace(tokens=[1, 2, 3], max_drafts=9, sampling=None) for _ in range(slots)]
+    sequences = [SimpleNamespace(tokens=[1, 2, 3], max_drafts=9, grammar=None, sampling=None) for _ in range(slots)]
     for place, sequence in enumerate(sequences):
         hybrid.start(place, sequence)
     return hybrid, free, costly, SimpleNamespace(slots=sequences, is_forced=False, may_draw=True)

@@ -70,7 +70,9 @@ def make_proposer(slots=2, costs=None, built=5, **config):
 
 
 def batch_of(*texts, max_drafts=9):
-    slots = [SimpleNamespace(tokens=list(t), sampling=SamplingParams(), max_drafts=max_drafts) for t in texts]
+    slots = [
+        SimpleNamespace(tokens=list(t), sampling=SamplingParams(), max_drafts=max_drafts, grammar=None) for t in texts
+    ]
     return SimpleNamespace(slots=slots, may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
 
 

@@ -63,7 +63,7 @@ def wanted(model, text, shift=0, stale=0):
 
 def drafted(cache, texts):
     """Returns the candidates and their probabilities after the roots and the masks, by sequence."""
-    slots = [SimpleNamespace(tokens=list(t), max_drafts=9) for t in texts]
+    slots = [SimpleNamespace(tokens=list(t), max_drafts=9, grammar=None) for t in texts]
     rows = [cache.begin(SimpleNamespace(slots=slots), range(len(slots)), {})]
     rows += [cache._depths.after(depth, 1) for depth in range(1, NUM_DRAFTS)]
     return tuple(np.concatenate([row[name] for row in rows], 1) for name in (CANDIDATES, CANDIDATE_PROBS))

@@ -28,7 +28,7 @@ def make(slots=3, costs=None, nodes=16, **config):
 
 
 def batch_of(proposer, sequences, max_drafts=99, is_forced=False):
-    slots = [SimpleNamespace(tokens=list(tokens), max_drafts=max_drafts) for tokens in sequences]
+    slots = [SimpleNamespace(tokens=list(tokens), max_drafts=max_drafts, grammar=None) for tokens in sequences]
     for place, slot in enumerate(slots):
         proposer.start(place, slot)
     return SimpleNamespace(slots=slots, is_forced=is_forced)
@@ -105,7 +105,7 @@ def test_rates_are_learned_by_match_length(config):
 
 def read_all(proposer, tokens, parts):
     """A sequence whose prompt is read in these parts, and the rest before the first draft."""
-    slot = SimpleNamespace(tokens=list(tokens), max_drafts=9)
+    slot = SimpleNamespace(tokens=list(tokens), max_drafts=9, grammar=None)
     proposer.start(0, slot)
     start = 0
     for num in parts:
@@ -122,7 +122,7 @@ def test_a_prompt_read_in_parts_is_read_once():
     for parts in ([7], [2, 2, 3], [1] * 7, [4]):
         assert read_all(proposer, tokens, parts) == wanted
     # After a prefix that is in the caches already, reading begins in the middle of the prompt.
-    slot = SimpleNamespace(tokens=tokens, max_drafts=9)
+    slot = SimpleNamespace(tokens=tokens, max_drafts=9, grammar=None)
     assert proposer.resume(0, slot, 5) == 5
     proposer.prefill(0, slot, np.zeros((1, 2), dtype=np.int64), 5, {})
     assert proposer.propose(SimpleNamespace(slots=[slot], is_forced=False)).tokens.tolist() == wanted
@@ -150,7 +150,7 @@ def test_requests_share_outputs_only_where_the_recipe_says_so():
     def drafts_of(*sequences, prompt=8, **config):
         proposer = make(**config)
         for tokens in sequences:
-            slot = SimpleNamespace(tokens=list(tokens[:prompt]), max_drafts=9)
+            slot = SimpleNamespace(tokens=list(tokens[:prompt]), max_drafts=9, grammar=None)
             proposer.start(0, slot)
             slot.tokens = list(tokens)
             tree = proposer.propose(SimpleNamespace(slots=[slot], is_forced=False))

@@ -39,11 +39,11 @@ class PartSlot:
         has_draft: whether the drafter can draft for it.
     """
 
-    __slots__ = ("draft_state", "estimate", "has_draft", "max_drafts", "num_missed", "sampling", "tokens")
+    __slots__ = ("draft_state", "estimate", "grammar", "has_draft", "max_drafts", "num_missed", "sampling", "tokens")
 
     def __init__(self, sequence: Slot, estimate: AcceptanceEstimate, has_draft: bool) -> None:
         self.tokens, self.sampling = sequence.tokens, sequence.sampling  # the list that the sequence goes on with
-        self.estimate, self.has_draft = estimate, has_draft
+        self.estimate, self.has_draft, self.grammar = estimate, has_draft, sequence.grammar
         self.draft_state: Any = None
         self.max_drafts = 0
         self.num_missed = len(sequence.tokens) - 1  # tokens before the root that it has not read yet

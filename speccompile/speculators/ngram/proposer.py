@@ -15,6 +15,7 @@ from speccompile.core.protocols import Batch, Outputs, Slot, StepTimes
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
+from speccompile.drafting.grammars import num_allowed
 
 if TYPE_CHECKING:
     from speccompile.speculators.ngram.config import NgramConfig
@@ -124,6 +125,9 @@ class NgramProposer:
             _draft(slot.tokens, position, min(length, self.max_drafts, slot.max_drafts))
             for slot, (position, _), length in zip(slots, found, lengths, strict=True)
         ]
+        for place, slot in enumerate(slots):
+            if slot.grammar is not None:
+                self._restrict(place, slot)
         tokens = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
         for place, row in enumerate(rows):
             for node, token in enumerate(row):  # one by one: of a list, it takes twice as long
@@ -131,6 +135,14 @@ class NgramProposer:
         if len(rows) == 1:
             return TokenTree.chain(tokens)
         return TokenTree.chain(tokens, np.array([len(row) for row in rows], dtype=np.int64))
+
+    def _restrict(self, place: int, slot: Slot) -> None:
+        """Cuts the draft of a sequence where its grammar refuses it; what must follow comes before any match."""
+        root, *drafts = self._rows[place]
+        forced = list(slot.grammar.forced()[: min(self.max_drafts, slot.max_drafts)])
+        if forced != drafts[: len(forced)]:
+            drafts, self._matched[place] = forced, 0  # the match gets no verdict
+        self._rows[place] = [root, *drafts[: num_allowed(slot.grammar, drafts)]]
 
     def _draft_lengths(self, states: Sequence[NgramState]) -> list[int]:
         """Returns the draft lengths by slot, from the match lengths; 0 without a match.

@@ -13,6 +13,7 @@ from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates, tree_from_candidates
+from speccompile.drafting.grammars import FORCED, drafts_within
 from speccompile.speculators.suffix.tree import Cursor, SuffixTree
 
 if TYPE_CHECKING:
@@ -94,11 +95,23 @@ class SuffixProposer:
         """Returns, for each slot, the most frequent continuations of the longest match."""
         self.budget.is_forced = batch.is_forced
         self._drafts = [self._find(slot) for slot in batch.slots]
-        num = self.budget.size(self._drafts)
-        tree, chosen = tree_from_candidates(self._drafts, num, [slot.max_drafts for slot in batch.slots])
-        rows = zip(self._drafts, chosen, strict=True)
+        pairs = zip(batch.slots, self._drafts, strict=True)
+        offered = [found if slot.grammar is None else self._with_forced(slot, found) for slot, found in pairs]
+        num = self.budget.size(offered)
+        tree, chosen = tree_from_candidates(offered, num, [slot.max_drafts for slot in batch.slots])
+        rows = zip(offered, chosen, strict=True)
         self.foreseen = [sum([found.paths[c] for c in nodes[1:]]) for found, nodes in rows]
         return tree
+
+    def _with_forced(self, slot: Slot, found: Candidates) -> Candidates:
+        """Returns what must follow as a chain, where that is another one than was found, or a longer one."""
+        forced = list(slot.grammar.forced()[: min(self.max_drafts, slot.max_drafts)])
+        if self.config.tree != "chain" or found.tokens[1 : 1 + len(forced)] == forced:
+            return found
+        chain = Candidates.from_root(slot.tokens[-1])
+        for depth, token in enumerate(forced):
+            chain.add(depth, [token], [FORCED])
+        return chain
 
     def _find(self, slot: Slot) -> Candidates:
         """Returns the drafts of a sequence; the root alone where nothing matches."""
@@ -119,9 +132,11 @@ class SuffixProposer:
             parents = list(range(-1, len(tokens) - 1))
         else:
             tokens, parents, shares = tree.branches(cursor, slot.tokens, self.max_drafts, depth, config.min_prob)
+        chosen, starts = drafts_within(slot.grammar, tokens, [parent + 1 for parent in parents])
+        tokens, shares = [tokens[draft] for draft in chosen], [shares[draft] for draft in chosen]
         prob, rate, rank = state.estimate.prob, FIRST_RATES[min(size, len(FIRST_RATES)) - 1], size - 1
-        for token, parent, share in zip(tokens, parents, shares, strict=True):
-            found.add(parent + 1, [token], [prob(rate * share, rank)], first_rank=rank)
+        for token, start, share in zip(tokens, starts, shares, strict=True):
+            found.add(start, [token], [prob(rate * share, rank)], first_rank=rank)
         return found
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts within a grammar: the draft's distributions are masked as the target's are, and forced tokens are drafts.
+
+A draft that the grammar refuses has probability 0 in the target's distribution, so scoring it is of no use. What keeps
+the output distribution exact depends on how drafts are made:
+
+- deterministic ones may be left out, or replaced, at will: they are kept by match;
+- drawn ones may be masked before the draw: they are then drawn from the masked and normalised distribution, and that is
+  what they are verified with;
+- drawn ones that were not masked (one run of a graph gives the whole chain) may be left out after the first that is
+  refused, but not with it: its refusal is what moves its probability to other tokens. The rest of the chain is never
+  reached, whatever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.protocols import Batch, Outputs, Slot
+from speccompile.core.sampling import warp
+from speccompile.core.sampling_params import SamplingParams
+from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS, TEMPERATURE, TOP_K, TOP_P
+from speccompile.core.tree import Bools, Floats, Ints, TokenTree
+from speccompile.drafting.candidates import Candidates
+
+FORCED = 1.0  # confidence of a token that alone may follow
+NO_TOKEN = -1  # a candidate that the grammar refuses
+
+Paths = Sequence[Sequence[Sequence[int] | None]]  # by slot and scored node: the drafts up to it; None: is not there
+
+
+class Grammar(Protocol):
+    """What may follow the text of a sequence; it has read all of its tokens."""
+
+    def draft_mask(self, path: Sequence[int]) -> Bools | None:
+        """Returns [vocab] bool, the tokens that may follow these drafts; None: nothing is known to."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """Returns the tokens that must follow the text, each of them the only one that may; empty where several may."""
+        ...
+
+
+def has_grammars(batch: Batch) -> bool:
+    """Returns whether the text of a sequence has a grammar."""
+    return any(slot.grammar is not None for slot in batch.slots)
+
+
+def draft_warp(batch: Batch) -> Mapping[str, NDArray[Any]]:
+    """Returns `Batch.warp_feeds`, but for sequences with a grammar the temperature alone, 1 where they are greedy.
+
+    Their mask comes before top-k and top-p, see `restrict`; and of a greedy one the likeliest token may be masked.
+    """
+    feeds, num = batch.warp_feeds(), len(batch.slots)
+    heats, top_k = feeds.get(TEMPERATURE, np.zeros(num, np.float32)).copy(), feeds.get(TOP_K)
+    top_p = feeds.get(TOP_P)
+    top_k, top_p = (None if part is None else part.copy() for part in (top_k, top_p))
+    for place, slot in enumerate(batch.slots):
+        if slot.grammar is None:
+            continue
+        heats[place] = slot.sampling.temperature or 1.0
+        if top_k is not None:
+            top_k[place] = 0
+        if top_p is not None:
+            top_p[place] = 1
+    named = {TEMPERATURE: heats, TOP_K: top_k, TOP_P: top_p}
+    return {name: part for name, part in named.items() if part is not None}
+
+
+def restrict(batch: Batch, paths: Paths, outputs: Outputs) -> Outputs:
+    """Returns a draft's outputs after nodes, within the grammars; a token that alone may follow is the draft.
+
+    Args:
+        batch: the sequences.
+        paths: see `Paths`; empty: the sequence takes no part.
+        outputs: `candidates` and `candidate_probs` [batch, scored, candidates], and maybe `node_probs` [batch, scored,
+            vocab], which for sequences with a grammar are those of `draft_warp`.
+
+    Returns:
+        The outputs themselves where there is no grammar. Otherwise refused candidates are `NO_TOKEN` with probability 0
+        and come last, and `node_probs` are masked, cut by top-k and top-p, and normalised; all 0 where the draft gives
+        nothing that is allowed.
+    """
+    if not has_grammars(batch):
+        return outputs
+    tokens, sure = np.array(outputs[CANDIDATES]), np.array(outputs[CANDIDATE_PROBS])
+    probs = np.array(outputs[NODE_PROBS]) if NODE_PROBS in outputs else None
+    for place, (slot, row) in enumerate(zip(batch.slots, paths, strict=True)):
+        if slot.grammar is None:
+            continue
+        for column, path in enumerate(row):
+            if path is None:
+                continue
+            dist = None if probs is None or probs.shape[-1] == 1 else probs[place, column]
+            _restrict_node(slot, path, tokens[place, column], sure[place, column], dist)
+    made = {**outputs, CANDIDATES: tokens, CANDIDATE_PROBS: sure}
+    return made if probs is None else {**made, NODE_PROBS: probs}
+
+
+def _restrict_node(slot: Slot, path: Sequence[int], tokens: Ints, sure: Floats, dist: Floats | None) -> None:
+    """Restricts what comes after one node, in place: candidates, their probabilities, and the distribution."""
+    mask = slot.grammar.draft_mask(path)
+    num = 0 if mask is None else int(np.count_nonzero(mask))
+    if mask is None or num == 1:
+        tokens[:], sure[:] = NO_TOKEN, 0
+        if dist is not None:
+            dist[:] = 0 if mask is None else mask
+        if mask is not None:
+            tokens[0], sure[0] = mask.argmax(), FORCED
+        return
+    if dist is not None:
+        dist[:] = _masked(dist, mask, slot.sampling)
+        num = min(len(tokens), len(dist))
+        best = np.argpartition(-dist, num - 1)[:num]
+        best = best[np.argsort(-dist[best], kind="stable")]
+        tokens[:], sure[:] = NO_TOKEN, 0
+        tokens[:num], sure[:num] = np.where(dist[best] > 0, best, NO_TOKEN), dist[best]
+        return
+    is_right = mask[np.minimum(tokens, len(mask) - 1)] & (tokens < len(mask))
+    order = np.argsort(~is_right, kind="stable")
+    refused = float(sure[~is_right].sum())
+    left = np.minimum(sure[order] / max(1 - refused, 1e-3), 1)
+    tokens[:], sure[:] = np.where(is_right[order], tokens[order], NO_TOKEN), np.where(is_right[order], left, 0)
+
+
+def _masked(dist: Floats, mask: Bools, params: SamplingParams) -> Floats:
+    """Returns a distribution within a mask, [vocab] float32: masked, then cut by top-k and top-p; or all 0."""
+    kept = np.where(mask, dist, np.float32(0))
+    mass = kept.sum(dtype=np.float64)
+    if not mass > 0:
+        return np.zeros_like(kept)
+    if params.top_k or params.top_p < 1:
+        with np.errstate(divide="ignore"):
+            cut: Floats = warp(np.log(kept)[None], [1.0], [params.top_k], [params.top_p])[0]
+        return cut
+    normed: Floats = (kept / mass).astype(np.float32)
+    return normed
+
+
+def is_allowed(grammar: Grammar, path: Sequence[int], token: int) -> bool:
+    """Returns whether a token may follow a path."""
+    mask = grammar.draft_mask(path)
+    return mask is not None and 0 <= token < len(mask) and bool(mask[token])
+
+
+def num_allowed(grammar: Grammar, tokens: Sequence[int]) -> int:
+    """Returns how many of the first of a path's tokens are allowed."""
+    refused = (at for at, token in enumerate(tokens) if not is_allowed(grammar, tokens[:at], token))
+    return next(refused, len(tokens))
+
+
+def chain_with_forced(
+    grammar: Grammar | None, tokens: Sequence[int], confidences: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Returns deterministic drafts of a chain and their confidences: forced ones first, then the draft's own.
+
+    Args:
+        grammar: of the sequence; None: nothing is forced.
+        tokens: the draft's own, from the root's child on; the rest stays at its depth.
+        confidences: of each.
+    """
+    forced = list(grammar.forced()[: len(tokens)]) if grammar is not None else []
+    num = len(forced)
+    return [*forced, *tokens[num:]], [FORCED] * num + list(confidences[num:])
+
+
+def product_with_forced(
+    grammar: Grammar | None, tokens: Sequence[Sequence[int]], confidences: Sequence[Sequence[float]]
+) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[float]]]:
+    """Returns the candidates of each depth and their confidences; a forced token is the only one of its depth.
+
+    Args:
+        grammar: of the sequence; None: nothing is forced.
+        tokens: by depth, the likeliest first.
+        confidences: of each.
+    """
+    forced = [[token] for token in grammar.forced()[: len(tokens)]] if grammar is not None else []
+    return [*forced, *tokens[len(forced) :]], [[FORCED]] * len(forced) + list(confidences[len(forced) :])
+
+
+def allowed_in(grammar: Grammar | None, tree: Candidates) -> Callable[[int, int], bool] | None:
+    """Returns whether a token may follow a candidate of a tree, as a function of both; None: all may."""
+    if grammar is None:
+        return None
+    return lambda parent, token: is_allowed(grammar, path_of(tree, parent), token)
+
+
+def drafts_within(
+    grammar: Grammar | None, tokens: Sequence[int], parents: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns the drafts of a tree that the grammar allows, by index, and the parents of these.
+
+    Args:
+        grammar: of the sequence; None: all are allowed.
+        tokens: by draft.
+        parents: by draft, a candidate index: 0 is the root, i + 1 draft i. The result's count kept drafts alone.
+    """
+    if grammar is None:
+        return range(len(tokens)), parents
+    paths: dict[int, list[int]] = {0: []}
+    chosen, at = list[int](), {0: 0}
+    for draft, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        path = paths.get(parent)
+        if path is not None and is_allowed(grammar, path, token):
+            paths[draft + 1], at[draft + 1] = [*path, token], len(chosen) + 1
+            chosen.append(draft)
+    return chosen, [at[parents[draft]] for draft in chosen]
+
+
+def path_of(tree: Candidates, node: int) -> list[int]:
+    """Returns the draft tokens from the root's child to a candidate."""
+    path = list[int]()
+    while node > 0:
+        path.append(tree.tokens[node])
+        node = tree.parents[node]
+    return path[::-1]
+
+
+def tree_within(batch: Batch, tree: TokenTree) -> TokenTree:
+    """Returns deterministic trees without the nodes that grammars refuse, and what follows these."""
+    if not has_grammars(batch):
+        return tree
+    rows = list[list[int]]()
+    for place, slot in enumerate(batch.slots):
+        num = int(tree.num_nodes[place])
+        tokens, parents = tree.tokens[place, 1:num].tolist(), tree.parents[place, 1:num].tolist()
+        chosen, _ = drafts_within(slot.grammar, tokens, parents)
+        rows.append([0, *(draft + 1 for draft in chosen)])
+    nums = np.array([len(row) for row in rows], dtype=np.int64)
+    tokens_kept = np.zeros((len(rows), int(nums.max())), dtype=np.int64)
+    parents_kept: Ints = np.full(tokens_kept.shape, -1, dtype=np.int64)
+    for place, row in enumerate(rows):
+        at = {node: number for number, node in enumerate(row)}
+        tokens_kept[place, : len(row)] = tree.tokens[place, row]
+        parents_kept[place, 1 : len(row)] = [at[int(tree.parents[place, node])] for node in row[1:]]
+    if tree.is_chain:
+        return TokenTree.chain(tokens_kept, nums)
+    return TokenTree(tokens_kept, parents_kept, nums)
+
+
+def drawn_chains_with_forced(batch: Batch, tree: TokenTree) -> TokenTree:
+    """Returns drawn chains that begin with the forced tokens.
+
+    They replace what was drawn at their depths, each with a distribution of its own; the rest stays as it was drawn.
+
+    Args:
+        batch: the sequences.
+        tree: chains as one run of a graph gives them, not masked before they were drawn.
+    """
+    if not has_grammars(batch):
+        return tree
+    tokens, probs = tree.tokens.copy(), np.array(tree.draft_probs)
+    for place, slot in enumerate(batch.slots):
+        forced = slot.grammar.forced() if slot.grammar is not None else ()
+        for node, token in enumerate(forced[: int(tree.num_nodes[place]) - 1], start=1):
+            tokens[place, node], probs[place, node] = token, 0
+            probs[place, node, token] = 1
+    return TokenTree.chain(tokens, tree.num_nodes, probs)
+
+
+def chains_within(batch: Batch, tree: TokenTree, *, is_drawn: bool) -> TokenTree:
+    """Returns chains without what grammars refuse; the chains themselves where nothing is refused.
+
+    Args:
+        batch: the sequences.
+        tree: chains.
+        is_drawn: the first draft that is refused stays, see the module.
+    """
+    nums = tree.num_nodes.copy()
+    for place, slot in enumerate(batch.slots):
+        if slot.grammar is not None and (num := int(nums[place]) - 1):
+            nums[place] = 1 + min(num, num_allowed(slot.grammar, tree.tokens[place, 1 : num + 1].tolist()) + is_drawn)
+    if (nums == tree.num_nodes).all():
+        return tree
+    nodes, probs = int(nums.max()), tree.draft_probs
+    return TokenTree.chain(tree.tokens[:, :nodes], nums, None if probs is None else probs[:, :nodes])

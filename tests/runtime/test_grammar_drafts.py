@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts within a grammar: none is scored that it refuses, forced tokens are drafts, and texts stay exact."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from speccompile.common.structured_outputs import StructuredOutputs
+from speccompile.core.jobs import MethodContext
+from speccompile.core.sampling import SamplingParams, draw
+from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS
+from speccompile.core.tree import TokenTree
+from speccompile.drafting import grammars as drafting
+from speccompile.drafting import static_tree
+from speccompile.drafting.candidates import Candidates, grow_product
+from speccompile.runtime import grammar_drafts
+from speccompile.runtime.grammars import GrammarFault, GrammarMatcher, Grammars
+from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.stats import TimedEngine
+from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
+from speccompile.speculators.none.proposer import NoneProposer
+from speccompile.speculators.suffix.config import SuffixConfig, SuffixMethod
+from tests.mock_lm import MockEngine, MockLM
+from tests.runtime import grammar_lab
+from tests.runtime.test_logits_processors import RIGHT, WRONG, kept_warps, naive_dist  # noqa: F401
+from tests.speculators.distribution_check import short_texts
+
+pytest.importorskip("llguidance")
+TOKENS = ["", "a", "b", "c", "ab", "bc"]  # 0 ends the text
+# After "a" only "bc" may follow: of the two ways to write it, llguidance allows the tokenizer's, one token.
+WORDS = ["abca", "abcb", "bcab", "bcac", "caab", "c", "cb", "caca"]
+VOCAB, LENGTH, PROMPT, NUM = len(TOKENS), 3, [1, 2], 600
+PARAMS = SamplingParams(LENGTH, temperature=0.9, top_k=4, top_p=0.9, frequency_penalty=0.3, ignore_eos=True)
+WARM = SamplingParams(LENGTH, temperature=1.3, ignore_eos=True)
+
+
+class SixTokens:
+    """The vocabulary of these tests."""
+
+    eos_token_id, bos_token_id, special_token_ids = 0, None, [0]
+    tokens = [b"</s>", *(token.encode() for token in TOKENS[1:])]  # noqa: RUF012
+
+    def __call__(self, text):
+        left, ids = text if isinstance(text, str) else bytes(text).decode(), []
+        while left:
+            size = next(n for n in (2, 1) if left[:n] in TOKENS)
+            ids.append(TOKENS.index(left[:size]))
+            left = left[size:]
+        return ids
+
+
+GRAMMARS, JSON = Grammars(SixTokens(), VOCAB, [0]), grammar_lab.make_grammars()
+CONSTRAINT = StructuredOutputs(choice=tuple(WORDS))
+TARGET = MockLM(4, vocab=VOCAB, sharpness=1.0)
+DRAFT = TARGET.blurred(9, 1.2)
+
+
+def allowed_after(path: tuple[int, ...]) -> list[bool]:
+    """Returns by token whether it may follow, from the list of words alone."""
+    if 0 in path:
+        return [True] + [False] * (VOCAB - 1)
+    text = "".join(TOKENS[t] for t in path)
+    if text == "a":
+        return [t == "bc" for t in TOKENS]
+    return [text in WORDS, *(any(word.startswith(text + t) for word in WORDS) for t in TOKENS[1:])]
+
+
+def exact_joint(params: SamplingParams) -> np.ndarray:
+    """Returns [VOCAB ** LENGTH]: the restricted and renormalised distribution of the texts."""
+    joint = np.zeros((VOCAB,) * LENGTH)
+    for text in product(range(VOCAB), repeat=LENGTH):
+        mass = 1.0
+        for at, token in enumerate(text):
+            mask = allowed_after(text[:at])
+            if not mask[token]:
+                mass = 0.0
+                break
+            row = np.where(mask, TARGET.logits(np.array([*PROMPT, *text[:at]])), -np.inf)
+            mass *= naive_dist(row, PROMPT, list(text[:at]), params)[token]
+        joint[text] = mass
+    assert joint.sum() == pytest.approx(1)
+    return joint.reshape(-1)
+
+
+def judge(texts: list[list[int]], params: SamplingParams) -> tuple[float, float, float]:
+    """Returns the total variation, what it stays below with probability 0.9999, and chi-square's p."""
+    from scipy import stats
+
+    joint = exact_joint(params)
+    found = np.bincount(np.array(texts) @ VOCAB ** np.arange(LENGTH - 1, -1, -1), minlength=len(joint))
+    bound = 0.5 * np.sqrt(joint * (1 - joint) / len(texts)).sum() + math.sqrt(math.log(1e4) / 2 / len(texts))
+    far, expected = float(np.abs(found / len(texts) - joint).sum() / 2), joint * len(texts)
+    if found[expected == 0].any():
+        return far, float(bound), 0.0
+    rare = expected < 5
+    seen, wanted = np.append(found[~rare], found[rare].sum()), np.append(expected[~rare], expected[rare].sum())
+    return far, float(bound), float(stats.chisquare(seen[wanted > 0], wanted[wanted > 0]).pvalue)
+
+
+class OneRun(NoneProposer):
+    """Chains of three as one run of a graph draws them: by its own distributions, which no grammar has masked."""
+
+    def propose(self, batch):
+        rows = []
+        for place, slot in enumerate(batch.slots):
+            tokens, dists = list(slot.tokens), []
+            for depth in range(1, 4):
+                logits = DRAFT.logits(np.array(tokens)).astype(np.float64)
+                dists.append(np.float32(np.exp(logits) / np.exp(logits).sum()))
+                tokens.append(int(draw(dists[-1], batch.draft_uniforms(depth)[place])))
+            rows.append((tokens[-4:], [np.zeros(VOCAB, np.float32), *dists]))
+        nums = np.array([1 + min(3, slot.max_drafts) for slot in batch.slots])
+        tree = TokenTree.chain(np.array([row for row, _ in rows]), nums, np.array([dists for _, dists in rows]))
+        return drafting.drawn_chains_with_forced(batch, tree)
+
+
+KINDS = {
+    "chain": {"num_draft_tokens": 3},
+    "tree": {"tree": {"widths": [2, 1]}},
+    "raced chain": {"num_draft_tokens": 3, "drafts": "greedy"},
+    "raced tree": {"tree": "auto", "drafts": "greedy", "num_candidates": 2},
+    "one run": None,
+}
+
+
+def make_engine(kind: str, slots: int = 100) -> SpecEngine:
+    context, config = MethodContext(slots, 16, 6), KINDS[kind]
+    target = TimedEngine(MockEngine(TARGET, "target", slots, 16, headroom=7))
+    draft = MockEngine(DRAFT, "draft", slots, 16, headroom=7, num_candidates=2)
+    proposer = OneRun()
+    if config is not None:
+        proposer = DraftModelMethod().make_proposer(DraftModelConfig("draft", **config), {"draft": draft}, context)
+    engine = SpecEngine(target, {"draft": TimedEngine(draft)}, proposer, None, context, [0])
+    engine.grammars = GRAMMARS
+    return engine
+
+
+def texts_of(kind: str, params: SamplingParams, num: int = NUM) -> tuple[list[list[int]], int]:
+    """Returns texts with as many seeds, and how many drafts were kept in all of them."""
+    asked = [replace(params, seed=seed, structured_outputs=CONSTRAINT) for seed in range(num)]
+    with short_texts():
+        results = make_engine(kind).generate([PROMPT] * num, asked)
+    return [r.tokens for r in results], sum(r.stats["num_accepted"] for r in results)
+
+
+@pytest.mark.distribution
+@pytest.mark.usefixtures("kept_warps")
+@pytest.mark.parametrize(("kind", "params"), [*((kind, PARAMS) for kind in KINDS), ("chain", WARM), ("tree", WARM)])
+def test_texts_follow_the_restricted_distribution(kind, params):
+    texts, num_accepted = texts_of(kind, params)
+    far, bound, p = judge(texts, params)
+    assert far < bound and p > RIGHT
+    assert num_accepted > 0.3 * NUM
+
+
+@pytest.mark.distribution
+@pytest.mark.usefixtures("kept_warps")
+def test_drafts_that_are_masked_are_kept_more_often(monkeypatch):
+    masked = {kind: texts_of(kind, PARAMS, 300)[1] for kind in ("chain", "tree")}
+    monkeypatch.setattr(static_tree, "restrict", lambda batch, paths, outputs: outputs)
+    for kind, num in masked.items():
+        texts, num_accepted = texts_of(kind, PARAMS, 300)
+        far, bound, _ = judge(texts, PARAMS)
+        assert far < bound and num > 1.2 * num_accepted, kind
+
+
+def _cut_with_the_refused(slots, tree, is_drawn, right=grammar_drafts.chains_within):
+    return right(slots, tree, is_drawn=False)
+
+
+class _Unmasked:
+    """Draws from masked distributions, and verifies with what they were before the mask."""
+
+    def __init__(self):
+        self.before = {}
+
+    def restrict(self, batch, paths, outputs, right=static_tree.restrict):
+        made = right(batch, paths, outputs)
+        for masked, row in zip(
+            made[NODE_PROBS].reshape(-1, VOCAB), outputs[NODE_PROBS].reshape(-1, VOCAB), strict=True
+        ):
+            self.before[masked.tobytes()] = row.copy()
+        return made
+
+    def draw_siblings(self, probs, draws, rows, right=static_tree.draw_siblings):
+        tokens = right(probs, draws, rows)
+        rows[...] = self.before[probs.tobytes()]
+        return tokens
+
+
+UNMASKED = _Unmasked()
+MUTANTS = {
+    "the refused draft is cut off as well": ("one run", {(grammar_drafts, "chains_within"): _cut_with_the_refused}),
+    "verified with the distribution before the mask": (
+        "chain",
+        {(static_tree, "restrict"): UNMASKED.restrict, (static_tree, "draw_siblings"): UNMASKED.draw_siblings},
+    ),
+}
+
+
+@pytest.mark.mutant
+@pytest.mark.usefixtures("kept_warps")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_wrong_cuts_are_noticed(name, monkeypatch):
+    kind, patches = MUTANTS[name]
+    for (owner, attribute), wrong in patches.items():
+        monkeypatch.setattr(owner, attribute, wrong)
+    far, bound, p = judge(texts_of(kind, WARM, 2 * NUM)[0], WARM)
+    assert far > bound and p < WRONG
+
+
+def slot_of(constraint: StructuredOutputs, text: str = "", **sampling) -> SimpleNamespace:
+    grammar = GRAMMARS.matcher(constraint, [])
+    grammar.read([TOKENS.index(t) for t in text.split()])
+    return SimpleNamespace(grammar=grammar, sampling=SamplingParams(**sampling), tokens=[1], max_drafts=9)
+
+
+def outputs_of(tokens, sure, probs=None):
+    made = {CANDIDATES: np.array([[tokens]]), CANDIDATE_PROBS: np.array([[sure]], np.float32)}
+    return made if probs is None else {**made, NODE_PROBS: np.array([[probs]], np.float32)}
+
+
+def restricted(slot, path, outputs):
+    given = {name: value.copy() for name, value in outputs.items()}
+    made = drafting.restrict(SimpleNamespace(slots=[slot]), [[path]], outputs)
+    for name, value in given.items():
+        np.testing.assert_array_equal(outputs[name], value)  # an engine's own arrays
+    return [np.round(made[name][0, 0], 6).tolist() for name in made]
+
+
+def test_candidates_that_are_refused_come_last_and_have_no_probability():
+    free = StructuredOutputs(choice=("ac", "bc", "c"))
+    slot = slot_of(free)
+    tokens, sure = restricted(slot, [], outputs_of([0, 2, 4, 3], [0.4, 0.3, 0.2, 0.06]))
+    assert tokens == [2, 3, -1, -1] and sure == pytest.approx([0.75, 0.15, 0, 0], abs=1e-5)
+    assert restricted(slot, [1], outputs_of([2, 0], [0.5, 0.2])) == [[3, -1], [1, 0]]  # one may follow
+    assert restricted(slot, [1, 1], outputs_of([3, 0], [0.5, 0.2])) == [[-1, -1], [0, 0]]  # nothing is known to
+    assert restricted(slot, [], outputs_of([9, 2], [0.5, 0.2]))[0] == [2, -1]  # beyond the vocabulary
+    slot.grammar = None
+    outputs = outputs_of([9, 2], [0.5, 0.2])
+    assert drafting.restrict(SimpleNamespace(slots=[slot]), [[[]]], outputs) is outputs
+
+
+def test_distributions_are_masked_before_top_k_and_top_p():
+    probs = [0.4, 0.3, 0.1, 0.1, 0.05, 0.05]
+    for given, wanted in (
+        ({}, [0, 0.6, 0.2, 0, 0.1, 0.1]),
+        ({"top_k": 2}, [0, 0.75, 0.25, 0, 0, 0]),
+        ({"top_p": 0.5}, [0, 1, 0, 0, 0, 0]),
+    ):
+        slot = slot_of(StructuredOutputs(regex="[ab].*"), temperature=1.0, **given)
+        tokens, sure, dist = restricted(slot, [], outputs_of([0, 1, 2], [0.4, 0.3, 0.1], probs))
+        assert dist == pytest.approx(wanted, abs=1e-6)
+        assert tokens[0] == 1 and sure[0] == pytest.approx(wanted[1], abs=1e-6)
+    nothing = restricted(slot, [], outputs_of([0], [1.0], [1, 0, 0, 0, 0, 0]))
+    assert nothing == [[-1], [0], [0] * 6]
+
+
+def test_the_only_token_that_may_follow_is_the_draft():
+    slot = slot_of(CONSTRAINT, "a")
+    assert slot.grammar.forced() == [5]
+    given = outputs_of([2, 1], [0.9, 0.1], [0, 0.1, 0.9, 0, 0, 0])
+    assert restricted(slot, [], given) == [[5, -1], [1, 0], [0, 0, 0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_forced_tokens_are_each_the_only_one(seed):
+    rng, seen = np.random.default_rng(seed), 0
+    for schema in grammar_lab.SCHEMAS[seed::6]:
+        matcher, text = JSON.matcher(StructuredOutputs(json=schema), []), list[int]()
+        for _ in range(40):
+            forced = matcher.forced()
+            for at, token in enumerate(forced):
+                assert np.flatnonzero(matcher.allowed(forced[:at])).tolist() == [token]
+            seen += len(forced)
+            allowed = np.flatnonzero(matcher.allowed([]))
+            text.append(int(allowed[rng.integers(len(allowed))]))
+            matcher.read(text)
+    assert seen > 20
+
+
+def test_a_tree_of_heads_has_what_the_grammar_allows():
+    slot = slot_of(CONSTRAINT)
+    rows = [[0, 3, 1], [1, 5, 2], [1, 2, 3]], [[0.6, 0.3, 0.1]] * 3
+    tree = Candidates.from_root(0)
+    tokens, probs = drafting.product_with_forced(slot.grammar, *rows)
+    grow_product(tree, tokens, probs, 30, drafting.allowed_in(slot.grammar, tree))
+    paths = {tuple(drafting.path_of(tree, node)) for node in range(1, len(tree.tokens))}
+    every = [path for length in range(1, 4) for path in product(*rows[0][:length])]
+    assert paths == {path for path in every if all(allowed_after(path[:at])[t] for at, t in enumerate(path))}
+    assert (1, 5, 1) in paths and (0,) not in paths
+    drafts, parents = drafting.drafts_within(slot.grammar, [1, 0, 5, 1, 2, 9], [0, 0, 1, 2, 3, 1])
+    assert (drafts, parents) == ([0, 2, 4], [0, 1, 2])
+    shape = TokenTree.tree([[7, 1, 0, 5, 1, 2]], [[-1, 0, 0, 1, 2, 3]])
+    kept = drafting.tree_within(SimpleNamespace(slots=[slot]), shape)
+    assert (kept.tokens.tolist(), kept.parents.tolist()) == ([[7, 1, 5, 2]], [[-1, 0, 1, 2]])
+
+
+def test_forced_tokens_come_before_a_chains_own_and_in_place_of_a_lookups():
+    slot = slot_of(CONSTRAINT, "a")
+    assert drafting.chain_with_forced(slot.grammar, [2, 3, 1], [0.5] * 3) == ([5, 3, 1], [1.0, 0.5, 0.5])
+    assert drafting.product_with_forced(slot.grammar, [[2, 5], [3, 1]], [[0.7, 0.2]] * 2)[0] == [[5], [3, 1]]
+    proposer = SuffixMethod().make_proposer(SuffixConfig(depth=5), {}, MethodContext(1, 32, 6))
+    proposer.start(0, slot)
+    batch = SimpleNamespace(slots=[slot], is_forced=False)
+    assert proposer.propose(batch).tokens.tolist() == [[1, 5]]
+    slot.max_drafts = 0
+    assert proposer.propose(batch).tokens.tolist() == [[1]]
+
+
+def test_forced_tokens_of_some_sequences_stand_before_the_drafts_of_the_method():
+    engine = make_engine("raced chain", 2)
+    asked = SamplingParams(6, structured_outputs=CONSTRAINT)
+    waiting = [engine.make_slot(0, [1, 2], asked, False), engine.make_slot(1, [1, 2], asked, False)]
+    waiting[0].tokens.append(1)
+    slots = Slots([], 2, is_invariant=True, max_forced=6)
+    slots.slots = waiting
+    slots.changed()
+    for place, slot in enumerate(waiting):
+        engine.proposer.start(place, slot)
+        slot.plan(16)
+    grammar_drafts.read_grammars(slots)
+    assert grammar_drafts.forced_chains(slots) is None  # the other one has none
+    tree = engine.proposer.propose(slots)
+    assert tree.tokens[0, 1] == 5 and tree.num_nodes[0] > 2
+
+
+def test_a_grammar_that_fails_for_drafts_is_whole_for_the_text(monkeypatch):
+    grammar = GRAMMARS.matcher(CONSTRAINT, [])
+    right, failing = GrammarMatcher._mask_by, []
+
+    def mask_by(self, path, matcher):
+        if len(path) == 2:
+            failing.append(matcher)
+            raise GrammarFault("too complex")
+        return right(self, path, matcher)
+
+    monkeypatch.setattr(GrammarMatcher, "_mask_by", mask_by)
+    assert grammar.draft_mask([1, 5]) is None and grammar.draft_mask([1]).tolist() == allowed_after((1,))
+    assert failing[0] is not grammar._matcher and grammar.allowed([]).tolist() == allowed_after(())
+    with pytest.raises(GrammarFault):
+        grammar.read([3, 3, 3])
+    with pytest.raises(GrammarFault, match="a text that it does not allow"):
+        grammar.allowed([])
+    assert grammar.draft_mask([]) is None and grammar.forced() == []
+
+
+def test_chains_of_any_proposer_are_cut():
+    grammar = GRAMMARS.matcher(CONSTRAINT, [])
+    slots = Slots([], 1)
+    slots.slots = [Slot(0, [1], SamplingParams(temperature=1.0), frozenset(), None)]
+    slots.slots[0].grammar = grammar
+    slots.changed()
+    probs = np.zeros((1, 4, VOCAB), np.float32)
+    tokens = np.array([[1, 3, 0, 2]])
+    assert grammar_drafts.within_grammars(slots, TokenTree.chain(tokens)).num_nodes.tolist() == [3]
+    right = TokenTree.chain(np.array([[1, 3, 1, 3]]))
+    assert grammar_drafts.within_grammars(slots, right) is right
+    for first, drawn, cut in ((0, 2, 1), (3, 4, 4)):  # the refused one stays where drafts are drawn
+        tokens[0, 1:] = [first, 0, 0]
+        made = [grammar_drafts.within_grammars(slots, TokenTree.chain(tokens, None, p)) for p in (probs, None)]
+        assert [tree.num_nodes.tolist() for tree in made] == [[drawn], [cut]]
