@@ -138,6 +138,13 @@ def write_pard(folder: Path, target: Path) -> None:
     mask_lab.write_pard(folder, target)
 
 
+def write_peagle(folder: Path, target: Path) -> None:
+    """Writes an EAGLE-3 drafter that reads masks."""
+    from tests.speculators import peagle_lab
+
+    peagle_lab.write_learnt(folder, target)
+
+
 def write_pair(folder: Path, target: Path) -> None:
     """Writes a draft model and EAGLE's layer."""
     folder.mkdir()
@@ -154,6 +161,7 @@ ROWS: dict[str, Row] = {
     "pard": Row(write_pard, {"num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}, "draft_model"),
     "eagle": Row(write_learnt_eagle, {"tree": "chain", "num_draft_tokens": 3}, AUTO),
     "eagle3": Row(write_learnt_eagle3, {"tree": "chain", "num_draft_tokens": 3}, AUTO),
+    "peagle": Row(write_peagle, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}, "eagle3"),
     "dflash": Row(write_learnt_dflash, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}),
     "mtp": Row(write_learnt_mtp, {"num_draft_tokens": 3}),
     "ngram": Row(None, {"min_match": 1, "max_match": 2}),

@@ -58,6 +58,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "speculators/test_eagle_graphs.py",
         "speculators/test_dflash_graphs.py",
         "speculators/test_mask_graphs.py",
+        "speculators/test_peagle_graphs.py",
         "speculators/test_early_exit.py",
         "speculators/test_gemma4_assistant.py",
         "speculators/test_glide.py",

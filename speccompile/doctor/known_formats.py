@@ -32,13 +32,6 @@ class KnownFormat:
 
 KNOWN = (
     KnownFormat(
-        "peagle",
-        "P-EAGLE: parallel drafting over mask states",
-        (r"(^|\.)mask_hidden$",),
-        ("ptd_token_id",),
-        (("speculators_model_type", ("peagle",)),),
-    ),
-    KnownFormat(
         "domino",
         "Domino: a block drafter whose head has a state",
         (r"(^|\.)prefix_gru\.",),

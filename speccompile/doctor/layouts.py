@@ -146,8 +146,8 @@ class Format:
         method: the recipe's name.
         marks: patterns of keys, any of which identifies the layout.
         without: patterns of keys, any of which rules it out.
-        config_marks: (key of the config, value) pairs, any of which identifies it whatever the keys are; `ANY`: any
-            value that is not null.
+        config_marks: (key of the config, value) pairs, any of which identifies it whatever other keys there are; `ANY`:
+            any value that is not null.
         prefixes: that all keys may have; the first is written.
         has_others: keys without the prefix belong to another model in the same files.
         config_prefix: the prefix that a config implies, instead of `prefixes`.
@@ -193,10 +193,10 @@ class Format:
     def is_in(self, config: Mapping[str, Any], keys: Iterable[str]) -> bool:
         """Whether a checkpoint has this layout, judged by its marks."""
         held = list(keys)
-        if self.is_named(config):
-            return True
         if any(re.search(pattern, key) for pattern in self.without for key in held):
             return False
+        if self.is_named(config):
+            return True
         tails = [k[len(p) :] for p in self.prefixes for k in held if k.startswith(p)]
         return any(re.search(mark, tail) for mark in self.marks for tail in tails)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by methods whose draft reads features of the target: recipe fields and the proposer."""
+"""Shared by methods whose draft reads features of the target: recipe fields, fused layers, the proposer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Engine, Outputs
+from speccompile.core.registry import find_class
+from speccompile.core.specs import FEATURES
 from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.feature_drafts import FeatureCache
+from speccompile.drafting.mask_drafts import MaskFeatureCache
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.tree_config import Tree
 
@@ -31,7 +34,14 @@ class FeatureFields(CachedDraftFields):
     tree: Tree = "auto"
 
     def make_proposer(
-        self, engine: Engine, make: Callable[[Outputs], Any], names: Sequence[str], graph: str, context: MethodContext
+        self,
+        engine: Engine,
+        make: Callable[[Outputs], Any],
+        names: Sequence[str],
+        graph: str,
+        context: MethodContext,
+        *,
+        has_masks: bool = False,
     ) -> DraftProposer:
         """Returns the proposer over the draft's engine; how far it drafts depends on the measured costs.
 
@@ -41,10 +51,63 @@ class FeatureFields(CachedDraftFields):
             names: of the target's outputs that `make` reads.
             graph: the draft's name in the bundle.
             context: of the proposer.
+            has_masks: draft all tokens of a path in one run; the engine reads masks.
 
         Raises:
             RecipeError: the engine was built for less.
         """
-        max_rows = context.seq_lens.get(graph, context.max_seq_len)
-        cache = FeatureCache(engine, make, names, max_rows, context.max_draft_nodes + 1)
-        return DraftProposer(cache, *self.make_drafts(cache, engine, graph, context))
+        max_rows, block = context.seq_lens.get(graph, context.max_seq_len), engine.spec.num_drafts
+        most = context.max_draft_nodes + 1
+        if not has_masks:
+            cache = FeatureCache(engine, make, names, max_rows, most)
+            return DraftProposer(cache, *self.make_drafts(cache, engine, graph, context))
+        masked = MaskFeatureCache(engine, make, names, max_rows, most, min(self.depth_asked, block))
+        return DraftProposer(masked, *self.make_drafts(masked, engine, graph, context, block, has_masks=True))
+
+
+@dataclass(frozen=True)
+class FusionOptions:
+    """Options of the graph that fuses residual streams of the target.
+
+    Args:
+        layers: of the target, from 0; None: as the checkpoint says.
+    """
+
+    layers: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class FusedLayers:
+    """See `speccompile.core.jobs.LayersRule`: they depend on the checkpoint, and on the target's number of layers.
+
+    Args:
+        rule: import string of a function of the other fields, the target's number of layers and "checkpoint" or
+            "random", that returns the layers; it reads the checkpoint, which decoding does not need.
+        model: of the drafter.
+        config: see `GraphJob`.
+        asked: by the recipe; None: as the checkpoint says.
+    """
+
+    rule: str
+    model: str
+    config: str | None
+    asked: tuple[int, ...] | None
+
+    def layers(self, num_layers: int, weights: str) -> tuple[int, ...]:
+        """Returns the layers, in the order of the drafter's `fc`."""
+        layers: tuple[int, ...] = find_class(self.rule)(self.model, self.config, self.asked, num_layers, weights)
+        return layers
+
+
+def fused_features(fusion: Engine) -> tuple[Callable[[Outputs], Any], list[str]]:
+    """Returns what makes features of the target's outputs, and the names of those that it reads.
+
+    Args:
+        fusion: engine of a `graph_kinds.features.fusion_spec`.
+    """
+    names = [t.name for t in fusion.spec.inputs]
+
+    def fuse(outputs: Outputs) -> Any:
+        return fusion.run({name: outputs[name] for name in names})[FEATURES]
+
+    return fuse, names

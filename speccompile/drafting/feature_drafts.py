@@ -25,6 +25,7 @@ from speccompile.core.specs import (
 from speccompile.core.tree import Ints
 from speccompile.drafting.expansion import Expansion, padding_mask
 from speccompile.drafting.features import PendingFeatures
+from speccompile.graph_kinds.features import NO_FEATURE
 
 
 class FeatureCache:
@@ -102,24 +103,33 @@ class FeatureCache:
 
     def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
         """Reads the pending features of all slots of the batch, as `take` releases those of all of them."""
-        slots = batch.slots
+        return self._read_new(batch.slots, warp)
+
+    def _read_new(self, slots: Sequence[Slot], warp: Mapping[str, NDArray[Any]], masks: Sequence[int] = ()) -> Outputs:
+        """Reads the pending features of all slots, and after them masks, which have none; scores roots and masks."""
+        num_masks, most = len(masks), min(max(map(self.pending.count, slots)), self.max_nodes)
+        # Masks do not fit after all pending rows where a slot is nearly full: those are read first, but for the roots.
+        is_full = max(self.lengths[: len(slots)]) + most + num_masks > self.max_seq_len + self.max_nodes
         for place, slot in enumerate(slots):
-            while (num := self.pending.count(slot)) > self.max_nodes:
+            while (num := self.pending.count(slot)) > (1 if is_full else self.max_nodes):
                 self._catch_up(place, slot, min(num - 1, PREFILL_CHUNK))
         counts = [self.pending.count(slot) for slot in slots]
-        width = max(counts)
-        features, rows = self.pending.take(slots, width)
+        width = max(counts) + num_masks
+        features, held = self.pending.take(slots, max(counts))
+        rows: Ints = np.pad(held, ((0, 0), (0, num_masks)))
         tokens: Ints = np.zeros((len(slots), width), dtype=np.int64)
         lengths = np.array(self.lengths[: len(slots)], dtype=np.int64)
         for place, (slot, num) in enumerate(zip(slots, counts, strict=True)):
             start = self.lengths[place] + 1
-            tokens[place, :num] = slot.tokens[start : start + num]
+            tokens[place, : num + num_masks] = [*slot.tokens[start : start + num], *masks]
+            rows[place, num : num + num_masks] = NO_FEATURE
             self.lengths[place] += num
         feeds: dict[str, Any] = {TOKENS: tokens, LENGTHS: lengths, FEATURES: features, FEATURE_NODES: rows, **warp}
         if width > 1:
-            feeds[SCORED_NODES] = np.array([[max(num - 1, 0)] for num in counts], dtype=np.int64)
+            roots = np.array([[max(num - 1, 0)] for num in counts], dtype=np.int64)
+            feeds[SCORED_NODES] = roots + np.arange(1 + num_masks)
         if int(lengths.max()) + width > self.max_seq_len:
-            feeds[TREE_MASK] = padding_mask(lengths, counts, width, self.max_seq_len)
+            feeds[TREE_MASK] = padding_mask(lengths, [num + num_masks for num in counts], width, self.max_seq_len)
         self._roots, self._places = counts, [{}] * len(slots)
         return self._run(feeds)
 

@@ -10,7 +10,7 @@ Masks are written after the rows of real tokens and never counted among them: th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Engine, Outputs
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS
 from speccompile.drafting.expansion import Expansion, Scorer
+from speccompile.drafting.feature_drafts import FeatureCache
 from speccompile.drafting.kv_cache import DraftCache
 
 _AFTER_NODES = (CANDIDATES, CANDIDATE_PROBS, NODE_PROBS)
@@ -83,3 +84,38 @@ class MaskDraftCache(DraftCache):
 
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
         """Does nothing: no draft has its row in the cache."""
+
+
+class MaskFeatureCache(FeatureCache):
+    """See `FeatureCache`; the draft has a feature of its own for masks.
+
+    Args:
+        engine: the draft, with `spec.mask_token`.
+        make: see `FeatureCache`.
+        names: see `FeatureCache`.
+        max_seq_len: see `FeatureCache`.
+        max_nodes: see `FeatureCache`.
+        num_drafts: most draft tokens on a path.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        make: Callable[[Outputs], Any],
+        names: Sequence[str],
+        max_seq_len: int,
+        max_nodes: int,
+        num_drafts: int,
+    ) -> None:
+        super().__init__(engine, make, names, max_seq_len, max_nodes)
+        self.num_drafts, self._depths = num_drafts, Depths({})
+
+    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+        """Reads the pending features of all slots of the batch, and masks."""
+        masks = masks_of(self, self.engine, batch, places, self.num_drafts)
+        self._depths = Depths(self._read_new(batch.slots, warp, masks))
+        return self._depths.after(0, 1)
+
+    def expand(self, batch: Batch, level: Expansion) -> Outputs:
+        """Returns what comes after the scored nodes of an expansion, without another run."""
+        return self._depths.after(level.depth, level.scored_nodes.shape[1])

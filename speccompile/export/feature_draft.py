@@ -26,6 +26,7 @@ from speccompile.export.candidates import node_probs, top_tokens
 from speccompile.export.decoder import cleanup_table
 from speccompile.export.trace import trace_module
 from speccompile.export.weights import name_weights, names_by_address, share_weights
+from speccompile.graph_kinds.features import NO_FEATURE
 from speccompile.passes.base import run_pipeline
 
 RANDOM_SEED = 0
@@ -44,6 +45,7 @@ class FeatureBody(nn.Module):
     """
 
     target_tokens: torch.Tensor | None  # [draft_vocab] int64: target's token of each; None where they are the same
+    mask_feature: torch.Tensor | None = None  # [hidden] float32: the feature of masks; None: it reads none
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -87,6 +89,9 @@ class FeatureDraft(nn.Module):
         if tokens is not None:
             places = torch.full((spec.vocab_size,), len(tokens)).index_copy(0, tokens, torch.arange(len(tokens)))
             self.register_buffer("places", places)  # of each of the target's tokens among the draft's
+        self.reads_masks = spec.mask_token is not None
+        if self.reads_masks:
+            self.register_buffer("mask_feature", body.mask_feature)
 
     def forward(
         self,
@@ -100,7 +105,7 @@ class FeatureDraft(nn.Module):
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """One step. Positions are those of the features, one before the tokens'."""
-        read = gather_nodes(features, feature_nodes)
+        read = self._read(features, feature_nodes)
         depth = tree_mask.to(torch.int64).sum(-1) - 1
         latent = [i for i, num in enumerate(self.num_caches) if num == 1]
         pairs = cache_pairs(range(len(self.num_caches)), caches, latent)
@@ -116,6 +121,14 @@ class FeatureDraft(nn.Module):
         dists = (node_probs(logits, *warp),) if self.dists else ()
         updated = [cache for i, num in enumerate(self.num_caches) for cache in frame.updated[i][:num]]
         return (candidates, probs, *dists, torch.cat((read[:, :1], own), 1), *updated)
+
+    def _read(self, features: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+        """Returns the features of nodes [batch, nodes, hidden], masks among them."""
+        if not self.reads_masks:
+            return gather_nodes(features, nodes)
+        is_mask = nodes == NO_FEATURE
+        held = gather_nodes(features, torch.where(is_mask, 0, nodes))
+        return torch.where(is_mask[:, :, None], self.mask_feature, held)
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns logits over the target's vocabulary."""

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,18 @@ from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.checkpoints.families import check_config
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.specs import GraphSpec
 from speccompile.doctor.doctor import open_known
 from speccompile.doctor.layouts import Format
 from speccompile.errors import CheckpointError
-from speccompile.export.checks import check_candidates
+from speccompile.export.checks import check_candidates, check_features
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
-from speccompile.graph_kinds.features import FeatureDims
+from speccompile.graph_kinds.features import FeatureDims, fusion_spec
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+    import torch
+
     from speccompile.core.protocols import Engine
 
 _NESTED = "transformer_layer_config"
@@ -56,6 +61,46 @@ class FeatureSource(SpeculatorSource):
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
         """See `speccompile.export.checks.check_candidates`."""
         return check_candidates(engine)
+
+
+class FusionGraph(SpeculatorSource):
+    """The source of the graph that fuses residual streams of the target, beside a method's own base class.
+
+    `dims` is a `FeatureDims` with the target's layers. The job has `drafting.feature_config.FusionOptions`.
+    """
+
+    role = "fusion"
+    needs_tables = False
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        super().__init__(job, context)
+        self.max_rows = 0
+
+    def make_fusion(self) -> torch.nn.Module:
+        """Returns the module: a list of states [batch, nodes, target_hidden] -> [batch, nodes, hidden]."""
+        raise NotImplementedError
+
+    def counts(self) -> WeightCounts | None:
+        """Returns the weight counts of these sizes; norms are left out."""
+        num = len(self.dims.layers) * self.dims.target_hidden_size * self.dims.hidden_size
+        return WeightCounts(num, num, 0)
+
+    def spec(self) -> GraphSpec:
+        """Returns the inputs and outputs of the graph."""
+        return fusion_spec(self.job.name, self.dims)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """See `speccompile.export.checks.check_features`."""
+        return check_features(engine)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
+        """Reads or makes the weights, and traces the graph."""
+        from speccompile.export.feature_draft import export_fusion
+
+        progress("load weights")
+        fusion = self.make_fusion()
+        graph = export_fusion(fusion, self.spec(), progress)
+        return graph, replace(self.dims, num_params=sum(p.numel() for p in fusion.parameters()))
 
 
 def check_window(folder: Path, config: Mapping[str, Any]) -> None:

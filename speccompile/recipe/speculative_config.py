@@ -78,7 +78,7 @@ def section_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         field = {**_SHARED, **method.vllm_keys}.get(key, key)
         where = f"{WHERE} ({key})"
-        if key in _NEUTRAL and value in _NEUTRAL[key]:
+        if field not in known and value in _NEUTRAL.get(key, ()):
             continue
         if field not in known:
             raise RecipeError(where, shown(value), f"the keys of {method.name}", _todo_for_key(method, known))

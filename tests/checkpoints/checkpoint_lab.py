@@ -36,7 +36,7 @@ from tests.checkpoints.lab_files import (  # noqa: F401
     set_config,
     write_target,
 )
-from tests.checkpoints.mask_files import pard
+from tests.checkpoints.mask_files import pard, peagle_numbered, peagle_ours, peagle_speculators
 from tests.checkpoints.mtp_files import mtp_glm, mtp_ours, mtp_qwen, mtp_speculators
 
 
@@ -325,6 +325,9 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "mtp-glm": (mtp_glm, "mtp/numbered"),
     "gemma4-assistant": (gemma4_assistant, "gemma4_assistant/ours"),
     "pard": (pard, "draft_model/pard"),
+    "peagle": (peagle_ours, "eagle3/ours"),
+    "peagle-numbered": (peagle_numbered, "eagle3/numbered"),
+    "peagle-speculators": (peagle_speculators, "eagle3/speculators"),
     "glide": (glide_ours, "glide/ours"),
     "glide-tied": (glide_tied, "glide/ours"),
     "prophet": (prophet_ours, "prophet/ours"),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from tests.checkpoints import checkpoint_lab as lab
-from tests.doctor.traps import Trap, config, tensors
+from tests.doctor.traps import Trap, config, put, tensors
 
 MASK_TRAPS: dict[str, Trap] = {
     "a mask token beyond the embedding": Trap(
@@ -18,5 +18,48 @@ MASK_TRAPS: dict[str, Trap] = {
         "pard.model",
         "layer",
         tensors(lambda held: [held.pop(key) for key in list(held) if ".layers.3." in key]),
+    ),
+    "masks without their states": Trap(
+        lab.peagle_ours,
+        "keys.missing",
+        r"\(mask_hidden\): got no such key; expected BF16 \[1, 1, 48\]",
+        tensors(lambda held: held.pop("mask_hidden")),
+    ),
+    "a mask token alone, without states": Trap(
+        lab.eagle3_ours, "keys.missing", r"\(mask_hidden\): got no such key", config(mask_token_id=3)
+    ),
+    "states of masks of another target": Trap(
+        lab.peagle_ours,
+        "keys.shape",
+        r"mask_hidden\): got \[1, 1, 32\]; expected \[1, 1, 48\]",
+        put("mask_hidden", lambda t: t[:, :, :32].contiguous()),
+    ),
+    "no token of masks": Trap(
+        lab.peagle_speculators,
+        "eagle3.mask",
+        r"\(ptd_token_id or pard_token or mask_token_id\): got nothing; expected the token of masks",
+        config(mask_token_id=None),
+    ),
+    "neither token nor states of masks": Trap(
+        lab.peagle_speculators,
+        "eagle3.mask",
+        "got nothing; expected the token of masks",
+        lambda folder: (config(mask_token_id=None)(folder), tensors(lambda held: held.pop("mask_hidden"))(folder)),
+    ),
+    "a mask of P-EAGLE beyond the embedding": Trap(
+        lab.peagle_ours, "eagle3.mask", "got 40; expected a token below 40", config(ptd_token_id=40)
+    ),
+    "a mask of P-EAGLE as text": Trap(
+        lab.peagle_numbered,
+        "config.sizes",
+        r"\(pard_token\): got '<mask>'",
+        config(pard_token="<mask>"),
+        also=("eagle3.mask",),
+    ),
+    "P-EAGLE by another algorithm": Trap(
+        lab.peagle_speculators,
+        "eagle3.config",
+        "got 'eagle3'; expected 'peagle'",
+        config(speculators_config__algorithm="eagle3"),
     ),
 }

@@ -174,7 +174,6 @@ KNOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["fc.weight", "hidden_norm.weight", "prefix_gru.weight_ih_l0"],
     ),
     "lilicorr": ({"dflash_config": {"mask_token_id": 1}}, ["fc.weight", "hidden_norm.weight", "lilicorr.token_proj"]),
-    "peagle": ({"mask_token_id": 3}, ["midlayer.hidden_norm.weight", "d2t", "mask_hidden"]),
     "hydra": ({"hydra_num_heads": 4}, ["hydra_mlp.0.0.linear.weight", "hydra_lm_head.0.weight"]),
     "redrafter": ({}, ["input_proj.weight", "lm_head.0.linear.weight", "rnn_w.weight"]),
 }
@@ -189,11 +188,12 @@ def test_what_is_known_and_not_supported_is_named(name: str, tmp_path: Path) -> 
     assert "known but not supported yet" in report.findings[0].todo
 
 
-@pytest.mark.parametrize("kind", ["peagle"])
-def test_other_kinds_of_the_speculators_format_are_named(kind: str, tmp_path: Path) -> None:
+def test_the_speculators_format_says_whether_it_is_a_p_eagle(tmp_path: Path) -> None:
     folder = lab.eagle3_speculators(tmp_path)
-    lab.set_config(folder, speculators_model_type=kind)
-    assert examine(str(folder)).format == kind
+    lab.set_config(folder, speculators_model_type="peagle")
+    report = examine(str(folder))
+    assert report.format == "eagle3/speculators"
+    assert {f.check for f in report.findings} == {"eagle3.config", "eagle3.mask"}
 
 
 def test_a_language_model_is_no_speculator(tmp_path: Path) -> None:

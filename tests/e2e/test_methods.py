@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -71,6 +72,7 @@ def lab(tmp_path_factory):
         proposer = method_of(method).make_proposer(config_of(method, form, models[method]), drafts, context)
         return SpecEngine(engine_of(target, backend), drafts, proposer, None, context)
 
+    load.target = folder / "target"
     return load
 
 
@@ -172,6 +174,32 @@ def test_every_step_fits_a_profile_of_the_plans_that_tensorrt_would_run(lab, mon
     assert [fault for watch in watches for fault in watch.faults] == []
     assert max(dict(shape)["nodes"] for shape in watches[0].shapes) > 2
     assert all(watch.shapes for watch in watches)
+
+
+@pytest.mark.distribution
+# The seed is fixed; p < 1e-4 happens by chance once in ten thousand choices of it.
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_two_tokens_after_drafts_drawn_from_masks_follow_the_targets_distribution(lab, is_wrong):
+    """Rows of masks give distributions over the draft's vocabulary; those of other tokens are noticed."""
+    from tests.e2e.two_tokens import exact_dist, fit_p_value
+
+    engine, num, prompt, heat, top_k = lab("peagle", "chain", "onnxruntime"), 600, prompts()[0], 0.8, 6
+    if is_wrong:
+        propose = engine.proposer.propose
+
+        def shifted(batch):
+            tree = propose(batch)
+            return tree if tree.draft_probs is None else replace(tree, draft_probs=np.roll(tree.draft_probs, 1, axis=2))
+
+        engine.proposer.propose = shifted
+    asked = [
+        SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s, ignore_eos=True) for s in range(num)
+    ]
+    results = engine.generate([prompt] * num, asked, batch_size=8)
+    p_value = fit_p_value(results, exact_dist(lab.target, prompt, heat, top_k))
+    assert (p_value < 1e-4) == is_wrong, p_value
+    if not is_wrong:
+        assert 20 < sum(r.stats["num_accepted"] for r in results) < sum(r.stats["num_draft_tokens"] for r in results)
 
 
 def talk(engine, keeps, at_once):

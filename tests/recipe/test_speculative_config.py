@@ -45,6 +45,15 @@ def real_methods(methods: None, monkeypatch: pytest.MonkeyPatch) -> None:
             {"method": "eagle3", "model": "m", "num_draft_tokens": 3, "tree": "chain"},
         ),
         (
+            {"method": "eagle3", "model": "m", "num_speculative_tokens": 3, "parallel_drafting": True},
+            {"method": "eagle3", "model": "m", "num_draft_tokens": 3, "tree": "chain", "parallel_drafting": True},
+        ),
+        (
+            {"method": "eagle3", "model": "m", "parallel_drafting": False},
+            {"method": "eagle3", "model": "m", "parallel_drafting": False},
+        ),
+        ({"method": "medusa", "model": "m", "parallel_drafting": False}, {"method": "medusa", "model": "m"}),
+        (
             {"method": "eagle", "model": "m", "num_speculative_tokens": 3, "tree": "auto"},
             {"method": "eagle", "model": "m", "num_draft_tokens": 3, "tree": "auto"},
         ),

@@ -50,10 +50,11 @@ def context(folder, weights="checkpoint"):
 
 
 def eagle3_source(folder, name, kind="Draft", weights="checkpoint", layers=None, dists=False):
+    from speccompile.drafting.feature_config import FusionOptions
     from speccompile.speculators.eagle3 import checkpoint as source
-    from speccompile.speculators.eagle3.config import DraftOptions, FusionOptions
+    from speccompile.speculators.eagle3.config import DraftOptions
 
-    made = DraftOptions(4, dists, layers) if kind == "Draft" else FusionOptions(layers)
+    made = DraftOptions(4, dists, layers, max_parallel=4) if kind == "Draft" else FusionOptions(layers)
     job = GraphJob(kind.lower(), str(folder / name), options=made)
     return getattr(source, f"{kind}Source")(job, context(folder, weights))
 
@@ -354,11 +355,8 @@ REFUSED_CONFIGS = [
     ({"target_hidden_size": 64}, RecipeError, "target states of 64; expected 32"),
     ({"vocab_size": 48}, RecipeError, "a vocabulary of 48 tokens; expected 40"),
     ({"num_attention_heads": 0}, CheckpointError, r"\(num_attention_heads\): got 0"),
-    (
-        {"architectures": ["PeagleLlamaForCausalLM"], "ptd_token_id": 3},
-        CheckpointError,
-        "got P-EAGLE: parallel drafting",
-    ),
+    ({"ptd_token_id": 40}, CheckpointError, r"\(ptd_token_id or .*\): got 40; expected a token of the 40"),
+    ({"parallel_drafting": True}, CheckpointError, r"\(ptd_token_id or .*\): got None"),
 ]
 
 

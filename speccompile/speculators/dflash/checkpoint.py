@@ -21,16 +21,16 @@ from speccompile.core.specs import CANDIDATES, GraphSpec
 from speccompile.doctor.doctor import Checkpoint, make_case, open_known
 from speccompile.doctor.layouts import Case
 from speccompile.errors import BuildError, CheckpointError, RecipeError
-from speccompile.export.checks import check_features
-from speccompile.export.feature_source import count_weights, dims_from_config
+from speccompile.export.feature_source import FusionGraph, count_weights, dims_from_config
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
 from speccompile.graph_kinds.blocks import PAIR_SCORES, block_draft_spec
-from speccompile.graph_kinds.features import FeatureDims, fusion_spec
+from speccompile.graph_kinds.features import FeatureDims
 from speccompile.speculators.dflash.drafter import NESTED, Drafter, drafter_from_config
 from speccompile.speculators.dflash.layouts import EMBEDDINGS, FORMATS, LAYERS, LM_HEAD, METHOD, published_layers
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+    import torch
 
     from speccompile.speculators.dflash.config import BlockOptions
 
@@ -225,30 +225,11 @@ class DraftSource(_BlockSource):
         return graph, replace(self.dims, num_params=sum(p.numel() for p in draft.parameters()))
 
 
-class FusionSource(_BlockSource):
+class FusionSource(FusionGraph, _BlockSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `FusionOptions`."""
 
-    role = "fusion"
-
-    def counts(self) -> WeightCounts | None:
-        """Returns the weight counts of these sizes; norms are left out."""
-        num = len(self.dims.layers) * self.dims.target_hidden_size * self.dims.hidden_size
-        return WeightCounts(num, num, 0)
-
-    def spec(self) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
-        return fusion_spec(self.job.name, self.dims)
-
-    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """See `speccompile.export.checks.check_features`."""
-        return check_features(engine)
-
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
-        """Reads or makes the weights, and traces the graph."""
-        from speccompile.export.feature_draft import export_fusion
+    def make_fusion(self) -> torch.nn.Module:
+        """See `FusionGraph`."""
         from speccompile.speculators.dflash.model import make_fusion
 
-        progress("load weights")
-        fusion = make_fusion(self.config, self.dims, self.read_weights())
-        graph = export_fusion(fusion, self.spec(), progress)
-        return graph, replace(self.dims, num_params=sum(p.numel() for p in fusion.parameters()))
+        return make_fusion(self.config, self.dims, self.read_weights())

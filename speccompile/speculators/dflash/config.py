@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
-from speccompile.core.protocols import Engine, Outputs
+from speccompile.core.protocols import Engine
 from speccompile.core.registry import find_class
-from speccompile.core.specs import FEATURES
 from speccompile.drafting.block_drafts import BlockCache
-from speccompile.drafting.feature_config import FeatureFields
+from speccompile.drafting.feature_config import FeatureFields, FusedLayers, FusionOptions, fused_features
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.tree_config import MAX_CANDIDATES
 from speccompile.errors import RecipeError
@@ -105,37 +104,6 @@ class BlockOptions:
 
 
 @dataclass(frozen=True)
-class FusionOptions:
-    """Options of the graph that makes features of the target's states.
-
-    Args:
-        layers: of the target; None: auto.
-    """
-
-    layers: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class ReadLayers:
-    """See `speccompile.core.jobs.LayersRule`: they depend on the checkpoint.
-
-    Args:
-        model: of the drafter.
-        config: see `GraphJob`.
-        asked: see `DflashConfig.chosen_layers`.
-    """
-
-    model: str
-    config: str | None
-    asked: tuple[int, ...] | None
-
-    def layers(self, num_layers: int, weights: str) -> tuple[int, ...]:
-        """Returns the layers, in the order of the drafter's `fc`."""
-        layers: tuple[int, ...] = find_class(RULE)(self.model, self.config, self.asked, num_layers, weights)
-        return layers
-
-
-@dataclass(frozen=True)
 class DflashTraining:
     """Sizes and settings of the training: DFlash 2 by default; DFlash with ranks and taps of 0.
 
@@ -203,7 +171,7 @@ class DflashMethod(Method):
 
     def target_outputs(self, config: DflashConfig) -> TargetOutputs:
         """Returns the residual streams; which ones depends on the checkpoint."""
-        return TargetOutputs(hidden_layers=ReadLayers(config.model, config.config, config.chosen_layers))
+        return TargetOutputs(hidden_layers=FusedLayers(RULE, config.model, config.config, config.chosen_layers))
 
     def graph_jobs(self, config: DflashConfig) -> tuple[GraphJob, ...]:
         """Returns the graphs of drafter and fusion."""
@@ -225,12 +193,8 @@ class DflashMethod(Method):
         self, config: DflashConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
         """Returns the proposer over both engines."""
-        draft, fusion = engines[DRAFT], engines[FUSION]
-        names = [t.name for t in fusion.spec.inputs]
-
-        def fuse(outputs: Outputs) -> Any:
-            return fusion.run({name: outputs[name] for name in names})[FEATURES]
-
+        draft = engines[DRAFT]
+        fuse, names = fused_features(engines[FUSION])
         max_rows = context.seq_lens.get(DRAFT, context.max_seq_len)
         cache = BlockCache(draft, fuse, names, max_rows, context.max_draft_nodes + 1)
         drafts = config.make_drafts(cache, draft, DRAFT, context, draft.spec.num_drafts)

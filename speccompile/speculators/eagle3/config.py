@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
-from speccompile.core.protocols import Engine, Outputs
-from speccompile.core.registry import find_class
-from speccompile.core.specs import FEATURES
-from speccompile.drafting.feature_config import FeatureFields
+from speccompile.core.protocols import Engine
+from speccompile.drafting.feature_config import FeatureFields, FusedLayers, FusionOptions, fused_features
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
 
@@ -23,12 +21,14 @@ RULE = f"{SOURCES}:layers_of_target"  # reads the checkpoint, which decoding doe
 
 @dataclass(frozen=True)
 class Eagle3Config(FeatureFields):
-    """An EAGLE-3 drafter. Its other fields are `FeatureFields`.
+    """An EAGLE-3 or P-EAGLE drafter. Its other fields are `FeatureFields`.
 
     Args:
         model: checkpoint folder or hub id of the drafter.
         layers: decoder layers of the target, from 0, whose residual streams are read, in the order of the drafter's
             `fc`; `auto`: as its config.json says, else the published choice for the target's number of layers.
+        parallel_drafting: draft all tokens of a path in one run, from masks, as P-EAGLE trains it; `auto`: where the
+            drafter's config.json names its mask token.
 
     Raises:
         RecipeError: a value is out of range.
@@ -36,6 +36,7 @@ class Eagle3Config(FeatureFields):
 
     model: str
     layers: tuple[int, int, int] | Literal["auto"] = "auto"
+    parallel_drafting: bool | Literal["auto"] = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,37 +62,6 @@ class DraftOptions(CandidateOptions):
     """
 
     layers: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class FusionOptions:
-    """Options of the graph that fuses the target's states.
-
-    Args:
-        layers: of the target, see `Eagle3Config.chosen_layers`.
-    """
-
-    layers: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class FusedLayers:
-    """See `speccompile.core.jobs.LayersRule`: they depend on the checkpoint and on the target's number of layers.
-
-    Args:
-        model: of the drafter.
-        config: see `GraphJob`.
-        asked: see `Eagle3Config.chosen_layers`.
-    """
-
-    model: str
-    config: str | None
-    asked: tuple[int, ...] | None
-
-    def layers(self, num_layers: int, weights: str) -> tuple[int, ...]:
-        """Returns three layers."""
-        layers: tuple[int, ...] = find_class(RULE)(self.model, self.config, self.asked, num_layers, weights)
-        return layers
 
 
 @dataclass(frozen=True)
@@ -146,17 +116,24 @@ class Eagle3Method(Method):
     name = "eagle3"
     Config = Eagle3Config
     TrainingConfig = Eagle3Training
-    formats = "speccompile.speculators.eagle3.checkpoint:FORMATS"
+    formats = "speccompile.speculators.eagle3.layouts:FORMATS"
     trainer = "speccompile.speculators.eagle3.trainer:Eagle3Trainer"
 
     def target_outputs(self, config: Eagle3Config) -> TargetOutputs:
         """Returns three residual streams; which ones depends on the checkpoint and the target's number of layers."""
-        return TargetOutputs(hidden_layers=FusedLayers(config.model, config.config, config.chosen_layers))
+        return TargetOutputs(hidden_layers=FusedLayers(RULE, config.model, config.config, config.chosen_layers))
 
     def graph_jobs(self, config: Eagle3Config) -> tuple[GraphJob, ...]:
         """Returns the graphs of drafter and fusion."""
         own, layers = (config.model, config.quantization), config.chosen_layers
-        options = DraftOptions(config.candidates_needed, config.has_probs, layers)
+        masks = config.parallel_drafting
+        options = DraftOptions(
+            config.candidates_needed,
+            config.has_probs,
+            layers,
+            max_parallel=config.depth_asked if masks else 1,
+            is_parallel=masks is True,
+        )
         return (
             GraphJob(DRAFT, *own, f"{SOURCES}:DraftSource", options, config.config),
             GraphJob(FUSION, *own, f"{SOURCES}:FusionSource", FusionOptions(layers), config.config),
@@ -165,11 +142,15 @@ class Eagle3Method(Method):
     def make_proposer(
         self, config: Eagle3Config, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
-        """Returns the proposer over both engines."""
-        fusion = engines[FUSION]
-        names = [t.name for t in fusion.spec.inputs]
+        """Returns the proposer over both engines.
 
-        def fuse(outputs: Outputs) -> Any:
-            return fusion.run({name: outputs[name] for name in names})[FEATURES]
-
-        return config.make_proposer(engines[DRAFT], fuse, names, DRAFT, context)
+        Raises:
+            RecipeError: the drafter was built for less.
+        """
+        draft, masks = engines[DRAFT], config.parallel_drafting
+        has_masks = draft.spec.mask_token is not None
+        if masks is True and not has_masks:
+            got, todo = "a drafter built without a mask token", "Build a bundle whose recipe says so."
+            raise RecipeError("speculator.parallel_drafting", got, "a drafter that reads masks", todo)
+        fuse, names = fused_features(engines[FUSION])
+        return config.make_proposer(draft, fuse, names, DRAFT, context, has_masks=has_masks and bool(masks))

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from speccompile.export.feature_draft import FeatureBody, fill_weights, layer_config, widen_projections
 from speccompile.graph_kinds.features import FeatureDims
+from speccompile.speculators.eagle3.layouts import MASK_HIDDEN
 
 
 class MidLayer(nn.Module):
@@ -94,7 +95,12 @@ class Fusion(nn.Module):
 
 
 def make_body(
-    config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None, embeddings: torch.Tensor
+    config: Mapping[str, Any],
+    dims: FeatureDims,
+    weights: Mapping[str, torch.Tensor] | None,
+    embeddings: torch.Tensor,
+    *,
+    has_masks: bool = False,
 ) -> Eagle3Body:
     """Returns the drafter with its weights.
 
@@ -103,12 +109,30 @@ def make_body(
         dims: sizes.
         weights: by the names of our layout; None: random ones.
         embeddings: the target's, for a drafter without.
+        has_masks: it reads masks (P-EAGLE).
     """
     tokens = target_tokens(dims, weights)
     with torch.device("meta"):
         body = Eagle3Body(config, dims, tokens)
     fill_weights(body, weights, {"embed_tokens.weight": embeddings})
+    if has_masks:
+        body.mask_feature = mask_feature(config, dims, weights)
     return body.eval()
+
+
+@torch.no_grad()
+def mask_feature(
+    config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None
+) -> torch.Tensor:
+    """Returns the feature of masks [hidden]: that of the trained states `mask_hidden`, through the same norms and fc.
+
+    After Hui et al. 2026, "P-EAGLE" (arXiv 2602.01469); see `make_body`.
+    """
+    if weights is None:
+        states = torch.randn(len(dims.layers) * dims.target_hidden_size, generator=torch.Generator().manual_seed(0))
+    else:
+        states = weights[MASK_HIDDEN].to(torch.float32).flatten()
+    return make_fusion(config, dims, weights)(list(states.chunk(len(dims.layers))))
 
 
 def make_fusion(config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None) -> Fusion:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of the speculators format (vLLM project) for an EAGLE-3 drafter, and back. Needs no torch."""
+"""The config of the speculators format (vLLM project) for EAGLE-3 and P-EAGLE drafters, and back. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 from speccompile.doctor.decoder_rows import decoder_config
 from speccompile.doctor.findings import Finding
-from speccompile.doctor.layouts import Case, Target, finding, lookup
+from speccompile.doctor.layouts import Case, Sizes, Target, finding, lookup
 from speccompile.errors import CheckpointError
 
 SCOPE = "transformer_layer_config."
 VERSION = "0.3.0"  # of the format that is written
 NUM_DRAFTS = 3  # vLLM's default
+PEAGLE = "peagle"  # of `speculators_model_type`
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -23,9 +24,10 @@ def check_config(case: Case) -> Iterator[Finding]:
     if not isinstance(case.config.get("transformer_layer_config"), Mapping):
         yield finding("error", case.config_place("transformer_layer_config"), "nothing", "the layer's config", todo)
     algorithm = lookup(case.config, "speculators_config.algorithm")
-    if algorithm != "eagle3":
+    kind = case.config.get("speculators_model_type")
+    if algorithm != kind:
         where = case.config_place("speculators_config.algorithm")
-        yield finding("error", where, repr(algorithm), "'eagle3', as speculators_model_type says", todo)
+        yield finding("error", where, repr(algorithm), f"{kind!r}, as speculators_model_type says", todo)
     methods = lookup(case.config, "speculators_config.proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], Mapping) else {}
     num = first.get("speculative_tokens")
@@ -38,11 +40,24 @@ def check_config(case: Case) -> Iterator[Finding]:
 
 
 def check_residual(case: Case) -> Iterator[Finding]:
-    """Yields a finding for a missing switch, whose default differs between the format's readers."""
-    if not isinstance(case.config.get("norm_before_residual"), bool):
-        where, got = case.config_place("norm_before_residual"), repr(case.config.get("norm_before_residual"))
+    """Yields a finding for a missing switch, whose default differs between the format's readers but for P-EAGLE."""
+    held = case.config.get("norm_before_residual")
+    if held is None and case.config.get("speculators_model_type") == PEAGLE:
+        return
+    if not isinstance(held, bool):
+        where, got = case.config_place("norm_before_residual"), repr(held)
         todo = "vLLM takes true, the speculators library false: give what it was trained with, in config.json or --set."
         yield finding("error", where, got, "true or false", todo)
+
+
+def masks_from_sizes(sizes: Sizes, name: str) -> dict[str, Any]:
+    """Returns what a config in our layout says of the masks: nothing where there are none.
+
+    Args:
+        sizes: of the drafter.
+        name: of the key with the masks' token.
+    """
+    return {"parallel_drafting": True, name: sizes["mask_token"]} if sizes["has_masks"] else {}
 
 
 def ours_from_config(case: Case) -> dict[str, Any]:
@@ -56,10 +71,11 @@ def ours_from_config(case: Case) -> dict[str, Any]:
         "num_hidden_layers": sizes["num_layers"],
         "draft_vocab_size": sizes["draft_vocab"],
         "target_hidden_size": sizes["target_hidden"],
-        "norm_before_residual": config["norm_before_residual"],
+        "norm_before_residual": bool(config.get("norm_before_residual")),
         "norm_before_fc": bool(sizes["has_input_norm"]),
         "tie_word_embeddings": False,
         "base_model_name_or_path": lookup(config, "speculators_config.verifier.name_or_path"),
+        **masks_from_sizes(sizes, "ptd_token_id"),
         **({"norm_output": True} if config.get("norm_output") else {}),
     }
     return ours if config.get(_LAYERS) is None else {**ours, _LAYERS: config[_LAYERS]}
@@ -82,12 +98,14 @@ def config_from_ours(config: Mapping[str, Any], target: Target | None) -> dict[s
     layer = {k: v for k, v in decoder_config(config).items() if v is not None}
     kept = {_LAYERS: config[_LAYERS]} if config.get(_LAYERS) is not None else {}
     hidden, target_hidden = config["hidden_size"], config.get("target_hidden_size") or config["hidden_size"]
+    token = config.get("ptd_token_id") if config.get("parallel_drafting") else None
+    kind = "eagle3" if token is None else PEAGLE
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3Speculator" if token is None else "PEagleSpeculator"],
+        "speculators_model_type": kind,
         "speculators_version": VERSION,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
@@ -107,6 +125,7 @@ def config_from_ours(config: Mapping[str, Any], target: Target | None) -> dict[s
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
         "norm_before_fc": bool(config.get("norm_before_fc", False)),
         **({"norm_output": True} if config.get("norm_output") else {}),
+        **({} if token is None else {"mask_token_id": token}),
         "target_hidden_size": None if hidden == target_hidden else target_hidden,
         **kept,
     }

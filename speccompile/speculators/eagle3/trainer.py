@@ -22,8 +22,8 @@ from torch import nn
 from speccompile.errors import RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.export.layers import RmsNorm, SelfAttention, SwiGlu, attend, copy_weights, init_linear, join_heads
-from speccompile.speculators.eagle3.checkpoint import NUM_STREAMS
 from speccompile.speculators.eagle3.config import Eagle3Training
+from speccompile.speculators.eagle3.layouts import NUM_STREAMS
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]  # [batch, kv_heads, rows, head_dim] each

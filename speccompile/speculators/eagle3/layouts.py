@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-3 and P-EAGLE drafters on disk. Needs no torch.
+
+Layouts: the first release's (ours), numbered layers, and vLLM's speculators format. P-EAGLE's files have these keys
+with several layers, and the states that stand for the target's in a mask: `mask_hidden`, [1, 1, fused] or [1, fused],
+which passes through the same norms and `fc`. Their config names the mask's token. `d2t` holds offsets: draft token i
+is the target's token i + d2t[i]. `t2d` marks the target's tokens that are drafted. Both are absent where the
+vocabularies are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
+from speccompile.doctor.findings import Finding
+from speccompile.doctor.key_checks import COMMON
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.speculators.eagle3.speculators_config import (
+    SCOPE,
+    check_config,
+    check_residual,
+    config_from_ours,
+    masks_from_sizes,
+    ours_from_config,
+)
+
+EMBEDDINGS = "embed_tokens.weight"
+NUM_STREAMS = 3  # residual streams of the target that are fused
+MASK_HIDDEN = "mask_hidden"
+_MASKED = rf"^{MASK_HIDDEN}$"
+MASK_TOKENS = ("ptd_token_id", "pard_token", "mask_token_id")  # in the config; the first is written
+IDS = ("eagle_aux_hidden_state_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids")
+
+
+def _derive(sizes: Sizes) -> None:
+    derive_decoder(sizes)
+    sizes["target_hidden"] = sizes["target_hidden"] or sizes["hidden"]
+    sizes["fused"] = times(NUM_STREAMS, sizes["target_hidden"])
+    sizes["two_hidden"] = times(2, sizes["hidden"])
+    sizes["is_reduced"] = int(sizes["draft_vocab"] != sizes["vocab"])
+    sizes["has_own_embedding"] = int(sizes["hidden"] != sizes["target_hidden"])
+    sizes["num_states"] = NUM_STREAMS
+    named = sizes.get("mask_token")
+    sizes["has_masks"] = int(bool(sizes["has_masks"]) or (named is not None and named >= 0))
+    width, flat_width = sizes.pop("mask_width"), sizes.pop("flat_mask_width")
+    is_flat = bool(flat_width) and not width
+    sizes["has_flat_mask"] = int(bool(sizes["has_masks"]) and is_flat)
+    sizes["has_mask"] = int(bool(sizes["has_masks"]) and not is_flat)
+
+
+def _check_maps(case: Case) -> Iterator[Finding]:
+    """Yields findings unless d2t holds offsets, leads to tokens of the target, and agrees with t2d."""
+    key, mask_key = case.key_of("d2t"), case.key_of("t2d")
+    vocab, num = case.sizes.get("vocab"), case.sizes.get("draft_vocab")
+    if key is None or vocab is None or num is None or case.files.headers[key].shape != (num,):
+        return
+    stored = case.files.array(key).astype(np.int64)
+    tokens = stored + np.arange(num)
+    is_set = bool((np.unique(tokens).size == num) and tokens.min() >= 0 and tokens.max() < vocab)
+    if mask_key is not None and case.files.headers[mask_key].shape == (vocab,):
+        yield from _compare_maps(case, key, stored, np.flatnonzero(case.files.array(mask_key)))
+    elif case.sizes["is_reduced"] and (np.diff(stored) > 0).all() and stored.min() >= 0 and stored.max() < vocab:
+        yield _absolute(case, key)
+    elif not is_set:
+        got = f"offsets that lead to {tokens.min()} .. {tokens.max()}, {num - np.unique(tokens).size} of them twice"
+        expected, todo = f"{num} tokens of the {vocab}", "The map is another model's: fetch the folder again."
+        yield finding("error", case.place(key), got, expected, todo)
+
+
+def _compare_maps(case: Case, key: str, stored: np.ndarray, marked: np.ndarray) -> Iterator[Finding]:
+    tokens = np.sort(stored + np.arange(len(stored)))
+    if np.array_equal(tokens, marked):
+        return
+    if np.array_equal(np.sort(stored), marked):
+        yield _absolute(case, key)
+        return
+    num = len(np.setxor1d(tokens, marked))
+    got = f"a map to {len(np.unique(tokens))} tokens, while t2d marks {len(marked)}; {num} are in one of them only"
+    todo = "One of them is another model's: fetch the folder again."
+    yield finding("error", case.place(key), got, "the tokens that t2d marks", todo)
+
+
+def _absolute(case: Case, key: str) -> Finding:
+    got, expected = "token ids of the target", "offsets: draft token i is the target's i + d2t[i]"
+    todo = "Subtract 0, 1, 2, ... from it, if its author says that it holds ids."
+    return finding("error", case.place(key), got, expected, todo)
+
+
+def _check_layers(case: Case) -> Iterator[Finding]:
+    """Yields findings unless the fused states are three of the target's."""
+    ids = layer_ids(case.config)
+    if ids is None:
+        return
+    where = case.config_place(IDS[0])
+    last = case.target.dims.num_layers if case.target else None
+    is_list = isinstance(ids, list) and all(type(i) is int for i in ids)
+    if not is_list or len(ids) != NUM_STREAMS or len(set(ids)) != len(ids):
+        todo = "Correct config.json; other loaders fall back to layers of their own choice."
+        yield finding("error", where, repr(ids), f"{NUM_STREAMS} different layers", todo)
+    elif min(ids) < 0 or (last is not None and max(ids) > last):
+        most = "" if last is None else f" to {last}"
+        todo = "It was trained for another target: give the model that it belongs to."
+        yield finding("error", where, repr(ids), f"layers from 0{most}: the states before them", todo)
+
+
+def _check_mask(case: Case) -> Iterator[Finding]:
+    """Yields a finding unless the mask of a P-EAGLE drafter is a token of the target."""
+    token, vocab = case.sizes.get("mask_token"), case.sizes.get("vocab")
+    if not case.sizes["has_masks"] and case.config.get("speculators_model_type") != "peagle":
+        return
+    if token is None or token < 0:
+        todo = "Give the token that it was trained with, in config.json or --set."
+        yield finding("error", case.config_place(*MASK_TOKENS), "nothing", "the token of masks", todo)
+    elif vocab is not None and token >= vocab:
+        todo = "Correct config.json; with another token's row the masks mean nothing to the drafter."
+        expected = f"a token below {vocab}, its vocab_size"
+        yield finding("error", case.config_place(*MASK_TOKENS), str(token), expected, todo)
+
+
+def mask_token(config: Mapping[str, Any]) -> tuple[bool, Any]:
+    """Returns whether a config is that of a P-EAGLE drafter, and the token of its masks; None where it names none."""
+    token = next((config[key] for key in MASK_TOKENS if config.get(key) is not None), None)
+    is_named = config.get("speculators_model_type") == "peagle" or config.get("parallel_drafting") is True
+    return is_named or token is not None, token
+
+
+def layer_ids(config: Mapping[str, Any]) -> Any:
+    """Returns the target's layers as a config states them; None where it does not."""
+    nested = config.get("eagle_config")
+    inner = nested.get(IDS[0]) if isinstance(nested, Mapping) else None
+    return config.get(IDS[0]) if config.get(IDS[0]) is not None else inner
+
+
+def _ours(case: Case) -> dict[str, Any]:
+    config, sizes = case.config, case.sizes
+    ids = layer_ids(config)
+    return {
+        **decoder_config(config),
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": sizes["num_layers"],
+        "vocab_size": sizes["vocab"],
+        "draft_vocab_size": sizes["draft_vocab"],
+        "target_hidden_size": sizes["target_hidden"],
+        "norm_before_residual": bool(config.get("norm_before_residual", False)),
+        "norm_before_fc": bool(sizes["has_input_norm"]),
+        **({"norm_output": True} if config.get("norm_output") else {}),
+        "tie_word_embeddings": False,
+        **masks_from_sizes(sizes, MASK_TOKENS[0]),
+        **({IDS[0]: ids} if ids is not None else {}),
+    }
+
+
+def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
+    return dict(config)
+
+
+def _complete(config: Mapping[str, Any], tensors: dict[str, Any]) -> None:
+    """Adds the mask that the map implies."""
+    if "d2t" in tensors and "t2d" not in tensors:
+        import torch
+
+        tokens = tensors["d2t"].to(torch.int64) + torch.arange(config["draft_vocab_size"])
+        tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill_(0, tokens, True)
+
+
+def _sizes(scope: str = "") -> tuple[Size, ...]:
+    """Returns the sizes, with those of the layer in an object of the config."""
+    marks = ((r"^t2d$", 0), (r"^embed_tokens\.weight$", 0))
+    return (
+        *decoder_sizes(scope),
+        Size("num_layers", (f"{scope}num_hidden_layers",), count=r"^layers\.(\d+)\.", default=1),
+        Size("vocab", (f"{scope}vocab_size",), stored=marks),
+        Size("draft_vocab", ("draft_vocab_size",), stored=((r"^lm_head\.weight$", 0),), is_needed=True),
+        Size("target_hidden", ("target_hidden_size",), default=0, least=0),
+        flag("has_input_norm", "norm_before_fc", present=r"^input_norm\.weight$"),
+        flag("has_masks", "parallel_drafting", present=_MASKED),
+        Size("mask_token", MASK_TOKENS, default=-1, least=0),
+        Size("mask_width", stored=((_MASKED, 2),), default=0, least=0),
+        Size("flat_mask_width", stored=((_MASKED, 1),), default=0, least=0),
+        flag("has_fc_norm", "fc_norm", present=r"^fc_norm\.\d+\.weight$"),
+    )
+
+
+def _rows(first: str) -> tuple[Row, ...]:
+    """Returns the rows, with the beginning of the first layer's keys."""
+    over = (("layer", "num_layers", 1),)
+    maps = (("d2t", ("draft_vocab",), ("I64", "I32"), False), ("t2d", ("vocab",), ("BOOL",), True))
+    return (
+        Row("fc.weight", ("hidden", "fused")),
+        Row("input_norm.weight", ("fused",), need="has_input_norm"),
+        Row("fc_norm.{state}.weight", ("target_hidden",), (("state", "num_states", 0),), need="has_fc_norm"),
+        Row(MASK_HIDDEN, (1, 1, "fused"), need="has_mask"),
+        Row(MASK_HIDDEN, (1, "fused"), need="has_flat_mask"),
+        Row(f"{first}.hidden_norm.weight", ("hidden",), name="midlayer.hidden_norm.weight"),
+        *decoder_rows(first, name="midlayer", qkv_input="two_hidden"),
+        *decoder_rows("layers.{layer}", over),
+        Row("norm.weight", ("hidden",)),
+        Row("lm_head.weight", ("draft_vocab", "hidden")),
+        Row("embed_tokens.weight", ("vocab", "hidden"), need="has_own_embedding"),
+        Row("embed_tokens.weight", ("vocab", "hidden"), need="!has_own_embedding", is_optional=True),
+        *(Row(k, d, dtypes=t, need="is_reduced", is_derived=late) for k, d, t, late in maps),
+        *(Row(k, d, dtypes=t, need="!is_reduced", is_optional=True) for k, d, t, _ in maps),
+    )
+
+
+_CHECKS = (
+    *COMMON,
+    Check("eagle3.maps", _check_maps),
+    Check("eagle3.layers", _check_layers),
+    Check("eagle3.mask", _check_mask),
+)
+_NUMBERED = r"^layers\.0\.hidden_norm\.weight$"
+_IGNORED = (r"rotary_emb\.inv_freq$", r"^verifier_(lm_head|norm)\.weight$")
+FORMATS = (
+    Format(
+        "eagle3/ours",
+        "EAGLE-3 or P-EAGLE drafter (first release, SpecForge)",
+        "eagle3",
+        _sizes(),
+        _rows("midlayer"),
+        _CHECKS,
+        marks=(r"^midlayer\.",),
+        prefixes=("", "model."),
+        ignored=_IGNORED,
+        derive=_derive,
+        ours=_ours,
+        config=_config,
+        complete=_complete,
+    ),
+    Format(
+        "eagle3/speculators",
+        "EAGLE-3 or P-EAGLE drafter (speculators format)",
+        "eagle3",
+        _sizes(SCOPE),
+        _rows("layers.0"),
+        (*_CHECKS, Check("eagle3.config", check_config), Check("eagle3.residual", check_residual)),
+        config_marks=(("speculators_model_type", "eagle3"), ("speculators_model_type", "peagle")),
+        ignored=_IGNORED,
+        derive=_derive,
+        ours=ours_from_config,
+        config=config_from_ours,
+        complete=_complete,
+    ),
+    Format(
+        "eagle3/numbered",
+        "EAGLE-3 or P-EAGLE drafter (numbered layers)",
+        "eagle3",
+        _sizes(),
+        _rows("layers.0"),
+        _CHECKS,
+        marks=(_NUMBERED, r"^(d2t|t2d)$"),
+        prefixes=("", "model."),
+        ignored=_IGNORED,
+        derive=_derive,
+        ours=_ours,
+        config=_config,
+        complete=_complete,
+    ),
+)
