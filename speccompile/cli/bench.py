@@ -17,7 +17,7 @@ from rich.table import Table
 import speccompile
 from speccompile.cli.bench_peers import ENVIRONMENTS, PEERS, PRECISIONS
 from speccompile.cli.options import MAX_THREADS, usable_threads
-from speccompile.cli.prompts import check_results, read_requests, write_results
+from speccompile.cli.prompts import Request, check_results, read_requests, write_results
 from speccompile.errors import RuntimeFault
 
 if TYPE_CHECKING:
@@ -35,12 +35,22 @@ def register(app: typer.Typer) -> None:
 
 def bench_command(
     bundle: Annotated[Path, typer.Argument(help="A bundle's folder.")],
-    prompts: Annotated[Path, typer.Option("--prompts", help="A file with one JSON object a line.")],
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="A file with one JSON object a line; `category` groups them.")
+    ] = None,
+    categories: Annotated[
+        str | None, typer.Option(help="In its place our own prompts: `all`, or some of code,chat,math,json,copy-edit.")
+    ] = None,
+    context_lengths: Annotated[
+        str | None, typer.Option(help="Comma-separated tokens: every prompt after others of its category, cut to each.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 128,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write results to this file; - is stdout.")] = None,
     modes: Annotated[str, typer.Option(help="Comma-separated modes; `all` leaves out what cannot run here.")] = "all",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians of them.")] = 3,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first prompts only.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use the first prompts only; with --categories of each category.")
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of every mode; as measured by default.")
     ] = None,
@@ -64,6 +74,13 @@ def bench_command(
     Plain and speculative decoding share an engine, every other mode has a process of its own; they take turns prompt by
     prompt, and a process that waits is stopped. Sampling fields of the prompts are not used.
     """
+    from speccompile.cli.bench_categories import (
+        Sample,
+        figures_by_group,
+        groups_from_samples,
+        read_lengths,
+        samples_from_prompts,
+    )
     from speccompile.cli.bench_peers import read_peers
     from speccompile.cli.bench_rounds import open_workers, run_rounds, summary_from_runs
     from speccompile.runtime.bundle import read_bundle
@@ -71,11 +88,15 @@ def bench_command(
     check_results(json_out)
     installed, left_out = read_peers(peers, peers_dir) if peers else ([], {})
     threads = usable_threads(threads)
-    requests = read_requests(prompts, limit)
+    requests = _read_requests(prompts, categories, limit)
     opened = read_bundle(bundle)
+    lengths = read_lengths(context_lengths, opened.recipe.engine.max_seq_len, max_new_tokens)
     chosen = _choose_modes(modes, opened, method)
     num_threads = threads or int(opened.graph("target").tuning.get("threads", 1))
-    ids = _token_ids(opened, [request.prompt for request in requests])
+    tokens = _token_ids(opened, [request.prompt for request in requests])
+    prompts_read = [Sample(ids, request.category) for ids, request in zip(tokens, requests, strict=True)]
+    samples = samples_from_prompts(prompts_read, lengths)
+    ids = [sample.ids for sample in samples]
     shared = [mode for mode in chosen if not mode.startswith("transformers")]
     groups = ([shared] if shared else []) + [[mode] for mode in chosen if mode not in shared]
     jobs = [_job(modes, opened, method, num_threads, ids, max_new_tokens, assistant_tokens) for modes in groups]
@@ -94,11 +115,25 @@ def bench_command(
             runs = run_rounds(workers, len(ids), repeats, lambda mode: bar.advance(task))
     environment["load_average_after"] = _load_average()
     report = {"environment": environment, **summary_from_runs(runs, opened.eos_token_ids)}
+    report |= figures_by_group(runs, groups_from_samples(samples, lengths), opened.eos_token_ids)
     if peers:
         report["peers"] = _peers_report(report["modes"], opened, method, installed, left_out)
     if json_out is not None:
         write_results(json_out, report)
     _print_report(Console(stderr=json_out is not None and str(json_out) == "-"), report)
+
+
+def _read_requests(prompts: Path | None, categories: str | None, limit: int | None) -> list[Request]:
+    """Returns the prompts of a file, or ours of some categories; `limit` counts within each category of ours."""
+    if (prompts is None) == (categories is None):
+        raise typer.BadParameter("one of --prompts and --categories", param_hint="--prompts")
+    if prompts is not None:
+        return read_requests(prompts, limit)
+    from speccompile.cli.bench_categories import read_categories
+
+    found = read_categories(str(categories))
+    names = dict.fromkeys(request.category for request in found)
+    return [request for name in names for request in [r for r in found if r.category == name][:limit]]
 
 
 def _choose_modes(wanted: str, bundle: Bundle, method: str | None) -> list[str]:
@@ -243,6 +278,8 @@ def _version(package: str) -> str | None:
 
 
 def _print_report(console: Console, report: dict[str, Any]) -> None:
+    from speccompile.cli.bench_categories import tables_from_figures
+
     table = Table(box=None)
     for title in ("mode", "tokens/s", "with prefill", "tokens a step", "exact", "outside the engine"):
         table.add_column(title, justify="left" if title == "mode" else "right")
@@ -257,6 +294,8 @@ def _print_report(console: Console, report: dict[str, Any]) -> None:
             "" if outside is None else f"{100 * outside:.1f} %",
         )
     console.print(table)
+    for table in tables_from_figures(report):
+        console.print(table)
     if "peers" in report:
         from speccompile.cli.bench_peers import markdown_from_rows
 

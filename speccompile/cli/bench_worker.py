@@ -15,17 +15,26 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from speccompile.runtime.spec_engine import SpecEngine
 
 Decode = Callable[[str, list[int], int], dict[str, Any]]  # of mode, prompt and most new tokens
 
 
 def _speccompile(job: dict[str, Any]) -> Decode:
-    from speccompile.core.sampling_params import SamplingParams
     from speccompile.runtime.engine import load
 
     method = job["method"] if "speculative" in job["modes"] else "none"
     engine = load(job["bundle"], threads=job["threads"], method=method, verify=False)
+
+    return decode_with(engine)
+
+
+def decode_with(engine: SpecEngine) -> Decode:
+    """Returns the modes `plain` and `speculative` of an engine."""
+    from speccompile.core.sampling_params import SamplingParams
 
     def decode(mode: str, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
         start = time.perf_counter()

@@ -21,10 +21,12 @@ class Request:
     Args:
         prompt: a text, or token ids.
         overrides: sampling fields that win over the options of the command.
+        category: kind of text, by which `bench` groups; None: not stated.
     """
 
     prompt: str | list[int]
     overrides: dict[str, Any]
+    category: str | None = None
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -112,7 +114,10 @@ def _read_line(where: str, line: str) -> Request:
                 overrides[key] = _READERS[declared.kind](data[key])
             except ValueError as fault:
                 raise RuntimeFault(f"{where} ({key})", repr(data[key]), str(fault), todo) from fault
-    return Request(prompt, overrides)
+    category = data.get("category")
+    if category is not None and not (isinstance(category, str) and category.strip()):
+        raise RuntimeFault(f"{where} (category)", repr(category)[:60], "the name of a kind of text", todo)
+    return Request(prompt, overrides, category)
 
 
 def check_results(path: Path | None) -> None:

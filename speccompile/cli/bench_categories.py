@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acceptance and speed by kind of text and by length of context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from speccompile.cli.bench_rounds import Runs, summary_from_runs
+from speccompile.cli.prompts import Request, read_requests
+from speccompile.errors import RuntimeFault
+
+FILE = Path(__file__).with_name("categories.jsonl")
+ALL = "all"
+_FIGURES = ("tokens_per_s", "mean_acceptance_length", "num_tokens", "exact_share")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt as it is measured.
+
+    Args:
+        ids: token ids.
+        category: kind of text; None: not stated.
+    """
+
+    ids: list[int]
+    category: str | None
+
+
+def read_categories(names: str) -> list[Request]:
+    """Returns the prompts of some categories, in the order of the file.
+
+    Args:
+        names: comma-separated, or `ALL`.
+
+    Raises:
+        RuntimeFault: there is no such category.
+    """
+    requests = read_requests(FILE)
+    known = list(dict.fromkeys(str(request.category) for request in requests))
+    chosen = known if names.strip() == ALL else [name.strip() for name in names.split(",") if name.strip()]
+    if not chosen or any(name not in known for name in chosen):
+        raise RuntimeFault("--categories", repr(names), f"{ALL}, or some of {', '.join(known)}", "Correct the option.")
+    return [request for request in requests if request.category in chosen]
+
+
+def read_lengths(text: str | None, max_seq_len: int, max_new_tokens: int) -> list[int]:
+    """Returns context lengths from a comma-separated list, in rising order; [] without one.
+
+    Args:
+        text: of the option.
+        max_seq_len: rows of a sequence in the bundle.
+        max_new_tokens: decoded after each context.
+
+    Raises:
+        RuntimeFault: no whole numbers, or a context that leaves no room for the new tokens.
+    """
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    room = max_seq_len - max_new_tokens
+    if not parts or not all(part.isdecimal() and 1 <= int(part) <= room for part in parts):
+        expected = f"whole numbers from 1 to {room}, as a sequence has {max_seq_len} rows and {max_new_tokens} are new"
+        raise RuntimeFault("--context-lengths", repr(text), expected, "Correct it, or lower --max-new-tokens.")
+    return sorted({int(part) for part in parts})
+
+
+def samples_from_prompts(prompts: Sequence[Sample], lengths: Sequence[int]) -> list[Sample]:
+    """Returns the prompts at every context length; as they are where there are no lengths.
+
+    A longer context is the prompt after the others of its category, again and again; of all that the last tokens count.
+    """
+    if not lengths:
+        return list(prompts)
+    made = []
+    for length in lengths:
+        for index, prompt in enumerate(prompts):
+            alike = [p.ids for p in (*prompts[index + 1 :], *prompts[:index]) if p.category == prompt.category]
+            before = [token for ids in alike or [prompt.ids] for token in ids]
+            if not before:
+                raise RuntimeFault("--context-lengths", "a prompt of no tokens", "text to fill a context", "Add some.")
+            text = before * (length // len(before) + 1) + prompt.ids
+            made.append(Sample(text[-length:], prompt.category))
+    return made
+
+
+def bucket(length: int, lengths: Sequence[int]) -> str:
+    """Returns the name of a context's bucket: its length where lengths were asked for, else up to a power of two."""
+    return f"{length}" if lengths else f"up to {max(32, 1 << (max(length, 1) - 1).bit_length())}"
+
+
+def groups_from_samples(samples: Sequence[Sample], lengths: Sequence[int]) -> dict[str, dict[str, list[int]]]:
+    """Returns the samples' indices by category and by context length; prompts without a category are left out there."""
+    categories: dict[str, list[int]] = {}
+    contexts: dict[str, list[int]] = {}
+    for index, sample in enumerate(samples):
+        if sample.category is not None:
+            categories.setdefault(sample.category, []).append(index)
+    for index in sorted(range(len(samples)), key=lambda i: len(samples[i].ids)):
+        contexts.setdefault(bucket(len(samples[index].ids), lengths), []).append(index)
+    return {"by_category": categories, "by_context": contexts}
+
+
+def figures_by_group(
+    runs: Runs, groups: Mapping[str, Mapping[str, Iterable[int]]], eos_token_ids: Sequence[int] = ()
+) -> dict[str, dict[str, Any]]:
+    """Returns the figures of every mode and the ratios in each group; see `bench_rounds.summary_from_runs`.
+
+    Args:
+        runs: of all prompts.
+        groups: the prompts' indices by kind of group and its name, see `groups_from_samples`.
+        eos_token_ids: of the bundle.
+    """
+    told: dict[str, dict[str, Any]] = {}
+    for kind, members in groups.items():
+        told[kind] = {}
+        for name, indices in members.items():
+            chosen = list(indices)
+            part = {mode: [[one[i] for i in chosen] for one in rounds] for mode, rounds in runs.items()}
+            found = summary_from_runs(part, eos_token_ids)
+            modes = {mode: {key: row[key] for key in _FIGURES} for mode, row in found["modes"].items()}
+            told[kind][name] = {"num_prompts": len(chosen), "modes": modes, "ratios": found["ratios"]}
+    return told
+
+
+def tables_from_figures(figures: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+    """Returns a table for each kind of group with more than one member."""
+    made = []
+    for kind, title in (("by_category", "category"), ("by_context", "context tokens")):
+        groups = figures.get(kind, {})
+        if len(groups) < 2:
+            continue
+        modes = list(next(iter(groups.values()))["modes"])
+        table = Table(box=None)
+        table.add_column(title)
+        table.add_column("prompts", justify="right")
+        for mode in modes:
+            table.add_column(f"{mode}: tokens/s", justify="right")
+            if mode not in ("plain", "transformers"):
+                table.add_column("tokens a step", justify="right")
+        for name, group in groups.items():
+            cells = [name, str(group["num_prompts"])]
+            for mode in modes:
+                row = group["modes"][mode]
+                cells.append(f"{row['tokens_per_s']:.1f}")
+                if mode not in ("plain", "transformers"):
+                    cells.append(f"{row['mean_acceptance_length']:.2f}")
+            table.add_row(*cells)
+        made.append(table)
+    return made

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acceptance and speed by category and by context length, over an engine in numpy."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from rich.console import Console
+
+from speccompile.cli import bench
+from speccompile.cli.bench_categories import (
+    FILE,
+    Sample,
+    figures_by_group,
+    groups_from_samples,
+    read_categories,
+    read_lengths,
+    samples_from_prompts,
+    tables_from_figures,
+)
+from speccompile.cli.bench_rounds import run_rounds, summary_from_runs
+from speccompile.cli.bench_worker import decode_with
+from speccompile.cli.prompts import read_requests
+from speccompile.core.jobs import MethodContext
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.stats import TimedEngine
+from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
+from tests.mock_lm import MockEngine, MockLM
+
+CATEGORIES = {"code", "chat", "math", "json", "copy-edit"}
+MODES = ["plain", "speculative"]
+NUM_TOKENS = 16
+
+
+class InProcess:
+    """What `bench_rounds.Worker` is, around an engine of this process."""
+
+    modes = MODES
+
+    def __init__(self, prompts: list[list[int]]) -> None:
+        target = MockLM(seed=21)
+        context = MethodContext(1, 96, 8)
+        drafts = {"draft": TimedEngine(MockEngine(target.blurred(22, 0.7), "draft", 1, 96))}
+        proposer = DraftModelMethod().make_proposer(DraftModelConfig("d", num_draft_tokens=4), drafts, context)
+        engine = TimedEngine(MockEngine(target, "target", 1, 96, headroom=9))
+        self._decode = decode_with(SpecEngine(engine, drafts, proposer, None, context, ()))
+        self._prompts = prompts
+
+    def run(self, mode: str, prompt: int) -> dict[str, Any]:
+        return {**self._decode(mode, self._prompts[prompt], NUM_TOKENS), "peak_rss_bytes": None}
+
+
+def test_figures_of_groups_are_those_of_their_prompts_alone() -> None:
+    rng = np.random.default_rng(3)
+    prompts = [Sample(rng.integers(0, 24, 6 + n).tolist(), "code" if n % 2 else "json") for n in range(4)]
+    lengths = [8, 40]
+    samples = samples_from_prompts(prompts, lengths)
+    ids = [sample.ids for sample in samples]
+    runs = run_rounds([InProcess(ids)], len(ids), 2)
+    groups = groups_from_samples(samples, lengths)
+    assert groups["by_category"] == {"json": [0, 2, 4, 6], "code": [1, 3, 5, 7]}
+    assert groups["by_context"] == {"8": [0, 1, 2, 3], "40": [4, 5, 6, 7]}
+    figures = figures_by_group(runs, groups)
+    for members, told in ((groups[kind][name], figures[kind][name]) for kind in groups for name in groups[kind]):
+        results = [one[i] for one in runs["speculative"] for i in members]
+        steps, accepted = (sum(result[key] for result in results) for key in ("num_steps", "num_accepted"))
+        row = told["modes"]["speculative"]
+        assert row["mean_acceptance_length"] == pytest.approx(1 + accepted / steps) and accepted > 0
+        assert told["modes"]["plain"]["mean_acceptance_length"] == 1 and row["exact_share"] == 1
+        assert row["num_tokens"] == NUM_TOKENS * len(members) and told["num_prompts"] == len(members)
+        seconds = [sum(one[i]["total_s"] - one[i]["prefill_s"] for i in members) for one in runs["speculative"]]
+        assert row["tokens_per_s"] == pytest.approx(np.median([row["num_tokens"] / s for s in seconds]))
+    # The groups of a kind hold every prompt once: tokens of all add up to the whole.
+    whole = summary_from_runs(runs)["modes"]["speculative"]["num_tokens"]
+    for kind in figures:
+        assert sum(group["modes"]["speculative"]["num_tokens"] for group in figures[kind].values()) == whole
+    out = io.StringIO()
+    for table in tables_from_figures(figures):
+        Console(file=out, width=160).print(table)
+    for name in ("json", "code", "8", "40", "category", "context tokens"):
+        assert name in out.getvalue()
+
+
+def test_contexts_are_the_last_tokens_of_alike_prompts() -> None:
+    prompts = [Sample([1, 2, 3], "a"), Sample([4, 5], "a"), Sample([7], "b")]
+    assert samples_from_prompts(prompts, []) == prompts
+    made = samples_from_prompts(prompts, [2, 7])
+    assert [s.ids for s in made[:3]] == [[2, 3], [4, 5], [7, 7]]
+    assert [s.ids for s in made[3:]] == [[4, 5, 4, 5, 1, 2, 3], [2, 3, 1, 2, 3, 4, 5], [7] * 7]
+    assert [s.category for s in made] == ["a", "a", "b"] * 2
+    with pytest.raises(RuntimeFault, match="a prompt of no tokens"):
+        samples_from_prompts([Sample([], None)], [4])
+
+
+def test_without_lengths_buckets_are_powers_of_two_and_categories_may_be_missing() -> None:
+    samples = [Sample([0] * n, None) for n in (5, 32, 33, 64, 130)]
+    groups = groups_from_samples(samples, [])
+    assert groups == {"by_category": {}, "by_context": {"up to 32": [0, 1], "up to 64": [2, 3], "up to 256": [4]}}
+    one = figures_by_group(run_rounds([InProcess([[1, 2]])], 1, 1), {"by_context": {"up to 32": [0]}})
+    assert tables_from_figures(one) == []
+
+
+def test_our_prompts_are_of_five_categories() -> None:
+    counts = Counter(request.category for request in read_categories("all"))
+    assert set(counts) == CATEGORIES and set(counts.values()) == {6}
+    assert {r.category for r in read_categories("json, math")} == {"json", "math"}
+    texts = [request.prompt for request in read_requests(FILE)]
+    assert len(set(texts)) == 30 and all(isinstance(text, str) and 40 < len(text) < 600 for text in texts)
+    for wanted in ("poetry", "", "code,poetry"):
+        with pytest.raises(RuntimeFault, match="some of code, chat, math, json, copy-edit"):
+            read_categories(wanted)
+
+
+def test_limits_count_within_a_category() -> None:
+    found = bench._read_requests(None, "code,json", 2)
+    assert [request.category for request in found] == ["code", "code", "json", "json"]
+    for given in ((None, None), (Path("x"), "all")):
+        with pytest.raises(typer.BadParameter, match="one of --prompts and --categories"):
+            bench._read_requests(*given, None)
+
+
+def test_lengths_leave_room_for_the_new_tokens() -> None:
+    assert read_lengths(None, 64, 16) == []
+    assert read_lengths("32, 8,8", 64, 16) == [8, 32]
+    for text in ("49", "0", "a", "", "-3"):
+        with pytest.raises(RuntimeFault, match=r"whole numbers from 1 to 48.*64 rows and 16 are new"):
+            read_lengths(text, 64, 16)
+
+
+def test_a_file_of_prompts_may_have_categories(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in ({"prompt": "x", "category": "mine"}, {"prompt": "y"})))
+    assert [request.category for request in read_requests(path)] == ["mine", None]
+    path.write_text('{"prompt": "x", "category": 3}')
+    with pytest.raises(RuntimeFault, match=r"p\.jsonl:1 \(category\): got 3; expected the name of a kind of text"):
+        read_requests(path)
+
+
+def test_the_report_has_a_table_for_each_kind_of_group() -> None:
+    row = {"tokens_per_s": 2.0, "mean_acceptance_length": 1.5, "num_tokens": 4, "exact_share": 1.0}
+    extra = {"tokens_per_s_with_prefill": 1.0, "outside_engine_share": None}
+    groups = {name: {"num_prompts": 1, "modes": {"speculative": row}, "ratios": {}} for name in ("code", "json")}
+    report = {"modes": {"speculative": {**row, **extra}}, "ratios": {}, "by_category": groups, "by_context": {}}
+    out = io.StringIO()
+    bench._print_report(Console(file=out, width=160), report)
+    assert out.getvalue().count("speculative: tokens/s") == 1 and "code" in out.getvalue()
