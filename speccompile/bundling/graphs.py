@@ -11,11 +11,12 @@ from typing import Any
 
 from speccompile.backends.base import Backend
 from speccompile.backends.contention import WAIT_SHARE, is_disturbed
-from speccompile.bundling.calibration import Texts, calibration_of
+from speccompile.bundling.calibration import calibration_of
 from speccompile.bundling.digests import digest_from_package, digest_from_sources, versions_from_environment
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
 from speccompile.checkpoints.lora import open_lora
+from speccompile.checkpoints.texts import Texts
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
 from speccompile.core.jobs import CompileOptions, GraphJob, SourceContext, json_from_options

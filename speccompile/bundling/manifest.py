@@ -15,7 +15,8 @@ import yaml
 import speccompile
 from speccompile.bundling.digests import versions_from_environment
 from speccompile.bundling.report import html_from_manifest
-from speccompile.bundling.tokenizers import copy_tokenizer, special_tokens
+from speccompile.bundling.tokenizers import copy_tokenizer
+from speccompile.checkpoints.special_tokens import special_tokens
 from speccompile.checkpoints.vision import image_record
 from speccompile.recipe.plan import BuildPlan
 from speccompile.runtime.bundle import (

@@ -18,6 +18,7 @@ from speccompile.core.dims import ModelDims
 from speccompile.core.specs import CONV_ROWS, PENDING, GraphSpec
 from speccompile.errors import ExportError
 from speccompile.export import attention
+from speccompile.export.draft_vocab import cut_head
 from speccompile.export.layer_changes import replace_layers
 from speccompile.export.masks import read_windows
 from speccompile.export.selfcheck import check_replacement
@@ -68,6 +69,7 @@ def export_decoder(
     image_tokens: int = 0,
     lora: LoraAdapter | None = None,
     prepare: Callable[[Any, ModelDims], ModelDims] | None = None,
+    kept_tokens: Sequence[int] = (),
     progress: Callable[[str], None] | None = None,
 ) -> tuple[ir.Model, ModelDims]:
     """Trace the model in `source` and clean the trace.
@@ -81,6 +83,7 @@ def export_decoder(
         image_tokens: tokens of an image, whose rows are inputs; 0: no images are read.
         lora: adapter that is merged into the weights.
         prepare: changes the loaded model in place; takes its sizes and returns the new ones.
+        kept_tokens: the LM head keeps the rows of these tokens alone, and others have no chance; empty: all.
         progress: called with the name of each stage as it begins.
 
     Returns:
@@ -104,6 +107,8 @@ def export_decoder(
     check_positions(model, max_seq_len)
     if prepare is not None:
         dims = prepare(model, dims)
+    if kept_tokens:
+        cut_head(model, kept_tokens)
     dims = replace(dims, num_params=sum(p.numel() for p in model.parameters()))
     spec = decoder_spec("decoder", dims, hidden=hidden, hidden_layers=hidden_layers, image_tokens=image_tokens)
     replace_layers(model)
@@ -112,6 +117,8 @@ def export_decoder(
     windows = read_windows(model, attention.IMPLEMENTATION, dims.num_layers, max_seq_len, dims.model_type)
     module = DecoderGraph(model, dims, hidden, hidden_layers, windows, image_tokens > 0)
     check_replacement(module, dims)
+    if kept_tokens:
+        module.spread_from(kept_tokens)
     say("trace")
     graph = _trace(module, dims, spec)
     name_weights(graph, names)

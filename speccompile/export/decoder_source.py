@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from speccompile.checkpoints.checkpoint import (
     read_dims,
     read_text_config,
 )
+from speccompile.checkpoints.draft_vocab import DraftTokens, choose_tokens
 from speccompile.checkpoints.families import check_architecture
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.layer_sizes import GEMMA4_TYPES
@@ -28,6 +30,7 @@ from speccompile.core.specs import GraphSpec
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_decoder
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
+from speccompile.graph_kinds.draft_vocab import VocabCandidateOptions
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -101,10 +104,23 @@ class DecoderSource:
         if self.job.lora is not None:
             open_lora(self.job.lora)
 
+    @functools.cached_property
+    def draft_tokens(self) -> DraftTokens | None:
+        """The tokens that a draft may name; None: all.
+
+        Raises:
+            RecipeError, CheckpointError: see `choose_tokens`.
+        """
+        options, target = self.options.candidates, self.context.target
+        if target is None or not isinstance(options, VocabCandidateOptions) or options.vocab is None:
+            return None
+        return choose_tokens(options.vocab, self.folder, min(self.dims.vocab_size, target.vocab_size))
+
     def digests(self) -> dict[str, str]:
         """Returns the digests of config, weights and tokenizer, and of the adapter if there is one."""
         own = digests_from_checkpoint(self.folder, self.context.weights, WEIGHT_FILES)
-        return own | digests_of_adapter(self.job)
+        kept = {} if self.draft_tokens is None else {"draft_vocab": self.draft_tokens.digest}
+        return own | digests_of_adapter(self.job) | kept
 
     def counts(self) -> WeightCounts | None:
         """Returns None: they follow from config.json and the sizes."""
@@ -149,8 +165,9 @@ class DecoderSource:
         return token
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """See `speccompile.export.checks.check_decoder`."""
-        return check_decoder(engine, max_nodes)
+        """See `speccompile.export.checks.check_decoder`; with the coverage of a vocabulary that was cut."""
+        kept = {} if self.draft_tokens is None else {"draft_vocab": self.draft_tokens.record()}
+        return check_decoder(engine, max_nodes) | kept
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ModelDims]:
         """See `speccompile.export.decoder.export_decoder`."""
@@ -171,6 +188,7 @@ class DecoderSource:
                 max_seq_len=self.max_rows,
                 lora=None if self.job.lora is None else open_lora(self.job.lora),
                 prepare=prepare,
+                kept_tokens=() if self.draft_tokens is None else self.draft_tokens.ids,
                 progress=progress,
                 **self.outputs,
             )

@@ -24,15 +24,13 @@ from speccompile.export import attention
 from speccompile.export.attention import Frame, cache_pairs, forward_pass, gather_nodes
 from speccompile.export.candidates import node_probs, top_tokens
 from speccompile.export.decoder import cleanup_table
+from speccompile.export.draft_vocab import spread, spread_index
 from speccompile.export.trace import trace_module
 from speccompile.export.weights import name_weights, names_by_address, share_weights
 from speccompile.graph_kinds.features import NO_FEATURE
 from speccompile.passes.base import run_pipeline
 
 RANDOM_SEED = 0
-# Logit of a target token that the draft's vocabulary lacks: its probability is 0 at any temperature below 500, and the
-# number is a float16. Drafts are drawn from the returned distributions, so decoding is exact with any logit.
-UNKNOWN_LOGIT = -60000.0
 # Neither 0 nor 1, which torch would treat as constants.
 _EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "states": 4, "max_seq": 16}
 
@@ -87,8 +85,7 @@ class FeatureDraft(nn.Module):
         self.num_caches = [num for num in held if num]
         tokens = body.target_tokens
         if tokens is not None:
-            places = torch.full((spec.vocab_size,), len(tokens)).index_copy(0, tokens, torch.arange(len(tokens)))
-            self.register_buffer("places", places)  # of each of the target's tokens among the draft's
+            self.register_buffer("index", spread_index(tokens, spec.vocab_size))
         self.reads_masks = spec.mask_token is not None
         if self.reads_masks:
             self.register_buffer("mask_feature", body.mask_feature)
@@ -114,7 +111,7 @@ class FeatureDraft(nn.Module):
             own = self.body.advance(tokens, read, self.rotary(read, positions))
         logits, tokens_of = self.body.logits(gather_nodes(own, scored_nodes)), self.body.target_tokens
         if self.dists:  # candidates share the distributions' vocabulary, the target's: bodies support only one
-            logits, tokens_of = self._spread(logits), None
+            logits, tokens_of = logits if tokens_of is None else spread(logits, self.index), None
         candidates, probs = top_tokens(logits, self.num_candidates)
         if tokens_of is not None:
             candidates = tokens_of[candidates]
@@ -129,13 +126,6 @@ class FeatureDraft(nn.Module):
         is_mask = nodes == NO_FEATURE
         held = gather_nodes(features, torch.where(is_mask, 0, nodes))
         return torch.where(is_mask[:, :, None], self.mask_feature, held)
-
-    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns logits over the target's vocabulary."""
-        if self.body.target_tokens is None:
-            return logits
-        nothing = torch.full_like(logits[:, :, :1], UNKNOWN_LOGIT)
-        return torch.cat((logits, nothing), 2).index_select(2, self.places)
 
 
 def layer_config(config: Mapping[str, Any]) -> LlamaConfig:

@@ -20,6 +20,7 @@ from speccompile.export.attention import (
     gather_nodes,
     state_groups,
 )
+from speccompile.export.draft_vocab import spread, spread_index
 
 
 class ScoredHead(nn.Module):
@@ -65,6 +66,7 @@ class DecoderGraph(nn.Module):
         super().__init__()
         self.reads_images = reads_images
         self.windows = tuple(windows)
+        self.vocab_index: torch.Tensor | None = None
         self.model, self.dims = model, dims
         self.wants_hidden, self.hidden_layers = hidden, tuple(hidden_layers)
         _wrap_head(model)
@@ -73,6 +75,10 @@ class DecoderGraph(nn.Module):
         layers = find_layers(model, dims.num_layers)
         for index in self.hidden_layers:
             layers[index].register_forward_hook(_note_output(index))
+
+    def spread_from(self, tokens: Sequence[int]) -> None:
+        """Give the logits all columns again, where the head has those of `tokens` alone."""
+        self.vocab_index = spread_index(torch.tensor(tokens), self.dims.vocab_size)
 
     def forward(
         self,
@@ -110,6 +116,8 @@ class DecoderGraph(nn.Module):
         frame.image_nodes, frame.image_rows = images
         with forward_pass(frame):
             logits = self.model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        if self.vocab_index is not None:
+            logits = spread(logits, self.vocab_index)
         outputs = [logits, *([frame.hidden] if self.wants_hidden else [])]
         outputs += [frame.layer_outputs[i] for i in self.hidden_layers]
         self._check_layers("cached attentions", self.dims.attention_layers, frame.updated)

@@ -28,6 +28,7 @@ KeyPath = tuple[str, ...]
 MODEL_KEY = "model"  # in every section, a key of this name is a folder or a hub id
 _MAX_NAME_BYTES = 255  # of Linux' file systems
 LORA_KEY = "lora"  # of the same kind
+VOCAB_KEY = "draft_vocab_text"  # of a text file
 CONFIG_KEY = "config"  # and one of this name a folder with a config.json
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
@@ -266,7 +267,8 @@ def _with_folders(raw: RawRecipe, recipe: Recipe) -> Recipe:
 def _with_models(raw: RawRecipe, path: KeyPath, section: Any) -> Any:
     """Returns a section whose folders are absolute, in the sections that it lists as well."""
     found: dict[str, Any] = {}
-    for key, find in ((MODEL_KEY, _find_model), (LORA_KEY, _find_model), (CONFIG_KEY, _find_config)):
+    finders = {MODEL_KEY: _find_model, LORA_KEY: _find_model, CONFIG_KEY: _find_config, VOCAB_KEY: _find_path}
+    for key, find in finders.items():
         value = getattr(section, key, None)
         if isinstance(value, str):
             found[key] = find(raw, (*path, key), value)

@@ -13,8 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from speccompile.bundling.stage_cache import StageCache, default_cache_folder
-from speccompile.bundling.tokenizers import token_ids
 from speccompile.checkpoints.checkpoint import read_text_config
+from speccompile.checkpoints.special_tokens import token_ids
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import CheckpointError, RecipeError

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from speccompile.bundling.tokenizers import special_tokens
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims, read_text_config
 from speccompile.checkpoints.families import check_architecture
+from speccompile.checkpoints.special_tokens import special_tokens
 from speccompile.checkpoints.text_towers import TOWERS, text_config
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError, ExportError

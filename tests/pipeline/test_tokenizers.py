@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from speccompile.bundling.tokenizers import read_tokenizer, special_tokens
+from speccompile.bundling.tokenizers import read_tokenizer
+from speccompile.checkpoints.special_tokens import special_tokens
 
 
 def save(folder: Path, **changes: Any) -> Path:

@@ -14,11 +14,13 @@ from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims
 from speccompile.core.jobs import AS_TARGET, GraphJob, SourceContext
 from speccompile.core.specs import CANDIDATES, FEATURE_NODES, FEATURES, LENGTHS, NEXT_FEATURES, SCORED_NODES, TOKENS
 from speccompile.errors import CheckpointError, ExportError, RecipeError
+from speccompile.graph_kinds.draft_vocab import DraftVocab
 
 torch = pytest.importorskip("torch")
 
 from speccompile.speculators.mtp.checkpoint import DraftSource  # noqa: E402
 from speccompile.speculators.mtp.config import MtpConfig, MtpOptions  # noqa: E402
+from tests.pipeline import fakes  # noqa: E402
 from tests.speculators import mtp_lab as lab  # noqa: E402
 from tests.speculators.eagle_lab import compiled  # noqa: E402
 
@@ -63,6 +65,11 @@ def run(engine, tokens, length, features, rows, scored):
     feeds = {TOKENS: np.array([tokens]), LENGTHS: np.array([length]), FEATURES: np.asarray(features, np.float32)}
     outputs = engine.run({**feeds, FEATURE_NODES: np.array([rows]), SCORED_NODES: np.array([[scored]])})
     return np.asarray(outputs[NEXT_FEATURES])[0].copy(), int(np.asarray(outputs[CANDIDATES])[0, 0, 0])
+
+
+def save_words(path, num):
+    """Writes a tokenizer of words."""
+    path.write_text(json.dumps(fakes.tokenizer(num)))
 
 
 def assert_close(got, wanted):
@@ -131,6 +138,23 @@ def test_a_raw_chain_drafts_the_same_first_token_from_the_same_state(made, tmp_p
         found[chaining] = (token, run(engine, [token], 10, held[None], [10], 0)[0][1])
     assert found["normed"][0] == found["raw"][0]
     assert np.abs(found["normed"][1] - found["raw"][1]).max() > 0.01
+
+
+def test_a_module_with_a_part_of_the_vocabulary_drafts_the_likeliest_of_these_tokens(made, tmp_path):
+    target, model, module = made("llama")
+    save_words(target / "tokenizer.json", 40)
+    (tmp_path / "text.txt").write_text("w7 w8 w9 w11 w30 " * 300)
+    oracle = lab.Oracle(target, module)
+    source = source_of(target, model, vocab=DraftVocab(5, str(tmp_path / "text.txt")))
+    kept = list(source.draft_tokens.ids)
+    assert len(kept) == 5 and {7, 8, 9} <= set(kept)
+    (engine,) = compiled(source, tmp_path)
+    hidden = oracle.hidden(TEXT[:-1])
+    _, token = run(engine, TEXT[1:], 0, hidden, range(10), 9)
+    logits = oracle.logits(oracle.read(TEXT[1:], hidden, oracle.begin(), 0)[:, -1:]).flatten()
+    assert token == kept[int(logits[kept].argmax())] != int(logits.argmax())
+    assert source.digests()["draft_vocab"] == source.draft_tokens.digest
+    assert "draft_vocab" not in source_of(target, model).digests()
 
 
 def test_norms_stored_in_the_other_form_compute_the_same(made, tmp_path):

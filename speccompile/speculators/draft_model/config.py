@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from speccompile.core.jobs import CandidateOptions, DecoderOptions, GraphJob, MethodContext
+from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.drafting.cached_drafts import CachedDraftFields
@@ -16,13 +16,14 @@ from speccompile.drafting.kv_cache import DraftCache
 from speccompile.drafting.mask_drafts import MaskDraftCache
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
+from speccompile.graph_kinds.draft_vocab import DraftVocabFields, VocabCandidateOptions
 from speccompile.training_contract import check_positive
 
 DRAFT = "draft"  # the graph's name in the bundle
 
 
 @dataclass(frozen=True)
-class DraftModelConfig(CachedDraftFields):
+class DraftModelConfig(DraftVocabFields, CachedDraftFields):
     """A draft model.
 
     Args:
@@ -35,6 +36,7 @@ class DraftModelConfig(CachedDraftFields):
         allow_tokenizer_mismatch: build although draft and target have different tokenizers.
         config: folder with the draft's config.json, where the hub cannot be reached; for random weights.
         quantization, num_draft_tokens, drafts, confidence_odds: see `drafting.cached_drafts.CachedDraftFields`.
+        draft_vocab_size, draft_vocab_text: see `graph_kinds.draft_vocab.DraftVocabFields`.
         tree, tree_width, tree_depth, num_candidates: see `drafting.tree_config.TreeFields`.
 
     Raises:
@@ -51,6 +53,7 @@ class DraftModelConfig(CachedDraftFields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_vocab()
         floor = self.min_confidence
         checks = (
             ("max_draft_tokens", 1 <= self.max_draft_tokens <= 64, self.max_draft_tokens, "1 to 64"),
@@ -119,11 +122,12 @@ class DraftModelMethod(Method):
     def graph_jobs(self, config: DraftModelConfig) -> tuple[GraphJob, ...]:
         """Returns the draft's graph."""
         is_parallel = config.parallel_drafting
-        candidates = CandidateOptions(
+        candidates = VocabCandidateOptions(
             config.candidates_needed,
             config.has_probs,
             max_parallel=config.depth_asked if is_parallel else 1,
             is_parallel=is_parallel is True,
+            vocab=config.draft_vocab,
         )
         options = DecoderOptions(candidates=candidates)
         return (GraphJob(DRAFT, config.model, config.quantization, options=options, config=config.config),)

@@ -8,6 +8,7 @@ are the target's where the module stores none.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_config, read_dims, stated_size
+from speccompile.checkpoints.draft_vocab import DraftTokens, choose_tokens
 from speccompile.checkpoints.families import check_config
+from speccompile.checkpoints.folders import find_folder
 from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent
 from speccompile.checkpoints.tensor_files import TensorFiles
 from speccompile.checkpoints.text_towers import text_config
@@ -322,8 +325,26 @@ class DraftSource(SpeculatorSource):
         return feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """See `speccompile.export.checks.check_candidates`."""
-        return check_candidates(engine)
+        """See `speccompile.export.checks.check_candidates`; with the coverage of a vocabulary that was cut."""
+        kept = {} if self.draft_tokens is None else {"draft_vocab": self.draft_tokens.record()}
+        return check_candidates(engine) | kept
+
+    @functools.cached_property
+    def draft_tokens(self) -> DraftTokens | None:
+        """The tokens that the module may draft; None: all.
+
+        Raises:
+            RecipeError, CheckpointError: see `choose_tokens`.
+        """
+        if self._options.vocab is None or self.context.target_job is None:
+            return None
+        folder = find_folder(self.context.target_job, self.context.weights)
+        return choose_tokens(self._options.vocab, folder, self.dims.vocab_size)
+
+    def digests(self) -> dict[str, str]:
+        """See `SpeculatorSource`; with the digest of the tokens that it may draft."""
+        kept = {} if self.draft_tokens is None else {"draft_vocab": self.draft_tokens.digest}
+        return super().digests() | kept
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
         """Reads or makes the weights, and traces the graph."""
@@ -334,5 +355,7 @@ class DraftSource(SpeculatorSource):
         progress("load weights")
         tables = read_tables(self.context) if self.needs_tables else None
         body = make_body(str(self.folder), self.config, self.dims, self.read_weights(), tables)
+        if self.draft_tokens is not None:
+            body.keep_tokens(self.draft_tokens.ids)
         graph = export_feature_draft(body, self.spec(), self.max_rows, progress)
         return graph, replace(self.dims, num_params=sum(p.numel() for p in body.parameters()))

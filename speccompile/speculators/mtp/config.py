@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speccompile.core.jobs import AS_TARGET, CandidateOptions, GraphJob, MethodContext, TargetOutputs
+from speccompile.core.jobs import AS_TARGET, GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import HIDDEN, hidden_name
@@ -15,6 +15,7 @@ from speccompile.drafting.feature_config import FeatureFields
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.tree_config import Tree
 from speccompile.errors import RecipeError
+from speccompile.graph_kinds.draft_vocab import DraftVocabFields, VocabCandidateOptions
 from speccompile.training_contract import check_positive
 
 DRAFT = "draft"  # the graph's name in the bundle
@@ -26,8 +27,8 @@ ReadHidden = Literal["after_norm"] | int
 
 
 @dataclass(frozen=True)
-class MtpConfig(FeatureFields):
-    """A multi-token prediction module, which drafts chains. Its other fields are `FeatureFields`.
+class MtpConfig(DraftVocabFields, FeatureFields):
+    """A multi-token prediction module, which drafts chains. Others: `FeatureFields`, `DraftVocabFields`.
 
     Args:
         model: checkpoint folder or hub id of the module, or of a target that has it; none: it is in the target's own
@@ -55,6 +56,7 @@ class MtpConfig(FeatureFields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_vocab()
         if self.has_tree:
             expected = "chain: a module of multi-token prediction drafts one token after the other"
             todo = "Leave tree out; num_draft_tokens says how many tokens are drafted."
@@ -70,7 +72,7 @@ class MtpConfig(FeatureFields):
 
 
 @dataclass(frozen=True)
-class MtpOptions(CandidateOptions):
+class MtpOptions(VocabCandidateOptions):
     """Options of the module's graph; see `MtpConfig`.
 
     Args:
@@ -136,6 +138,7 @@ class MtpMethod(Method):
             config.concat,
             config.chaining,
             config.hidden == HIDDEN,
+            vocab=config.draft_vocab,
         )
         model = AS_TARGET if config.model is None else config.model
         return (GraphJob(DRAFT, model, config.quantization, SOURCE, options, config.config),)

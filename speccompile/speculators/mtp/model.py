@@ -8,7 +8,7 @@ positions have their meaning there. After DeepSeek-AI 2024, "DeepSeek-V3" (arXiv
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from speccompile.checkpoints.target_tables import TargetTables
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.export import attention
 from speccompile.export.adapters import adapt_model, is_adapted
+from speccompile.export.draft_vocab import cut_linear
 from speccompile.export.feature_draft import FeatureBody, fill_weights
 from speccompile.export.layer_changes import replace_layers
 from speccompile.graph_kinds.features import FeatureDims
@@ -87,7 +88,7 @@ class MtpBody(FeatureBody):
         dims: sizes.
     """
 
-    target_tokens = None
+    target_tokens: torch.Tensor | None = None
 
     def __init__(self, config: Mapping[str, Any], dims: FeatureDims) -> None:
         module = MtpModule(config, attention.IMPLEMENTATION)
@@ -95,6 +96,11 @@ class MtpBody(FeatureBody):
         self.module = module
         self.embed_tokens = nn.Embedding(dims.vocab_size, dims.hidden_size)
         self.lm_head = nn.Linear(dims.hidden_size, dims.vocab_size, bias=False)
+
+    def keep_tokens(self, tokens: Sequence[int]) -> None:
+        """Keep the LM head's rows of these tokens alone."""
+        self.target_tokens = torch.tensor(tokens)
+        self.lm_head = cut_linear(self.lm_head, self.target_tokens)
 
     def make_rotary(self) -> nn.Module:
         """See `FeatureBody`."""

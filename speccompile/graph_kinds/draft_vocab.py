@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft's vocabulary cut to the tokens that occur: options of graphs, and the recipe fields that ask for them.
+
+The LM head is a large part of a small draft's weights. With the rows of frequent tokens alone, tokens left out are
+never drafted; nothing else is lost: they have probability 0 in the draft's distribution, and drafts may be drawn from
+any distribution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from speccompile.core.jobs import CandidateOptions
+from speccompile.errors import RecipeError
+
+KEY = "speculator.draft_vocab_size"
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """Which tokens a draft may name.
+
+    Args:
+        size: their number.
+        text: file of the text in which they are counted. Not part of a cache key: the chosen tokens are.
+    """
+
+    size: int
+    text: str = field(compare=False)
+
+
+@dataclass(frozen=True)
+class VocabCandidateOptions(CandidateOptions):
+    """Options of a draft whose LM head may be cut.
+
+    Args:
+        vocab: the tokens that are kept; None: all.
+    """
+
+    vocab: DraftVocab | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftVocabFields:
+    """Recipe fields; a method's `Config` inherits them.
+
+    Args:
+        draft_vocab_size: draft only the most frequent tokens of `draft_vocab_text`, so many of them; null: all tokens.
+        draft_vocab_text: text like that which will be written: JSON lines with `text` or `prompt`, else a text file.
+
+    Raises:
+        RecipeError: there is one without the other, or the size is no vocabulary's.
+    """
+
+    draft_vocab_size: int | None = None
+    draft_vocab_text: str | None = None
+
+    def check_vocab(self) -> None:
+        """Checks both fields."""
+        size, text = self.draft_vocab_size, self.draft_vocab_text
+        if size is not None and size < 2:
+            raise RecipeError(KEY, f"{size}", "at least 2 tokens", "Correct the recipe.")
+        if (size is None) != (text is None):
+            got = "draft_vocab_text alone" if size is None else "draft_vocab_size alone"
+            todo = "Give both, or neither to draft with the whole vocabulary."
+            raise RecipeError("speculator", got, "the number of tokens and the text in which they are counted", todo)
+
+    @property
+    def draft_vocab(self) -> DraftVocab | None:
+        """What the graph is built with."""
+        size, text = self.draft_vocab_size, self.draft_vocab_text
+        return None if size is None or text is None else DraftVocab(size, text)
