@@ -43,6 +43,7 @@ class FeatureBody(nn.Module):
     """
 
     target_tokens: torch.Tensor | None  # [draft_vocab] int64: target's token of each; None where they are the same
+    windows: tuple[int, ...] | None = None  # of each layer's attention, 0: none; None: as its modules say
     mask_feature: torch.Tensor | None = None  # [hidden] float32: the feature of masks; None: it reads none
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -107,7 +108,9 @@ class FeatureDraft(nn.Module):
         latent = [i for i, num in enumerate(self.num_caches) if num == 1]
         pairs = cache_pairs(range(len(self.num_caches)), caches, latent)
         positions = lengths.unsqueeze(1) + depth
-        with forward_pass(Frame(lengths, tree_mask, scored_nodes, pairs, positions=positions)) as frame:
+        windows = self.body.windows
+        step = Frame(lengths, tree_mask, scored_nodes, pairs, positions=positions, windows=windows)
+        with forward_pass(step) as frame:
             own = self.body.advance(tokens, read, self.rotary(read, positions))
         logits, tokens_of = self.body.logits(gather_nodes(own, scored_nodes)), self.body.target_tokens
         if self.dists:  # candidates share the distributions' vocabulary, the target's: bodies support only one

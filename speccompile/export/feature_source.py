@@ -43,13 +43,16 @@ class FeatureSource(SpeculatorSource):
 
     num_streams = 1  # target states per position
     needs_tables = True
+    has_windows = False  # its layers' attention may have a window
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
         method = self.formats[0].method
         self.config = config_of(self.folder, self.formats, has_weights=not self.is_random)
-        check_window(self.folder, read_config(self.folder))
-        check_config({**self.config, "model_type": method}, context.max_seq_len)
+        if not self.has_windows:
+            check_window(self.folder, read_config(self.folder))
+        rotary = {k: v for k, v in self.config.items() if k not in ("layer_types", "sliding_window")}
+        check_config({**rotary, "model_type": method}, context.max_seq_len)
         self.max_rows = context.max_seq_len
         self.dims: FeatureDims = dims_from_config(self.folder, self.config, method, context.max_seq_len)
         agreement = (

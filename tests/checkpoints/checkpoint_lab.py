@@ -204,6 +204,11 @@ def eagle3_normed(folder: Path) -> Path:
     return save(folder, {**EAGLE3, "norm_before_fc": True}, {**eagle3_tensors(), **draw(norms)})
 
 
+def eagle3_windowed(folder: Path) -> Path:
+    """A layer whose attention has a window."""
+    return save(folder, {**EAGLE3, "layer_types": ["sliding_attention"], "sliding_window": 8}, eagle3_tensors())
+
+
 def eagle3_narrow(folder: Path) -> Path:
     """Half as wide as its target, so with embeddings of its own."""
     shapes = {
@@ -312,6 +317,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "eagle3-specforge": (eagle3_specforge, "eagle3/ours"),
     "eagle3-whole": (eagle3_whole, "eagle3/ours"),
     "eagle3-normed": (eagle3_normed, "eagle3/ours"),
+    "eagle3-windowed": (eagle3_windowed, "eagle3/ours"),
     "eagle3-narrow": (eagle3_narrow, "eagle3/ours"),
     "eagle3-numbered": (eagle3_numbered, "eagle3/numbered"),
     "eagle3-speculators": (eagle3_speculators, "eagle3/speculators"),

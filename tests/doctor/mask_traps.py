@@ -56,6 +56,18 @@ MASK_TRAPS: dict[str, Trap] = {
         config(pard_token="<mask>"),
         also=("eagle3.mask",),
     ),
+    "a window without the kinds of layers": Trap(
+        lab.eagle3_ours, "eagle3.windows", "layer_types None and sliding_window 8", config(sliding_window=8)
+    ),
+    "kinds of layers of another model": Trap(
+        lab.eagle3_ours,
+        "eagle3.windows",
+        "expected 1 of full_attention and sliding_attention",
+        config(layer_types=["sliding_attention"] * 6, sliding_window=8),
+    ),
+    "layers that slide without a window": Trap(
+        lab.eagle3_ours, "eagle3.windows", "sliding_window None", config(layer_types=["sliding_attention"])
+    ),
     "P-EAGLE by another algorithm": Trap(
         lab.peagle_speculators,
         "eagle3.config",

@@ -18,8 +18,8 @@ from tests.fuzz.mutate import command, damage, fuzz, mutate, text_of
 
 MAKERS: tuple[Callable[[Path], Path], ...] = (
     lab.medusa_ours, lab.medusa_hf, lab.medusa_modelopt, lab.medusa_vllm, lab.mlp_plain, lab.mlp_tied, lab.eagle_ours,
-    lab.eagle3_ours, lab.eagle3_specforge, lab.eagle3_numbered, lab.eagle3_speculators, lab.glide_ours,
-    lab.prophet_ours, lab.early_exit_ours,
+    lab.eagle3_ours, lab.eagle3_specforge, lab.eagle3_numbered, lab.eagle3_speculators, lab.eagle3_windowed,
+    lab.glide_ours, lab.prophet_ours, lab.early_exit_ours, lab.peagle_numbered, lab.peagle_speculators,
 )  # fmt: skip
 WEIGHTS = "model.safetensors"
 

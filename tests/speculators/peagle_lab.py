@@ -73,7 +73,7 @@ def fuse(held: Arrays, states: np.ndarray, *, is_normed: bool = True) -> np.ndar
     return states @ held["fc.weight"].T
 
 
-def _attend(held: Arrays, layer: str, x: np.ndarray, positions: np.ndarray, head_dim: int) -> np.ndarray:
+def _attend(held: Arrays, layer: str, x: np.ndarray, positions: np.ndarray, head_dim: int, window: int) -> np.ndarray:
     def project(name: str) -> np.ndarray:
         rows = x @ held[f"{layer}.self_attn.{name}_proj.weight"].T
         return rows.reshape(len(x), -1, head_dim).transpose(1, 0, 2)
@@ -89,7 +89,9 @@ def _attend(held: Arrays, layer: str, x: np.ndarray, positions: np.ndarray, head
     q, k, v = rotate(project("q")), rotate(project("k")), project("v")
     k, v = (part.repeat(len(q) // len(part), axis=0) for part in (k, v))
     scores = q @ k.transpose(0, 2, 1) / np.sqrt(head_dim)
-    scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+    rows = np.arange(len(x))
+    is_seen = (rows[:, None] >= rows) & (rows[:, None] - rows < (window or len(x)))
+    scores = np.where(is_seen, scores, -np.inf)
     probs = np.exp(scores - scores.max(-1, keepdims=True))
     mixed = (probs / probs.sum(-1, keepdims=True)) @ v
     return mixed.transpose(1, 0, 2).reshape(len(x), -1) @ held[f"{layer}.self_attn.o_proj.weight"].T
@@ -111,6 +113,7 @@ def forward(
     stale: int = 0,
     mask_feature: np.ndarray | None = None,
     mask: int = MASK,
+    window: int = 0,
 ) -> np.ndarray:
     """Returns what the LM head reads after the root and after each mask, [1 + masks, hidden] float64.
 
@@ -123,6 +126,7 @@ def forward(
         stale: masks of an earlier run that are left before the root: a fault.
         mask_feature: of the masks; None: as the format has it.
         mask: token of the masks.
+        window: of the first layer's attention, 0: none.
     """
     held = {key: array.astype(np.float64) for key, array in held.items()}
     known = fuse(held, states.astype(np.float64))
@@ -133,9 +137,9 @@ def forward(
     head_dim = len(held["midlayer.self_attn.q_proj.weight"]) // HEADS
     embedded = norm(held["embed_tokens.weight"][read], held["midlayer.input_layernorm.weight"])
     both = np.concatenate((embedded, norm(features, held["midlayer.hidden_norm.weight"])), -1)
-    x = _mlp(held, "midlayer", features + _attend(held, "midlayer", both, positions, head_dim))
+    x = _mlp(held, "midlayer", features + _attend(held, "midlayer", both, positions, head_dim, window))
     y = norm(x, held["layers.1.input_layernorm.weight"])
-    x = _mlp(held, "layers.1", x + _attend(held, "layers.1", y, positions, head_dim))
+    x = _mlp(held, "layers.1", x + _attend(held, "layers.1", y, positions, head_dim, 0))
     return norm(x, held["norm.weight"])[len(read) - 1 - num_masks :]
 
 

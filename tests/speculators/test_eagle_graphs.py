@@ -118,17 +118,18 @@ def drafted(engine, features, warp=None):
     return chain, {name: np.asarray(value)[1] for name, value in outputs.items()}
 
 
-def by_heads(heads, embeddings, features):
+def by_heads(heads, embeddings, features, window=99):
     """The same by `EagleHeads.read`, path by path: own features of the chain, and of the tree's nodes."""
     text, told = embeddings[torch.tensor(TOKENS_READ)][None], torch.from_numpy(features)[None]
     num = len(TOKENS_READ)
-    mask = torch.ones(num, num, dtype=torch.bool).tril()
+    mask = torch.ones(num, num, dtype=torch.bool).tril().triu(1 - window)
     own, held = heads.read(text, told, torch.arange(num)[None], None, mask)
     nodes, after = [], {}
     for node, parent in enumerate((-1, 0, 0, -1)):
         before, rows = (own[:, -1:], held) if parent < 0 else after[parent]
         place = torch.tensor([[num if parent < 0 else num + 1]])
-        after[node] = heads.read(embeddings[TREE[node]][None, None], before, place, rows, None)
+        seen = place - torch.arange(int(place) + 1)[None] < window
+        after[node] = heads.read(embeddings[TREE[node]][None, None], before, place, rows, seen)
         nodes.append(after[node][0])
     return own, torch.cat(nodes, 1)
 
@@ -264,6 +265,25 @@ def test_eagle_3_1_drafts_as_it_is_trained(folder, tmp_path):
         assert_close(np.asarray(fused), heads.fuse(list(streams)))
 
 
+def test_a_window_counts_positions_on_the_path_alone(folder, tmp_path):
+    """Neither other branches of a tree nor rows of rejected drafts age it."""
+    from speccompile.checkpoints.target_tables import read_tables
+
+    heads = lab.random_heads(lab.sizes())
+    lab.write_eagle3(folder / "windowed", heads, layer_types=["sliding_attention"], sliding_window=3)
+    source, features = eagle3_source(folder, "windowed"), features_of(lab.HIDDEN)
+    source.check()
+    chain, tree = drafted(lab.compiled(source, tmp_path)[0], features)
+    embeddings = read_tables(context(folder)).embeddings
+    with torch.no_grad():
+        own, nodes = by_heads(heads, embeddings, features, window=3)
+        assert_close(chain[NEXT_FEATURES][1:], own[0, 2:])
+        assert_close(tree[NEXT_FEATURES][1:], nodes[0])
+        for window in (2, 4):
+            _, others = by_heads(heads, embeddings, features, window)
+            assert (others[0, -1] - nodes[0, -1]).abs().max() > 100 * TOLERANCE
+
+
 def test_wide_drafters_have_embeddings_of_their_own(folder, tmp_path):
     heads = lab.random_heads(lab.sizes(hidden_size=48, head_dim=12))
     own = torch.randn(lab.VOCAB, 48, generator=torch.Generator().manual_seed(4))
@@ -350,7 +370,7 @@ def test_too_few_layers_are_refused_but_for_random_weights(tmp_path):
 
 REFUSED_CONFIGS = [
     ({"eagle_config": {"use_aux_hidden_state": False}}, CheckpointError, "three states are fused"),
-    ({"sliding_window": 512}, CheckpointError, r"\(sliding_window\): got a window of 512 tokens"),
+    ({"sliding_window": 512}, CheckpointError, r"sliding_window\): got None and a window of 512 tokens"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ExportError, "rope type 'dynamic'"),
     ({"target_hidden_size": 64}, RecipeError, "target states of 64; expected 32"),
     ({"vocab_size": 48}, RecipeError, "a vocabulary of 48 tokens; expected 40"),

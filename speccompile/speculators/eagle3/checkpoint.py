@@ -22,6 +22,7 @@ from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.feature_source import FeatureSource, FusionGraph, count_weights, holds
 from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
 from speccompile.speculators.eagle3.layouts import EMBEDDINGS, FORMATS, MASK_TOKENS, NUM_STREAMS, layer_ids, mask_token
+from speccompile.speculators.eagle3.speculators_config import windows_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -101,12 +102,19 @@ class _Eagle3Source(FeatureSource):
     """Base of the sources of both graphs."""
 
     formats = FORMATS
+    has_windows = True
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
         num, asked = self.target.num_layers, job.options.layers
         layers = layers_of_target(job.model, job.config, asked, num, context.weights)
         self.dims: FeatureDims = replace(self.dims, layers=layers)
+        windows = windows_of(self.config, self.dims.num_layers)
+        if windows is None:
+            where = f"{self.folder / 'config.json'} (layer_types or sliding_window)"
+            got = f"{self.config.get('layer_types')!r} and a window of {self.config.get('sliding_window')!r} tokens"
+            todo = "`speccompile doctor` says what readers make of it."
+            raise CheckpointError(where, got, f"the kind of each of {self.dims.num_layers} layers", todo)
         nested = read_config(self.folder).get("eagle_config")
         if isinstance(nested, dict) and nested.get("use_aux_hidden_state") is False:
             where = f"{self.folder / 'config.json'} (eagle_config.use_aux_hidden_state)"

@@ -23,9 +23,11 @@ from speccompile.speculators.eagle3.speculators_config import (
     SCOPE,
     check_config,
     check_residual,
+    check_windows,
     config_from_ours,
     masks_from_sizes,
     ours_from_config,
+    window_config,
 )
 
 EMBEDDINGS = "embed_tokens.weight"
@@ -151,6 +153,7 @@ def _ours(case: Case) -> dict[str, Any]:
         **({"norm_output": True} if config.get("norm_output") else {}),
         "tie_word_embeddings": False,
         **masks_from_sizes(sizes, MASK_TOKENS[0]),
+        **window_config(config),
         **({IDS[0]: ids} if ids is not None else {}),
     }
 
@@ -213,6 +216,7 @@ _CHECKS = (
     Check("eagle3.maps", _check_maps),
     Check("eagle3.layers", _check_layers),
     Check("eagle3.mask", _check_mask),
+    Check("eagle3.windows", check_windows),
 )
 _NUMBERED = r"^layers\.0\.hidden_norm\.weight$"
 _IGNORED = (r"rotary_emb\.inv_freq$", r"^verifier_(lm_head|norm)\.weight$")

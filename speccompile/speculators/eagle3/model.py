@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from speccompile.export.feature_draft import FeatureBody, fill_weights, layer_config, widen_projections
 from speccompile.graph_kinds.features import FeatureDims
 from speccompile.speculators.eagle3.layouts import MASK_HIDDEN
+from speccompile.speculators.eagle3.speculators_config import windows_of
 
 
 class MidLayer(nn.Module):
@@ -58,6 +59,7 @@ class Eagle3Body(FeatureBody):
         self.gives_normed = bool(config.get("norm_output"))  # of EAGLE-3.1: the next draft reads what the head reads
         self.lm_head = nn.Linear(dims.hidden_size, dims.draft_vocab_size, bias=False)
         self.target_tokens = target_tokens
+        self.windows = windows_of(config, dims.num_layers)
 
     def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
         """See `FeatureBody`."""

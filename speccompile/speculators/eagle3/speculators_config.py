@@ -14,6 +14,7 @@ from speccompile.errors import CheckpointError
 SCOPE = "transformer_layer_config."
 VERSION = "0.3.0"  # of the format that is written
 NUM_DRAFTS = 3  # vLLM's default
+FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 PEAGLE = "peagle"  # of `speculators_model_type`
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
@@ -50,6 +51,47 @@ def check_residual(case: Case) -> Iterator[Finding]:
         yield finding("error", where, got, "true or false", todo)
 
 
+def windows_of(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | None:
+    """Returns the window of each layer's attention in tokens, 0: none; None where the config does not say it clearly.
+
+    vLLM reads `layer_types` alone, and other readers `sliding_window` alone: a window counts where both say so.
+
+    Args:
+        config: of the layers.
+        num_layers: of the drafter.
+    """
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    if kinds is None:
+        is_off = not window or config.get("use_sliding_window", True) is False
+        return (0,) * num_layers if is_off else None
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in (FULL, SLIDING) for k in kinds):
+        return None
+    if SLIDING not in kinds:
+        return (0,) * num_layers
+    if type(window) is not int or window < 1 or config.get("use_sliding_window") is False:
+        return None
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def window_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a config says of windows, where layers have some."""
+    kinds = config.get("layer_types")
+    has_some = isinstance(kinds, list) and SLIDING in kinds
+    return {name: config.get(name) for name in ("layer_types", "sliding_window")} if has_some else {}
+
+
+def check_windows(case: Case) -> Iterator[Finding]:
+    """Yields a finding for windows that readers of the config would take in different ways."""
+    num = case.sizes.get("num_layers") or 1
+    held = case.config.get("transformer_layer_config")
+    layer = held if isinstance(held, Mapping) else case.config
+    if windows_of(layer, num) is None:
+        got = f"layer_types {layer.get('layer_types')!r} and sliding_window {layer.get('sliding_window')!r}"
+        expected = f"{num} of {FULL} and {SLIDING}, and a window where one slides"
+        todo = "State both in config.json or --set: without layer_types vLLM attends to all tokens."
+        yield finding("error", case.config_place("layer_types", "sliding_window"), got, expected, todo)
+
+
 def masks_from_sizes(sizes: Sizes, name: str) -> dict[str, Any]:
     """Returns what a config in our layout says of the masks: nothing where there are none.
 
@@ -76,6 +118,7 @@ def ours_from_config(case: Case) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "base_model_name_or_path": lookup(config, "speculators_config.verifier.name_or_path"),
         **masks_from_sizes(sizes, "ptd_token_id"),
+        **window_config(layer),
         **({"norm_output": True} if config.get("norm_output") else {}),
     }
     return ours if config.get(_LAYERS) is None else {**ours, _LAYERS: config[_LAYERS]}
@@ -95,7 +138,7 @@ def config_from_ours(config: Mapping[str, Any], target: Target | None) -> dict[s
     if not name:
         todo = "Give the target with --target."
         raise CheckpointError("config.json (base_model_name_or_path)", "nothing", "the target's name", todo)
-    layer = {k: v for k, v in decoder_config(config).items() if v is not None}
+    layer = {k: v for k, v in decoder_config(config).items() if v is not None} | window_config(config)
     kept = {_LAYERS: config[_LAYERS]} if config.get(_LAYERS) is not None else {}
     hidden, target_hidden = config["hidden_size"], config.get("target_hidden_size") or config["hidden_size"]
     token = config.get("ptd_token_id") if config.get("parallel_drafting") else None
