@@ -19,6 +19,7 @@ from speccompile.checkpoints.packed_weights import plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
 from speccompile.checkpoints.text_towers import text_config, text_names
 from speccompile.common.json_reader import kind_of, read_json_object, shown, whole_number
+from speccompile.common.waiting import download_bar
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError
 
@@ -69,7 +70,7 @@ def resolve_checkpoint(model: str, patterns: Sequence[str] = HUB_FILES) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(patterns)))
+        return Path(snapshot_download(model, allow_patterns=list(patterns), tqdm_class=download_bar(model)))
     except (OSError, ValueError) as fault:  # the hub's errors derive from these
         raise CheckpointError(
             model,

@@ -76,7 +76,8 @@ def build_command(
     settings += [f"engine.backend={backend}"] if backend is not None else []
     settings += [f"target.weights={weights}"] if weights is not None else []
     with errors_as_json(as_json):
-        plan = plan_from_source(source, replace(model, settings=tuple(settings)))
+        with live_stages():  # a hub model is downloaded here
+            plan = plan_from_source(source, replace(model, settings=tuple(settings)))
         _warn_without_device(plan)
         if dry_run:
             prediction = _predictions(plan)

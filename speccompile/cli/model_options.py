@@ -125,17 +125,21 @@ def load_source(
     from speccompile.runtime.hub import find_bundle, is_hub_id
 
     name = ""
-    if is_hub_id(source) and (folder := find_bundle(source)) is not None:
-        source, name = str(folder), source
+    if is_hub_id(source):
+        with live_stages():
+            folder = find_bundle(source)
+        source, name = (source, name) if folder is None else (str(folder), source)
     if is_model(source) or is_recipe(source):
         if backend is not None:
             model, backend = replace(model, settings=(*model.settings, f"engine.backend={backend}")), None
         found = prepare_source(source, model)
-        return load(found.path, backend=backend, threads=threads, method=method, verify=False), found.name
+        with live_stages():
+            return load(found.path, backend=backend, threads=threads, method=method, verify=False), found.name
     if model.settings:
         raise typer.BadParameter(f"{source} is built already: {model.settings[0]} is for a model or a recipe")
     chosen = _section_of_bundle(source, model) if model.speculative else method
-    engine = load(source, backend=backend, threads=threads, method=chosen)
+    with live_stages():
+        engine = load(source, backend=backend, threads=threads, method=chosen)
     return engine, name or ("" if engine.bundle is None else engine.bundle.path.resolve().name)
 
 

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from speccompile.common.waiting import LOGGER
 from speccompile.errors import SpecCompileError
 
 _BAR_CELLS = 24
@@ -67,7 +68,7 @@ def text_from_step(message: str) -> Text:
 def live_stages() -> Iterator[Callable[[str], None]]:
     """Yields a callback for "STAGE" and "STAGE: STEP": a spinner on a terminal, a line for each stage elsewhere."""
     console = Console(stderr=True, soft_wrap=True)
-    current, start = "", time.perf_counter()
+    current, start, is_own = "", time.perf_counter(), True  # whether a stage was reported, or is waited for
 
     def finish(outcome: str = "") -> None:
         nonlocal current
@@ -81,23 +82,55 @@ def live_stages() -> Iterator[Callable[[str], None]]:
     with console.status("starting") as status:
 
         def report(message: str) -> None:
-            nonlocal current, start
+            nonlocal current, start, is_own
             stage, _, step = message.partition(": ")
             if stage != current:
                 finish()
-                current, start = stage, time.perf_counter()
+                current, start, is_own = stage, time.perf_counter(), True
             if step == "cached" or step.startswith(_NOT_RUN):
                 finish(step)
             else:
                 status.update(text_from_step(message))
 
-        yield report
+        def wait(message: str) -> None:
+            """Shows what is waited for as a step of the stage, or as a stage where there is none."""
+            nonlocal is_own
+            is_inside = bool(current) and is_own
+            report(f"{current}: {message}" if is_inside else message)
+            is_own = is_inside
+
+        with _listening(wait):
+            yield report
         finish()
 
 
 def print_warning(message: str) -> None:
     """Prints one line on stderr."""
     typer.echo(f"warning: {message}", err=True)
+
+
+class _Waiting(logging.Handler):
+    """Hands on what is told by `common.waiting`, from any thread."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(record.getMessage())
+
+
+@contextlib.contextmanager
+def _listening(show: Callable[[str], None]) -> Iterator[None]:
+    logger, handler = logging.getLogger(LOGGER), _Waiting(show)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 class _Warnings(logging.Handler):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from speccompile.common.waiting import download_bar
 from speccompile.errors import BundleError
 from speccompile.runtime.bundle import CERTIFICATE_FILES, MANIFEST
 from speccompile.runtime.certificates import certificate_facts, text_from_facts
@@ -44,7 +45,8 @@ def fetch_bundle(name: str, revision: str | None = None) -> Path:
         # The commit that the manifest was of, whatever was pushed since: snapshots are folders by commit.
         commit = manifest.parent.name if revision is None else revision
         wanted = [MANIFEST, *map(_literal, files), *sorted(CERTIFICATE_FILES)]
-        return Path(hub.snapshot_download(name, revision=commit, allow_patterns=wanted))
+        bar = download_bar(name)
+        return Path(hub.snapshot_download(name, revision=commit, allow_patterns=wanted, tqdm_class=bar))
     except (OSError, ValueError) as fault:  # the hub's errors derive from these
         first = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
         raise BundleError(name, f"no local folder, and the hub said: {first}", "a bundle on the hub", _TODO) from fault

@@ -324,7 +324,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_a_hub_id_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = {}
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], tqdm_class: Any) -> str:
         asked[name] = allow_patterns
         return str(tmp_path)
 

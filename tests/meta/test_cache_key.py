@@ -22,7 +22,7 @@ NEUTRAL = {
     for name in (
         *("common.disk", "common.json_reader", "common.tokenizer_file", "errors"),
         *("core.acceptance", "core.registry", "core.sampling", "core.tree", "common.parameters", "core.probes"),
-        *("core.sampling_params", "common.surfaces", "common.structured_outputs"),
+        *("core.sampling_params", "common.surfaces", "common.structured_outputs", "common.waiting"),
     )
 }
 

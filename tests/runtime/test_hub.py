@@ -27,7 +27,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Puts a hub in a folder in the place of huggingface_hub; returns that folder."""
     remote, local = tmp_path / "remote", tmp_path / "hub-cache"
 
-    def snapshot_download(name: str, *, revision: str | None = None, allow_patterns: list[str]) -> str:
+    def snapshot_download(
+        name: str, *, revision: str | None = None, allow_patterns: list[str], tqdm_class: Any = None
+    ) -> str:
         if not (remote / name).is_dir():
             raise OSError(f"404: {name}\nmore lines")
         folder = local / name / "snapshots" / COMMIT

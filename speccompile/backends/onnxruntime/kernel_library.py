@@ -31,6 +31,7 @@ from speccompile.backends.onnxruntime.kernel_build import (
     native_flags,
     sources_digest,
 )
+from speccompile.common.waiting import tell
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ def _compiled() -> tuple[Path | None, str]:
     path = cache_folder() / name
     if not path.is_file():
         _log.info("compiling the CPU kernels into %s", path)
+        tell("compile the CPU kernels")
         fault = compile_library(sources, path, compiler, target)
         if fault:
             return None, fault
