@@ -199,14 +199,15 @@ def config_of(method: str, form: str, model: Path) -> Any:
     return config(**({"model": str(model)} if row.write else {}), **fields)
 
 
-def sources(method: str, form: str, target: Path, model: Path) -> Iterator[Any]:
+def sources(method: str, form: str, target: Path, model: Path, keep_logits: bool = False) -> Iterator[Any]:
     """Yields the sources of the target's graph, which is the same for all, and of the method's own graphs."""
     from speccompile.export.decoder_source import DecoderSource
     from tests.speculators.eagle_lab import STREAMS
 
     config, chosen = config_of(method, form, model), method_of(method)
     # One target that gives all that any method wants: it is exported once.
-    job = GraphJob("target", str(target), options=DecoderOptions(hidden=True, hidden_layers=STREAMS))
+    options = DecoderOptions(hidden=True, hidden_layers=STREAMS, keep_logits=keep_logits)
+    job = GraphJob("target", str(target), options=options)
     first = DecoderSource(job, SourceContext("checkpoint", MAX_SEQ, MAX_NODES))
     yield first
     for wanted in chosen.graph_jobs(config):

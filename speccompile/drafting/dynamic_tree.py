@@ -17,7 +17,7 @@ from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, own
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates, tree_from_candidates
 from speccompile.drafting.expansion import DraftLayout, Scorer, make_expansion
-from speccompile.drafting.grammars import draft_warp, has_grammars, path_of, restrict
+from speccompile.drafting.grammars import allowed_in, draft_warp, has_grammars, path_of, restrict
 from speccompile.drafting.race import raced_candidates
 from speccompile.drafting.state import estimates
 
@@ -129,9 +129,11 @@ class TreeGrower:
             probs, is_free = known[place].probs, batch.slots[place].grammar is None
             for column, node in enumerate(scored[place]):
                 found, confidences = tokens[place][column], sure[place][column]
-                if not is_free:  # what the grammar refuses has probability 0
-                    kept = [at for at, confidence in enumerate(confidences) if confidence > 0]
-                    found, confidences = [found[at] for at in kept], [confidences[at] for at in kept]
+                if not is_free:  # the race leaves refused ones among the others
+                    pairs = zip(found, confidences, strict=True)
+                    allows = allowed_in(batch.slots[place].grammar, tree)
+                    kept = [(t, sure) for t, sure in pairs if allows is None or allows(node, t)]
+                    found, confidences = [t for t, _ in kept], [sure for _, sure in kept]
                 tree.add(node, found, probs(confidences), floor)
         return starts
 

@@ -26,7 +26,7 @@ from speccompile.drafting.acceptance import own_path
 from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.drawn_length import DrawnChains, DrawnLength
 from speccompile.drafting.expansion import DraftLayout, Expansion, Scorer, make_expansion
-from speccompile.drafting.grammars import Paths, draft_warp, has_grammars, restrict
+from speccompile.drafting.grammars import Paths, draft_warp, has_grammars, is_allowed, restrict
 from speccompile.drafting.race import raced_candidates
 from speccompile.drafting.siblings import draw_siblings
 
@@ -183,7 +183,7 @@ class _Drafts:
             self.is_there[place, fresh] = True
             slot = self.batch.slots[place]
             if slot.grammar is not None and (self.probs is None or slot.sampling.is_greedy):
-                self._leave_out(place, level, sure[place])
+                self._leave_out(place, level)
         if self.probs is not None:
             width = max(len(children) for _, children, _ in level)
             draws = self.batch.sibling_uniforms(depth + 1, width).tolist()
@@ -210,12 +210,15 @@ class _Drafts:
             rows.append(row)
         return rows
 
-    def _leave_out(self, place: int, level: Sequence[tuple[int, list[int], list[int]]], sure: Floats) -> None:
-        """Leaves out candidates that the grammar refuses, which have probability 0, and what follows them."""
-        for column, (node, children, ranks) in enumerate(level):
-            is_right = (sure[column, ranks] > 0) & self.is_there[place, node]
-            self.is_there[place, children] = is_right
-            self.tokens[place, children] = np.where(is_right, self.tokens[place, children], 0)
+    def _leave_out(self, place: int, level: Sequence[tuple[int, list[int], list[int]]]) -> None:
+        """Leaves out candidates that the grammar refuses, and what follows them."""
+        [path_row] = self._paths([place], level)[place : place + 1]
+        grammar = self.batch.slots[place].grammar
+        for (_, children, _), path in zip(level, path_row, strict=True):
+            for child in children:
+                token = int(self.tokens[place, child])
+                self.is_there[place, child] = is_right = path is not None and is_allowed(grammar, path, token)
+                self.tokens[place, child] = token if is_right else 0
 
     def _share(self, place: int, node: int, best: int) -> float:
         """Returns the draft's probability of a drawn token over that of its likeliest, both at temperature 1."""

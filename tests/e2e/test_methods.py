@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
+from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.loop import admit, retire, run_step
 from speccompile.runtime.requests import Request
@@ -22,6 +25,7 @@ from speccompile.runtime.stats import TimedEngine
 from tests import store
 from tests.backends.tensorrt.profile_watch import ProfileWatch
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, forms, method_of, sources
+from tests.runtime.grammar_lab import FLAG, LEVEL, Pieces, is_valid, make_object, watch_scored
 
 BACKENDS = ("onnxruntime", "reference")
 BATCHES = (1, 3, 8)
@@ -66,7 +70,7 @@ def lab(tmp_path_factory):
         if row.write is not None and method not in models:
             row.write(folder / method, folder / "target")
         models[method] = folder / method
-        target, *rest = sources(method, form, folder / "target", models[method])
+        target, *rest = sources(method, form, folder / "target", models[method], keep_logits=True)
         drafts = {source.job.name: engine_of(source, backend, target) for source in rest}
         context = MethodContext(SLOTS, MAX_SEQ, MAX_NODES)
         proposer = method_of(method).make_proposer(config_of(method, form, models[method]), drafts, context)
@@ -247,3 +251,46 @@ def test_a_chat_that_goes_on_in_its_own_cache_says_the_same(lab, method, form):
             [said[:length]], SamplingParams(max_new_tokens=5 + slot, ignore_eos=True), speculative=False
         )
         assert plain.tokens == said[length:-2]
+
+
+FORTY = [b"</s>", *(piece.encode() for piece in ('{"', '":', '","', '"}', '"', "{", "}", "[", "]", ",", ":"))]
+FORTY += [b"true", b"false", b"null", *(bytes([c]) for c in b"0123456789abcdeghijklmop")]
+FORTY += [b"ab"]
+WORD = {"type": "string", "pattern": "^[a-d]{1,3}$"}
+SCHEMAS = [
+    make_object(a=FLAG, b=LEVEL),
+    make_object(a={"enum": ["ab", "c", 7, None]}, d=make_object(e=FLAG)),
+    make_object(a={"type": "array", "items": {"anyOf": [LEVEL, WORD]}, "maxItems": 2}),
+    {"anyOf": [make_object(b=WORD), {"type": "null"}]},
+]
+
+
+class Forty(Pieces):
+    """A tokenizer that writes JSON with the forty tokens of the target."""
+
+    tokens, ids = FORTY, {token: at for at, token in enumerate(FORTY) if at}
+
+    def decode(self, ids, skip_special_tokens=True):
+        return b"".join(FORTY[i] for i in ids if i).decode()
+
+
+@pytest.mark.parametrize(("method", "form"), forms())
+def test_texts_are_of_their_schemas_and_no_draft_is_scored_that_a_grammar_refuses(lab, monkeypatch, method, form):
+    pytest.importorskip("llguidance")
+    engine = lab(method, form, "onnxruntime")
+    engine.grammars = Grammars(Forty(), len(FORTY), [0])
+    watch_scored(engine.verifier, monkeypatch)
+    for heat in (0.0, 1.0):
+        asked = [
+            SamplingParams(40, heat, seed=i, stop_token_ids=(0,), structured_outputs=StructuredOutputs(json=schema))
+            for i, schema in enumerate(SCHEMAS)
+        ]
+        results = engine.generate(prompts()[1:5], asked, batch_size=3)
+        for result, schema in zip(results, SCHEMAS, strict=True):
+            text = Forty().decode(result.tokens)
+            assert (result.finish_reason, result.error) == ("stop", None), text
+            assert is_valid(json.loads(text), schema), text
+        assert sum(r.stats["num_accepted"] for r in results) > 0
+        if not heat:
+            plain = engine.generate(prompts()[1:5], asked, speculative=False, batch_size=3)
+            assert [r.tokens for r in results] == [r.tokens for r in plain]

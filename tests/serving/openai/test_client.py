@@ -12,6 +12,7 @@ import pytest
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.engine import load
+from tests.runtime.grammar_lab import SCHEMAS, is_valid
 
 openai = pytest.importorskip("openai")
 
@@ -64,6 +65,37 @@ def test_sixteen_streams_at_once_are_the_offline_ones(live, offline):
             return await asyncio.gather(*(stream(client, prompt) for prompt in PROMPTS))
 
     assert asyncio.run(run()) == offline
+
+
+def test_thirty_two_clients_get_texts_of_their_schemas(live):
+    """Every schema at temperature 0 and 1: all texts that end are valid, and all end."""
+    pytest.importorskip("llguidance")
+    jobs = [(schema, heat) for heat in (0.0, 1.0) for schema in SCHEMAS]
+    results = list[tuple[dict, str, str]]()
+
+    async def work(client):
+        while jobs:
+            schema, heat = jobs.pop()
+            # No whitespace between the parts of a value: the model writes Python, and would indent at will.
+            asked = {"name": "a", "schema": {**schema, "x-guidance": {"whitespace_flexible": False}}}
+            answer = await client.completions.create(
+                model="pycode-chat",
+                prompt="data = ",
+                max_tokens=300,
+                temperature=heat,
+                seed=len(jobs),
+                extra_body={"response_format": {"type": "json_schema", "json_schema": asked}, "speculation": "on"},
+            )
+            results.append((schema, answer.choices[0].finish_reason, answer.choices[0].text))
+
+    async def run():
+        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+            await asyncio.gather(*(work(client) for _ in range(32)))
+
+    asyncio.run(run())
+    assert len(results) == 60
+    for schema, reason, text in results:
+        assert reason == "stop" and is_valid(json.loads(text), schema), (schema, reason, text)
 
 
 def test_a_chat_is_the_completion_of_its_template(client):
