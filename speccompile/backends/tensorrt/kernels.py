@@ -78,7 +78,7 @@ def cache_folder() -> Path:
 
 
 def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", wrapper: str = "") -> bytes:
-    """Returns the kernels of an op, from the cache or compiled now (about 6 s for SpecVerify).
+    """Returns the kernels of an op, from the cache or compiled now (about 10 s for SpecVerify).
 
     Args:
         op: SpecVerify or KVRollback.
