@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,7 @@ def power_of(excess: float, freedom: float, critical: float) -> float:
     return min(1.0, total)
 
 
+@functools.cache
 def noncentrality(freedom: float, alpha: float = ALPHA, power: float = POWER) -> float:
     """Returns the noncentrality that is noticed with probability `power`."""
     critical = critical_value(freedom, alpha)
