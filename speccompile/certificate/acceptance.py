@@ -3,7 +3,8 @@
 
 Drafts decide speed alone, so a drafter that is wired wrongly (another layer's features, another position, another
 table of tokens) gives no wrong text: only its acceptance falls. The loop shares no graph, cache or engine with the
-bundle.
+bundle. A quantised bundle writes other texts than float32 weights do: there the loop follows the bundle's own texts, so
+that both draft after the same tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from speccompile.runtime.engine import load
 ACCEPTANCE, RECORD = "acceptance", "training.json"
 NUM_DRAFTS = 4
 MAX_DIFFERENCE = 0.02  # of the share accepted at a position, and of the mean acceptance length, as a share of it
-MAX_DIFFERENCE_QUANTIZED = 0.15  # the texts differ there, so both are samples
+MAX_DIFFERENCE_QUANTIZED = 0.15  # the loop reads float32 states along the bundle's own text
 
 Outcomes = Mapping[tuple[int, int], int]  # by (drafted, accepted): steps
 
@@ -100,6 +101,8 @@ def check_acceptance(
     """
     if reference is None:
         return not_run(ACCEPTANCE, why)
+    if bundle.recipe.speculator.get("draft_vocab_size"):
+        return not_run(ACCEPTANCE, "the loop in torch drafts with the whole vocabulary, the bundle with a part of it")
     drafter, why = open_drafter(bundle, reference)
     if drafter is None:
         return not_run(ACCEPTANCE, why)
@@ -117,8 +120,9 @@ def check_acceptance(
     params = SamplingParams(max_new_tokens=max(1, num_tokens - 1), ignore_eos=True)
     batch_size = min(engine.context.max_slots, len(begun))
     ours = Acceptance.of(decode_with(engine, engine.proposer, begun, params, batch_size=batch_size).outcomes, num)
-    theirs = Acceptance.of(outcomes_of(_loop(reference, trainable, needs, prompts, num, num_tokens)), num)
     exact = is_exact(bundle.manifest)
+    texts = [None] * len(begun) if exact else [text[:num_tokens] for text in plain]
+    theirs = Acceptance.of(outcomes_of(_loop(reference, trainable, needs, prompts, texts, num, num_tokens)), num)
     bound = MAX_DIFFERENCE if exact else MAX_DIFFERENCE_QUANTIZED
     facts = {"method": name, "num_drafts": num, "bound": bound, "engine": ours.facts(), "reference": theirs.facts()}
     shares = ", ".join(f"{a:.3f}/{b:.3f}" for a, b in zip(ours.shares, theirs.shares, strict=True))
@@ -130,14 +134,21 @@ def check_acceptance(
 
 
 def _loop(
-    reference: Reference, trainable: Any, needs: Any, prompts: Prompts, num: int, num_tokens: int
+    reference: Reference,
+    trainable: Any,
+    needs: Any,
+    prompts: Prompts,
+    texts: Sequence[Sequence[int] | None],
+    num: int,
+    num_tokens: int,
 ) -> list[tuple[int, int]]:
-    """Returns (drafted, accepted) of all steps of the loop in torch."""
+    """Returns (drafted, accepted) of all steps of the loop in torch; see `decode_chains`."""
     from speccompile.training.reference import decode_chains
 
     steps: list[tuple[int, int]] = []
-    for prompt in prompts:
-        steps += decode_chains(reference.target, trainable, needs, list(prompt), num, num_tokens, is_bounded=True)
+    for prompt, text in zip(prompts, texts, strict=True):
+        made = decode_chains(reference.target, trainable, needs, list(prompt), num, num_tokens, True, text)
+        steps += made
     return steps
 
 

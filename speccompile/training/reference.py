@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ def decode_chains(
     num_drafts: int,
     max_new_tokens: int = MAX_NEW_TOKENS,
     is_bounded: bool = False,
+    text: Sequence[int] | None = None,
 ) -> list[tuple[int, int]]:
     """Returns how many tokens each step drafted and accepted, greedily.
 
@@ -91,10 +92,12 @@ def decode_chains(
         num_drafts: of a chain.
         max_new_tokens: the text ends in the step that reaches them.
         is_bounded: chains end one token before the text does, as the engine's do, so that no step goes beyond it.
+        text: what is written after the prompt in the place of the target's own greedy tokens, `max_new_tokens` at
+            least: drafts are accepted where they are its tokens. None: the target's own.
     """
     tokens = list(prompt)
     held = target.run(torch.tensor([tokens]), TargetNeeds(True, needs.layers, needs.caches))
-    tokens.append(int(held["dist_tokens"][0, -1, 0]))
+    tokens.append(int(held["dist_tokens"][0, -1, 0]) if text is None else text[0])
     steps: list[tuple[int, int]] = []
     while (num_left := max_new_tokens + len(prompt) - len(tokens)) > 0:
         batch = _batch(tokens, held)
@@ -102,6 +105,8 @@ def decode_chains(
         drafts = trainable.draft(batch, num).tolist() if num else []
         held = target.run(torch.tensor([tokens + drafts]), TargetNeeds(True, needs.layers, needs.caches))
         greedy = held["dist_tokens"][0, len(tokens) - 1 :, 0].tolist()
+        if text is not None:
+            greedy = [*text[len(tokens) - len(prompt) :], *greedy][: len(greedy)]
         num = next((i for i, draft in enumerate(drafts) if draft != greedy[i]), len(drafts))
         steps.append((len(drafts), num))
         tokens += [*drafts[:num], greedy[num]]

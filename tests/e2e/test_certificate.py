@@ -116,3 +116,17 @@ def test_features_of_other_layers_fail(eagle, monkeypatch):
     monkeypatch.setattr("speccompile.certificate.acceptance.load", load_wrong)
     check = check_acceptance(*eagle, "")
     assert check.status == "failed", check.summary
+
+
+def test_the_loop_along_the_targets_own_text_is_the_loop(eagle, monkeypatch):
+    """As a bundle whose texts differ from float32's is compared: by the text that it wrote."""
+    from speccompile.certificate import acceptance
+
+    own = check_acceptance(*eagle, "").facts["reference"]
+    monkeypatch.setattr(acceptance, "is_exact", lambda manifest: False)
+    along = check_acceptance(*eagle, "")
+    assert along.facts["reference"] == own and along.facts["bound"] == 0.15
+    bundle, prompts, texts, reference = eagle
+    others = [[(token + 1) % 30 for token in text] for text in texts]
+    strange = check_acceptance(bundle, prompts, others, reference, "").facts["reference"]
+    assert sum(strange["kept"]) < sum(own["kept"]) and sum(strange["tried"]) > 0
