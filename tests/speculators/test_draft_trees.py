@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from speccompile.core.jobs import CandidateOptions, DecoderOptions, MethodContext, StepCosts
+from speccompile.core.jobs import DecoderOptions, MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.drafting import static_tree as static_trees
 from speccompile.drafting.siblings import draw_siblings
 from speccompile.errors import RecipeError
+from speccompile.graph_kinds.draft_vocab import VocabCandidateOptions
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
@@ -256,9 +257,9 @@ def test_a_draft_for_trees_drafts_chains_too():
 
 def test_the_draft_is_built_for_what_the_tree_needs():
     jobs = {
-        "chain": CandidateOptions(1, gives_probs=True),
-        "auto": CandidateOptions(8, gives_probs=False),
-        ((0,), (1,)): CandidateOptions(2, gives_probs=True),
+        "chain": VocabCandidateOptions(1, gives_probs=True),
+        "auto": VocabCandidateOptions(8, gives_probs=False),
+        ((0,), (1,)): VocabCandidateOptions(2, gives_probs=True),
     }
     for tree, candidates in jobs.items():
         assert DraftModelMethod().graph_jobs(DraftModelConfig("d", tree=tree))[0].options == DecoderOptions(

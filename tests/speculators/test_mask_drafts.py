@@ -13,6 +13,7 @@ from speccompile.core.specs import LENGTHS, TOKENS
 from speccompile.drafting.kv_cache import DraftCache
 from speccompile.drafting.mask_drafts import MaskDraftCache
 from speccompile.errors import RecipeError
+from speccompile.graph_kinds.draft_vocab import VocabCandidateOptions
 from speccompile.runtime.loop import decode
 from speccompile.runtime.slots import Slot, Slots
 from speccompile.runtime.verifier import Verifier
@@ -175,7 +176,7 @@ def test_the_recipe_decides_whether_there_are_masks_where_the_draft_knows_one():
     ]
     found = [job.options.candidates for job in jobs]
     assert [(c.max_parallel, c.is_parallel) for c in found] == [(6, True), (6, False), (1, False)]
-    assert found[0] == found[1] == found[2]  # what is built is in the spec
+    assert found[0] == found[1] == found[2] == VocabCandidateOptions(1, True)  # what is built is in the spec
 
 
 def test_a_draft_without_masks_or_with_too_few_is_refused():
