@@ -40,7 +40,15 @@ def forms_of(length: int | None) -> dict[str, dict[str, Any]]:
     return {**forms, "fixed": CHAIN | {"speculator.num_draft_tokens": length}, "wide": wide}
 
 
-LENGTHS: dict[str, int | None] = {"draft": 4, "mlp": 4, "eagle3": 5, "glide": 5, "prophet": 5, "early-exit": None}
+LENGTHS: dict[str, int | None] = {
+    "draft": 4,
+    "mlp": 4,
+    "eagle3": 5,
+    "dflash2": 5,
+    "glide": 5,
+    "prophet": 5,
+    "early-exit": None,
+}
 ROWS: dict[str, dict[str, dict[str, Any]]] = {
     **{name: forms_of(length) for name, length in LENGTHS.items()},
     "ngram": {"chain": {}},
