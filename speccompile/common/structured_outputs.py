@@ -26,7 +26,7 @@ class StructuredOutputs:
         choice: the text is one of these.
         grammar: in Lark's syntax as llguidance reads it, or in GBNF.
         structural_tag: `{"structures": [{"begin", "schema", "end"}], "triggers": [..]}`: free text, but what follows a
-            trigger is one of the structures.
+            trigger is one of the structures; or `{"format": {"type", ..}}` with xgrammar's types (docs/serve.md).
         reasoning: markers of one token each that stand around a free text before it: ("<think>", "</think>").
 
     Raises:

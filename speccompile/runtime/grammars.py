@@ -20,6 +20,7 @@ import numpy as np
 from speccompile.common.structured_outputs import WHERE, StructuredOutputs
 from speccompile.core.tree import Bools
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.structural_tags import lark_from_structural_tag
 
 MAX_KEPT = 64  # compiled grammars
 _TAIL = 8  # tokens at a prompt's end that may open or close its reasoning
@@ -296,38 +297,8 @@ def grammar_from_constraint(wanted: StructuredOutputs, vocabulary: Any) -> str:
         elif wanted.grammar is not None:
             grammar = LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
         else:
-            grammar = LLMatcher.grammar_from_lark(_lark_from_tags(wanted, vocabulary))
-    except (ValueError, IndexError, KeyError, AssertionError) as fault:
+            tag = json.loads(str(wanted.structural_tag))
+            grammar = LLMatcher.grammar_from_lark(lark_from_structural_tag(tag, vocabulary))
+    except (ValueError, IndexError, KeyError, AssertionError, TypeError, AttributeError) as fault:
         _refuse(wanted, f"{type(fault).__name__}: {fault}")
     return grammar
-
-
-def _lark_from_tags(wanted: StructuredOutputs, vocabulary: Any) -> str:
-    """Returns a structural tag as a grammar: free text, in which a trigger begins one of the structures."""
-    tag = json.loads(str(wanted.structural_tag))
-    structures, triggers = (tag.get("structures"), tag.get("triggers")) if isinstance(tag, dict) else (None, None)
-    if not structures or not triggers or not all(isinstance(text, str) and text for text in triggers):
-        _refuse(wanted, "no structures, or no triggers")
-    rules, names = [], []
-    for at, structure in enumerate(structures):
-        begin, end, schema = structure["begin"], structure["end"], structure["schema"]
-        trigger = next((text for text in triggers if begin.startswith(text)), None)
-        if trigger is None:
-            _refuse(wanted, f"a structure that begins with {begin!r}, which is after no trigger")
-        special = _special(trigger, vocabulary)
-        rest = [json.dumps(text) for text in (begin[len(str(trigger)) :],) if text]
-        last = [json.dumps(end)] if end else []
-        body = " ".join([*rest, f"%json {json.dumps(schema)}", *last])
-        if special is None:
-            rules += [f"head_{at}[lazy]: TEXT {json.dumps(trigger)}", f"tag_{at}: head_{at} {body}"]
-        else:
-            rules.append(f"tag_{at}: TEXT {special} {body}")
-        names.append(f"tag_{at}")
-    lines = ["%llguidance {}", f"start: ({' | '.join(names)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/", *rules]
-    return "\n".join(lines)
-
-
-def _special(text: str | None, vocabulary: Any) -> str | None:
-    """Returns how a grammar names a special token; None: the text is none."""
-    tokens = vocabulary.tokenize_str(text, parse_special=True)
-    return f"<[{tokens[0]}]>" if len(tokens) == 1 and vocabulary.is_special_token(tokens[0]) else None

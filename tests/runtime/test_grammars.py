@@ -100,7 +100,8 @@ def test_the_grammar_begins_after_the_reasoning(grammars):
         ({"json": {"type": "objekt"}}, "(json): got Invalid type: objekt; expected a grammar that compiles"),
         ({"json": {"type": "object", "not": {}}}, 'got Unimplemented keys: ["not"]'),
         ({"grammar": "start: %%"}, "(grammar): got"),
-        ({"structural_tag": {"format": {}}}, "(structural_tag): got no structures, or no triggers"),
+        ({"structural_tag": {"format": {}}}, "(structural_tag): got format: no type; expected one of const_string"),
+        ({"structural_tag": {"formats": {}}}, "(structural_tag): got no structures, or no triggers"),
         ({"structural_tag": "{"}, "(structural_tag): got JSONDecodeError"),
         (
             {"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]}},

@@ -2,6 +2,7 @@
 """Constraints by OpenAI's and vLLM's fields, over a service with a vocabulary for JSON."""
 
 import json
+import re
 
 import pytest
 
@@ -66,6 +67,10 @@ def test_every_choice_is_of_the_schema_in_whole_and_in_parts(app, path, asked):
         ({"guided_choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
         ({"guided_grammar": 'start: "a" DIGITS\nDIGITS: /[0-9]{3}/'}, lambda text: text[0] == "a" and len(text) == 4),
         ({"structured_outputs": {"choice": ["b", "c"]}}, lambda text: text in ("b", "c")),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "x[0-9]{2}"}}},
+            lambda text: re.fullmatch("x[0-9]{2}", text),
+        ),
         ({"response_format": {"type": "text"}}, lambda text: True),
     ],
 )
@@ -90,7 +95,13 @@ def test_other_constraints(app, asked, holds):
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "got guided_regex and guided_choice"),
         ({"structured_outputs": {"jso": "a"}}, "structured_outputs", "expected one of json, json_object"),
         ({"structured_outputs": {}}, "structured_outputs", "got no constraint"),
-        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "no structures"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "no structures"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "got format: no type"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "grammar", "grammar": "a"}}},
+            "response_format",
+            "got format: type 'grammar'; expected one of const_string",
+        ),
     ],
 )
 def test_what_does_not_compile_is_a_400_by_its_field(app, asked, param, message):

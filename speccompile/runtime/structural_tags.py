@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structural tags as grammars of llguidance: free text in which tags stand, in the older form and in the newer.
+
+The newer form, `{"type": "structural_tag", "format": {...}}`, has the format types of xgrammar's public API. What holds
+neither a JSON schema nor a special token is a regular language, and becomes one terminal: it accepts exactly the texts
+of the format, however its parts overlap. At the border of a JSON value or a special token each side is matched as far
+as it goes. Free text before a tag's end, or before a trigger, ends where that text occurs for the first time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from speccompile.common.structured_outputs import WHERE
+from speccompile.errors import RuntimeFault
+
+MAX_DEPTH, MAX_REPEAT = 32, 1000  # formats in formats; times
+# By type: the names that a format has; those in the second are optional.
+FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "const_string": (("value",), ()),
+    "json_schema": (("json_schema",), ()),
+    "regex": (("pattern",), ()),
+    "any_text": ((), ()),
+    "sequence": (("elements",), ()),
+    "or": (("elements",), ()),
+    "tag": (("begin", "content", "end"), ()),
+    "triggered_tags": (("triggers", "tags"), ("at_least_one", "stop_after_first")),
+    "tags_with_separator": (("tags", "separator"), ("at_least_one", "stop_after_first")),
+    "optional": (("content",), ()),
+    "star": (("content",), ()),
+    "plus": (("content",), ()),
+    "repeat": (("content", "min", "max"), ()),
+}
+_ANY, _SOME = "/(?s:.*)/", "/(?s:.+)/"
+
+
+def lark_from_structural_tag(tag: Any, vocabulary: Any) -> str:
+    """Returns a structural tag as a grammar in Lark's syntax.
+
+    Args:
+        tag: `{"structures": [{"begin", "schema", "end"}], "triggers": [..]}`, or `{"format": {"type": .., ..}}`.
+        vocabulary: `llguidance.LLTokenizer`; texts of its special tokens become those tokens.
+
+    Raises:
+        RuntimeFault: it has neither form, or a type or an option that is not known.
+        KeyError, TypeError: a structure lacks one of its parts, or is none.
+    """
+    if isinstance(tag, dict) and "format" in tag:
+        others = sorted(set(tag) - {"type", "format"})
+        if others:
+            _refuse(f"format and {' and '.join(others)}", "format alone", "Leave the others out.")
+        return _Translation(vocabulary).lark(tag["format"])
+    return _lark_from_structures(tag, vocabulary)
+
+
+def _refuse(got: str, expected: str, todo: str) -> NoReturn:
+    raise RuntimeFault(f"{WHERE} (structural_tag)", got[:300], expected, todo)
+
+
+def _lark_from_structures(tag: Any, vocabulary: Any) -> str:
+    """Returns the older form as a grammar: free text, in which a trigger begins one of the structures."""
+    structures, triggers = (tag.get("structures"), tag.get("triggers")) if isinstance(tag, dict) else (None, None)
+    if not structures or not triggers or not all(isinstance(text, str) and text for text in triggers):
+        expected = "structures with triggers, or a format"
+        _refuse("no structures, or no triggers", expected, "Correct the structural_tag.")
+    rules, names = [], []
+    for at, structure in enumerate(structures):
+        begin, end, schema = structure["begin"], structure["end"], structure["schema"]
+        trigger = next((text for text in triggers if begin.startswith(text)), None)
+        if trigger is None:
+            got = f"a structure that begins with {begin!r}, which is after no trigger"
+            _refuse(got, "a trigger at its beginning", "Name its beginning among the triggers.")
+        special = _special(trigger, vocabulary)
+        rest = [json.dumps(text) for text in (begin[len(str(trigger)) :],) if text]
+        last = [json.dumps(end)] if end else []
+        body = " ".join([*rest, f"%json {json.dumps(schema)}", *last])
+        if special is None:
+            rules += [f"head_{at}[lazy]: TEXT {json.dumps(trigger)}", f"tag_{at}: head_{at} {body}"]
+        else:
+            rules.append(f"tag_{at}: TEXT {special} {body}")
+        names.append(f"tag_{at}")
+    lines = ["%llguidance {}", f"start: ({' | '.join(names)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/", *rules]
+    return "\n".join(lines)
+
+
+def _special(text: str, vocabulary: Any) -> str | None:
+    """Returns how a grammar names a special token; None: the text is none."""
+    tokens = vocabulary.tokenize_str(text, parse_special=True)
+    return f"<[{tokens[0]}]>" if len(tokens) == 1 and vocabulary.is_special_token(tokens[0]) else None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An expression in Lark's syntax; a regular one may stand in a terminal, with `&` and `~`."""
+
+    text: str
+    is_regular: bool = True
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A text that ends free text: what stands before its first special token, and the parts from there on."""
+
+    text: str
+    special: tuple[_Part, ...] = ()
+
+
+class _Translation:
+    """One format as a grammar; `end` is the text of the tag around it that ends free text, "" where nothing does."""
+
+    def __init__(self, vocabulary: Any) -> None:
+        self._vocabulary = vocabulary
+        self._lines: list[str] = []
+        self._types: dict[str, Callable[[dict[str, Any], str, str, int], _Part]] = {
+            name: getattr(self, f"_{name}") for name in FORMATS
+        }
+
+    def lark(self, asked: Any) -> str:
+        whole = self._terminal(self._part(asked, "format", "", 0))
+        return "\n".join(["%llguidance {}", f"start: {whole}", *self._lines])
+
+    def _part(self, asked: Any, path: str, end: str, depth: int, is_tag: bool = False) -> _Part:
+        """Returns a format with the end after it."""
+        kind = self._kind(asked, path, depth, is_tag)
+        return self._types[kind](asked, path, end, depth + 1)
+
+    def _kind(self, asked: Any, path: str, depth: int, is_tag: bool = False) -> str:
+        """Returns the type of a format that has the names of its type."""
+        if depth > MAX_DEPTH:
+            _refuse(f"formats in {depth} formats", f"{MAX_DEPTH} at most", "Nest them less deeply.")
+        _given(asked, isinstance(asked, dict), path, "a format, an object with a type")
+        kind = asked.get("type", "tag" if is_tag else None)
+        known = ["tag"] if is_tag else list(FORMATS)
+        if kind not in known:
+            got = f"{path}: {'no type' if kind is None else f'type {kind!r}'}"
+            _refuse(got, f"one of {', '.join(known)}", "Write it with these types, or use structured_outputs.grammar.")
+        needed, optional = FORMATS[kind]
+        for name, value in asked.items():
+            if name not in ("type", *needed, *optional) and value not in (None, []):
+                names = ", ".join(("type", *needed, *optional))
+                _refuse(f"{path}: {name} of {kind}", f"{names} alone", "Leave it out: it is not supported.")
+        for name in needed:
+            if name not in asked:
+                _refuse(f"{path}: {kind} without {name}", ", ".join(needed), f"Add {name}.")
+        return str(kind)
+
+    def _terminal(self, part: _Part) -> str:
+        if not part.is_regular:
+            return part.text
+        return self._named(part).text
+
+    def _named(self, part: _Part) -> _Part:
+        """Returns a part by its name, so that it can stand in several places."""
+        name = f"{'T' if part.is_regular else 'r'}{len(self._lines)}"
+        self._lines.append(f"{name}: {part.text}")
+        return _Part(name, part.is_regular)
+
+    def _join(self, parts: Sequence[_Part]) -> _Part:
+        """Returns parts one after another; regular ones that are neighbours are one terminal."""
+        texts, run, are_regular = list[str](), list[str](), all(part.is_regular for part in parts)
+        for part in parts:
+            if part.is_regular:
+                run.append(part.text)
+                continue
+            if run:
+                texts.append(self._terminal(_Part(" ".join(run))))
+                run = []
+            texts.append(part.text)
+        if run:
+            texts.append(" ".join(run) if are_regular else self._terminal(_Part(" ".join(run))))
+        return _Part(f"({' '.join(texts)})" if texts else '""', are_regular)
+
+    def _either(self, parts: Sequence[_Part]) -> _Part:
+        """Returns one of the parts; the regular ones are one terminal."""
+        regular = [part.text for part in parts if part.is_regular]
+        texts = [part.text for part in parts if not part.is_regular]
+        if regular and texts:
+            regular = [self._terminal(_Part(" | ".join(regular)))]
+        return _Part(f"({' | '.join(regular + texts)})", not texts)
+
+    def _times(self, part: _Part, times: str) -> _Part:
+        return _Part(f"({part.text}){times}", part.is_regular)
+
+    def _pieces(self, text: str) -> list[_Part]:
+        """Returns a text as literals and special tokens."""
+        parts, left = list[_Part](), text
+        for token in self._vocabulary.tokenize_str(text, parse_special=True):
+            if not self._vocabulary.is_special_token(token):
+                continue
+            before, name, after = left.partition(self._vocabulary.decode_str([token]))
+            if not name:
+                _refuse(f"a text with a special token, {text!r}", "its name in the text", "Write it as text alone.")
+            if token in self._vocabulary.eos_tokens:
+                _refuse(f"an end-of-sequence token in {text!r}", "other tokens", "Leave it out: it ends every text.")
+            parts += [_Part(json.dumps(before))] if before else []
+            parts.append(_Part(f"<[{token}]>", False))
+            left = after
+        return [*parts, _Part(json.dumps(left))] if left else parts
+
+    def _literals(self, text: str) -> _Part:
+        return self._join(self._pieces(text))
+
+    def _mark(self, text: str) -> _Mark:
+        pieces = self._pieces(text)
+        if not pieces[0].is_regular:
+            return _Mark("", tuple(pieces))
+        return _Mark(pieces[0].text, tuple(pieces[1:]))
+
+    def _until(self, mark: _Mark, marks: Sequence[_Mark]) -> _Part:
+        """Returns free text and the first of the marks in it, which is this one."""
+        plain = " | ".join(other.text for other in marks if not other.special)
+        text = f"({_ANY} {mark.text})" if mark.text else _ANY
+        if plain:
+            text = f"({text} & ~({_ANY} ({plain}) {_ANY if mark.special else _SOME}))"
+        return self._join([_Part(text), *mark.special])
+
+    def _without(self, marks: Sequence[_Mark]) -> _Part:
+        """Returns free text in which no mark is; special tokens are in no free text."""
+        plain = " | ".join(mark.text for mark in marks if not mark.special)
+        return _Part(f"({_ANY} & ~({_ANY} ({plain}) {_ANY}))" if plain else _ANY)
+
+    def _ended(self, part: _Part, end: str) -> _Part:
+        return self._join([part, self._literals(end)]) if end else part
+
+    def _const_string(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        return self._ended(self._literals(_text(asked, "value", path)), end)
+
+    def _json_schema(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        schema = {} if asked["json_schema"] is True else asked["json_schema"]
+        _given(schema, isinstance(schema, dict), f"{path}.json_schema", "a schema, an object or true")
+        return self._ended(_Part(f"%json {json.dumps(schema)}", False), end)
+
+    def _regex(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        return self._ended(_Part(_regex_literal(_text(asked, "pattern", path))), end)
+
+    def _any_text(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        if not end:
+            return _Part(_ANY)
+        mark = self._mark(end)
+        return self._until(mark, [mark])
+
+    def _sequence(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        elements = _list(asked, "elements", path)
+        *firsts, last = enumerate(elements)
+        parts = [self._limited(element, f"{path}.elements[{at}]", depth) for at, element in firsts]
+        return self._join([*parts, self._part(last[1], f"{path}.elements[{last[0]}]", end, depth)])
+
+    def _or(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        elements = _list(asked, "elements", path)
+        parts = [self._part(one, f"{path}.elements[{at}]", end, depth) for at, one in enumerate(elements)]
+        return self._either(parts)
+
+    def _tag(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        begin = self._literals(_text(asked, "begin", path, may_be_empty=True))
+        return self._join([begin, self._rest_of_tag(asked, path, end, depth)])
+
+    def _rest_of_tag(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        own = _text(asked, "end", path, may_be_empty=True)
+        content = self._part(asked["content"], f"{path}.content", own or end, depth)
+        return self._ended(content, end) if own else content
+
+    def _triggered_tags(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        tags, triggers = _list(asked, "tags", path), _list(asked, "triggers", path)
+        needs_one, is_single = _truth(asked, "at_least_one", path), _truth(asked, "stop_after_first", path)
+        last = end if is_single else ""  # what ends the free text at a tag's own end
+        wholes: list[_Part] = []
+        bodies: dict[str, list[_Part]] = {}
+        for trigger in triggers:
+            is_right = isinstance(trigger, str) and bool(trigger)
+            bodies[_given(trigger, is_right, f"{path}.triggers", "texts with characters")] = []
+        for at, tag in enumerate(tags):
+            here = f"{path}.tags[{at}]"
+            self._kind(tag, here, depth, is_tag=True)
+            begin = _text(tag, "begin", here)
+            found = [trigger for trigger in bodies if begin.startswith(trigger)]
+            if len(found) != 1:
+                got = f"{here}: begin {begin!r} after {' and '.join(map(repr, found)) or 'no trigger'}"
+                _refuse(got, "one trigger at its beginning", "Correct the triggers.")
+            body = self._named(self._rest_of_tag(tag, here, last, depth + 1))
+            if not is_single:
+                _check_limited(tag, here)
+            wholes.append(self._join([*self._pieces(begin), body]))
+            bodies[found[0]].append(self._join([*self._pieces(begin[len(found[0]) :]), body]))
+        if unused := [trigger for trigger, parts in bodies.items() if not parts]:
+            _refuse(f"{path}.triggers: {unused[0]!r}, which begins no tag", "triggers of tags", "Leave it out.")
+        marks = {trigger: self._mark(trigger) for trigger in bodies}
+        ends = [self._mark(end)] if end else []
+        stops = [*marks.values(), *ends]
+        parts = [self._join([self._until(marks[name], stops), self._either(bodies[name])]) for name in bodies]
+        rest = self._until(ends[0], stops) if ends else self._without(stops)
+        first = self._either(wholes)
+        if is_single:
+            return first if needs_one else self._either([*parts, rest])
+        tail = [self._times(self._either(parts), "*"), rest]
+        return self._join([first, *tail] if needs_one else tail)
+
+    def _tags_with_separator(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        separator = self._pieces(_text(asked, "separator", path, may_be_empty=True))
+        needs_one, is_single = _truth(asked, "at_least_one", path), _truth(asked, "stop_after_first", path)
+        last, tags = end if is_single else "", []
+        for at, tag in enumerate(_list(asked, "tags", path)):
+            tags.append(self._part(tag, f"{path}.tags[{at}]", last, depth, is_tag=True))
+            if not is_single:
+                _check_limited(tag, f"{path}.tags[{at}]")
+        one, none = self._either(tags), self._literals(end)
+        if not is_single:
+            one = self._named(one)
+            more = self._times(self._join([*separator, one]), "*")
+            one = self._ended(self._join([one, more]), end)
+        return one if needs_one else self._either([one, none])
+
+    def _optional(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        return self._either([self._part(asked["content"], f"{path}.content", end, depth), self._literals(end)])
+
+    def _star(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        return self._repeated(asked, path, end, depth, "*")
+
+    def _plus(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        return self._repeated(asked, path, end, depth, "+")
+
+    def _repeat(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
+        low, high = asked["min"], asked["max"]
+        are_numbers = all(isinstance(value, int) and not isinstance(value, bool) for value in (low, high))
+        if not are_numbers or not 0 <= low <= (MAX_REPEAT if high == -1 else high) <= MAX_REPEAT:
+            expected = f"0 <= min <= max <= {MAX_REPEAT}, or -1 as max: without a bound"
+            _refuse(f"{path}: min {low!r} and max {high!r}", expected, "Correct them.")
+        return self._repeated(asked, path, end, depth, f"{{{low},{'' if high == -1 else high}}}")
+
+    def _repeated(self, asked: dict[str, Any], path: str, end: str, depth: int, times: str) -> _Part:
+        return self._ended(self._times(self._limited(asked["content"], f"{path}.content", depth), times), end)
+
+    def _limited(self, asked: Any, path: str, depth: int) -> _Part:
+        part = self._part(asked, path, "", depth)
+        _check_limited(asked, path)
+        return part
+
+
+def _check_limited(asked: dict[str, Any], path: str) -> None:
+    if _is_unlimited(asked):
+        got = f"{path}: {asked.get('type', 'tag')}, which holds free text that nothing ends, before other text"
+        _refuse(got, "free text at the end, or in a tag with an end", "Put a tag with an end around it.")
+
+
+def _is_unlimited(asked: dict[str, Any]) -> bool:
+    """Returns whether a format, known to be right, ends with free text that only what is around it can end."""
+    match asked.get("type", "tag"):
+        case "any_text":
+            return True
+        case "triggered_tags":
+            is_one = asked.get("at_least_one") and asked.get("stop_after_first")
+            return not is_one or any(map(_is_unlimited, asked["tags"]))
+        case "tags_with_separator":
+            return any(map(_is_unlimited, asked["tags"]))
+        case "sequence":
+            return _is_unlimited(asked["elements"][-1])
+        case "or":
+            return any(map(_is_unlimited, asked["elements"]))
+        case "tag":
+            return not asked["end"] and _is_unlimited(asked["content"])
+        case "optional":
+            return _is_unlimited(asked["content"])
+    return False
+
+
+def _regex_literal(pattern: str) -> str:
+    """Returns a regular expression between slashes."""
+    text, is_escaped = "", False
+    for char in pattern:
+        written = {"\n": "n", "\r": "r"}.get(char, char)
+        text += written if is_escaped or (written == char and char != "/") else f"\\{written}"
+        is_escaped = char == "\\" and not is_escaped
+    if is_escaped:
+        _refuse(f"a pattern that ends with a backslash, {pattern!r}", "a regular expression", "Correct the pattern.")
+    return f"/{text}/"
+
+
+def _text(asked: dict[str, Any], name: str, path: str, may_be_empty: bool = False) -> str:
+    is_right = isinstance(asked[name], str) and bool(asked[name] or may_be_empty)
+    return str(_given(asked[name], is_right, f"{path}.{name}", "a text" if may_be_empty else "a text with characters"))
+
+
+def _list(asked: dict[str, Any], name: str, path: str) -> list[Any]:
+    is_right = isinstance(asked[name], list) and bool(asked[name])
+    return list(_given(asked[name], is_right, f"{path}.{name}", "a list that is not empty"))
+
+
+def _truth(asked: dict[str, Any], name: str, path: str) -> bool:
+    value = asked.get(name, False)
+    return bool(_given(value, isinstance(value, bool), f"{path}.{name}", "true or false"))
+
+
+def _given(value: Any, is_right: bool, path: str, expected: str) -> Any:
+    if not is_right:
+        _refuse(f"{path}: {value!r}", expected, "Correct the structural_tag.")
+    return value
