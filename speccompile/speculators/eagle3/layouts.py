@@ -223,7 +223,7 @@ _IGNORED = (r"rotary_emb\.inv_freq$", r"^verifier_(lm_head|norm)\.weight$")
 FORMATS = (
     Format(
         "eagle3/ours",
-        "EAGLE-3 or P-EAGLE drafter (first release, SpecForge)",
+        "EAGLE-3 drafter (first release, SpecForge)",
         "eagle3",
         _sizes(),
         _rows("midlayer"),
@@ -238,7 +238,7 @@ FORMATS = (
     ),
     Format(
         "eagle3/speculators",
-        "EAGLE-3 or P-EAGLE drafter (speculators format)",
+        "EAGLE-3 drafter (speculators format)",
         "eagle3",
         _sizes(SCOPE),
         _rows("layers.0"),
@@ -252,7 +252,7 @@ FORMATS = (
     ),
     Format(
         "eagle3/numbered",
-        "EAGLE-3 or P-EAGLE drafter (numbered layers)",
+        "EAGLE-3 drafter (numbered layers)",
         "eagle3",
         _sizes(),
         _rows("layers.0"),
