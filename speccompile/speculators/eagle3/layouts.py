@@ -220,6 +220,7 @@ _CHECKS = (
 )
 _NUMBERED = r"^layers\.0\.hidden_norm\.weight$"
 _IGNORED = (r"rotary_emb\.inv_freq$", r"^verifier_(lm_head|norm)\.weight$")
+_PARTS: dict[str, Any] = {"ignored": _IGNORED, "derive": _derive, "complete": _complete}
 FORMATS = (
     Format(
         "eagle3/ours",
@@ -230,11 +231,9 @@ FORMATS = (
         _CHECKS,
         marks=(r"^midlayer\.",),
         prefixes=("", "model."),
-        ignored=_IGNORED,
-        derive=_derive,
         ours=_ours,
         config=_config,
-        complete=_complete,
+        **_PARTS,
     ),
     Format(
         "eagle3/speculators",
@@ -244,11 +243,9 @@ FORMATS = (
         _rows("layers.0"),
         (*_CHECKS, Check("eagle3.config", check_config), Check("eagle3.residual", check_residual)),
         config_marks=(("speculators_model_type", "eagle3"), ("speculators_model_type", "peagle")),
-        ignored=_IGNORED,
-        derive=_derive,
         ours=ours_from_config,
         config=config_from_ours,
-        complete=_complete,
+        **_PARTS,
     ),
     Format(
         "eagle3/numbered",
@@ -259,10 +256,8 @@ FORMATS = (
         _CHECKS,
         marks=(_NUMBERED, r"^(d2t|t2d)$"),
         prefixes=("", "model."),
-        ignored=_IGNORED,
-        derive=_derive,
         ours=_ours,
         config=_config,
-        complete=_complete,
+        **_PARTS,
     ),
 )

@@ -336,8 +336,9 @@ class DraftSource(SpeculatorSource):
         Raises:
             RecipeError, CheckpointError: see `choose_tokens`.
         """
-        if self._options.vocab is None or self.context.target_job is None:
+        if self._options.vocab is None:
             return None
+        assert self.context.target_job is not None
         folder = find_folder(self.context.target_job, self.context.weights)
         return choose_tokens(self._options.vocab, folder, self.dims.vocab_size)
 
