@@ -24,7 +24,7 @@ KEY_SCALE, KEY_STEP = 2.0**24, 128  # a key has 24 bits; 128 times that, plus 1,
 def _mod_prime(number: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Returns the remainder of numbers below 2**63."""
     folded = (number & np.uint64(PRIME)) + (number >> np.uint64(31))
-    return np.where(folded >= PRIME, folded - np.uint64(PRIME), folded)
+    return np.minimum(folded, folded - np.uint64(PRIME))  # a number below the prime wraps to one above
 
 
 def race_times(draws: Floats, tokens: ArrayLike) -> NDArray[np.float64]:

@@ -30,9 +30,10 @@ DRAFT_SIBLING_LANE = 1 << 20  # the draft's draws of later siblings: this + rank
 _LEAST_TOP_P = 1e-30  # the likeliest token alone; a smaller one could be 0 in float32
 
 # Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
-_KEY_STEPS = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _NUM_ROUNDS = 10
+# Added to the keys, [rounds, 2, 1].
+_KEY_STEPS = np.arange(_NUM_ROUNDS, dtype=np.uint64)[:, None, None] * np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
@@ -113,14 +114,12 @@ def philox(counters: Words, keys: Words) -> Words:
     Returns:
         [4, ...] uint64, each word below 2**32.
     """
-    column = (2,) + (1,) * (counters.ndim - 1)
-    multipliers, steps = _MULTIPLIERS.reshape(column), _KEY_STEPS.reshape(column)
-    even, odd = counters[0::2], counters[1::2]
-    for _ in range(_NUM_ROUNDS):
-        product = even * multipliers
-        even, odd = (product >> _HALF)[::-1] ^ odd ^ keys, (product & _LOW)[::-1]
-        keys = (keys + steps) & _LOW
-    return np.stack((even[0], odd[0], even[1], odd[1]))
+    words = counters.reshape(4, -1).astype(np.uint32)
+    even, odd = words[0::2], words[1::2]
+    for key in (keys.reshape(2, -1) + _KEY_STEPS).astype(np.uint32):
+        product = (even * _MULTIPLIERS).view("<u4")  # the two words of each, the low one first
+        even, odd = product[::-1, 1::2] ^ odd ^ key, product[::-1, 0::2]
+    return np.stack((even[0], odd[0], even[1], odd[1])).astype(np.uint64).reshape(counters.shape)
 
 
 def uniforms(seeds: ArrayLike, positions: ArrayLike, lane: ArrayLike) -> Floats:
@@ -148,9 +147,9 @@ def uniform_words(seeds: ArrayLike, positions: ArrayLike, lane: ArrayLike) -> Fl
     """Returns all words of the draws, [4, batch, nodes] float32; arguments as of `uniforms`, which gives the first."""
     places = np.asarray(positions, dtype=np.int64).astype(np.uint64)
     seed = np.asarray(seeds, dtype=np.uint64)[:, None]
-    counters = np.zeros((4, *places.shape), dtype=np.uint64)
+    counters, keys = np.zeros((4, *places.shape), np.uint64), np.empty((2, *places.shape), np.uint64)
     counters[0], counters[1], counters[2] = places & _LOW, places >> _HALF, np.asarray(lane, dtype=np.uint64)
-    keys = np.stack((np.broadcast_to(seed & _LOW, places.shape), np.broadcast_to(seed >> _HALF, places.shape)))
+    keys[0], keys[1] = seed & _LOW, seed >> _HALF
     words = philox(counters, keys)
     drawn: Floats = (words >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)
     return drawn

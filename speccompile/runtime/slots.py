@@ -36,7 +36,10 @@ from speccompile.runtime.requests import Speculation
 from speccompile.runtime.stats import SlotStats
 from speccompile.runtime.text import TextSink
 
-BLOCK = 256  # positions whose uniforms are made at once: a Philox call takes at least 100 us
+# Positions whose uniforms are made at once: a call of Philox takes 40 us for 100 draws as for one. A short text needs
+# few, so a table has 16 at first, then 64, 256, 512 ...
+LEAST_BLOCK, BLOCK = 16, 256
+NUM_NEIGHBOURS = 8  # lanes that are made with one that is read: a chain reads those of all its depths
 LANES = (ACCEPT_LANE, TARGET_LANE, DRAFT_LANE, RACE_LANE)
 RACE_ROWS = slice(3, 5)  # of a table, after the first words of the other lanes
 
@@ -78,16 +81,15 @@ class UniformTable:
     def __init__(self, seed: int, start: int) -> None:
         self.seed, self._start = np.array([seed], dtype=np.uint64), start
         self._table = np.empty((5, 0), dtype=np.float32)
-        self._lanes: dict[int, Floats] = {}  # of later siblings, made when they are first read
+        self._lanes: dict[int, Floats] = {}  # the others, [NUM_NEIGHBOURS, num] each; made when one is first read
 
     def rows(self, start: int, end: int) -> Floats:
         """Returns accept, target and draft draws, and two of the race, of positions start .. end - 1.
 
         The result is [5, end - start] float32.
         """
-        while self._start + self._table.shape[1] < end:
-            first = self._start + self._table.shape[1]
-            positions = np.tile(np.arange(first, first + BLOCK, dtype=np.int64), (len(LANES), 1))
+        while (block := self._next_block(self._table, end)) is not None:
+            positions = np.broadcast_to(block, (len(LANES), len(block)))
             words = uniform_words(self.seed, positions, np.array(LANES)[:, None])
             self._table = np.concatenate((self._table, np.concatenate((words[0], words[1, 3:]))), axis=1)
         rows: Floats = self._table[:, start - self._start : end - self._start]
@@ -95,13 +97,21 @@ class UniformTable:
 
     def lane(self, lane: int, start: int, end: int) -> Floats:
         """Returns draws of any lane at positions start .. end - 1, [end - start] float32."""
-        held = self._lanes.get(lane, self._table[0, :0])
-        while self._start + len(held) < end:
-            first = self._start + len(held)
-            block = uniforms(self.seed, np.arange(first, first + BLOCK, dtype=np.int64)[None], lane)[0]
-            held = self._lanes[lane] = np.concatenate((held, block))
-        draws: Floats = held[start - self._start : end - self._start]
+        group, row = divmod(lane, NUM_NEIGHBOURS)
+        held = self._lanes.get(group, np.empty((NUM_NEIGHBOURS, 0), dtype=np.float32))
+        while (block := self._next_block(held, end)) is not None:
+            lanes = np.arange(group * NUM_NEIGHBOURS, (group + 1) * NUM_NEIGHBOURS)[:, None]
+            made = uniforms(self.seed, np.broadcast_to(block, (NUM_NEIGHBOURS, len(block))), lanes)
+            held = self._lanes[group] = np.concatenate((held, made), axis=1)
+        draws: Floats = held[row, start - self._start : end - self._start]
         return draws
+
+    def _next_block(self, table: Floats, end: int) -> Ints | None:
+        """Returns the positions to make next, [num] int64; None where the table has all those before `end`."""
+        num = table.shape[1]
+        if self._start + num >= end:
+            return None
+        return self._start + np.arange(num, num + min(max(3 * num, LEAST_BLOCK), BLOCK), dtype=np.int64)
 
 
 class Slot:

@@ -2,9 +2,17 @@
 import numpy as np
 import pytest
 
-from speccompile.core.sampling import CHAIN_DRAFT_LANE, SamplingParams, tree_uniforms, uniforms
+from speccompile.core.sampling import (
+    CHAIN_ACCEPT_LANE,
+    CHAIN_DRAFT_LANE,
+    SIBLING_LANE,
+    SamplingParams,
+    race_draws,
+    tree_uniforms,
+    uniforms,
+)
 from speccompile.core.tree import TokenTree
-from speccompile.runtime.slots import BLOCK, Slot, Slots, UniformTable
+from speccompile.runtime.slots import BLOCK, RACE_ROWS, Slot, Slots, UniformTable
 
 PARAMS = [SamplingParams(temperature=1.0, seed=2**63 + 5), SamplingParams(), SamplingParams(temperature=0.5, seed=7)]
 LENGTHS = [9, 4, 700]
@@ -20,13 +28,23 @@ def slots():
     return made
 
 
-def test_tables_hold_the_draws_of_every_position_across_blocks():
-    table = UniformTable(11, 40)
-    for start, end in ((40, 43), (44, 40 + BLOCK + 3), (40 + 2 * BLOCK, 41 + 2 * BLOCK)):
-        rows = table.rows(start, end)
+@pytest.mark.parametrize(
+    "reads",
+    [
+        [(40, 43), (44, 40 + BLOCK + 3), (40 + 2 * BLOCK, 41 + 2 * BLOCK)],
+        [(end - 5, end) for end in range(45, 1000, 5)],
+    ],
+    ids=["leaps", "steps"],
+)
+def test_tables_hold_the_draws_of_every_position_across_blocks(reads):
+    table, seeds = UniformTable(2**40 + 11, 40), np.array([2**40 + 11], dtype=np.uint64)
+    for start, end in reads:
+        rows, places = table.rows(start, end), np.arange(start, end)[None]
         for lane in range(3):
-            wanted = uniforms(np.array([11], dtype=np.uint64), np.arange(start, end)[None], lane)[0]
-            np.testing.assert_array_equal(rows[lane], wanted)
+            np.testing.assert_array_equal(rows[lane], uniforms(seeds, places, lane)[0])
+        np.testing.assert_array_equal(rows[RACE_ROWS].T, race_draws(seeds, places)[0])
+        for lane in (CHAIN_DRAFT_LANE + 3, CHAIN_DRAFT_LANE + 12, CHAIN_ACCEPT_LANE + 3, SIBLING_LANE + 1):
+            np.testing.assert_array_equal(table.lane(lane, start, end), uniforms(seeds, places, lane)[0])
 
 
 def test_chain_draws_are_those_of_the_tree(slots):
